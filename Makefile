@@ -9,10 +9,14 @@ MODELS := demo-llama demo-gemma2
 SAMPLED := $(MODELS:%=$(RUNS)/%-sampled.jsonl)
 GREEDY := $(MODELS:%=$(RUNS)/%-greedy.jsonl)
 MEASURE := --repeats 1 --threads 1
-ASKED := --prompts spec-bench $(CHAT) --limit 1 --max-new-tokens 64 --repeats 1 --threads 2
-QUESTIONS := $(ASKED) --method plain --method self --method generate --method generate-prompt-lookup
+CHAT ?= --chat
+ASKED := --prompts spec-bench $(CHAT) --limit 1 --threads 2
+PEERS := --method plain --method self --method generate --method generate-prompt-lookup
+# A Python that has llama-cpp-python and this package, for figures beside llama.cpp.
+LLAMA_PYTHON ?= $(BIN)/python
 
-.PHONY: demo test test-gpu checkpoints benchmark benchmark-smollm2 benchmark-context lint picture
+.PHONY: demo test test-gpu test-oldest checkpoints benchmark benchmark-smollm2 benchmark-context
+.PHONY: speed figures lint picture
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -20,6 +24,12 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(BIN)/pytest
+
+# The parity tests on the oldest torch and transformers that pyproject.toml admits: an environment of
+# their own, of several gigabytes where the package index has no CPU build of that torch.
+OLDEST := $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+)".*/\1==\2/p' pyproject.toml)
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/pytest -W default tests/test_parity.py
 
 # With the Python that has the machine's own PyTorch, and with whatever versions it has.
 test-gpu:
@@ -36,23 +46,30 @@ benchmark: .venv/installed
 	$(MAKE) $(SAMPLED) $(GREEDY)
 	$(BIN)/layerskip report $(SAMPLED) $(GREEDY) --output $(RUNS)/report
 
-# The same of a real checkpoint, which no one trained for this: two threads, ten minutes.
-REAL := $(RUNS)/smollm2-greedy.jsonl $(RUNS)/smollm2-sampled.jsonl $(RUNS)/smollm2-bfloat16.jsonl
+# The same for a real checkpoint, on two threads: ten minutes. Greedy runs stand beside llama.cpp where
+# LLAMA_PYTHON has it.
+REAL_GREEDY := $(RUNS)/smollm2-float32.jsonl $(RUNS)/smollm2-bfloat16.jsonl
+REAL := $(REAL_GREEDY) $(RUNS)/smollm2-sampled.jsonl
 benchmark-smollm2: checkpoints
 	rm -f $(REAL)
-	$(BIN)/layerskip benchmark smollm2 $(QUESTIONS) --output $(RUNS)/smollm2-greedy.jsonl
-	$(BIN)/layerskip benchmark smollm2 $(QUESTIONS) --do-sample --temperature 0.8 \
-		--output $(RUNS)/smollm2-sampled.jsonl
-	$(BIN)/layerskip benchmark smollm2 $(ASKED) --method plain --method self --dtype bfloat16 \
-		--output $(RUNS)/smollm2-bfloat16.jsonl
+	$(MAKE) $(REAL)
 	$(BIN)/layerskip report $(REAL) --output $(RUNS)/smollm2-report
+
+$(REAL_GREEDY): $(RUNS)/smollm2-%.jsonl:
+	if $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null; \
+	then $(LLAMA_PYTHON) scripts/compare.py llama-cpp smollm2 $(ASKED) --repeats 1 --dtype $* \
+		--new-tokens 64 --output $@; \
+	else $(BIN)/layerskip benchmark smollm2 $(ASKED) --repeats 1 --dtype $* --max-new-tokens 64 \
+		$(PEERS) --output $@; fi
+
+$(RUNS)/smollm2-sampled.jsonl:
+	$(BIN)/layerskip benchmark smollm2 $(ASKED) --repeats 1 --max-new-tokens 64 $(PEERS) \
+		--do-sample --temperature 0.8 --output $@
 
 # Its speed by length of context, greedy and sampled, about twelve minutes on two quiet cores; beside
 # llama.cpp where the Python that LLAMA_PYTHON names has that and this package.
 CONTEXT_MODEL ?= smollm2
-CHAT ?= --chat
 CONTEXTS ?= 1000 4000 7500
-LLAMA_PYTHON ?= $(BIN)/python
 AT := $(CONTEXT_MODEL) --prompts spec-bench $(CHAT) $(CONTEXTS:%=--context %) --limit 1 --repeats 1 \
 	--warmup 0 --threads 2
 LONG_GREEDY := $(RUNS)/context-bfloat16-greedy.jsonl $(RUNS)/context-float32-greedy.jsonl
@@ -72,13 +89,21 @@ $(LONG_SAMPLED): $(RUNS)/context-%-sampled.jsonl:
 	$(BIN)/layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
 		--method plain --method self --do-sample --temperature 0.8
 
-.PHONY: $(SAMPLED) $(GREEDY) $(LONG_GREEDY) $(LONG_SAMPLED)
+.PHONY: $(SAMPLED) $(GREEDY) $(REAL) $(LONG_GREEDY) $(LONG_SAMPLED)
 .PRECIOUS: $(SAMPLED) $(GREEDY)
 $(SAMPLED): $(RUNS)/%-sampled.jsonl: .venv/installed
 	$(BIN)/layerskip benchmark $* --do-sample --temperature 0.8 --limit 4 $(MEASURE) --trace --output $@
 
 $(GREEDY): $(RUNS)/%-greedy.jsonl: .venv/installed
 	$(BIN)/layerskip benchmark $* --limit 3 $(MEASURE) --output $@
+
+# Five ratios of a shipped model beside the limits in scripts/floors.json, in half a minute.
+speed: .venv/installed
+	$(BIN)/python scripts/speed.py
+
+# README's figures beside docs/figures.json, which takes up the runs that are there.
+figures: .venv/installed
+	$(BIN)/python scripts/figures.py $(wildcard $(RUNS)/*.jsonl)
 
 # The README's picture of one round.
 picture: .venv/installed
@@ -92,6 +117,11 @@ lint: .venv/installed-dev
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) --editable '.[test]'
+	touch $@
+
+.venv-oldest/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet $(OLDEST) --editable '.[test]'
 	touch $@
 
 .venv/installed-dev: .venv/installed

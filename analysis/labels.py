@@ -1,4 +1,4 @@
-"""How runs, searches and their settings are called in words, and as file names."""
+"""Words for runs, searches and their settings, and their file names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def printable(value: Any) -> Any:
 
 
 def law_words(law: Mapping[str, Any]) -> str:
-    """Sampling settings in words."""
     if not law["do_sample"]:
         return "greedy"
     words = f"sampled at T={law['temperature']:g}" if law.get("temperature") else "sampled"
@@ -37,7 +36,6 @@ def law_words(law: Mapping[str, Any]) -> str:
 
 
 def machine_words(header: Mapping[str, Any]) -> str:
-    """Device, dtype and threads in words."""
     words = f"{header['dtype']} on {header['device']}"
     threads = header.get("threads")
     if header["device"] == "cpu" and threads:
@@ -46,21 +44,19 @@ def machine_words(header: Mapping[str, Any]) -> str:
 
 
 def setting(header: Mapping[str, Any]) -> str:
-    """Law and machine of a run or search, in words."""
     return f"{law_words(header['law'])}, {machine_words(header)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
     """Whole numbers in words: 0-3, 6."""
-    known = sorted(set(numbers))
-    starts = [n for n in known if n - 1 not in known]
-    ends = [n for n in known if n + 1 not in known]
+    ordered = sorted(set(numbers))
+    starts = [n for n in ordered if n - 1 not in ordered]
+    ends = [n for n in ordered if n + 1 not in ordered]
     pairs = zip(starts, ends, strict=True)
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in pairs) or "none"
 
 
 def slug_of(label: str, number: int) -> str:
-    """A label as a file name."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
 
 

@@ -1,7 +1,6 @@
 """The report as one HTML page: headings, tables and plots; nothing outside it is needed.
 
-All text is escaped here. That of records has its invisible characters (line breaks, control and
-bidirectional ones) as code points already, from when it was read.
+All text is escaped here; that of records had its invisible characters replaced when it was read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from layerskip.analysis.plots import INK, LINE, MUTED, PAPER
+from layerskip.analysis.drawing import INK, LINE, MUTED, PAPER
 from layerskip.analysis.runs import ALL
 from layerskip.analysis.verdict import Verdict
 
@@ -132,7 +131,7 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "exits": (
         "Exits",
-        "Agreement of an exit's most likely token with the target's, match under the law, and what "
+        "Agreement of an exit's most likely token with the target's, match of samples, and what "
         "its simulated rounds would gain at their best draft length and threshold.",
         "exit agreement match speedup draft_length threshold acceptance",
     ),
@@ -140,12 +139,10 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "Finalists",
         "Speedup over plain decoding. Predicted: replayed rounds, priced; on the traced prompts, "
         "and on those held out. Measured: on the clock, interleaved with plain decoding, with its "
-        "95% interval. Efficiency = measured / predicted, held out where known. Over chains: where "
-        "second-best tokens were predicted to pay, measured with them over without; they are taken "
-        "where that is above 1 by more than prompts differ.",
+        "95% interval. Efficiency = measured / predicted, held out where known.",
         "name role predicted held_out measured low high efficiency alpha draft_cost bound "
         "tokens_per_second acceptance_rate equal near_ties faults left_out attention mlp rounded "
-        "lookup branches over_chains controller max_draft_length threshold",
+        "lookup controller max_draft_length threshold",
     ),
     "search-trials": (
         "Best trials",
@@ -156,11 +153,11 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "trainings": (
         "Trainings",
-        "Overlap with the target's law: of the first drafted token, before training and after it, "
-        "on windows kept apart. Accepted: share of all places of held-out texts whose first 1, 2, "
-        "3, 4 drafted tokens are accepted with shared noise. Predicted by the formula at the best "
-        "draft length; measured beside lookups, with its 95% interval; before: measured, what "
-        "drafted before. It pays where it is faster by more than prompts differ.",
+        "Overlap with the target's distribution: of the first drafted token, before training and "
+        "after it, on windows kept apart. Accepted: share of all places of held-out texts whose "
+        "first 1, 2, 3, 4 drafted tokens are accepted with shared noise. Predicted by the formula "
+        "at the best draft length; measured beside lookups, with its 95% interval; before: "
+        "measured, what drafted before. It pays where it is faster by more than prompts differ.",
         "draft of pays measured low high before predicted draft_cost accepted_1 accepted_2 "
         "accepted_3 accepted_4 greedy overlap_before overlap loss seed tokens minutes parameters "
         "own_megabytes",
@@ -212,12 +209,10 @@ summary { cursor: pointer; font-weight: 600; }
 
 
 def escape(text: str) -> str:
-    """Text for HTML, elements and attributes."""
     return html.escape(text, quote=True)
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
-    """The whole page, verdicts first."""
     verdicts = [(section, section.verdict) for section in sections if section.verdict]
     several = len(verdicts) > 1
     parts = [f"<h1>{escape(title)}</h1>"]
@@ -255,17 +250,8 @@ def _items(elements: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{each}</li>' for each in elements)}</ul>"
 
 
-def _facts(facts: Mapping[str, str]) -> str:
-    terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts.items())
-    return f'<dl class="facts">{terms}</dl>'
-
-
 def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
-    """A file's SVG as an element of a page: own ids, the page's colours, a name and a description.
-
-    Args:
-        prefix: put before every id, as several drawings share a page.
-    """
+    """A file's SVG as an element of a page: ids with a prefix, the page's colours, words for it."""
     body = svg[svg.index("<svg") :].strip()
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     # the style element would reach beyond its drawing; the root's attribute is inherited by all
@@ -289,7 +275,9 @@ def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
 def _section(section: Section, number: int) -> str:
     parts = [f'<section id="{section.slug}"><h2>{escape(section.title)}</h2>']
     if section.facts:
-        parts.append(_facts(section.facts))
+        facts = section.facts.items()
+        terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
+        parts.append(f'<dl class="facts">{terms}</dl>')
     if section.pictures:
         parts.append('<div class="pictures">')
         for index, picture in enumerate(section.pictures):

@@ -15,12 +15,11 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import plots, searches, tables, trainings, trees, verdict
+from layerskip.analysis import drawing, plots, searches, tables, trainings, verdict
 from layerskip.analysis.labels import law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.searches import Search
-from layerskip.analysis.trainings import Trainings
 from layerskip.files.documents import kind_of
 from layerskip.files.records import redacted
 from layerskip.files.writing import replace_folder
@@ -29,50 +28,45 @@ MARK = ".layerskip-report.json"
 """A report's list of its own files: what tells a folder that may be replaced from a foreign one."""
 
 
+RUN_TABLES = (
+    "speedup", "losslessness", "acceptance", "sources", "positions", "sizes", "phases",
+    "decoding", "predictions", "repetition", "exits",
+)  # fmt: skip
+"""The functions of `tables` that a report calls, in the page's order."""
+
+
 @dataclass(frozen=True)
-class Kind:
-    """What a report says of one kind of file; its subjects have a `label` and a `slug`."""
+class Subject:
+    """What a report says of one kind of file; what is in files has a `label` and a `slug`."""
 
     load: Callable[[Sequence[Path]], Sequence[Any]]
     judge: Callable[[Any], verdict.Verdict]
     facts: Callable[[Any], Mapping[str, str]]
-    plots: Callable[[Any], Sequence[plots.Plot]]
+    plots: Callable[[Any], Sequence[drawing.Plot]]
     tables: Mapping[str, Callable[[Any], pd.DataFrame]]
 
 
-def kinds() -> dict[str, Kind]:
+def kinds() -> dict[str, Subject]:
     """By the name that `kind_of` gives files, in the page's order."""
     return {
-        "run": Kind(
+        "run": Subject(
             load_runs,
             verdict.judge_run,
             _run_facts,
-            lambda run: [*plots.run_plots(run), *trees.tree_plots(run)],
-            {
-                "speedup": tables.speedup,
-                "losslessness": tables.losslessness,
-                "acceptance": tables.acceptance,
-                "sources": tables.sources,
-                "positions": tables.positions,
-                "sizes": tables.sizes,
-                "phases": tables.phases,
-                "decoding": tables.decoding,
-                "predictions": tables.predictions,
-                "repetition": tables.repetition,
-                "exits": tables.exits,
-            },
+            plots.run_plots,
+            {name: getattr(tables, name) for name in RUN_TABLES},
         ),
-        "search": Kind(
+        "search": Subject(
             searches.load_searches,
             verdict.judge_search,
             _search_facts,
             plots.search_plots,
             {"search-finalists": searches.finalists, "search-trials": lambda of: of.trials},
         ),
-        "training": Kind(
+        "training": Subject(
             lambda files: [trainings.load_trainings(files)],
             verdict.judge_trainings,
-            _training_facts,
+            lambda of: {"Model": ", ".join(trainings.trainings(of)["model"].unique())},
             plots.training_plots,
             {"trainings": trainings.trainings, "training-curves": trainings.curves},
         ),
@@ -88,9 +82,7 @@ def write_report(
     An earlier report is replaced; any other folder that holds something is refused.
 
     Args:
-        files: what `layerskip benchmark`, `layerskip search` and `layerskip train` wrote, told
-            apart by what they hold.
-        output: the folder to write.
+        files: what `layerskip benchmark`, `layerskip search` and `layerskip train` wrote.
         progress: told what is being done, in words.
 
     Returns:
@@ -101,11 +93,11 @@ def write_report(
     """
     files, output = [Path(file) for file in files], Path(output)
     by_kind = _by_kind(files)
-    found = [
+    subjects_of = [
         (name, kind, kind.load(by_kind[name])) for name, kind in kinds().items() if name in by_kind
     ]
     _check_output(output)
-    verdicts = [kind.judge(subject) for _, kind, subjects in found for subject in subjects]
+    verdicts = [kind.judge(subject) for _, kind, subjects in subjects_of for subject in subjects]
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
@@ -114,13 +106,13 @@ def write_report(
             built = Path(folder) / "report"
             for inner in ("tables", "plots"):
                 (built / inner).mkdir(parents=True)
-            sections = _sections(built, found, verdicts, len(files) > 1, progress)
+            sections = _sections(built, subjects_of, verdicts, len(files) > 1, progress)
             title = "Self-speculative decoding" if len(files) > 1 else sections[0].title
             _write(
                 built / "index.html", page(title, sections, [visible(str(file)) for file in files])
             )
-            own = sorted(str(p.relative_to(built)) for p in built.rglob("*") if p.is_file())
-            _write(built / MARK, json.dumps({"files": own}, indent=0) + "\n")
+            written = sorted(str(p.relative_to(built)) for p in built.rglob("*") if p.is_file())
+            _write(built / MARK, json.dumps({"files": written}, indent=0) + "\n")
             replace_folder(built, output)
     except OSError as error:
         raise ValueError(f"cannot write the report {output}: {error.strerror}") from error
@@ -137,7 +129,7 @@ def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
     if twice:
         raise ValueError(f"run file {twice[0]} is given twice; name each file once")
     wanted = "a report is made of records of runs (.jsonl), search.json and train.json"
-    found: dict[str, list[Path]] = {}
+    by_kind: dict[str, list[Path]] = {}
     for file in files:
         if file.is_dir():
             inside = [name for name in ("train.json", "search.json") if (file / name).exists()]
@@ -146,23 +138,23 @@ def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
         kind = kind_of(file)
         if kind == "other":
             raise ValueError(f"{file} is none of its kinds: {wanted}")
-        found.setdefault(kind, []).append(file)
-    return found
+        by_kind.setdefault(kind, []).append(file)
+    return by_kind
 
 
 def _sections(
     folder: Path,
-    found: Sequence[tuple[str, Kind, Sequence[Any]]],
+    subjects_of: Sequence[tuple[str, Subject, Sequence[Any]]],
     verdicts: Sequence[verdict.Verdict],
     several: bool,
     progress: Callable[[str], None],
 ) -> list[Section]:
     """The page's sections; their tables and plots are written on the way."""
     made, judged = [], iter(verdicts)
-    for name, kind, subjects in found:
+    for name, kind, subjects in subjects_of:
         if name == "run" and len(subjects) > 1:
             together = Table("comparison", tables.comparison(subjects))
-            _write_table(folder, together)
+            _write_table(folder, together.name, together.frame)
             made.append(Section("All runs", "all-runs", {}, None, [], [together]))
         frames: dict[str, list[pd.DataFrame]] = {table: [] for table in kind.tables}
         for number, subject in enumerate(subjects, 1):
@@ -170,10 +162,10 @@ def _sections(
             for table in shown:
                 labelled = table.frame.copy()
                 labelled.insert(0, name, subject.label)
-                frames[table.name] += [labelled] if len(labelled) else []
+                frames[table.name].append(labelled)
             prefix = f"{subject.slug}-" if several else ""
             pictures = []
-            with mpl.rc_context(plots.STYLE):
+            with mpl.rc_context(drawing.STYLE):
                 for plot in kind.plots(subject):
                     progress(f"drawing {plot.title}")
                     path = folder / "plots" / f"{prefix}{plot.name}.svg"
@@ -181,13 +173,11 @@ def _sections(
             slug, facts = f"{name}-{number}", kind.facts(subject)
             made.append(Section(subject.label, slug, facts, next(judged), pictures, shown))
         for table_name, each in frames.items():
-            frame = pd.concat(each, ignore_index=True) if each else pd.DataFrame()
-            _write_table(folder, Table(table_name, frame))
+            _write_table(folder, table_name, pd.concat(each, ignore_index=True))
     return made
 
 
-def _draw(plot: plots.Plot, path: Path) -> Picture:
-    """Save a plot as SVG; nothing in the file depends on when it was made."""
+def _draw(plot: drawing.Plot, path: Path) -> Picture:
     drawing = io.StringIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # in scripts the font lacks
@@ -196,9 +186,8 @@ def _draw(plot: plots.Plot, path: Path) -> Picture:
     return Picture(plot.title, plot.alt, drawing.getvalue())
 
 
-def _write_table(folder: Path, table: Table) -> None:
-    path = folder / "tables" / f"{table.name}.csv"
-    table.frame.to_csv(path, index=False, errors="backslashreplace")
+def _write_table(folder: Path, name: str, frame: pd.DataFrame) -> None:
+    frame.to_csv(folder / "tables" / f"{name}.csv", index=False, errors="backslashreplace")
 
 
 def _write(path: Path, text: str) -> None:
@@ -206,7 +195,6 @@ def _write(path: Path, text: str) -> None:
 
 
 def _run_facts(run: Run) -> dict[str, str]:
-    """What the header says of model, law, machine and code."""
     header = run.header
     prompts = header["prompts"]
     facts = _setting(header)
@@ -230,7 +218,6 @@ def _run_facts(run: Run) -> dict[str, str]:
 
 
 def _search_facts(search: Search) -> dict[str, str]:
-    """What a search file says of its setting, its space and its study."""
     document = search.document
     prompts, space, study = (document[name] for name in ("prompts", "space", "study"))
     ends = "free" if space["allow_ends"] else "kept"
@@ -244,13 +231,7 @@ def _search_facts(search: Search) -> dict[str, str]:
     }
 
 
-def _training_facts(of: Trainings) -> dict[str, str]:
-    models = dict.fromkeys(record.get("model") or record["base"] for record in of.each.values())
-    return {"Model": ", ".join(models)}
-
-
 def _setting(header: Mapping[str, Any]) -> dict[str, str]:
-    """Model, law, machine and code, of runs and searches alike."""
     model, environment = header["model"], header["environment"]
     devices = [str(device.get("name")) for device in environment.get("devices") or []]
     cpu = (environment.get("cpu") or {}).get("model") or "unknown processor"
@@ -263,7 +244,7 @@ def _setting(header: Mapping[str, Any]) -> dict[str, str]:
     return {
         "Model": f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
         f"{model['parameters'] / 1e6:,.1f} M parameters",
-        "Law": f"{law_words(header['law'])}, up to {header['max_new_tokens']} new tokens",
+        "Sampling": f"{law_words(header['law'])}, up to {header['max_new_tokens']} new tokens",
         "Machine": f"{', '.join([*devices, str(cpu)])}; {machine_words(header)}",
         "Made": f"{header['created']}, {versions}{', code changed' if git.get('dirty') else ''}",
     }
@@ -276,11 +257,11 @@ def _check_output(output: Path) -> None:
     if not output.is_dir() or output.is_symlink():
         raise ValueError(f"cannot write the report {output}: it is not a folder; name another one")
     try:
-        own = set(json.loads((output / MARK).read_text(encoding="utf-8"))["files"]) | {MARK}
+        ours = set(json.loads((output / MARK).read_text(encoding="utf-8"))["files"]) | {MARK}
         inside = {str(p.relative_to(output)) for p in output.rglob("*") if not p.is_dir()}
     except (OSError, ValueError, KeyError, TypeError):
-        own, inside = set(), {path.name for path in output.iterdir()}
-    foreign = sorted(inside - own)
+        ours, inside = set(), {path.name for path in output.iterdir()}
+    foreign = sorted(inside - ours)
     if foreign:
         raise ValueError(
             f"the folder {output} holds {foreign[0]}, which no report put there; give a new folder "

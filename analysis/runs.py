@@ -6,13 +6,12 @@ are taken over a unit's repeats, means and intervals over units.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -23,48 +22,54 @@ from layerskip.files.records import costs_key, read_run
 
 ALL = "all"
 PHASES = ("draft", "verify", "other")
-KNOWN = frozenset({"lookup", "laws"})
-"""The sources whose drafts cost nothing."""
+FREE = frozenset({"lookup", "laws"})
+"""The sources whose drafts cost no draft step."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Drafted tokens with branches, numbered from 1 on.
-
-    Attributes:
-        parents: which one each follows; 0: the last token of the text.
-        taken: those that were accepted, in order.
-        words: each one's text, where the record has it.
-    """
+    """Drafted tokens with branches, numbered from 1 on."""
 
     parents: Sequence[int]
+    """The number of the token that each one follows; 0 is the last token of the text."""
     taken: Sequence[int]
+    """The tokens that were accepted, in order."""
     words: Sequence[str] | None = None
 
     @property
     def end(self) -> int:
-        """The last one that was accepted; 0: none was."""
+        """The last token that was accepted; 0 where none was."""
         return self.taken[-1] if self.taken else 0
 
     @property
     def depths(self) -> list[int]:
         """How far the text's last token and each of these are from it."""
-        found = [0]
+        depths = [0]
         for parent in self.parents:
-            found.append(found[parent] + 1)
-        return found
+            depths.append(depths[parent] + 1)
+        return depths
 
 
-@dataclass(frozen=True)
-class Round:
-    """One row's part in one round: tokens drafted, accepted and emitted; and from what."""
+class Round(NamedTuple):
+    """One row's part in one round: a line of `Run.rounds`."""
 
+    record: int
+    """The number of its record."""
+    number: int
+    """Its place in the record, from 0."""
+    row: int
+    batch_size: int
+    category: str
+    method: str
     drafted: int
     accepted: int
     emitted: int
-    source: int | None = None
+    steps: int
+    """Draft steps of the whole round; `wide` is as in `CostTable.round_cost`."""
+    wide: int
+    source: int | None
     """The number of the method's source that it drafted from; None: it drafted nothing."""
-    tree: Tree | None = None
+    tree: Tree | None
     """What it drafted, where that had branches."""
 
     @property
@@ -76,18 +81,17 @@ class Round:
     def rejected(self) -> bool:
         """Whether a drafted token was refused; a round that an end of text cut tells nothing."""
         if self.tree is not None and self.tree.end not in self.tree.parents:
-            return False  # nothing was drafted behind what was accepted
+            return False  # nothing was drafted after what was accepted
         return self.accepted < self.drafted and self.emitted > self.accepted
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run file: one model, one law, one machine."""
+    """One run file: one model, one set of sampling settings, one machine."""
 
     label: str
-    """What tells this run from the others of a report, in words."""
+    """What tells this run from the others of a report."""
     slug: str
-    """The same as a file name."""
     header: dict[str, Any]
     records: Sequence[dict[str, Any]]
     traces: Sequence[dict[str, Any]]
@@ -106,16 +110,12 @@ class Run:
 
     @property
     def drafting(self) -> list[str]:
-        """Those of them that draft with the model's own sublayers in this engine."""
+        """Those of them that draft in this engine."""
         return [name for name in self.measured if self.methods[name]["kind"] == "self"]
 
     def sources(self, method: str) -> list[str]:
         """What a drafting method drafts from, as its rounds number them."""
         return list(self.methods[method]["sources"])
-
-    def looks_up(self, method: str) -> bool:
-        """Whether drafts of a method may be looked up, which no cost of a draft step bounds."""
-        return not KNOWN.isdisjoint(self.sources(method))
 
     @property
     def baseline(self) -> str:
@@ -135,16 +135,13 @@ class Run:
 
     @property
     def contexts(self) -> dict[str, int | None]:
-        """The contexts that prompts were joined or cut to, by their category; ascending.
-
-        Where there is one kind of prompts only, the category is "all", and its context may be None.
-        """
-        found = {
-            record["category"] if self.categories else ALL: record.get("context")
+        """The contexts of prompts by category, ascending; {"all": None} where there are none."""
+        by_category = {
+            record["category"] if self.categories else ALL: record["context"]
             for record in self.records
+            if record.get("context") is not None
         }
-        known = {name: context for name, context in found.items() if context is not None}
-        return dict(sorted(known.items(), key=lambda item: item[1])) or {ALL: None}
+        return dict(sorted(by_category.items(), key=lambda item: item[1])) or {ALL: None}
 
     @property
     def num_layers(self) -> int:
@@ -159,26 +156,119 @@ class Run:
             return None
         return CostTable(float(table["draft"]), tuple(table["verify"]), table["source"])
 
-    def rounds(self, method: str, batch_size: int) -> Iterator[tuple[dict[str, Any], list[Round]]]:
-        """A method's records that hold rounds, each with its rounds, those of all rows."""
-        for record in self.records:
-            if (record["method"], record["batch_size"]) == (method, batch_size):
-                rounds = rounds_of(record)
-                if rounds:
-                    yield record, rounds
+    @cached_property
+    def calls(self) -> pd.DataFrame:
+        """One line per record: a method's call on a unit.
 
-    def all_rounds(self, method: str) -> list[Round]:
-        """A method's rounds, of all batch sizes."""
-        found = chain.from_iterable(self.rounds(method, size) for size in self.batch_sizes)
-        return [each for _, rounds in found for each in rounds]
+        `first` are the seconds to the first tokens, and what begins with "decode" is of what came
+        after them; `read` are bytes read then, and `memory` the bytes a second of sweeps.
+        """
+        rows = []
+        for record in self.records:
+            seconds, tokens = record["seconds"], sum(record["new_tokens"])
+            rows.append(
+                {
+                    "batch_size": record["batch_size"],
+                    "method": record["method"],
+                    "unit": "\n".join(record["prompts"]),
+                    "category": record["category"] or "other",
+                    "tokens": tokens,
+                    "seconds": seconds["total"],
+                    "decode_tokens": tokens - sum(record["first_tokens"]),
+                    "decode_seconds": seconds["total"] - seconds["first"],
+                    **{name: seconds[name] for name in ("first", *PHASES)},
+                    "read": record.get("bytes_read"),
+                    "memory": record.get("read_bandwidth"),
+                    **_texts(record),
+                }
+            )
+        return pd.DataFrame(rows).astype(dict.fromkeys((*PHASES, "read", "memory"), float))
+
+    @property
+    def typical(self) -> pd.DataFrame:
+        """One line per (batch size, method, unit): medians of `calls` over the unit's repeats."""
+        grouped = self.calls.groupby(["batch_size", "method", "unit"], sort=False)
+        medians = grouped.median(numeric_only=True)
+        return medians.join(grouped["category"].first()).reset_index()
+
+    @cached_property
+    def rounds(self) -> pd.DataFrame:
+        """A line for every `Round` of the drafting methods, with its `depth` and `rejected`."""
+        drafting = set(self.drafting)
+        rounds = [
+            each
+            for number, record in enumerate(self.records)
+            if record["method"] in drafting
+            for each in rounds_of(record, number, self.sources(record["method"]))
+        ]
+        return pd.DataFrame(rounds, columns=Round._fields).assign(
+            depth=[each.depth for each in rounds], rejected=[each.rejected for each in rounds]
+        )
+
+
+def rounds_of(record: dict[str, Any], number: int, sources: Sequence[str]) -> Iterator[Round]:
+    """The rounds of all rows of a record; a row that had finished is left out.
+
+    Where draft steps are not told, as in old records, there are as many as tokens of the row that
+    drafts most; tokens that were looked up take none.
+    """
+    rounds = record["rounds"] or {"drafted": ()}
+    place = record["batch_size"], record["category"] or "other", record["method"]
+    for turn, drafted in enumerate(rounds["drafted"]):
+        source = rounds["sources"][turn]
+        by_row = source if isinstance(source, list) else [source] * len(drafted)
+        if rounds.get("steps") is not None:
+            steps = rounds["steps"][turn]
+        else:
+            steps = max(
+                0 if each is not None and sources[each] in FREE else count
+                for count, each in zip(drafted, by_row, strict=True)
+            )
+        wide = rounds["wide"][turn] if rounds.get("wide") else 0
+        for row, count in enumerate(drafted):
+            accepted, emitted = (rounds[name][turn][row] for name in ("accepted", "emitted"))
+            if emitted:
+                tree = _tree(rounds, turn, row)
+                counts = count, accepted, emitted, steps, wide
+                yield Round(number, turn, row, *place, *counts, by_row[row], tree)
+
+
+def _tree(rounds: dict[str, Any], turn: int, row: int) -> Tree | None:
+    if rounds.get("parents") is None or rounds["parents"][turn][row] is None:
+        return None
+    words = rounds.get("drafts")
+    parents, taken = (rounds[name][turn][row] for name in ("parents", "taken"))
+    return Tree(parents, taken, None if words is None else words[turn][row])
+
+
+def _texts(record: dict[str, Any]) -> dict[str, float]:
+    """Counts of a record's texts; `faults` differ from the baseline's by more than near-ties."""
+    excused = {each["row"] for each in record["differences"] if each["near_tie"]}
+    excused -= {each["row"] for each in record["differences"] if not each["near_tie"]}
+    equal = record["equal"] or []
+    ties = sum(not same and row in excused for row, same in enumerate(equal))
+    return {
+        "compared": len(equal),
+        "equal": sum(equal),
+        "near_ties": ties,
+        "faults": len(equal) - sum(equal) - ties,
+        "texts": len(record["loops"]),
+        "repeated": sum(record["repeated_4grams"]),
+        "loops": sum(record["loops"]),
+    }
+
+
+def totals(frame: pd.DataFrame, part: str = "") -> Totals:
+    """The totals of lines of `Run.typical`, or of their part "decode_"."""
+    names = (f"{part}tokens", f"{part}seconds")
+    return Totals(*(frame[name].to_numpy(dtype=float) for name in names))
 
 
 def load_runs(files: Sequence[Path]) -> list[Run]:
     """Read and check run files, and name each by what tells it from the others.
 
     Raises:
-        ValueError: a file is missing, unreadable, truncated, of another schema, without records,
-            or contradicts itself. Says which and why, in one line.
+        ValueError: a file is not what it must be. Says which and why, in one line.
     """
     read = [read_run(Path(file)) for file in files]
     for run in read:
@@ -202,102 +292,6 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
         )
         for number, (run, header, label) in enumerate(zip(read, headers, labels, strict=True))
     ]
-
-
-def calls(run: Run) -> pd.DataFrame:
-    """One row per record: a method's call on a unit.
-
-    Columns: `category`; `tokens` and `seconds`, of the whole call; `first` (seconds to the first
-    tokens), `decode_tokens` and `decode_seconds` (of what came after them); `draft`, `verify`,
-    `other` (seconds); `read` (bytes, after the first tokens), `memory` (bytes a second).
-    """
-    rows = []
-    for record in run.records:
-        seconds, tokens = record["seconds"], sum(record["new_tokens"])
-        spent = {name: _known(seconds.get(name)) for name in ("first", *PHASES)}
-        rows.append(
-            {
-                "batch_size": record["batch_size"],
-                "method": record["method"],
-                "unit": "\n".join(record["prompts"]),
-                "category": record["category"] or "other",
-                "tokens": tokens,
-                "seconds": seconds["total"],
-                "decode_tokens": tokens - sum(record["first_tokens"]),
-                "decode_seconds": seconds["total"] - spent["first"],
-                **spent,
-                "read": _known(record.get("bytes_read")),
-                "memory": _known(record.get("read_bandwidth")),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def typical(run: Run) -> pd.DataFrame:
-    """One row per (batch size, method, unit): medians of `calls` over the unit's repeats."""
-    grouped = calls(run).groupby(["batch_size", "method", "unit"], sort=False)
-    medians = grouped.median(numeric_only=True)
-    return medians.join(grouped["category"].first()).reset_index()
-
-
-def totals(frame: pd.DataFrame, part: str = "") -> Totals:
-    """Of rows of `typical`: the whole calls, or their part "decode_"."""
-    names = (f"{part}tokens", f"{part}seconds")
-    return Totals(*(frame[name].to_numpy(dtype=float) for name in names))
-
-
-def _known(number: float | None) -> float:
-    return math.nan if number is None else float(number)
-
-
-def rounds_of(record: dict[str, Any]) -> list[Round]:
-    """The rounds of all rows; a row that had finished emitted nothing and is left out."""
-    rounds = record.get("rounds")
-    if rounds is None:
-        return []
-    counts = zip(rounds["drafted"], rounds["accepted"], rounds["emitted"], strict=True)
-    rows = (
-        Round(drafted, accepted, emitted, source, _tree(rounds, number, row))
-        for number, (round_, found) in enumerate(zip(counts, rounds["sources"], strict=True))
-        for row, (drafted, accepted, emitted, source) in enumerate(
-            zip(*round_, _by_row(found, len(round_[0])), strict=True)
-        )
-    )
-    return [row for row in rows if row.emitted > 0]
-
-
-def _tree(rounds: dict[str, Any], number: int, row: int) -> Tree | None:
-    """What a row drafted in a round, if that had branches."""
-    if rounds.get("parents") is None or rounds["parents"][number][row] is None:
-        return None
-    words = rounds.get("drafts")
-    parents, taken = (rounds[name][number][row] for name in ("parents", "taken"))
-    return Tree(parents, taken, None if words is None else words[number][row])
-
-
-def _by_row(source: int | list[int | None] | None, rows: int) -> list[int | None]:
-    """The source of each row of a round, which names one for all or those of each."""
-    return source if isinstance(source, list) else [source] * rows
-
-
-def longest_drafts(method: dict[str, Any], rounds: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Of each round of a record, as `CostTable.round_cost` takes it: drafted, steps, wide.
-
-    Rows draft in lockstep, so that a round costs what its longest drafts do. Where steps are not
-    told, as in old records, there are as many as tokens; looked-up ones take none.
-    """
-    names = method.get("sources")
-    longest = [*map(max, rounds["drafted"])]
-    steps, wide = rounds.get("steps"), rounds.get("wide") or [0] * len(longest)
-    if steps is None:
-        steps = [
-            max(
-                count if source is None or names is None or names[source] not in KNOWN else 0
-                for count, source in zip(drafted, _by_row(sources, len(drafted)), strict=True)
-            )
-            for drafted, sources in zip(rounds["drafted"], rounds["sources"], strict=True)
-        ]
-    return [*zip(longest, steps, wide, strict=True)]
 
 
 def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:

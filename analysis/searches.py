@@ -28,9 +28,8 @@ class Search:
     """One search file: one model, one law, one machine, one space."""
 
     label: str
-    """What tells this search from the others of a report, in words."""
+    """What tells this search from the others of a report."""
     slug: str
-    """The same as a file name."""
     document: Mapping[str, Any]
 
     @property
@@ -43,7 +42,6 @@ class Search:
 
     @cached_property
     def trials(self) -> pd.DataFrame:
-        """`trials` of this search, made once."""
         return trials(self)
 
     @property
@@ -75,14 +73,11 @@ _TRIAL_COLUMNS = [
 
 
 def trials(search: Search) -> pd.DataFrame:
-    """Every trial, the best score first.
+    """Every trial, the best score first; a failed one has no numbers.
 
-    Columns: `origin`; `left_out` (sublayers), `attention` and `mlp` (the layers they are of, in
-    words); `rounded` (what runs in low precision, likewise); `tokens_per_second`, `speedup` (never
-    below plain's: a draft that does not pay is turned off), `forced_speedup` (where it may not be
-    turned off), `score` (the latter where drafting does not pay and it is known, else `speedup`);
-    `acceptance` (alpha), `draft_cost` (c), `bound` (1 / c), `front` (whether no other trial accepts
-    as much for less); the decoding options; `seconds`; `copy_of`. A failed trial has no numbers.
+    `speedup` is never below plain's, as a draft that does not pay is turned off; `forced_speedup`
+    is where it may not be. `score` is the latter where drafting does not pay and it is known.
+    `front`: no other trial accepts as much for less.
     """
     rows = []
     for trial in search.document["trials"]:
@@ -131,9 +126,7 @@ def finalists(search: Search) -> pd.DataFrame:
     """The finalists in the file's order: priced, and measured where they were.
 
     `predicted` is of the traced prompts, `held_out` of the others, `forecast` the latter where
-    known; `measured` has its interval in `low` and `high`; `efficiency` = measured / forecast;
-    `over_chains` is what second-best tokens were measured to bring, where they were predicted to;
-    `role` says "winner", "best exit", both or nothing.
+    known; `efficiency` = measured / forecast.
     """
     rows = []
     for finalist in search.finalists:
@@ -153,8 +146,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 "draft_cost": finalist["draft_cost"],
                 "bound": 1 / finalist["draft_cost"],
                 **finalist["decoding"],
-                **{name: bool(finalist["decoding"].get(name)) for name in ("lookup", "branches")},
-                "over_chains": _number((finalist.get("over_chains") or {}).get("speedup")),
+                "lookup": bool(finalist["decoding"].get("lookup")),
                 "predicted": finalist["predicted"],
                 "held_out": held_out,
                 "forecast": forecast,

@@ -1,12 +1,10 @@
 """The tables of a report on trainings: what each draft is worth, and how its training went.
 
-Speedups are over plain decoding. Overlap is the share of two laws that is common (1 - TV), on
-windows of texts that nothing was trained on; acceptance is of tokens drafted along held-out texts.
+Overlap is the share that two distributions have in common, 1 - TV.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,13 +40,13 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
     """
     records = [printable(read_training(file)) for file in files]
     recipes = [record["recipe"] for record in records]
-    told = {"of": [base_of(recipe) for recipe in recipes]}
-    told |= {name: [recipe.get(name) for recipe in recipes] for name in _TOLD_BY}
-    differing = {name: values for name, values in told.items() if len(set(values)) > 1}
+    settings = {"of": [base_of(recipe) for recipe in recipes]}
+    settings |= {name: [recipe.get(name) for recipe in recipes] for name in _TOLD_BY}
+    differing = {name: values for name, values in settings.items() if len(set(values)) > 1}
     labels = []
     for number, recipe in enumerate(recipes):
-        known = {name: values[number] for name, values in differing.items()}
-        words = [_word(name, value) for name, value in known.items() if value not in (None, "")]
+        setting = {name: values[number] for name, values in differing.items()}
+        words = [_word(name, value) for name, value in setting.items() if value not in (None, "")]
         labels.append(f"{recipe['kind']} ({', '.join(words)})" if words else recipe["kind"])
     times = Counter(labels)
     return Trainings(
@@ -82,15 +80,7 @@ def base_of(recipe: Mapping[str, Any]) -> str:
 
 
 def trainings(of: Trainings) -> pd.DataFrame:
-    """A line for each training.
-
-    Columns: `draft` (the label), `kind`, `of` (see `base_of`), `loss`, `seed`, `model`, `tokens`
-    (in all passes), `minutes` (of texts, features and training), `parameters`, `own_megabytes`,
-    `overlap_before` and `overlap` (of the first step, before training and after it), `greedy`
-    (acceptance of the first token), `accepted_1` to `accepted_4` (with shared noise, of all up to
-    that depth), `draft_cost`, `predicted` (by the formula), `measured` with its interval `low` and
-    `high` (with lookups beside it), `before` (measured, what drafted before), `pays`.
-    """
+    """A line for each training; `page.SHOWN` says what the columns are."""
     rows = []
     for label, record in of.each.items():
         recipe, trained = record["recipe"], record["drafts"]["trained"]
@@ -117,21 +107,18 @@ def trainings(of: Trainings) -> pd.DataFrame:
                 },
                 "draft_cost": float(trained["costs"]["draft"]),
                 "predicted": float(trained["formula"]),
-                "measured": _number(timed.get("speedup")),
-                "low": _number(timed.get("low")),
-                "high": _number(timed.get("high")),
-                "before": _number(before.get("speedup")),
+                "measured": timed.get("speedup"),
+                "low": timed.get("low"),
+                "high": timed.get("high"),
+                "before": before.get("speedup"),
                 "pays": "yes" if record["pays"] else "no",
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows).astype(dict.fromkeys(("measured", "low", "high", "before"), float))
 
 
 def curves(of: Trainings) -> pd.DataFrame:
-    """How trainings went, a line for each point and step of the draft.
-
-    Columns: `draft` (the label), `tokens`, `loss`, `step`, `overlap`.
-    """
+    """How trainings went, a line for each point and step of the draft."""
     return pd.DataFrame(
         [
             {
@@ -146,7 +133,3 @@ def curves(of: Trainings) -> pd.DataFrame:
             for step, overlap in enumerate(point["overlap"], 1)
         ]
     )
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)

@@ -1,76 +1,27 @@
-"""The plots of trees of drafts: tokens a pass by size, and one tree with what was taken of it."""
+"""The picture of one tree that was drafted, and of what the text took of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-
 from matplotlib.ticker import MaxNLocator
 
-from layerskip.analysis import tables
-from layerskip.analysis.plots import (
+from layerskip.analysis.drawing import (
     BLUE,
     INK,
     MUTED,
     PAPER,
     Plot,
-    add_legend,
-    add_line,
     clipped,
-    new_figure,
+    finished,
+    new_axes,
 )
-from layerskip.analysis.runs import Run, Tree, rounds_of
+from layerskip.analysis.runs import Run, Tree
 
 LARGEST = 24  # drafted tokens of a tree that is drawn: more would be too small to read
 
 
-def tree_plots(run: Run) -> list[Plot]:
-    """Those that the run's records have data for."""
-    return [plot for plot in (sizes(run), picture(run)) if plot is not None]
-
-
-def sizes(run: Run) -> Plot | None:
-    """Tokens a pass by how many were drafted."""
-    table = tables.sizes(run)
-    if not len(table):
-        return None
-    figure, axes = new_figure(3.6)
-    words = []
-    for number, (method, rows) in enumerate(table.groupby("method", sort=False)):
-        add_line(axes, number, rows["drafted"], rows["tokens_per_pass"], str(method))
-        told = (
-            f"{row['drafted']}: {row['tokens_per_pass']:.2f} ({row['rounds']})"
-            for row in rows.to_dict("records")
-        )
-        words.append(f"{method} {', '.join(told)}")
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("tokens drafted, in a chain or in a tree")
-    axes.set_ylabel("tokens a target pass")
-    add_legend(figure, axes)
-    alt = f"Tokens a target pass by tokens drafted, in brackets the rounds: {'; '.join(words)}."
-    return Plot("sizes", "Tokens a pass by size", alt, figure)
-
-
-class _Found(NamedTuple):
-    """A tree, and where it was drafted: a round, from 1 on, of a record."""
-
-    tree: Tree
-    record: dict[str, Any]
-    number: int
-
-
-def _trees(run: Run) -> Iterator[_Found]:
-    for record in run.records:
-        if record["batch_size"] == 1:
-            for number, each in enumerate(rounds_of(record), 1):
-                if each.tree is not None and each.drafted <= LARGEST:
-                    yield _Found(each.tree, record, number)
-
-
-def _told(found: _Found) -> tuple[int, int, int]:
-    """How much a tree shows: tokens taken behind a first choice that was wrong, taken, drafted."""
-    taken, parents = found.tree.taken, found.tree.parents
+def _told(tree: Tree) -> tuple[int, int, int]:
+    """How much a tree shows: tokens taken after a first choice that was wrong, taken, drafted."""
+    taken, parents = tree.taken, tree.parents
     turns = [
         place for place, node in enumerate(taken) if parents.index(parents[node - 1]) + 1 < node
     ]
@@ -79,12 +30,16 @@ def _told(found: _Found) -> tuple[int, int, int]:
 
 def picture(run: Run) -> Plot | None:
     """The tree that shows most: what was drafted, and what the text took of it."""
-    found = max(_trees(run), key=_told, default=None)  # of equals the first
-    if found is None:
+    table = run.rounds.query(f"batch_size == 1 and drafted <= {LARGEST}")
+    table = table[table["tree"].notna()]
+    if not len(table):
         return None
-    tree, depths = found.tree, found.tree.depths
+    place = max(table.index, key=lambda index: _told(table["tree"][index]))  # of equals the first
+    shown = table.loc[place]
+    tree, prompt = shown["tree"], run.records[shown["record"]]["prompts"][0]
+    depths = tree.depths
     heights = _heights(tree)
-    figure, axes = new_figure(0.9 + 0.36 * (max(heights) + 1))
+    axes = new_axes(0.9 + 0.36 * (max(heights) + 1))
     taken = {0, *tree.taken}
     for node, parent in enumerate(tree.parents, 1):
         on = node in taken
@@ -110,15 +65,17 @@ def picture(run: Run) -> Plot | None:
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=False)
-    axes.set_xlabel("place behind the text so far (bold: what the text took)")
-    record = found.record
     alt = (
-        f"Round {found.number} of {record['prompts'][0]}, {record['method']}: "
+        f"Round {shown['number'] + 1} of {prompt}, {shown['method']}: "
         f"{len(tree.parents)} tokens drafted, the longest path {max(depths)}; taken: "
         f"{', '.join(_name(tree, node) for node in tree.taken) or 'none'}, and then a token of "
         "the target's own."
     )
-    return Plot("tree", "A tree that was drafted, and what was taken of it", alt, figure)
+    title, places = (
+        "A tree that was drafted, and what was taken of it",
+        "place after the text so far",
+    )
+    return finished(axes, "tree", title, alt, f"{places} (bold: what the text took)")
 
 
 def _name(tree: Tree, node: int) -> str:

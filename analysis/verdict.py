@@ -1,7 +1,4 @@
-"""What runs, searches and trainings came to, in a few plain lines each, and what to do next.
-
-Text from records goes in as it is: whoever shows it escapes it.
-"""
+"""What runs, searches and trainings came to, in a few plain lines each, and what to do next."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class Verdict:
 
 
 def words(verdicts: Sequence[Verdict]) -> str:
-    """All verdicts as paragraphs, faults of every one first."""
     if len(verdicts) == 1:
         (one,) = verdicts
         return " ".join([*one.faults, *one.lines, *one.advice])
@@ -56,19 +52,19 @@ def judge_run(run: Run) -> Verdict:
     table = tables.speedup(run)
     first = table["batch_size"] == run.batch_sizes[0]
     table = table[(table["category"] == ALL) & first]
-    own = table[table["over"] == run.baseline].set_index("method")
-    drafting = [method for method in run.drafting if method in own.index]
+    speeds = table[table["over"] == run.baseline].set_index("method")
+    drafting = [method for method in run.drafting if method in speeds.index]
     if not drafting:
-        found = [f"{m} {_times(row)}" for m, row in own.iterrows() if m != run.baseline]
+        others = [f"{m} {_times(row)}" for m, row in speeds.iterrows() if m != run.baseline]
         verdict.lines.append(
-            f"Speed relative to {run.baseline}: {', '.join(found) or 'nothing else was measured'}."
+            f"Speed relative to {run.baseline}: {', '.join(others) or 'nothing else was measured'}."
         )
         verdict.advice.append(
             "No self-speculative method was measured; add one with --method self."
         )
         return verdict
-    method = str(own.loc[drafting, "speedup"].idxmax())
-    row = own.loc[method]
+    method = str(speeds.loc[drafting, "speedup"].idxmax())
+    row = speeds.loc[method]
     verdict.lines.append(_headline(run, method, row))
     for _, over in table[(table["method"] == method) & (table["over"] != run.baseline)].iterrows():
         verdict.lines.append(f"Over transformers' generate() it is {_times(over)}.")
@@ -76,7 +72,7 @@ def judge_run(run: Run) -> Verdict:
     planned = run.header["prompts"]["count"]
     if run.batch_sizes[0] == 1 and row["prompts"] < planned:
         verdict.lines.append(f"The run is unfinished: {row['prompts']} of {planned} prompts.")
-    verdict.advice += _advice(run, method, own)
+    verdict.advice += _advice(run, method, speeds)
     return verdict
 
 
@@ -121,16 +117,19 @@ def _reasons(run: Run, method: str, texts: Any) -> list[str]:
     return said
 
 
-def _advice(run: Run, method: str, own: pd.DataFrame) -> list[str]:
-    """What to change, what helps most first."""
-    row, advice = own.loc[method], []
+def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
+    row, advice = speeds.loc[method], []
     if row["high"] < 1:
         advice.append(PLAIN)
-    others = [m for m in own.index if run.methods[m]["kind"] not in ("plain", "self", "generate")]
-    faster = own.loc[[name for name in others if own.loc[name, "low"] > row["speedup"]], "speedup"]
+    others = [
+        m for m in speeds.index if run.methods[m]["kind"] not in ("plain", "self", "generate")
+    ]
+    faster = speeds.loc[
+        [name for name in others if speeds.loc[name, "low"] > row["speedup"]], "speedup"
+    ]
     if len(faster):
         peer = faster.idxmax()
-        advice.append(f"For prompts like these, prefer {peer}: it is {_times(own.loc[peer])}.")
+        advice.append(f"For prompts like these, prefer {peer}: it is {_times(speeds.loc[peer])}.")
     if not run.traces:
         advice.append("Add --trace to the benchmark: it prices every exit layer.")
     priced = tables.exits(run).dropna(subset=["speedup"])
@@ -150,14 +149,15 @@ def judge_search(search: Search) -> Verdict:
     table, document = searches.finalists(search), search.document
     verdict = Verdict(search.label, _faults(table, "name"))
     where = f"{document['model']['name']} ({setting(document)})"
-    winner = _named(table, document["winner"])
+    lines = {row["name"]: row for _, row in table.iterrows()}
+    winner = lines.get(document["winner"])
     if winner is not None:
         but = ", but it is not distinguishable from plain" if winner["low"] <= 1 else ""
         verdict.lines.append(
             f"The search found {winner['name']}, a draft that {_draft(search, winner)}{but} "
             f"({setting(document)}): it {_speed(winner)}."
         )
-        best = _named(table, document["best_exit"])
+        best = lines.get(document["best_exit"])
         if best is not None and best["name"] != winner["name"]:
             verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
         verdict.lines.append(
@@ -208,7 +208,6 @@ def _draft(search: Search, row: Any) -> str:
         words += f", runs {len(low['attention']) + len(low['mlp'])} in {low['bits']} bits"
     if finalist.get("trained") is not None:
         words += f", with {finalist['trained']}"
-    words += ", with second-best tokens" if row["branches"] else ""
     return f"{words}, joined by lookups" if row["lookup"] else words
 
 
@@ -223,7 +222,6 @@ def _speed(row: Any) -> str:
 
 
 def _with_winner(winner: Any, faulty: bool) -> list[str]:
-    """What to do with a winner, what matters most first."""
     if math.isnan(winner["measured"]):
         return [TIME_THEM]
     advice = []
@@ -290,16 +288,10 @@ def _more_prompts(row: Any, speedup: float) -> list[str]:
 
 def _line(table: pd.DataFrame, run: Run, method: str) -> Any:
     """A method's line over all prompts at the smallest batch size, if there is one."""
-    if len(table):
-        table = table[(table["category"] == ALL) & (table["method"] == method)]
-    if "batch_size" in table:
-        table = table[table["batch_size"] == run.batch_sizes[0]]
+    place = {"category": ALL, "method": method, "batch_size": run.batch_sizes[0]}
+    for name, value in place.items():
+        table = table[table[name] == value] if name in table else table
     return table.iloc[0] if len(table) else None
-
-
-def _named(table: pd.DataFrame, name: str | None) -> Any:
-    """A finalist's line by name; None where there is no such name."""
-    return None if name is None else table[table["name"] == name].iloc[0]
 
 
 def _times(row: Any) -> str:

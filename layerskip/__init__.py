@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from layerskip.decoding.sources.base import Proposal as Proposal
     from layerskip.decoding.sources.base import Source as Source
     from layerskip.decoding.sources.base import State as State
-    from layerskip.decoding.sources.kept_laws import Laws as Laws
     from layerskip.decoding.sources.lookup import Lookup as Lookup
-    from layerskip.decoding.sources.lookup_laws import LookupLaws as LookupLaws
     from layerskip.generation import GenerationOutput as GenerationOutput
     from layerskip.generation import LayerSkipDecoding as LayerSkipDecoding
     from layerskip.generation import decode as decode
@@ -28,6 +26,10 @@ if TYPE_CHECKING:
     from layerskip.model.opening import release as release
     from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.named import shipped as shipped
+    from layerskip.research.logit_lookup import LogitLookup as LogitLookup
+    from layerskip.research.logit_lookup import LookupLaws as LookupLaws
+    from layerskip.research.stored_logits import Laws as Laws
+    from layerskip.research.stored_logits import StoredLogits as StoredLogits
     from layerskip.session import Session as Session
     from layerskip.vocabulary import check_vocabularies as check_vocabularies
 
@@ -37,10 +39,11 @@ _HOME = {
     "DecodingOptions": "layerskip.config",
     "DecodingStats": "layerskip.decoding.rounds",
     "GenerationOutput": "layerskip.generation",
-    "Laws": "layerskip.decoding.sources.kept_laws",
+    "Laws": "layerskip.research.stored_logits",
     "LayerSkipDecoding": "layerskip.generation",
+    "LogitLookup": "layerskip.research.logit_lookup",
     "Lookup": "layerskip.decoding.sources.lookup",
-    "LookupLaws": "layerskip.decoding.sources.lookup_laws",
+    "LookupLaws": "layerskip.research.logit_lookup",
     "LowPrecision": "layerskip.config",
     "Proposal": "layerskip.decoding.sources.base",
     "Session": "layerskip.session",
@@ -48,6 +51,7 @@ _HOME = {
     "Source": "layerskip.decoding.sources.base",
     "State": "layerskip.decoding.sources.base",
     "Trained": "layerskip.config",
+    "StoredLogits": "layerskip.research.stored_logits",
     "UnsupportedModelError": "layerskip.model.wrappers",
     "check_vocabularies": "layerskip.vocabulary",
     "decode": "layerskip.generation",

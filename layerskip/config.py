@@ -261,8 +261,8 @@ class SkipConfig:
 
     def bare(self) -> SkipConfig:
         """The parts that change what is drafted: no costs; of options vocabulary and lookup."""
-        known = self.decoding or DecodingOptions()
-        options = DecodingOptions(draft_vocabulary=known.draft_vocabulary, lookup=known.lookup)
+        given = self.decoding or DecodingOptions()
+        options = DecodingOptions(draft_vocabulary=given.draft_vocabulary, lookup=given.lookup)
         return replace(self, decoding=options, costs=None)
 
     def matches(self, model: str | None, model_hash: str | None = None) -> bool | None:
@@ -315,22 +315,22 @@ class SkipConfig:
         moved = self._weights_at(lambda name: os.path.relpath(name, folder))
         text = json.dumps(moved.to_dict(), indent=2, allow_nan=False) + "\n"
         # every list of numbers on one line, however long: no string holds a line break
-        text = re.sub(r"\[\n[^][{}\"]+\]", lambda found: _one_line(found[0]), text)
+        text = re.sub(r"\[\n[^][{}\"]+\]", lambda match: _one_line(match[0]), text)
         write_text(path, text)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: schema version, sets, and whatever else is known."""
-        known = {f.name: getattr(self, f.name) for f in fields(self)}
-        known |= {"attention": list(self.attention), "mlp": list(self.mlp)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {"attention": list(self.attention), "mlp": list(self.mlp)}
         for name in ("low", "trained", "decoding"):
             block = getattr(self, name)
             if block is not None:
-                known[name] = {
+                values[name] = {
                     key: list(value) if isinstance(value, tuple) else value
                     for key, value in asdict(block).items()
                     if value is not None
                 }
-        return {"schema": SCHEMA} | {k: v for k, v in known.items() if v is not None}
+        return {"schema": SCHEMA} | {k: v for k, v in values.items() if v is not None}
 
     @classmethod
     def from_dict(cls, content: object) -> SkipConfig:
@@ -359,9 +359,9 @@ class SkipConfig:
 
     def __repr__(self) -> str:
         counted = (f.name for f in fields(self) if f.compare)
-        known = {name: getattr(self, name) for name in counted}
-        known = {name: value for name, value in known.items() if value not in (None, ())}
-        return f"SkipConfig({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+        values = {name: getattr(self, name) for name in counted}
+        values = {name: value for name, value in values.items() if value not in (None, ())}
+        return f"SkipConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def _weights_at(self, place: Callable[[str], str | Path]) -> SkipConfig:
         """The same with the file of trained weights named in another way."""
@@ -392,9 +392,9 @@ def _one_line(text: str) -> str:
 
 
 def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:
-    known = [f.name for f in fields(allowed)]
-    unknown = [key for key in values if key not in known]
+    names = [f.name for f in fields(allowed)]
+    unknown = [key for key in values if key not in names]
     if unknown:
         raise ValueError(
-            f"{name} may have the keys {', '.join(known)}; got {', '.join(map(shown, unknown))}"
+            f"{name} may have the keys {', '.join(names)}; got {', '.join(map(shown, unknown))}"
         )

@@ -7,14 +7,15 @@ from reprlib import repr as shown
 from typing import Literal
 
 from layerskip.files.schema import flag, index_set, integer, name_text
+from layerskip.registry import ALONE, TRAINED, TrainedKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowPrecision:
     """The sublayers that a draft runs with rounded weights, and whether its head is rounded, too.
 
-    A set of layer indices, or None for every one that is not left out; what is left out anyway may
-    be in a set and does not count. A trained module is rounded where the head is, to `bits`.
+    A set of layer indices, or None for every one that is not left out. A trained module is rounded
+    where the head is, to `bits`.
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
@@ -42,7 +43,6 @@ class LowPrecision:
 
     @property
     def head_bits(self) -> int | None:
-        """Bits of the head; None if it is exact."""
         if isinstance(self.head, bool):
             return self.bits if self.head else None
         return self.head
@@ -70,10 +70,6 @@ class LowPrecision:
         return f"{sublayers}{bits}, head {head}"
 
 
-TRAINED = ("healed", "exit-block", "feature-block", "heads", "streams")
-"""Kinds of trained drafts: deltas on the rounded weights, or modules that the model lacks."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """Trained weights that a draft computes with, and whose they are.
@@ -85,7 +81,7 @@ class Trained:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
 
-    kind: Literal["healed", "exit-block", "feature-block", "heads", "streams"]
+    kind: TrainedKind
     weights: str = field(compare=False)
     """The safetensors file; in JSON relative to the folder of the skip config's own file."""
     hash: str
@@ -101,13 +97,11 @@ class Trained:
     @property
     def alone(self) -> bool:
         """Whether the module drafts without any of the model's sublayers."""
-        return self.kind in ("feature-block", "heads", "streams")
+        return self.kind in ALONE
 
     @property
     def words(self) -> str:
-        """A description."""
-        named = {"exit-block": "a trained block", "feature-block": "a trained block over features"}
-        return named.get(self.kind, f"trained {self.kind}" if self.alone else "healed")
+        return TRAINED[self.kind]
 
     def words_with(self, low: LowPrecision | None) -> str:
         """What it is, and of a module in how many bits it and the head are."""

@@ -62,30 +62,30 @@ def hardware(device: Any) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
 
 
-def render(found: dict[str, Any]) -> str:
+def render(facts: dict[str, Any]) -> str:
     """The result of `environment()` as lines to read or to paste into an issue.
 
     If it has a `native` entry, that says whether native passes are built; an `architectures` entry
     is the table of `layerskip.model.architectures`.
     """
-    rows = [("layerskip", found["layerskip"]), ("python", found["python"])]
-    rows += [(name, version or "not installed") for name, version in found["packages"].items()]
-    rows.append(("platform", found["platform"]))
-    cpu = found["cpu"]
+    rows = [("layerskip", facts["layerskip"]), ("python", facts["python"])]
+    rows += [(name, version or "not installed") for name, version in facts["packages"].items()]
+    rows.append(("platform", facts["platform"]))
+    cpu = facts["cpu"]
     threads = f"{cpu['threads']} torch thread{'s' if cpu['threads'] > 1 else ''}"
     rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores, {threads}, {cpu['instructions']}"))
-    rows.append(("compiler", found["compiler"] or "none found"))
-    if "native" in found:
-        rows.append(("native", found["native"]))
-    for device in found["devices"]:
+    rows.append(("compiler", facts["compiler"] or "none found"))
+    if "native" in facts:
+        rows.append(("native", facts["native"]))
+    for device in facts["devices"]:
         memory = "" if device["memory"] is None else f", {device['memory'] / 2**30:.1f} GiB"
         rows.append(("device", f"{device['type']}: {device['name']}{memory}"))
-    git = found["git"]
+    git = facts["git"]
     if git is not None:
         rows.append(("git", git["revision"] + (" with changes" if git["dirty"] else "")))
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, *_architectures(found.get("architectures"))])
+    return "\n".join([*lines, *_architectures(facts.get("architectures"))])
 
 
 def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
     for how in dict.fromkeys([*table["drafts"], *table["served"].values()]):
         drafts = table["drafts"].get(how)
         yield from textwrap.wrap(how if drafts is None else f"{how}: {drafts}", **wide)
-        names = " ".join(kind for kind, own in table["served"].items() if own == how)
+        names = " ".join(kind for kind, level in table["served"].items() if level == how)
         yield from textwrap.wrap(names, initial_indent="  ", subsequent_indent="  ", **wide)
 
 
@@ -143,15 +143,15 @@ def free_memory() -> int | None:
 
     On Linux: the machine's, or what is left of its container's limit.
     """
-    found = []
+    limits = []
     with suppress(OSError, ValueError, KeyError):
-        found.append(1024 * _numbers(Path("/proc/meminfo"))["MemAvailable:"])
+        limits.append(1024 * _numbers(Path("/proc/meminfo"))["MemAvailable:"])
     with suppress(OSError, ValueError, KeyError):
         group = Path("/sys/fs/cgroup")
         most, held = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         # inactive file pages are freed when memory is needed
-        found.append(max(0, most - held + _numbers(group / "memory.stat")["inactive_file"]))
-    return min(found, default=None)
+        limits.append(max(0, most - held + _numbers(group / "memory.stat")["inactive_file"]))
+    return min(limits, default=None)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -27,10 +27,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
+from layerskip.decoders import law_of, make_decoder, prepare
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
+from layerskip.drafts import explain_drafts
 from layerskip.model.wrappers import unwrapped
 from layerskip.requests import (
     check_ids,
@@ -45,7 +47,7 @@ from layerskip.requests import (
     pictures_of,
     stop_of,
 )
-from layerskip.settings import Settings, law_of
+from layerskip.settings import Settings
 from layerskip.vocabulary import check_vocabularies
 
 
@@ -82,7 +84,7 @@ class LayerSkipDecoding(Settings):
     Args:
         skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without one,
             drafts need no set-up: they are looked up, and the model drafts in 8 bits where that is
-            fast (see `layerskip.defaults`). Other sources that are given are added.
+            fast (see `layerskip.drafts`). Other sources that are given are added.
         lookup: whether drafts are also looked up in each row's own history (given a `Lookup`, in
             other texts, too).
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
@@ -90,9 +92,8 @@ class LayerSkipDecoding(Settings):
             alone where prompts have pictures. Or the official assistant of a Gemma 4, or a folder
             or Hub id to load one from.
         sources: further sources, perhaps of your own (see `layerskip.Source`).
-        controller: "expected-gain" (default), "fixed", "confidence", "adaptive-threshold",
-            "heuristic", "entropy", "classifier", "target-confidence", or an object of the
-            `Controller` protocol, which serves one call at a time.
+        controller: one of `layerskip.registry.CONTROLLERS` ("expected-gain" by default), or an
+            object of the `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
         threshold: for the controllers that have one.
         acceptance: "coupled" (default) or "rejection".
@@ -111,13 +112,39 @@ class LayerSkipDecoding(Settings):
         costs: cost table of the controller; otherwise measured, or taken from the skip config.
         execution: "auto", "modules", "fused", "native" or "compiled", see `Sublayers`. Compiling
             pays for many calls on one model only; "auto" never does.
-        known: keys and values of earlier texts to start from (see `layerskip.Session`).
+        cached: keys and values of earlier texts to start from (see `layerskip.Session`).
         progress: told, after every pass over the prompts, how many of their tokens are done, and of
             how many.
         clock: fills the rounds' `times`; on a GPU it should wait for the device.
 
     Settings left at None come from the skip config's `decoding` block, then from the defaults.
     """
+
+    def explain(self, model: Any) -> str:
+        """The sources of drafts for a model, and why there are no better ones; a line each."""
+        return explain_drafts(model, self)
+
+    def prepare(
+        self,
+        model: Any,
+        *,
+        rows: int = 1,
+        context: int = 0,
+        seconds: float = 2.0,
+        **sampling: Any,
+    ) -> CostTable | None:
+        """Make copies and measure costs now instead of in the first calls.
+
+        Args:
+            rows: of later batches.
+            context: tokens that they get to; behind long ones costs are measured, too.
+            seconds: about how long measuring may take.
+            sampling: do_sample, temperature, top_k and top_p of later calls, as for `decode`.
+
+        Returns:
+            The costs there, of the last source; None if there is none, or they are not needed.
+        """
+        return prepare(model, self, rows=rows, context=context, seconds=seconds, **sampling)
 
     @torch.no_grad()
     def __call__(
@@ -194,7 +221,7 @@ class LayerSkipDecoding(Settings):
             progress=self.progress,
             clock=self.clock,
         )
-        decoder, all_costs = self.decoder(model, request)
+        decoder, all_costs = make_decoder(model, self, request)
         rounds = []
         for round_ in decoder.rounds():
             rounds.append(round_)
@@ -331,7 +358,7 @@ def decode(
         clock=decoding.clock,
     )
     with torch.no_grad():
-        decoder, _ = decoding.decoder(model, request)
+        decoder, _ = make_decoder(model, decoding, request)
         rounds = decoder.rounds()
     while True:
         with torch.no_grad():  # not around the yield: the caller's own grad mode stays

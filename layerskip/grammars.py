@@ -95,8 +95,8 @@ class Grammar(ABC):
         """
         allowed = np.zeros(len(scores), dtype=bool)  # (V,)
         if not self._behind:
-            found = np.unpackbits(self._bits(), bitorder="little")[: len(scores)]
-            allowed[: len(found)] = found
+            bits = np.unpackbits(self._bits(), bitorder="little")[: len(scores)]
+            allowed[: len(bits)] = bits
         ends = [token for token in self.eos if token < len(scores)]
         allowed[ends] = self._behind > 0 or self._may_end()
         here = torch.from_numpy(allowed).to(scores.device)  # (V,)
@@ -136,14 +136,14 @@ class _Llguidance(Grammar):
         self.matcher.rollback(count)
 
     def _jump(self) -> list[int]:
-        found: list[int] = self.matcher.compute_ff_tokens()
-        return found
+        tokens: list[int] = self.matcher.compute_ff_tokens()
+        return tokens
 
     def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        found = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         if self.matcher.is_error():
             raise ValueError(f"the grammar went wrong: {_line(self.matcher.get_error())}")
-        return found
+        return bits
 
     def _may_end(self) -> bool:
         return bool(self.matcher.is_accepting())
@@ -164,8 +164,8 @@ class _Xgrammar(Grammar):
     def _jump(self) -> list[int]:
         # it forces characters only: one token alone is allowed almost nowhere
         text = self.matcher.find_jump_forward_string()
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return found
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
 
     def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         from xgrammar import allocate_token_bitmask
@@ -174,8 +174,8 @@ class _Xgrammar(Grammar):
             1, self.compiled.tokenizer_info.vocab_size
         )  # (1, words) int32
         self.matcher.fill_next_token_bitmask(bits)
-        found: np.ndarray[Any, np.dtype[np.uint8]] = bits[0].numpy().view(np.uint8)
-        return found
+        allowed: np.ndarray[Any, np.dtype[np.uint8]] = bits[0].numpy().view(np.uint8)
+        return allowed
 
     def _may_end(self) -> bool:
         return bool(self.matcher.is_completed())
@@ -275,8 +275,8 @@ def regex(
 
 
 def _ends(tokenizer: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]:
-    found = tokenizer.eos_token_id if eos is None else eos
-    ends = (found,) if isinstance(found, int) else tuple(found or ())
+    given = tokenizer.eos_token_id if eos is None else eos
+    ends = (given,) if isinstance(given, int) else tuple(given or ())
     if not ends:
         raise ValueError(
             "a grammar needs a token that ends a text, the tokenizer has none; give eos="

@@ -31,9 +31,9 @@ def shipped(name: str) -> Path:
     Raises:
         ValueError: there is no such model, or this installation lacks it.
     """
-    known = SHIPPED + SHIPPED_ASSISTANTS
-    if name not in known:
-        raise ValueError(f"a shipped model is one of {', '.join(known)}, got {name!r}")
+    names = SHIPPED + SHIPPED_ASSISTANTS
+    if name not in names:
+        raise ValueError(f"a shipped model is one of {', '.join(names)}, got {name!r}")
     folder = _MODELS / name
     if not folder.is_dir():
         raise ValueError(f"the shipped model {name} is missing from this installation")
@@ -72,10 +72,10 @@ def made(name: str) -> Path:
 def suggestion(name: str) -> str:
     """What was probably meant by the name of a model that is not there, to end a sentence."""
     path = Path(name)
-    known = [*SHIPPED, *SHIPPED_ASSISTANTS, *MADE]
+    names = [*SHIPPED, *SHIPPED_ASSISTANTS, *MADE]
     if path.parent.is_dir():
-        known += [str(each.parent) for each in path.parent.glob("*/config.json")]
-    found = get_close_matches(name, known, n=1)
-    if not found:  # a folder that is not there, of a name that is known
-        found = get_close_matches(path.name, known, n=1, cutoff=0.8)
-    return f"; did you mean {found[0]}?" if found else ""
+        names += [str(each.parent) for each in path.parent.glob("*/config.json")]
+    close = get_close_matches(name, names, n=1)
+    if not close:  # a missing folder that is called like a model
+        close = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -90,10 +90,10 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
 def by_category(prompts: Iterable[Prompt]) -> dict[str | None, list[Prompt]]:
     """The prompts of each category, in order of appearance."""
-    found: dict[str | None, list[Prompt]] = {}
+    categories: dict[str | None, list[Prompt]] = {}
     for prompt in prompts:
-        found.setdefault(prompt.category, []).append(prompt)
-    return found
+        categories.setdefault(prompt.category, []).append(prompt)
+    return categories
 
 
 def _is_json_object(line: str) -> bool:

@@ -25,7 +25,7 @@ from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
 from layerskip.model.families import CONDITIONAL, unopened
-from layerskip.model.handed import Encoded
+from layerskip.model.library_cache import EncoderStates
 from layerskip.model.pictures import Pictures
 
 # The library's defaults of sampling.
@@ -83,8 +83,8 @@ def checked_mask(
     if unknown:
         raise ValueError(f"model arguments {', '.join(unknown)} are not supported; leave them out")
     positions = model_kwargs.get("position_ids")
-    own = (mask.cumsum(-1) - 1).clamp_min(0)  # (B, W)
-    if positions is not None and not torch.equal((positions * mask).expand_as(own), own * mask):
+    usual = (mask.cumsum(-1) - 1).clamp_min(0)  # (B, W)
+    if positions is not None and not torch.equal((positions * mask).expand_as(usual), usual * mask):
         raise ValueError("position_ids of your own are not supported; leave them out")
     if not mask.any(-1).all():
         raise ValueError("a prompt is empty: every row needs at least one token")
@@ -108,7 +108,7 @@ def _empty(name: str, value: Any) -> bool:
 
 def encoded_of(
     input_ids: Tensor, read: Tensor | None, model_kwargs: dict[str, Any]
-) -> Encoded | None:
+) -> EncoderStates | None:
     """What an encoder has read, taken out of the arguments; None of a model without an encoder.
 
     Args:
@@ -126,7 +126,7 @@ def encoded_of(
         tokens = read.repeat_interleave(len(input_ids) // len(read), dim=0)  # (B, E)
         tokens = tokens if tokens.shape == mask.shape else None
     model_kwargs["attention_mask"] = model_kwargs.pop("decoder_attention_mask", None)
-    return Encoded(states, mask, tokens)
+    return EncoderStates(states, mask, tokens)
 
 
 def pictures_of(
@@ -145,11 +145,17 @@ def pictures_of(
                 "custom_generate"
             )
     outer: Any = model.config
-    text, found = outer.get_text_config(), encoded.get("image")
-    two_way = _two_way(outer, model_kwargs)
-    if found is None and two_way is None:
+    text, images = outer.get_text_config(), encoded.get("image")
+    wrapper = CONDITIONAL.get(outer.model_type)
+    two_way = None
+    if wrapper is not None:
+        types = model_kwargs.pop(wrapper.types, None)  # (B, W)
+        if types is not None and wrapper.two_way(text):
+            two_way = (types == 1) | (types == 2)
+            two_way = two_way if bool(two_way.any()) else None
+    if images is None and two_way is None:
         return None
-    if unopened(outer) is not None or outer.model_type not in CONDITIONAL:
+    if unopened(outer) is not None or wrapper is None:
         raise ValueError(
             f"pictures are not supported with {outer.model_type!r}; supported are "
             f"{', '.join(CONDITIONAL)}"
@@ -162,8 +168,8 @@ def pictures_of(
             f"the placeholder of pictures must be one of {text.vocab_size} tokens, it is {token}"
         )
     placeholders, features = torch.zeros_like(input_ids).bool(), torch.empty(0, text.hidden_size)
-    if found is not None:
-        parts = found.pooler_output  # (..., H), or one for each picture
+    if images is not None:
+        parts = images.pooler_output  # (..., H), or one for each picture
         parts = [parts] if isinstance(parts, Tensor) else parts
         features = torch.cat([part.flatten(0, -2) for part in parts])  # (N, H)
         placeholders = input_ids == token  # (B, W)
@@ -175,20 +181,6 @@ def pictures_of(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
     return Pictures.of(features, placeholders, mask, two_way)
-
-
-def _two_way(config: Any, model_kwargs: dict[str, Any]) -> Tensor | None:
-    """The tokens of pictures that see each other, (B, W) bool, out of the arguments."""
-    if config.model_type not in CONDITIONAL:
-        return None
-    if config.model_type == "gemma3":
-        types = model_kwargs.pop("token_type_ids", None)  # (B, W)
-        found = None if types is None else types == 1
-    else:
-        types = model_kwargs.pop("mm_token_type_ids", None)  # (B, W)
-        causal = getattr(config.get_text_config(), "use_bidirectional_attention", None) != "vision"
-        found = None if types is None or causal else (types == 1) | (types == 2)
-    return found if found is not None and bool(found.any()) else None
 
 
 def check_ids(input_ids: Any) -> None:
@@ -215,13 +207,13 @@ def check_tokens(model: Any, tokens: Tensor) -> None:
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"token ids must be integers, got a tensor of {tokens.dtype}")
     embeddings = model.get_input_embeddings()
-    known = getattr(embeddings, "num_embeddings", None)
-    if known is None or not tokens.numel():  # a table of the model's own kind
+    count = getattr(embeddings, "num_embeddings", None)
+    if count is None or not tokens.numel():  # a table of the model's own kind
         return
     least, most = (int(end) for end in tokens.aminmax())
-    if least < 0 or most >= known:
+    if least < 0 or most >= count:
         raise ValueError(
-            f"token ids must be in 0..{known - 1} for this model, got "
+            f"token ids must be in 0..{count - 1} for this model, got "
             f"{least if least < 0 else most}; take them from its own tokenizer"
         )
 
@@ -277,11 +269,11 @@ def per_step(rounds: list[Round], name: str, rows: int) -> tuple[Tensor, ...]:
 
 def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -> list[Any]:
     """The library's processors of sampling, in its order; None leaves one out."""
-    found: list[Any] = []
-    found += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
-    found += [TopKLogitsWarper(top_k)] if top_k else []
-    found += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
-    return found
+    processors: list[Any] = []
+    processors += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
+    processors += [TopKLogitsWarper(top_k)] if top_k else []
+    processors += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
+    return processors
 
 
 def sampling_of(
@@ -295,9 +287,11 @@ def sampling_of(
     None means the value of the model's generation config, then the library's default.
     """
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    own = getattr(model, "generation_config", None)
+    config = getattr(model, "generation_config", None)
     return {
-        name: next(x for x in (value, getattr(own, name, None), _SAMPLING[name]) if x is not None)
+        name: next(
+            x for x in (value, getattr(config, name, None), _SAMPLING[name]) if x is not None
+        )
         for name, value in given.items()
     }
 

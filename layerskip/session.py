@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.decoding.known import KnownTexts
+from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.rounds import Round
 from layerskip.environment import free_memory
 from layerskip.generation import GenerationOutput, decode, generate
 from layerskip.model.opening import sublayers_of
-from layerskip.model.whole import Whole
 
 SHARE = 0.25
 """The share of free memory that a session may take by default."""
@@ -45,44 +44,41 @@ class Session:
 
     def __init__(self, model: Any, *, memory: int | None = None, **settings: Any) -> None:
         opened = sublayers_of(model, settings.get("execution", "auto"))
-        if isinstance(opened, Whole) and opened.both:
+        if opened.encoder:
             raise ValueError(
                 "a session needs a model of one text, this is an encoder-decoder, whose keys and "
                 "values depend on what its encoder has read; use layerskip.generate"
             )
         self.model = model
         self.settings = settings
-        self._known = KnownTexts(share(opened.device) if memory is None else memory)
+        self._cached = CachedTexts(share(opened.device) if memory is None else memory)
 
     def generate(self, inputs: Tensor | Mapping[str, Any], **kwargs: Any) -> GenerationOutput:
         """`layerskip.generate` on the session's model."""
-        return generate(self.model, inputs, **{**self.settings, **kwargs, "known": self._known})
+        return generate(self.model, inputs, **{**self.settings, **kwargs, "cached": self._cached})
 
     def decode(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Iterator[Round]:
         """`layerskip.decode` on the session's model."""
-        given = {**self.settings, **kwargs, "known": self._known}
+        given = {**self.settings, **kwargs, "cached": self._cached}
         return decode(self.model, input_ids, attention_mask, **given)
 
     @property
     def memory(self) -> int:
-        """The most bytes that it holds."""
-        return self._known.memory
+        return self._cached.memory
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values that it holds."""
-        return self._known.nbytes
+        return self._cached.nbytes
 
     @property
     def num_texts(self) -> int:
         """How many texts it holds; what one has in common with another is held once."""
-        return len(self._known)
+        return len(self._cached)
 
     def clear(self) -> None:
-        """Drop all texts."""
-        self._known.clear()
+        self._cached.clear()
 
     def __repr__(self) -> str:
         return f"Session({self.num_texts} texts, {self.nbytes} of {self.memory} bytes)"

@@ -41,5 +41,5 @@ class Detokenizer:
         return new
 
     def _new(self) -> str:
-        known = decode_text(self._tokenizer, self._tokens[: self._told])
-        return decode_text(self._tokenizer, self._tokens)[len(known) :]
+        told = decode_text(self._tokenizer, self._tokens[: self._told])
+        return decode_text(self._tokenizer, self._tokens)[len(told) :]

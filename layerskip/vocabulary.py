@@ -103,6 +103,6 @@ def warn_of_vocabularies(model: Any, other: Any) -> None:
 
 def _ids(model: Any, name: str) -> set[int]:
     """A special token of a model, or the several that it has."""
-    found = getattr(getattr(model, "generation_config", None), name, None)
-    found = getattr(model.config.get_text_config(), name, None) if found is None else found
-    return set() if found is None else {found} if isinstance(found, int) else {*found}
+    ids = getattr(getattr(model, "generation_config", None), name, None)
+    ids = getattr(model.config.get_text_config(), name, None) if ids is None else ids
+    return set() if ids is None else {ids} if isinstance(ids, int) else {*ids}

@@ -57,11 +57,11 @@ def _served(kind: str) -> str:
 
 
 def main() -> None:
-    found = served()
-    known = [*architectures.DRAFTS, *sorted({*found.values()} - architectures.DRAFTS.keys())]
+    levels = served()
+    groups_of = [*architectures.DRAFTS, *sorted({*levels.values()} - architectures.DRAFTS.keys())]
     groups = ""
-    for how in known:
-        names = " ".join(kind for kind, own in found.items() if own == how)
+    for how in groups_of:
+        names = " ".join(kind for kind, level in levels.items() if level == how)
         lines = textwrap.wrap(names, 92, break_on_hyphens=False, break_long_words=False)
         inside = "\n".join("        " + line for line in lines)
         groups += f'    "{how}": """\n{inside}\n    """,\n'

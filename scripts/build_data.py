@@ -1,8 +1,7 @@
 """Make the data and the tokenizer of the shipped models, from Python's own sources.
 
-Reads every .py file of the running interpreter's standard library (its tests included), holds
-2.5% of the files out by a hash of their relative path, trains a byte-level BPE tokenizer of 2048
-entries on the rest and writes, under --work:
+Reads every .py file of the standard library, holds 2.5% of them out by a hash of their path, trains
+a byte-level BPE tokenizer of 2048 entries on the rest and writes, under --work:
 
     tokenizer/       PreTrainedTokenizerFast files (end of text 0, pad 1, no beginning of text)
     train.npy        uint16 token ids, documents separated by the end-of-text token
@@ -26,7 +25,7 @@ HELD_OUT_PER_MILLE = 25
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file is held out; decided by its path alone, so that it stays so everywhere."""
+    """Decided by a file's path alone, so that it stays so everywhere."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 1000 < HELD_OUT_PER_MILLE
 

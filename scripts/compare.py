@@ -4,11 +4,9 @@
     python scripts/compare.py llama-cpp smollm2 --prompts FILE --context 4000 --output run.jsonl
     python scripts/compare.py drafts smollm2 runs/heads skip.json --output drafts.json
 
-`llama-cpp` goes by the clock: it adds two contenders, without and with flash attention, to the
-benchmark's loop, writes its records and prints its table. `drafts` decodes every prompt once,
-replays all drafts from every place of the answers, and prices them with one cost table, so that no
-clock's noise stands between them. For drafts by the clock there is
-`layerskip benchmark MODEL --skip FILE --skip FILE`.
+`llama-cpp` adds two contenders, without and with flash attention, to the benchmark's loop. `drafts`
+decodes every prompt once, replays all drafts from every place of the answers, and prices them with
+one cost table, so that no clock's noise stands between them.
 """
 
 from __future__ import annotations
@@ -32,24 +30,19 @@ from layerskip.bench.methods import Clock, Decoded, Engine, Peer, Task
 from layerskip.bench.plans import make_header, price
 from layerskip.checkpoints import DTYPES, Loaded
 from layerskip.cli.benchmark import record
-from layerskip.cli.options import (
-    Loading,
-    first_of_each,
-    given_prompts,
-    open_model,
-    open_passes,
-    spoken,
-)
+from layerskip.cli.flags import Loading
+from layerskip.cli.inputs import first_of_each, given_prompts, spoken
+from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS, make_controller
+from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.defaults import automatic_draft
+from layerskip.drafts import automatic_draft
 from layerskip.files.writing import replacing, write_text
 from layerskip.model.blocks import TOKENS
 from layerskip.model.sublayers import Sublayers
-from layerskip.prompts import Prompt
+from layerskip.registry import CONTROLLERS
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import simulate, tokens_per_step
 from layerskip.requests import end_tokens
@@ -77,17 +70,10 @@ class Setting:
     talk: Talk
     loaded: Loaded
     opened: Sublayers
-    prompts: Sequence[Prompt]
     asked: Sequence[Encoded]
     """The prompts as they are, or joined or cut to lengths of context."""
-
-    def header(self, task: Task) -> dict[str, Any]:
-        path = self.args.prompts
-        return make_header(self.loaded, self.opened, task, self.prompts, path, self.asked)
-
-    def task(self) -> Task:
-        at, new = self.args.temperature, self.args.new_tokens
-        return Task(new, at is not None, at, execution=self.args.execution)
+    task: Task
+    header: dict[str, Any]
 
 
 @contextmanager
@@ -106,12 +92,11 @@ def setting(args: Namespace) -> Iterator[Setting]:
         for each in asked:
             length = each.ids.shape[1]
             opened.check_lengths([length], length + args.new_tokens)
-        yield Setting(args, talk, loaded, opened, chosen, asked)
+        at = args.temperature
+        task = Task(args.new_tokens, at is not None, at, execution=args.execution)
+        header = make_header(loaded, opened, task, chosen, args.prompts, asked)
+        yield Setting(args, talk, loaded, opened, asked, task, header)
     talk.progress("")
-
-
-# ---------------------------------------------------------------------------------------------
-# By the clock: llama.cpp in the benchmark's loop
 
 
 class LlamaCpp:
@@ -145,10 +130,6 @@ def open_llama(at: Setting, context: int) -> dict[str, Any]:
     """The checkpoint's own GGUF in llama.cpp, widened to the precision that is compared.
 
     Twice, by names of contenders: without and with flash attention.
-
-    Raises:
-        ValueError: llama.cpp is not installed, no GGUF lies beside the checkpoint, another dtype.
-        OSError: llama.cpp cannot widen it.
     """
     if importlib.util.find_spec("llama_cpp") is None:
         raise ValueError(
@@ -157,29 +138,29 @@ def open_llama(at: Setting, context: int) -> dict[str, Any]:
     import llama_cpp  # type: ignore[import-not-found]
 
     folder, dtype = at.loaded.folder, str(at.opened.dtype).removeprefix("torch.")
-    found = [] if folder is None else sorted(folder.glob("*.gguf"))
-    if len(found) != 1:
+    files = [] if folder is None else sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
         raise ValueError(
-            f"there must be one .gguf in the folder of {at.loaded.name}, got {len(found)}; "
+            f"there must be one .gguf in the folder of {at.loaded.name}, got {len(files)}; "
             "`make checkpoints` leaves it there"
         )
     if dtype not in WIDE:
         raise ValueError(f"--dtype must be one of {', '.join(WIDE)} beside llama.cpp, got {dtype}")
     kind, suffix = WIDE[dtype]
-    wide = at.args.work / f"{found[0].stem}-{suffix}.gguf"
+    wide = at.args.work / f"{files[0].stem}-{suffix}.gguf"
     if not wide.exists():
         wide.parent.mkdir(parents=True, exist_ok=True)
         how = llama_cpp.llama_model_quantize_default_params()
         how.ftype, how.allow_requantize = getattr(llama_cpp, kind), True
         with replacing(wide) as part:
-            if llama_cpp.llama_model_quantize(str(found[0]).encode(), str(part).encode(), how):
-                raise OSError(f"llama.cpp cannot widen {found[0]} to {suffix}")
-    threads = torch.get_num_threads()
-    own = {"n_threads": threads, "n_threads_batch": threads, "n_ctx": context, "verbose": False}
+            if llama_cpp.llama_model_quantize(str(files[0]).encode(), str(part).encode(), how):
+                raise OSError(f"llama.cpp cannot widen {files[0]} to {suffix}")
+    options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
+    options |= {"n_ctx": context, "verbose": False}
     if dtype == "float32":  # the keys and values, too, which are half precision otherwise
-        own |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+        options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     return {
-        name: llama_cpp.Llama(str(wide), flash_attn=flash, **own)
+        name: llama_cpp.Llama(str(wide), flash_attn=flash, **options)
         for name, flash in (("llama.cpp", False), ("llama.cpp-flash", True))
     }
 
@@ -189,7 +170,7 @@ def compare_llama(args: Namespace) -> None:
     if args.temperature is not None:
         raise ValueError("llama.cpp is compared greedily: leave --temperature out")
     with setting(args) as at:
-        model, task = at.loaded.model, at.task()
+        model, task = at.loaded.model, at.task
         context = max(each.ids.shape[1] for each in at.asked) + args.new_tokens
         ends = end_tokens(model)
         llamas = [
@@ -200,7 +181,7 @@ def compare_llama(args: Namespace) -> None:
         batches, _ = make_batches(at.asked, [1], 0)
         price(ours, batches)
         methods = [*llamas, Peer(model, task), plain, ours]
-        header = at.header(task) | {
+        header = at.header | {
             "repeats": args.repeats,
             "warmup": args.warmup,
             "batch_sizes": [1],
@@ -208,10 +189,6 @@ def compare_llama(args: Namespace) -> None:
             "baseline": llamas[0].name,  # what the table's speedups are over
         }
         record(args.output, header, model, task, methods, batches, at.talk)
-
-
-# ---------------------------------------------------------------------------------------------
-# By replay: drafts along the target's own answers
 
 
 def compare_drafts(args: Namespace) -> None:
@@ -239,7 +216,7 @@ def compare_drafts(args: Namespace) -> None:
         mixtures = [(LOOKUP, name) for name in drafts if name != LOOKUP]
         for parts in [*((name,) for name in drafts), *mixtures]:
             played, tables = [replays[name] for name in parts], [costs[name] for name in parts]
-            priors = [each.prior for each in played]
+            priors = [each.source.prior for each in played]
             gains = {}
             for name in CONTROLLERS:
                 controller = make_controller(
@@ -260,38 +237,37 @@ def compare_drafts(args: Namespace) -> None:
                 row |= {"acceptance": survival, "best_fixed": formula(survival, table)}
                 row |= {"costs": {"draft": table.draft, "verify": list(table.verify)}}
             rows.append(row)
-        document = at.header(at.task()) | {"kind": "drafts", "rows": rows}
+        document = at.header | {"kind": "drafts", "rows": rows}
     write_text(args.output, json.dumps(document, indent=1) + "\n")
     lines = [["draft", "MB", f"accepted, {law}", "c", "best fixed", *CONTROLLERS]]
     for row in rows:
         line = [row["name"], f"{row['bytes'] / 1e6:.1f}", "-", "-", "-"]
         if "costs" in row:
             shares = row["acceptance"][:SHOWN]
-            line[2:] = [" ".join(f"{share:.3f}".lstrip("0") for share in shares)]
-            line += [f"{row['costs']['draft']:.2f}", f"{row['best_fixed']:.2f}"]
+            accepted = " ".join(f"{share:.3f}".lstrip("0") for share in shares)
+            line[2:] = [accepted, f"{row['costs']['draft']:.2f}", f"{row['best_fixed']:.2f}"]
         lines.append([*line, *(f"{gain:.2f}" for gain in row["controllers"].values())])
     print(aligned(lines))
 
 
 def given_drafts(at: Setting) -> dict[str, Any]:
-    """What is named, beside the drafts of any model that need no training."""
+    """The drafts named, and those of any model that need no training."""
     layers = at.opened.num_layers
     exit_layer = at.args.exit_layer or max(1, round(layers / 4))
-    found: dict[str, Any] = {
+    given: dict[str, Any] = {
         f"exit {exit_layer}": SkipConfig.early_exit(exit_layer),
         "8 bits": SkipConfig.low_precision(8),
         "4 bits, head 8": SkipConfig(low=LowPrecision(bits=4, head=8)),
     }
     for path in at.args.drafts:
-        if path.stem in found:
+        if path.stem in given:
             raise ValueError(f"two drafts are called {path.stem!r}; give different names")
         skip = trained_skip(path) if path.is_dir() else SkipConfig.load(path)
-        found[path.stem] = skip.bare()
-    return {LOOKUP: Lookup(), **{name: skip.resolve(layers) for name, skip in found.items()}}
+        given[path.stem] = skip.bare()
+    return {LOOKUP: Lookup(), **{name: skip.resolve(layers) for name, skip in given.items()}}
 
 
 def size_of(opened: Sublayers, draft: SkipConfig | Lookup) -> tuple[int, int]:
-    """Bytes and parameters of a draft's own weights."""
     if isinstance(draft, Lookup):
         return 0, 0
     weights = {} if draft.trained is None else load_file(draft.trained.weights)
@@ -309,12 +285,7 @@ def costs_of(at: Setting, draft: SkipConfig | Lookup) -> CostTable:
     return cost_tables(at.opened, [draft], request, seconds=SECONDS)[0].at(context)
 
 
-# ---------------------------------------------------------------------------------------------
-# The command line
-
-
-def shared_arguments() -> ArgumentParser:
-    """What every comparison is asked on."""
+def arguments() -> ArgumentParser:
     asked = ArgumentParser(add_help=False)
     asked.add_argument("model", nargs="?", default="demo-llama", help="as for layerskip")
     asked.add_argument("--output", type=Path, required=True, help="replaced")
@@ -329,21 +300,6 @@ def shared_arguments() -> ArgumentParser:
     asked.add_argument("--dtype", choices=DTYPES, default="auto")
     asked.add_argument("--execution", default="auto")
     asked.add_argument("--threads", type=int, help="measured if not given")
-    return asked
-
-
-def with_costs(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--costs",
-        type=float,
-        nargs="+",
-        metavar="COST",
-        help="of a draft step, then of passes of 1, 2, ... tokens; in target steps; else measured",
-    )
-
-
-def arguments() -> ArgumentParser:
-    asked = shared_arguments()
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     llama = commands.add_parser("llama-cpp", parents=[asked], description=compare_llama.__doc__)
@@ -356,19 +312,23 @@ def arguments() -> ArgumentParser:
     drafts.set_defaults(run=compare_drafts)
     drafts.add_argument("drafts", nargs="*", type=Path, help="skip configs, trainings' folders")
     drafts.add_argument("--exit-layer", type=int, help="a quarter of the layers otherwise")
-    with_costs(drafts)
+    drafts.add_argument(
+        "--costs",
+        type=float,
+        nargs="+",
+        metavar="COST",
+        help="of a draft step, then of passes of 1, 2, ... tokens; in target steps; else measured",
+    )
     return parser
 
 
-def main(
-    argv: Sequence[str] | None = None, name: str = "compare", parser: ArgumentParser | None = None
-) -> None:
-    args = (parser or arguments()).parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = arguments().parse_args(argv)
     try:
         with cpu_threads(None):
             args.run(args)
     except (ValueError, OSError) as error:
-        print(f"{name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"compare: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

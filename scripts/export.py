@@ -2,8 +2,8 @@
 
     python scripts/export.py demo-llama --work runs/train --output layerskip/models/demo-llama
 
-The weights are rounded to bfloat16 first and measured as they ship, computing in float32. What is
-printed is the table of the model card (`README.md`), which is written by hand and stays.
+The weights are rounded to bfloat16 first, and measured computing in float32. What is printed is the
+table of the model card (`README.md`), which is written by hand and stays.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def load_run(folder: Path, name: str) -> PreTrainedModel:
     return model.to(torch.bfloat16).float().eval()
 
 
-def measure(model: PreTrainedModel, work: Path, windows: int) -> str:
+def quality_table(model: PreTrainedModel, work: Path, windows: int) -> str:
     """A Markdown table of every exit's quality on windows spread over the held-out tokens."""
     tokens = torch.from_numpy(np.load(work / "heldout.npy").astype(np.int64))
     starts = torch.linspace(0, len(tokens) - LENGTH - 1, windows).long()  # (N,)
@@ -77,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = args.work / args.name
     model = load_run(folder, args.name)
-    print(measure(model, args.work, args.windows))
+    print(quality_table(model, args.work, args.windows))
     if args.output:
         save(model, folder, args.output)
 

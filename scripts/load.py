@@ -3,11 +3,10 @@
     layerskip serve smollm2 --dtype bfloat16 --threads 2 &
     python scripts/load.py http://127.0.0.1:8000/v1 --clients 1 2 4 8 16 --output load.json
 
-A client sends its next chat as soon as it has read an answer to its end. Every chat has a seed of
-its own and a number in front, so that no server answers from what it keeps of an earlier one.
-Tokens are those of the server's `usage`; if it tells none, the pieces of the stream are counted,
-which may be fewer. Seconds are the client's: to the first piece of text, and from there to the last
-one over the tokens between them.
+A client sends its next chat as soon as it has read an answer. Every chat has a seed and a number
+of its own, so that no server answers from what it keeps of an earlier one. Tokens are those of the
+server's `usage`, else pieces of the stream, which may be fewer. Seconds are the client's: to the
+first piece of text, and from there to the last one over the tokens between them.
 """
 
 from __future__ import annotations
@@ -15,24 +14,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
 
-from layerskip.cli.options import read_given, spoken
+from layerskip.cli.inputs import read_given, spoken
 from layerskip.files.writing import write_text
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One stream; times are of `time.perf_counter`."""
-
     sent: float
     first: float
     last: float
@@ -61,11 +58,7 @@ class Level:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """Send a chat and read its stream.
-
-    Raises:
-        ValueError: the server refuses it, breaks off, or sends no text.
-    """
+    """Send a chat and read its stream; a refusal or a stream that breaks off is an error."""
     times: list[float] = []
     usage = None
     ended = False
@@ -113,20 +106,12 @@ async def load(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], clie
 def level_of(answers: Sequence[Answer], clients: int, seconds: float) -> Level:
     first = [each.first - each.sent for each in answers]
     between = [(each.last - each.first) / (each.tokens - 1) for each in answers if each.tokens > 1]
+    between = between or [0.0]
     tokens = sum(each.tokens for each in answers)
-    told = sum(each.usage is not None for each in answers)
-    return Level(
-        clients,
-        len(answers),
-        tokens,
-        {0: "pieces", len(answers): "usage"}.get(told, "usage, pieces"),
-        seconds,
-        tokens / seconds,
-        statistics.median(first),
-        p90(first),
-        statistics.median(between or [0.0]),
-        p90(between or [0.0]),
-    )
+    counted = sum(each.usage is not None for each in answers)
+    how = {0: "pieces", len(answers): "usage"}.get(counted, "usage, pieces")
+    times = (median(first), p90(first), median(between), p90(between))
+    return Level(clients, len(answers), tokens, how, seconds, tokens / seconds, *times)
 
 
 def p90(values: Sequence[float]) -> float:
@@ -135,7 +120,6 @@ def p90(values: Sequence[float]) -> float:
 
 
 def bodies_of(args: argparse.Namespace, count: int, begin: int) -> list[dict[str, Any]]:
-    """Requests with the numbers from `begin` on."""
     chats = spoken(read_given(args.prompts), chat=True)
     common = {"model": args.model, "max_tokens": args.max_tokens, "stream": True}
     common |= {"temperature": args.temperature}
@@ -149,8 +133,8 @@ def bodies_of(args: argparse.Namespace, count: int, begin: int) -> list[dict[str
     return bodies
 
 
-async def measure(args: argparse.Namespace, client: httpx.AsyncClient) -> AsyncIterator[Level]:
-    """All numbers of clients, one after the other, behind a warm-up."""
+async def run_levels(args: argparse.Namespace, client: httpx.AsyncClient) -> AsyncIterator[Level]:
+    """All numbers of clients, one after the other, after a warm-up."""
     if args.model is None:
         listed = (await client.get("models")).raise_for_status().json()["data"]
         args.model = listed[0]["id"]
@@ -168,7 +152,6 @@ HEAD = "clients requests  tokens  tokens/s  first, s     p90  between, ms     p9
 
 
 def row(level: Level) -> str:
-    """What stands below HEAD."""
     return (
         f"{level.clients:7} {level.requests:8} {level.tokens:7} {level.tokens_per_second:9.1f} "
         f"{level.first:9.3f} {level.first_p90:7.3f} {level.between * 1e3:12.1f} "
@@ -209,12 +192,12 @@ async def run(args: argparse.Namespace) -> None:
     levels = []
     async with httpx.AsyncClient(**where, timeout=args.timeout) as client:
         print(HEAD, flush=True)
-        async for level in measure(args, client):
+        async for level in run_levels(args, client):
             print(row(level), flush=True)
             levels.append(asdict(level))
             if args.output:
-                found = {"settings": settings, "levels": levels}
-                write_text(args.output, json.dumps(found, indent=1, default=str) + "\n")
+                document = {"settings": settings, "levels": levels}
+                write_text(args.output, json.dumps(document, indent=1, default=str) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> None:

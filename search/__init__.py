@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.search.pipeline import SearchResult, search
+    from layerskip.search.pipeline import search
+    from layerskip.search.stages import SearchResult
 
 __all__ = ["SearchResult", "search"]
 

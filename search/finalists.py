@@ -1,9 +1,7 @@
 """The best few drafts of a study: replayed whole, then timed in turn with plain decoding.
 
-Here is decided, too, whether a draft is joined by lookups, and whether second-best tokens are
-verified: where simulated rounds say that they pay, both ways are timed, and the clock decides. What
-a search found on calibration prompts is priced anew as decoding prices it, predicted for held-out
-prompts, and confirmed on them by the clock; the winner is the clock's.
+They are priced anew as decoding prices them, predicted for held-out prompts, and confirmed on these
+by the clock, which names the winner.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +17,7 @@ from optuna import Study
 from optuna.trial import FrozenTrial
 from torch import Tensor
 
-from layerskip.bench.methods import BRANCHES, Engine, Task
+from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import decoding_totals, times_over
@@ -28,19 +26,11 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.trace import Trace
-from layerskip.search.objective import (
-    Choice,
-    LookedUp,
-    Objective,
-    best_choice,
-    branching,
-    choices,
-    speedup,
-)
+from layerskip.search.objective import Choice, LookedUp, Objective, best_choice, choices, speedup
 from layerskip.search.sampler import finished_sets, read_history
 from layerskip.search.space import Space
 from layerskip.timing.analytic import analytic
-from layerskip.timing.rounds import measure
+from layerskip.timing.tables import cost_tables
 
 MORE = 2
 """So many more configs are replayed whole than finalists are wanted."""
@@ -82,12 +72,9 @@ class Finalist:
         trial: number of its trial in the study; None of the default draft, which is no trial's.
         skip: resolved, with decoding options and costs.
         drafts: its replay along the traced prompts.
-        choice: how to decode with it.
-        branching: the same with second-best tokens, where that is expected to be faster; what it is
-            to be timed beside, until the clock has said whether it is.
         costs, looked_up: what rounds of it cost, and of lookups.
         predicted_held_out: speedup over plain decoding of the same options on held-out prompts.
-        confirmed: what the clock said, where it was asked: the block of a search file.
+        confirmed: what the clock said: the block of a search file.
     """
 
     name: str
@@ -98,10 +85,7 @@ class Finalist:
     costs: CostTable
     looked_up: CostTable
     predicted_held_out: float | None = None
-    confirmed: dict[str, Any] | None = field(default=None)
-    branching: Choice | None = field(default=None)
-    over_chains: dict[str, Any] | None = field(default=None)
-    """Of `branching`, what it was timed to be over the same without."""
+    confirmed: dict[str, Any] | None = None
 
     @property
     def alpha(self) -> float:
@@ -119,40 +103,15 @@ class Finalist:
         return self.predicted if self.predicted_held_out is None else self.predicted_held_out
 
     def decide(self, looked_up: Replay) -> None:
-        """Choose how to decode, by the costs that it has.
-
-        Args:
-            looked_up: what lookups draft along the traced prompts.
-        """
-        known = LookedUp(looked_up, self.looked_up)
-        found = choices(self.drafts, self.costs, known)
-        self.choice = best_choice(found[1:])  # of those that draft
-        self.branching = branching(self.drafts, self.costs, self.choice, known)
+        """Choose how to decode, by the costs that it has, perhaps with lookups."""
+        ways = choices(self.drafts, self.costs, LookedUp(looked_up, self.looked_up))
+        self.choice = best_choice(ways[1:])  # of those that draft
         tokens = self.skip.draft_vocabulary
         self.skip = replace(
             self.skip,
             decoding=replace(self.choice.decoding, draft_vocabulary=tokens),
             costs={**(self.skip.costs or {}), **self.costs.to_dict()},
         )
-
-    def judge_branches(self, records: Sequence[dict[str, Any]], name: str) -> str:
-        """Take second-best tokens if they were faster by more than prompts differ.
-
-        Args:
-            name: of the method that had them.
-
-        Returns:
-            The method that is the finalist's.
-        """
-        own, other = (decoding_totals(records, each) for each in (self.name, name))
-        self.over_chains = times_over(other, own)
-        low = self.over_chains["low"]
-        if self.branching is None or low is None or low <= 1:
-            return self.name
-        self.choice, self.branching = self.branching, None
-        known = self.skip.decoding or DecodingOptions()
-        self.skip = replace(self.skip, decoding=replace(known, branches=True))
-        return name
 
 
 def choose(
@@ -162,14 +121,13 @@ def choose(
     count: int,
     progress: Progress = silent,
     until: float = math.inf,
-    only: Sequence[int] = (),
 ) -> list[Finalist]:
     """The configs of the highest predicted speedup by whole replays, best first.
 
     The best early exit of the study is among them, as one more where it is none of the best, and so
     is, in a space with healed weights, the best config that has them. Configs that skip nothing are
     not: plain decoding is timed anyway. None but the first is replayed where it would end after
-    `until` (of `time.monotonic`). Where `only` names trials, the finalists are theirs.
+    `until` (of `time.monotonic`).
     """
     trials = finished_sets(study.get_trials(deepcopy=False))
     trials.pop(0, None)
@@ -184,14 +142,12 @@ def choose(
         return [mask for n, mask in enumerate(masks) if n < many or mask in firsts]
 
     looked_at = best_of(ranked, count + MORE)
-    if only:
-        count, looked_at = len(only), [mask for mask in ranked if trials[mask].number in only]
-    found: dict[int, Finalist] = {}
+    finalists: dict[int, Finalist] = {}
     for number, mask in within(looked_at, until):
         progress("the best drafts, replayed whole", number / len(looked_at))
-        found[mask] = _finalist(trials[mask], space, mask, objective)
-    best = sorted(found, key=lambda mask: -found[mask].predicted)
-    return [found[mask] for mask in best_of(best, count)]
+        finalists[mask] = _finalist(trials[mask], space, mask, objective)
+    best = sorted(finalists, key=lambda mask: -finalists[mask].predicted)
+    return [finalists[mask] for mask in best_of(best, count)]
 
 
 def _finalist(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
@@ -206,11 +162,7 @@ def _finalist(trial: FrozenTrial, space: Space, mask: int, objective: Objective)
 
 
 def default_draft(skip: SkipConfig, objective: Objective) -> Finalist:
-    """What drafts without a search, to be timed with what one found.
-
-    A space in which everything low is healed does not hold it. What it costs is a guess until
-    `price_again`.
-    """
+    """What drafts without a search, to be timed too; its costs are a guess until `price_again`."""
     model = objective.trace.model
     skip = skip.resolve(model.num_layers)
     return _replayed("before", None, skip, None, analytic(model, skip), objective)
@@ -246,22 +198,18 @@ def _replayed(
 
 
 def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None:
-    """Take the costs that decoding would measure, and decide anew.
+    """Take the costs that decoding would measure for a request of one row, and decide anew.
 
     A search prices hundreds of drafts by their parts; a few can be timed as they run.
-
-    Args:
-        looked_up: what lookups draft along the traced prompts.
-        request: of one row, whose tokens and law are timed.
     """
     model, tokens = finalist.drafts.trace.model, finalist.skip.draft_vocabulary
     if tokens is not None:
         model = model.trimmed(tokens)
     context = int(request.input_ids.shape[1])
     drafts: list[SkipConfig | Lookup] = [Lookup(), finalist.skip]
-    found = measure(model, drafts, request, context=context, budget=PRICING_SECONDS)
-    if found is not None:
-        finalist.looked_up, finalist.costs = found.tables()
+    costs = cost_tables(model, drafts, request, seconds=PRICING_SECONDS)
+    if costs[1].at(context).source == "measured":
+        finalist.looked_up, finalist.costs = (each.at(context) for each in costs)
         finalist.decide(looked_up)
 
 
@@ -303,9 +251,6 @@ def confirm(
     for each in finalists:
         lookup = each.choice.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
-        if each.branching is not None:
-            name = each.name + BRANCHES
-            methods.append(Engine(model, task, name, each.skip, lookup=lookup, branches=True))
     decoded = decoded_records(
         model, task, methods, prompts, repeats=repeats, until=until, note=progress
     )
@@ -314,16 +259,13 @@ def confirm(
     plain = decoding_totals(decoded, "plain")
     usual = decoding_totals(decoded, DEFAULT)
     for finalist in finalists:
-        name = finalist.name
-        if finalist.branching is not None:
-            name = finalist.judge_branches(decoded, name + BRANCHES)
-        own = decoding_totals(decoded, name)
+        totals = decoding_totals(decoded, finalist.name)
         finalist.confirmed = {
-            **times_over(own, plain),
-            "over_default": times_over(own, usual),
-            "prompts": len(own.tokens),
+            **times_over(totals, plain),
+            "over_default": times_over(totals, usual),
+            "prompts": len(totals.tokens),
             "repeats": 1 + max(each["repeat"] for each in decoded),
-            **_counts([each for each in decoded if each["method"] == name]),
+            **_counts([each for each in decoded if each["method"] == finalist.name]),
         }
     return plain.rate, times_over(usual, plain)
 
@@ -331,8 +273,7 @@ def confirm(
 def keeps_default(best: Finalist | None, default: Mapping[str, Any] | None) -> bool:
     """Whether the fastest is no faster than the default by more than prompts differ.
 
-    Args:
-        default: its times; where nothing else gains, it is kept if it does.
+    Where nothing else gains, the default is kept if it does.
     """
     if default is None or best is None or best.confirmed is None:
         return best is None and default is not None and default["speedup"] > 1
@@ -348,7 +289,7 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     )
     compared = [each for each in records if each["repeat"] == 0 and each["equal"] is not None]
     differing = [each["differences"] for each in compared if each["differences"]]
-    near = [all(d["near_tie"] for d in found) for found in differing]
+    near = [all(d["near_tie"] for d in places) for places in differing]
     return {
         "acceptance_rate": accepted / proposed if proposed else None,
         "compared": len(compared),

@@ -33,10 +33,7 @@ def space_for(
 
     Its low precision is that config's, or as asked; "auto" is what a given `cost` has prices for,
     else 8 where passes are native: only they have products of 8 bits that are faster than exact
-    ones on every machine. It has windows where texts are long enough: see `windows_for`.
-
-    Args:
-        context: tokens of a typical text.
+    ones on every machine. It has windows where texts of `context` tokens are long enough.
 
     Raises:
         ValueError: another precision was asked for than that of the healed config.

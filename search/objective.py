@@ -1,8 +1,7 @@
 """What a skip config is worth: its speedup along a trace, priced by a cost table.
 
-Everything random is in the trace and everything noisy in the cost record, so that a value is a
-function of the config alone, and two configs differ by what they are and not by when they ran. A
-ratio to plain decoding on the same machine, it means the same on a slower one.
+What is random is in the trace, and what is noisy in the cost record: a value is a function of the
+config alone. A ratio to plain decoding on the same machine, it means the same on a slower one.
 """
 
 from __future__ import annotations
@@ -63,72 +62,55 @@ def choices(replay: Replay, costs: CostTable, looked_up: LookedUp | None = None)
     which may look drafts up, too.
     """
     longest = replay.draft_length
-    ways: list[tuple[str, int, float | None]]
-    ways = [("fixed", length, None) for length in range(1, longest + 1)]
-    lengths = [length for length in sorted({2, 4, longest} - {1}) if length <= longest]
-    ways += [("confidence", length, t) for length in lengths for t in THRESHOLDS]
-    ways.append(("expected-gain", longest, None))
-    hows = [
-        DecodingOptions(controller=name, max_draft_length=length, threshold=threshold)
-        for name, length, threshold in ways
+    ways = [
+        DecodingOptions(controller="fixed", max_draft_length=length)
+        for length in range(1, longest + 1)
     ]
+    ways += [
+        DecodingOptions(controller="confidence", max_draft_length=length, threshold=threshold)
+        for length in sorted({2, 4, longest} - {1})
+        if length <= longest
+        for threshold in THRESHOLDS
+    ]
+    ways.append(DecodingOptions(controller="expected-gain", max_draft_length=longest))
     if looked_up is not None:
-        hows.append(replace(hows[-1], lookup=True))
-    found = [Choice(how, speedup(replay, costs, how, looked_up)) for how in hows]
-    return [Choice(DecodingOptions(enabled=False), 1.0), *found]
+        ways.append(replace(ways[-1], lookup=True))
+    drafting = [Choice(how, speedup(replay, costs, how, looked_up)) for how in ways]
+    return [Choice(DecodingOptions(enabled=False), 1.0), *drafting]
 
 
 def speedup(
     replay: Replay, costs: CostTable, how: DecodingOptions, looked_up: LookedUp | None = None
 ) -> float:
-    """Over plain decoding, of one way to decode the replay's texts, each alone.
-
-    Args:
-        looked_up: needed where `how` looks drafts up; of the same length as the replay.
-    """
+    """Over plain decoding, of one way to decode the replay's texts, each alone."""
     length = how.max_draft_length or replay.draft_length
     if how.controller != "expected-gain":
         counts = count_rounds(replay, length, how.threshold or 0.0)
         return replay.trace.starts / sum(n * costs.round_cost(d) for d, n in enumerate(counts))
-    drafts, tables, known = [replay], [costs], [costs]
+    drafts, paid, expected = [replay], [costs], [costs]
     if how.lookup:
         assert looked_up is not None
         drafts.insert(0, looked_up.replay)
-        tables.insert(0, looked_up.costs)
-        known.insert(0, replace(costs, draft=0.0))  # all that a skip config's costs say of lookups
-    priors = [each.prior for each in drafts]
-    adaptive = ExpectedGain(known, length, priors=priors, branches=how.branches is True)
+        paid.insert(0, looked_up.costs)
+        expected.insert(0, replace(costs, draft=0.0))  # what a skip config's costs say of lookups
+    priors = [each.source.prior for each in drafts]
+    adaptive = ExpectedGain(expected, length, priors=priors)
     rounds = chain.from_iterable(
         simulate(drafts, adaptive, [text], max_draft_length=length)
         for text in range(len(replay.texts))
     )
-    return tokens_per_step(rounds, tables)
+    return tokens_per_step(rounds, paid)
 
 
-def branching(
-    replay: Replay, costs: CostTable, chosen: Choice, looked_up: LookedUp
-) -> Choice | None:
-    """The same way to decode with second-best tokens, where it is expected to be faster.
-
-    They cost tokens of passes in any case, so that a tie is a reason against them. What a draft
-    says behind them is computed where it has not been, once for a replay.
-    """
-    if chosen.decoding.controller != "expected-gain" or not replay.trace.branches:
-        return None
-    how = replace(chosen.decoding, branches=True)
-    found = Choice(how, speedup(replay, costs, how, looked_up))
-    return found if found.speedup > TOLERANCE * chosen.speedup else None
-
-
-def best_choice(found: Sequence[Choice]) -> Choice:
+def best_choice(ways: Sequence[Choice]) -> Choice:
     """The fastest; `expected-gain` in place of another draft that is better within TOLERANCE.
 
     With lookups for preference: they may do nothing for these texts, and much for others.
     """
-    best = max(found, key=lambda choice: choice.speedup)
+    best = max(ways, key=lambda choice: choice.speedup)
     if best.decoding.enabled is False:
         return best
-    adaptive = (each for each in reversed(found) if each.decoding.controller == "expected-gain")
+    adaptive = (each for each in reversed(ways) if each.decoding.controller == "expected-gain")
     return next((each for each in adaptive if each.speedup * TOLERANCE >= best.speedup), best)
 
 
@@ -136,12 +118,10 @@ class Objective:
     """Expected speedup over plain decoding of a skip config, remembered by config.
 
     Args:
-        trace: of the target on calibration prompts.
-        cost: what `layerskip.timing.sublayers.measure` returned. Its sizes of a trimmed head
-            are those of the draft vocabularies that are looked at, beside the whole one.
+        cost: what `layerskip.timing.sublayers.measure` returned.
 
     Attributes:
-        sizes: of draft vocabularies; None is the whole one.
+        sizes: of draft vocabularies that `cost` has prices for; None is the whole one.
         until: of `time.monotonic`, after which no draft is followed further.
     """
 
@@ -165,8 +145,7 @@ class Objective:
     def allowed(self, size: int | None) -> Tensor | None:
         """What a draft can draw on each text, (texts, V) bool; None: all tokens.
 
-        On each text these are the tokens that the others rank first: ranked by itself, a text would
-        have none that is missing.
+        These are the tokens that the other texts rank first: by itself, a text lacks none.
         """
         if size is None:
             return None
@@ -180,24 +159,21 @@ class Objective:
 
     @cached_property
     def _ceilings(self) -> list[Survival]:
-        """For each size, the share of starts whose next j tokens it has, j = 1, 2, ...
-
-        No draft agrees with a text beyond what it can draw.
-        """
-        found: list[Survival] = []
+        """For each size, the share of starts whose next j tokens it has, j = 1, 2, ..."""
+        ceilings: list[Survival] = []
         for size in self.sizes:
             allowed = self.allowed(size)
             if allowed is None:
-                found.append([1.0] * self.trace.draft_length)
+                ceilings.append([1.0] * self.trace.draft_length)
                 continue
             kept = []
-            for text, own in zip(self.trace.texts, allowed, strict=True):
+            for text, drawable in zip(self.trace.texts, allowed, strict=True):
                 following = F.pad(text.following, (0, self.trace.draft_length), value=NOTHING)
-                known = own[following.clamp_min(0)] & (following != NOTHING)  # (places,)
-                windows = known.unfold(0, self.trace.draft_length, 1)  # (starts, J)
+                there = drawable[following.clamp_min(0)] & (following != NOTHING)  # (places,)
+                windows = there.unfold(0, self.trace.draft_length, 1)  # (starts, J)
                 kept.append(windows[: text.starts].long().cumprod(1).double())
-            found.append(torch.cat(kept).mean(0).tolist())
-        return found
+            ceilings.append(torch.cat(kept).mean(0).tolist())
+        return ceilings
 
     @cached_property
     def _ranks(self) -> Tensor:
@@ -253,11 +229,11 @@ class Objective:
         promised = promises(drafts.survival for drafts in each)
         number = promised.index(max(promised))
         size, followed, costs = self.sizes[number], each[number], limits[number].costs
-        found = choices(followed, costs)
-        best = best_choice(found)
-        forced = max(choice.speedup for choice in found[1:-1])
+        ways = choices(followed, costs)
+        best = best_choice(ways)
+        forced = max(choice.speedup for choice in ways[1:-1])
         return Evaluation(
-            value=max(choice.speedup for choice in found),
+            value=max(choice.speedup for choice in ways),
             guide=forced,
             acceptance=followed.survival[0],
             draft_cost=costs.draft,
@@ -283,18 +259,12 @@ def _promise(survival: Survival, costs: CostTable) -> float:
 class _Limit:
     """Says how far drafts are worth following.
 
-    What a fixed length emits (`_promise`) is known as far as was followed; behind it, survival can
-    only fall, and never was above its ceiling. Where no longer draft could be faster than plain
-    decoding or the best known one, whatever controller stops it, following ends.
-
-    Args:
-        ceiling: what survival cannot exceed at each step, whatever drafts.
+    Beyond what was followed, survival can only fall, and stays under its `ceiling`. Following ends
+    where no longer draft could be faster than plain decoding or the best known one.
     """
 
-    def __init__(self, costs: CostTable, longest: int, ceiling: Survival | None = None) -> None:
-        self.costs = costs
-        self.most = longest
-        self.ceiling = [1.0] * longest if ceiling is None else ceiling
+    def __init__(self, costs: CostTable, longest: int, ceiling: Survival) -> None:
+        self.costs, self.most, self.ceiling = costs, longest, ceiling
         # where the best of drafts would lose to plain decoding, one step tells enough
         self.longest = longest if _promise(self.ceiling, costs) > 1.0 else 1
 

@@ -1,8 +1,4 @@
-"""Which set to try next, given what the sets tried so far were worth.
-
-Every function here is a function of its arguments alone, so that a search that stopped goes on as
-if it had not.
-"""
+"""Which set to try next, given only what the sets tried so far were worth."""
 
 from __future__ import annotations
 
@@ -50,8 +46,7 @@ def acceptance_loss(acceptance: float, saved: float) -> float:
 def base(history: History, warm_starts: Iterable[int]) -> int:
     """The set that switches are tried on one by one: the best warm start, or nothing.
 
-    What a switch is worth in a draft that pays, say that of an exit that was trained for, is not
-    what it is worth in a whole model. A warm start that pays little teaches less than nothing does.
+    A switch is worth another thing in a draft that pays, say a trained exit, than in a whole model.
     """
     tried = [mask for mask in warm_starts if mask in history.scores]
     best = max(tried, key=lambda mask: history.scores[mask], default=0)
@@ -67,10 +62,9 @@ def next_single(space: Space, history: History, base: int = 0) -> int | None:
 def next_on_path(space: Space, history: History, base: int = 0) -> int | None:
     """Ranked greedy: flip the switches that promise most alone, as many of them as pay.
 
-    From nothing, what promises is to lose little for what is saved, and how many pay is found by
-    halving the gaps beside the best count known, not by stopping at the first switch that does not
-    pay: drafts that save little often lose to plain decoding on the way to larger ones that do not.
-    From a set that pays, it is the score, and the counts looked at first are small.
+    From nothing, those promise most that lose little for what they save; from a set that pays,
+    those of the highest score. How many pay is found by halving the gaps beside the best count
+    known: the first that does not pay may lie on the way to larger drafts that do.
     """
     alone = {changed(base, flip): flip for flip in space.flips(base)}
     tried = [mask for mask in alone if mask in history.scores]
@@ -92,10 +86,10 @@ def next_on_path(space: Space, history: History, base: int = 0) -> int | None:
         for count in counts:
             if history.free(space, path[count]):
                 return path[count]
-        known = [i for i, count in enumerate(counts) if path[count] in history.scores]
-        if not known:
+        tried_counts = [i for i, count in enumerate(counts) if path[count] in history.scores]
+        if not tried_counts:
             return None
-        best = max(known, key=lambda i: history.scores[path[counts[i]]])
+        best = max(tried_counts, key=lambda i: history.scores[path[counts[i]]])
         gaps = [(counts[i], counts[i + 1]) for i in (best - 1, best) if 0 <= i < len(counts) - 1]
         low, high = max(gaps, key=lambda gap: gap[1] - gap[0], default=(0, 0))
         if high - low < 2:
@@ -107,9 +101,8 @@ def next_local(space: Space, history: History, rank: int = 0, base: int = 0) -> 
     """The change of one switch or two of a good set, swaps included, that promises most.
 
     `rank` 0 starts from the best set known, 1 from the best one that is far from it, and so on.
-    The promise is the expected improvement under a Gaussian process over the switches. Its kernel,
-    exp(-differing switches / lengthscale), has every interaction of switches in it, the fewer of
-    them the stronger; the lengthscale is the likeliest of a few. None where every move was made.
+    The promise is the expected improvement under a Gaussian process over the switches, with the
+    kernel exp(-differing switches / lengthscale). None where every move was made.
     """
     if not history.scores or not space.switches:
         return None
@@ -179,17 +172,18 @@ class _Surrogate:
         changes = [abs(scores.get(flip, middle) - middle) for flip in flips]
         alone = torch.tensor(changes).double()
         mean = float(alone.mean()) + 1e-12
-        known = base in scores
-        sizes = (alone + mean) / (2 * mean) if known else torch.ones_like(alone)  # (n,)
+        sizes = torch.ones_like(alone)  # (n,)
+        if base in scores:
+            sizes = (alone + mean) / (2 * mean)
         self.count, self.whole = len(sizes), sizes.sum()
         counts = torch.tensor([len(choices) for choices in space.switches.values()])
         self.sizes = sizes.repeat_interleave(counts)  # (F,)
-        self.known = self._bits(list(scores))  # (N, F)
+        self.tried = self._bits(list(scores))  # (N, F)
         values = torch.tensor(list(scores.values()), dtype=torch.float64)  # (N,)
         values = values.clamp_min(float(values.quantile(0.2)))  # how bad the worst are is no news
         values = (values - values.mean()) / (values.std(correction=0) + 1e-12)
         self.best = float(values.max())
-        same = self._overlap(self.known)  # (N, N)
+        same = self._overlap(self.tried)  # (N, N)
         likeliest = -math.inf
         for scale in LENGTHSCALES:
             kernel = torch.exp((same - self.whole) / (scale * self.count))
@@ -219,5 +213,5 @@ class _Surrogate:
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _overlap(self, bits: torch.Tensor) -> torch.Tensor:
-        """Switches that are alike, by size: (M, F) against the known sets to (M, N)."""
-        return (bits * self.sizes) @ self.known.T
+        """Switches that are alike, by size: (M, F) against the tried sets to (M, N)."""
+        return (bits * self.sizes) @ self.tried.T

@@ -13,22 +13,22 @@ from layerskip.search.sampler import claimed, value_of
 from layerskip.search.space import Space
 
 if TYPE_CHECKING:
-    from layerskip.search.pipeline import Search
+    from layerskip.search.stages import Search
 
-_KNOWN = ("acceptance", "max_draft_length", "threshold", "draft_vocabulary", "copy_of")
+_WORTH = ("acceptance", "max_draft_length", "threshold", "draft_vocabulary", "copy_of")
 
 
 def trials_table(study: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
     """The trials that ended, as a search file has them: values are tokens a second here."""
     rows = []
     for trial in study.get_trials(deepcopy=False):
-        known, mask = trial.user_attrs, claimed(trial)
-        row: dict[str, Any] = {"number": trial.number, "origin": known.get("origin")}
+        worth, mask = trial.user_attrs, claimed(trial)
+        row: dict[str, Any] = {"number": trial.number, "origin": worth.get("origin")}
         if trial.state is TrialState.FAIL:
             rows.append({**row, "state": "failed"})
         if trial.state is not TrialState.COMPLETE or mask is None:
             continue
-        skip, value, guide = space.skip_config(mask), value_of(trial), known.get("guide")
+        skip, value, guide = space.skip_config(mask), value_of(trial), worth.get("guide")
         rows.append(
             {
                 **row,
@@ -38,10 +38,10 @@ def trials_table(study: Study, space: Space, step_seconds: float) -> list[dict[s
                 "guide": None if guide is None else guide / step_seconds,
                 "speedup": value,
                 "forced_speedup": guide,
-                "draft_cost": known["draft_cost"],
-                "controller": known.get("controller", "plain"),
+                "draft_cost": worth["draft_cost"],
+                "controller": worth.get("controller", "plain"),
                 "seconds": trial.duration.total_seconds() if trial.duration else None,
-                **{name: known.get(name) for name in _KNOWN},
+                **{name: worth.get(name) for name in _WORTH},
             }
         )
     return rows
@@ -58,9 +58,7 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
         "decoding": {
             **{name: getattr(decoding, name) for name in names},
             "lookup": decoding.lookup is True,
-            "branches": decoding.branches is True,
         },
-        "over_chains": finalist.over_chains,
         "draft_vocabulary": skip.draft_vocabulary and len(skip.draft_vocabulary),
         "alpha": finalist.alpha,
         "draft_cost": finalist.costs.draft,
@@ -77,7 +75,7 @@ def _sets(skip: SkipConfig) -> dict[str, Any]:
     return {"skipped": skipped, "low": low, "experts": skip.experts, "window": skip.window}
 
 
-def record(search: Search) -> dict[str, Any]:
+def search_record(search: Search) -> dict[str, Any]:
     """The search file, but for what its writer knows: header, and the prompts' names."""
     exits = {f"exit-{layer}" for layer in range(1, search.space.num_layers)}
     names = [finalist.name for finalist in search.finalists]

@@ -3,10 +3,8 @@
 What a stopped or killed worker left first, warm starts, then every switch alone (flipped on the
 best warm start, where that pays well), then the ranked path, then local moves near the best sets in
 turn with Optuna's own TPE. What comes next follows from the study's trials, the seed and the
-trial's number, and from nothing that this process remembers: a study that is resumed, on this
-machine or another, goes on as it would have.
-Each trial says in its attribute `origin` what proposed it, and in `skipped` which set it claims; no
-set that another trial claims is proposed.
+trial's number alone, so that a resumed study goes on as it would have.
+Each trial says in `origin` what proposed it, and in `skipped` which set it claims for itself.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import os
 import random
 import socket
 import time
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,13 +34,12 @@ FEW = 32
 """Sets left in a space from which on they are simply tried."""
 CLAIM_ATTEMPTS = 8
 """Proposals before a trial keeps a set that another one claimed at the same moment."""
-_TOKEN = uuid.uuid4().hex[:8]
 
 
 def claimed(trial: FrozenTrial) -> int | None:
     """The mask of the set that a trial is about; None where it has not said yet."""
-    known = trial.user_attrs.get("skipped")
-    return None if known is None else int(known, 16)
+    mask = trial.user_attrs.get("skipped")
+    return None if mask is None else int(mask, 16)
 
 
 def value_of(trial: FrozenTrial) -> float:
@@ -53,12 +49,12 @@ def value_of(trial: FrozenTrial) -> float:
 
 def finished_sets(trials: Iterable[FrozenTrial]) -> dict[int, FrozenTrial]:
     """The finished trials by their sets, in order; of those with equal sets the first."""
-    found: dict[int, FrozenTrial] = {}
+    sets: dict[int, FrozenTrial] = {}
     for trial in trials:
         mask = claimed(trial)
         if mask is not None and trial.state is TrialState.COMPLETE:
-            found.setdefault(mask, trial)
-    return found
+            sets.setdefault(mask, trial)
+    return sets
 
 
 def read_history(study: Study, *, without: int | None = None) -> History:
@@ -74,11 +70,11 @@ def read_history(study: Study, *, without: int | None = None) -> History:
     floor = -math.inf if nothing is None else value_of(nothing)
     whole = 1.0 if nothing is None else nothing.user_attrs.get("draft_cost", 1.0)
     for mask, trial in finished.items():
-        known, value = trial.user_attrs, value_of(trial)
-        history.scores[mask] = min(value, known.get("guide", value)) if value <= floor else value
-        if {"acceptance", "draft_cost"} <= known.keys():
-            saved = whole - known["draft_cost"]
-            history.losses[mask] = proposals.acceptance_loss(known["acceptance"], saved)
+        worth, value = trial.user_attrs, value_of(trial)
+        history.scores[mask] = min(value, worth.get("guide", value)) if value <= floor else value
+        if {"acceptance", "draft_cost"} <= worth.keys():
+            saved = whole - worth["draft_cost"]
+            history.losses[mask] = proposals.acceptance_loss(worth["acceptance"], saved)
     for trial in trials:
         mine = claimed(trial)
         active = trial.state in (TrialState.COMPLETE, TrialState.RUNNING)
@@ -90,17 +86,16 @@ def read_history(study: Study, *, without: int | None = None) -> History:
 
 
 class SublayerSampler(BaseSampler):
-    """Proposes sets of a space for a study that maximises, with this module's strategy.
+    """Proposes sets of a space for a study that maximises: first `warm_starts`, masks by name.
 
-    `warm_starts` are names and masks to try before all else. The attributes `acceptance`,
-    `draft_cost` and `guide` of finished trials are used: see `layerskip.search.study.Evaluation`.
+    Of finished trials it reads `acceptance`, `draft_cost` and `guide`, as `Evaluation` has them.
     """
 
     def __init__(self, space: Space, *, warm_starts: Mapping[str, int], seed: int = 0) -> None:
         self.space, self.warm_starts, self.seed = space, dict(warm_starts), seed
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        _set(study, trial, "worker", f"{socket.gethostname()}:{os.getpid()}:{_TOKEN}")
+        _set(study, trial, "worker", f"{socket.gethostname()}:{os.getpid()}")
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -160,10 +155,7 @@ class SublayerSampler(BaseSampler):
         return (0, "exhausted") if free is None else (free, origin)
 
     def _tpe(self, history: History, seed: int) -> int:
-        """What Optuna's sampler proposes, free or not.
-
-        It is shown the scores, not the values, which are flat where drafting turned itself off.
-        """
+        """What Optuna's sampler, shown the scores instead of the values, proposes, free or not."""
         space = self.space
         sampler = TPESampler(seed=seed, n_startup_trials=1)
         shown = create_study(direction="maximize", sampler=sampler)

@@ -1,13 +1,13 @@
 """The spaces of drafts that a search looks through: what runs of a model, and how exactly.
 
-A draft is an int, the `mask`: of 2L sublayers bit i says that sublayer i (2 * layer for attention,
-2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision; bit 4L says that
-the head does; what is low may be healed by trained weights, the same for all. Of a mixture, one of
-the bits above may say how many experts run for a token, fewer than the model's, and of long texts
-one of those above, how much of them is seen. A `layer` or `sublayer` space is made of switches,
-each of which chooses for its own few sublayers (or the head, the experts, the window), so that
-masks and parameters stand one to one: no two trials of a study with different parameters mean the
-same draft (but where no MLP runs, of which experts are a part, or no attention, which has windows).
+A draft is an int, the `mask`. Of a model of L layers, bit i < 2L says that sublayer i (2 * layer
+for attention, 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision, and
+bit 4L that the head does. Above these are bits for numbers of experts, fewer than the model's, and
+for windows of attention; at most one of each is set.
+
+A space is made of switches. Each chooses for its own few bits, so that masks and parameters stand
+one to one: no two trials of a study with different parameters mean the same draft (except where no
+MLP runs, of which experts are a part, or no attention, which has windows).
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import combinations, product
+from operator import or_
 from typing import Any, Literal
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import Trial
 
 from layerskip.config import LowPrecision, SkipConfig, Trained
 from layerskip.files.schema import integer
 
 KINDS = ("exit", "layer", "sublayer")
 EXACT, LOW, OUT, ALL = "exact", "low", "out", "all"
-"""Choices of a switch, where there are three; with two they are False and True (left out)."""
+"""Choices of a switch where there are three; where there are two they are False and True (out)."""
 
 Change = tuple[int, int]
 """The bits of a switch, and the new ones among them."""
@@ -43,14 +45,10 @@ class Space:
 
     Skipping nothing belongs to every space. `exit`: early exits only. `layer`: any whole layers.
     `sublayer`: attention and MLP blocks one by one. Unless `allow_ends`, the first layer always
-    runs and the last is left out only whole: a draft without it is an early exit (of fewer or more
-    layers), perhaps with gaps, and every early exit is in every space. With `bits`, what is not
-    left out may also run in low precision, the first layer and the head included; an `exit` in low
-    precision is so as a whole. Where layers read others' keys, exits before those are only in the
-    space of kind `exit`.
-
-    Raises:
-        TypeError, ValueError: a field has the wrong type or is out of range.
+    runs and the last is left out only whole, so that every early exit is in every space. With
+    `bits`, what is not left out may also run in low precision, the first layer and the head
+    included; an `exit` in low precision is so as a whole. Where layers read others' keys, exits
+    before those are only in the space of kind `exit`.
     """
 
     kind: str
@@ -79,10 +77,14 @@ class Space:
 
     @cached_property
     def switches(self) -> dict[str, dict[Any, int]]:
-        """Parameter names, and by choice the bits of each, in layer order; none for `exit`."""
+        """Parameter names, and by choice the bits of each, in layer order."""
+        if self.kind == "exit":
+            exits = {str(e): self.exit_mask(e) for e in range(self.num_layers, 0, -1)}
+            low = {f"{name} {LOW}": self.low_mask(m) for name, m in exits.items() if self.bits}
+            return {"exit": exits | low}
         last = self.num_layers - 1
-        found: dict[str, dict[Any, int]] = {}
-        for layer in range(self.num_layers if self.kind != "exit" else 0):
+        switches: dict[str, dict[Any, int]] = {}
+        for layer in range(self.num_layers):
             attention, mlp = 1 << 2 * layer, 2 << 2 * layer
             parts = {f"attention.{layer}": attention, f"mlp.{layer}": mlp}
             if self.kind == "layer" or (layer == last and not self.allow_ends):
@@ -92,19 +94,19 @@ class Space:
                 needed = layer in self.read and bool(part & attention)
                 out = {} if stays or needed else {OUT if self.bits else True: part}
                 if self.bits:
-                    found[name] = {EXACT: 0, LOW: part << 2 * self.num_layers, **out}
+                    switches[name] = {EXACT: 0, LOW: part << 2 * self.num_layers, **out}
                 elif out:
-                    found[name] = {False: 0, **out}
-        if self.bits and found:
-            found["head"] = {EXACT: 0, LOW: self._low_head}
+                    switches[name] = {False: 0, **out}
+        if self.bits:
+            switches["head"] = {EXACT: 0, LOW: self.low_head}
         for name, fewer in (("experts", self.fewer_experts), ("window", self.narrower)):
-            if fewer and found:
-                found[name] = {ALL: 0, **{str(count): bit for count, bit in fewer.items()}}
-        return found
+            if fewer and switches:
+                switches[name] = {ALL: 0, **{str(count): bit for count, bit in fewer.items()}}
+        return switches
 
     @property
     def fewer_experts(self) -> dict[int, int]:
-        """By number of experts that a draft may run, the mask that runs as many, and all else."""
+        """By number of experts, the mask that runs as many, and all else."""
         return self._one_of(self.experts, 1)
 
     @property
@@ -115,12 +117,12 @@ class Space:
     def _one_of(self, numbers: tuple[int, ...], first: int) -> dict[int, int]:
         """A bit for each of some numbers, so many above the head's."""
         places = enumerate(numbers if self.kind != "exit" else (), first)
-        return {number: self._low_head << place for place, number in places}
+        return {number: self.low_head << place for place, number in places}
 
     @cached_property
     def fields(self) -> dict[str, int]:
         """By switch, all bits that are its own."""
-        return {name: sum(choices.values()) for name, choices in self.switches.items()}
+        return {name: reduce(or_, choices.values()) for name, choices in self.switches.items()}
 
     @property
     def leaving_out(self) -> list[int]:
@@ -129,14 +131,7 @@ class Space:
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Optuna's form of the parameters: the choices of every switch.
-
-        An `exit` space has the parameter `exit`, from 1 to `num_layers` (skips nothing), and with
-        `bits` the parameter `low`.
-        """
-        if self.kind == "exit":
-            low = {"low": CategoricalDistribution((False, True))} if self.bits else {}
-            return {"exit": IntDistribution(1, self.num_layers), **low}
+        """Optuna's form of the parameters: the choices of every switch."""
         return {
             name: CategoricalDistribution(tuple(choices)) for name, choices in self.switches.items()
         }
@@ -144,8 +139,6 @@ class Space:
     @cached_property
     def size(self) -> int:
         """How many configs the space has, counted without listing them."""
-        if self.kind == "exit":
-            return self.num_layers * (2 if self.bits else 1)
         every = math.prod(map(len, self.switches.values()))
         if sum(self.leaving_out) < self._every:
             return every
@@ -155,11 +148,6 @@ class Space:
 
     def enumerate(self) -> Iterator[int]:
         """Every mask of the space once, those of few switches first."""
-        if self.kind == "exit":
-            masks = [self.exit_mask(e) for e in range(self.num_layers, 0, -1)]
-            yield from masks
-            yield from (self.low_mask(mask) for mask in masks if self.bits)
-            return
         others = [[value for value in each.values() if value] for each in self.switches.values()]
         for count in range(len(others) + 1):
             for chosen in combinations(others, count):
@@ -168,20 +156,18 @@ class Space:
                         yield sum(values)
 
     def __contains__(self, mask: int) -> bool:
-        if self.kind == "exit":
-            return mask in self.enumerate()
         nothing_runs = self.left_out(mask) == self._every
         return mask >= 0 and not nothing_runs and self._choices(mask) is not None
 
     def _choices(self, mask: int) -> dict[str, Any] | None:
         """What each switch chose; None where that is not a mask of these switches."""
         chosen = {}
-        for name, own in self.fields.items():
-            labels = [label for label, v in self.switches[name].items() if v == mask & own]
+        for name, bits in self.fields.items():
+            labels = [label for label, v in self.switches[name].items() if v == mask & bits]
             if not labels:
                 return None
             chosen[name] = labels[0]
-            mask &= ~own
+            mask &= ~bits
         return None if mask else chosen
 
     @property
@@ -189,7 +175,8 @@ class Space:
         return (1 << 2 * self.num_layers) - 1
 
     @property
-    def _low_head(self) -> int:
+    def low_head(self) -> int:
+        """The mask of a head in low precision, and all else exact."""
         return 1 << 4 * self.num_layers
 
     def left_out(self, mask: int) -> int:
@@ -203,7 +190,7 @@ class Space:
     def low_mask(self, mask: int) -> int:
         """The same left out, and all that runs in low precision."""
         out = self.left_out(mask)
-        return out | (self._every ^ out) << 2 * self.num_layers | self._low_head
+        return out | (self._every ^ out) << 2 * self.num_layers | self.low_head
 
     def flips(self, mask: int) -> list[Change]:
         """One change of every switch, in layer order: what runs is left out, and the other way.
@@ -213,16 +200,16 @@ class Space:
         """
         rounded = mask >> 2 * self.num_layers & 2 * self._every + 1
         low = 2 * rounded.bit_count() > 2 * self.num_layers - self.left_out(mask).bit_count()
-        found = []
+        flips = []
         for name, choices in self.switches.items():
-            own, out = self.fields[name], choices.get(OUT, choices.get(True))
+            bits, out = self.fields[name], choices.get(OUT, choices.get(True))
             back = choices[LOW] if low and LOW in choices else 0
             if out is None:  # the next choice
                 values = [*choices.values()]
-                found.append((own, values[(values.index(mask & own) + 1) % len(values)]))
+                flips.append((bits, values[(values.index(mask & bits) + 1) % len(values)]))
             else:
-                found.append((own, back if mask & own == out else out))
-        return found
+                flips.append((bits, back if mask & bits == out else out))
+        return flips
 
     def changes(self, mask: int) -> list[Change]:
         """Every other choice of every switch."""
@@ -237,8 +224,7 @@ class Space:
         """The mask of a config, whether the space holds it or not.
 
         Raises:
-            ValueError: it is for another model, or in another precision than the space, or other
-                trained weights are its.
+            ValueError: it has another model, precision or trained weights than the space.
         """
         skip = skip.resolve(self.num_layers)
         if skip.low is not None and self.bits is not None:
@@ -249,18 +235,18 @@ class Space:
                 raise ValueError(f"it runs the head in {skip.low.head_bits} bits, not in {bits}")
         if skip.trained not in (None, self.trained):
             raise ValueError("its trained weights are not those that the search is around")
-        chosen = 0
+        mask = sum(1 << sublayer for sublayer in skip.skipped())
+        mask |= sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
+        mask |= self.low_head if skip.low is not None and skip.low.head else 0
         for number, fewer, words in (
             (skip.experts, self.fewer_experts, "it runs {} experts"),
             (skip.window, self.narrower, "it sees {} slots"),
         ):
             if number is not None and number not in fewer:
-                known = f"{', '.join(map(str, fewer))} or all" if fewer else "all only"
-                raise ValueError(f"{words.format(number)}, and the space has {known}")
-            chosen |= 0 if number is None else fewer[number]
-        low = sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
-        head = self._low_head if skip.low is not None and skip.low.head else 0
-        return sum(1 << sublayer for sublayer in skip.skipped()) | low | head | chosen
+                allowed = f"{', '.join(map(str, fewer))} or all" if fewer else "all only"
+                raise ValueError(f"{words.format(number)}, and the space has {allowed}")
+            mask |= 0 if number is None else fewer[number]
+        return mask
 
     def skip_config(self, mask: int) -> SkipConfig:
         """The resolved config that does with every sublayer what `mask` says."""
@@ -269,13 +255,6 @@ class Space:
             return tuple(layer for layer in range(self.num_layers) if bits >> 2 * layer & 1)
 
         rounded = mask >> 2 * self.num_layers
-        low = LowPrecision(
-            bits=self.bits or 8,
-            attention=layers(rounded),
-            mlp=layers(rounded >> 1),
-            head=(self.head or True) if mask & self._low_head else False,
-        )
-        trained = self.trained if rounded & self._every else None
         experts, window = (
             next((number for number, bit in fewer.items() if mask & bit), None)
             for fewer in (self.fewer_experts, self.narrower)
@@ -283,8 +262,13 @@ class Space:
         skip = SkipConfig(
             attention=layers(mask),
             mlp=layers(mask >> 1),
-            low=low,
-            trained=trained,
+            low=LowPrecision(
+                bits=self.bits or 8,
+                attention=layers(rounded),
+                mlp=layers(rounded >> 1),
+                head=(self.head or True) if mask & self.low_head else False,
+            ),
+            trained=self.trained if rounded & self._every else None,
             experts=experts,
             window=window,
         )
@@ -296,40 +280,30 @@ class Space:
         return self.skip_config(self.low_mask(0)) if self.bits else None
 
     def params(self, mask: int) -> dict[str, Any]:
-        """The parameters of a mask that the space holds.
-
-        Raises:
-            ValueError: the space does not hold it.
-        """
+        """The parameters of a mask; a ValueError where the space does not hold it."""
         if mask not in self:
             raise ValueError(f"{self.skip_config(mask)} is not in {self}")
-        if self.kind == "exit":
-            out = self.left_out(mask)
-            low = {"low": mask != out} if self.bits else {}
-            return {"exit": self.num_layers - out.bit_count() // 2, **low}
         return self._choices(mask) or {}
 
     def from_params(self, params: Mapping[str, Any]) -> int:
-        """The mask of a trial's parameters; those that the space does not know do not count.
-
-        Parameters may name a set that the space does not hold: nothing that runs.
-        """
-        if self.kind == "exit":
-            mask = self.exit_mask(params["exit"])
-            return self.low_mask(mask) if self.bits and params["low"] else mask
+        """The mask of a trial's parameters, which may name a set where nothing runs."""
         return sum(choices[params[name]] for name, choices in self.switches.items())
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values, those of low precision and shared keys where it has them.
+    def suggest(self, trial: Trial) -> int:
+        """Let a trial choose its parameters; returns their mask."""
+        mask = self.from_params(trial.relative_params)  # asks the sampler, whatever there is to ask
+        for name, choices in self.switches.items():
+            trial.suggest_categorical(name, tuple(choices))
+        return mask
 
-        Equal dicts are equal spaces; trained weights are the same wherever they lie.
-        """
-        known = asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values; trained weights are the same wherever they lie."""
+        fields = asdict(self)
         if self.trained is not None:
-            del known["trained"]["weights"]
+            del fields["trained"]["weights"]
         always = ("kind", "num_layers", "allow_ends")
-        known |= {key: list(known[key]) or None for key in ("read", "experts", "windows")}
-        return {k: v for k, v in known.items() if v is not None or k in always}
+        fields |= {key: list(fields[key]) or None for key in ("read", "experts", "windows")}
+        return {k: v for k, v in fields.items() if v is not None or k in always}
 
     def __str__(self) -> str:
         words = f"the {self.kind} space of {self.num_layers} layers"

@@ -1,8 +1,4 @@
-"""Further processes that take part in a search's study.
-
-Each loads the model and takes the trace for itself; what they share is the study, with its trials,
-warm starts and costs.
-"""
+"""Further processes that take part in a search's study, each with its own model and trace."""
 
 from __future__ import annotations
 
@@ -19,8 +15,8 @@ from layerskip.bench.methods import Task
 from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
 from layerskip.prompts import Prompt
-from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
+from layerskip.search.stages import Search
 from layerskip.timing.threads import cpu_threads
 
 

@@ -83,7 +83,8 @@ bool agrees() {
   for (int64_t i = 0; i < queries.size; ++i) queries.data[i] = rounded<S>(queries.data[i]);
   attention::Attention<S> attention{layer, places, queries.data.get(), stride};
   attention.keys = keys.data.get(), attention.values = values.data.get();
-  attention.slots = slots, attention.base = base;
+  const std::vector<int64_t> bases(rows, base);
+  attention.slots = slots, attention.bases = bases.data();
   const int64_t numbers = rows * count * layer.heads * width;
   const std::vector<float> out = attend(attention, 1, numbers);
   const std::vector<float> team = attend(attention, static_cast<int>(any(2, 3)), numbers);

@@ -20,10 +20,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
 
 
-def save_checkpoint(folder: Path, model: Any = None) -> Path:
+CHAT = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w10"
+"""A chat template that the tokenizer has words for."""
+
+
+def save_checkpoint(folder: Path, model: Any = None, template: str | None = None) -> Path:
     """Write a model (by default a float32 Llama, 6 layers, 256 positions) and the tokenizer."""
     if model is None:
         model = tiny_model("llama", dtype=torch.float32)
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
     return folder

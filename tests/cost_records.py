@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -14,39 +14,34 @@ def cost_record(
     head: float = 5e-4,
     rest: float = 5e-4,
     growth: float = 0.03,
-    by_context: float = 0.0,
-    trimmed: Mapping[int, float] | None = None,
+    keys: float = 0.0,
+    head_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Seconds per sublayer, head and rest; each further token of a pass adds `growth` of them.
+    """Seconds of sublayers, head and rest; each further token of a pass adds `growth` of them.
 
     Args:
         attention, mlp: of each layer alike, or one by one.
-        by_context: part that attention costs more at the longer of the two contexts.
-        trimmed: seconds of heads by their rows, for a vocabulary of 97.
+        keys: seconds of a token of context, in each layer.
+        head_sizes: draft vocabularies to look at.
     """
-    counts, contexts = list(range(1, 10)), [16, 64]
-    more = [1 + growth * (count - 1) for count in counts]
-    own = {
+    weights = {
         name: [value] * layers if isinstance(value, float) else list(value)
         for name, value in (("attention", attention), ("mlp", mlp))
     }
-    record: dict[str, Any] = {"kind": "cost", "batch_size": 1, "contexts": contexts}
-    record |= {"counts": counts, "attention": [], "mlp": [], "head": [], "rest": [], "passes": []}
-    for longer in (1.0, 1.0 + by_context):
-        parts = {
-            "attention": [[seconds * longer * m for seconds in own["attention"]] for m in more],
-            "mlp": [[seconds * m for seconds in own["mlp"]] for m in more],
-            "head": [head * m for m in more],
-            "rest": [rest * m for m in more],
-        }
-        sums = zip(*parts.values(), strict=True)
-        for name, value in parts.items():
-            record[name].append(value)
-        record["passes"].append([sum(a) + sum(m) + h + r for a, m, h, r in sums])
-    if trimmed:
-        record |= {"vocabulary": 97, "head_sizes": list(trimmed)}
-        record["trimmed_head"] = [list(trimmed.values())] * len(contexts)
-    return record
+    return {
+        "kind": "cost",
+        "batch_size": 1,
+        "contexts": [16, 64],
+        **weights,
+        "head": head,
+        "rest": rest,
+        "keys": [keys] * layers,
+        "windows": [None] * layers,
+        "growth": [[1, 1.0], [9, 1 + 8 * growth]],
+        "key_growth": [[1, 1.0], [9, 1 + 8 * growth]],
+        "repeated": [[1.0, 1.0]],
+        **({"vocabulary": 97, "head_sizes": list(head_sizes)} if head_sizes else {}),
+    }
 
 
 MACHINES = {
@@ -54,9 +49,9 @@ MACHINES = {
     "free verification": cost_record(growth=0.0, rest=1e-5, head=1e-5),
     "dear verification": cost_record(growth=0.4),
     "dear heads": cost_record(head=6e-3),
-    "trimmed heads": cost_record(head=6e-3, trimmed={6: 3e-4, 12: 7e-4, 24: 1.5e-3, 48: 3e-3}),
+    "trimmed heads": cost_record(head=6e-3, head_sizes=(6, 12, 24, 48)),
     "dear rest": cost_record(rest=2e-2),
     "cheap ends": cost_record(attention=[1e-4, 2e-3, 3e-3, 1e-3, 5e-4, 1e-4], mlp=4e-4, growth=0.1),
-    "long contexts": cost_record(by_context=3.0, growth=0.06),
+    "long contexts": cost_record(keys=5e-5, growth=0.06),
 }
 """By what is special about them."""

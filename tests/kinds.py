@@ -6,25 +6,28 @@ them the model's own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from models import Erratic, Fickle, Growing, near, ragged
+from models import Erratic, Fickle, Growing, lively_model, near, ragged
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
+from layerskip.decoding.engine import DraftOrSkip
+from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.decoding.sources.base import Source
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
+from layerskip.generation import generate
+from layerskip.model.blocks import Heads
+from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
+from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
 
 RANK = 3
 BLOCKS = ("exit-block", "feature-block", "heads", "streams")
@@ -153,9 +156,10 @@ def decoded(
 ) -> Any:
     """What `generate()` gives for the prompts."""
     how, (ids, mask) = dict(LAWS[law]), prompts()
-    decoding = Several(
+    decoding = several(
+        model,
         drafts,
-        COSTS,
+        costs=COSTS,
         controller=controller,
         execution=execution,
         max_draft_length=longest,
@@ -173,28 +177,39 @@ def decoded(
     )
 
 
-class Several(LayerSkipDecoding):
-    """Drafts from any drafts, of which the doors take one of each sort at most."""
+def several(
+    model: Any, drafts: Sequence[DraftOrSkip], *, execution: str = "auto", **settings: Any
+) -> LayerSkipDecoding:
+    """A decoding from any drafts, of which the doors take one of each sort at most."""
+    opened = sublayers_of(model, execution)
+    sources = [source_of(opened, draft) for draft in drafts]
+    how = {"lookup": False, "draft_memory": 0, "execution": execution, **settings}
+    return LayerSkipDecoding(sources=sources, **how)
 
-    def __init__(self, drafts: Sequence[DraftOrSkip], costs: CostTable, **settings: Any) -> None:
-        super().__init__(SkipConfig(), **settings)
-        self.drafts = drafts
-        self.tables = [
-            replace(costs, draft=0.0) if isinstance(d, Source) and d.known else costs
-            for d in drafts
-        ]
 
-    def decoder(self, model: Any, request: Request) -> tuple[Decoder, CostTable | None]:
-        opened = Sublayers(model, self.execution)
-        controller, longest = self.controller, self.max_draft_length or 9
-        if isinstance(controller, str):
-            controller = make_controller(
-                controller,
-                max_draft_length=self.max_draft_length,
-                costs=self.tables,
-                sampling=request.law.do_sample,
-            )
-        depth = opened.num_layers
-        drafts = [d.resolve(depth) if isinstance(d, SkipConfig) else d for d in self.drafts]
-        run = Decoder(opened, drafts, controller, request, max_draft_length=longest)
-        return run, self.tables[-1]
+NEW = 16
+
+
+@functools.cache
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of so few tokens that texts repeat some stretches."""
+    kinds = {"gemma2", "gemma3", "qwen2", "qwen3"}
+    both = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    how = {"layer_types": both} if family in kinds else {}
+    return lively_model(family, dtype=dtype, vocab_size=FEW, num_hidden_layers=4, **how)
+
+
+@functools.cache
+def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
+    """New tokens of each row: the library's greedy ones, or those of plain decoding in modules."""
+    model, (ids, mask) = model_of(family), prompts()
+    how = LAWS[law] | {"max_new_tokens": NEW, "eos_token_id": ENDS if ended else None}
+    if law != "greedy":
+        found = generate(model, ids, attention_mask=mask, enabled=False, execution="modules", **how)
+        return found.sequences[:, ids.shape[1] :].tolist()
+    new = [  # each row alone: padded rows of the library's Gemma 2 are NaN in float64
+        model.generate(row[keep.bool()][None], pad_token_id=0, **how)[0, int(keep.sum()) :].tolist()
+        for row, keep in zip(ids, mask, strict=True)
+    ]
+    longest = max(map(len, new))
+    return [tokens + [0] * (longest - len(tokens)) for tokens in new]

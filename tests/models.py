@@ -12,12 +12,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.controller import Choice, Offer
 from layerskip.decoding.controllers import Controller
-from layerskip.decoding.growing import WIDEST
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import source_of
+from layerskip.research.trees import WIDEST, GrownTrees
 
 VOCABULARY = 97
 WINDOW = 8
@@ -56,132 +58,63 @@ _KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _NO_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 _MIXTURE = {"num_experts": 4, "moe_intermediate_size": 16}
 
-# family -> (configuration class, model class, what its configuration adds to the common shape)
-_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _HEAD),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM", _GEMMA),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {
-            **_GEMMA,
-            "sliding_window": WINDOW,
-            "layer_types": _BY_TYPE,
-            "query_pre_attn_scalar": 8,
-            # low caps, so that they bend the numbers of a tiny model
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-        },
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {
-            **_GEMMA,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-            "query_pre_attn_scalar": 8,
-        },
-    ),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {**_HEAD, "sliding_window": WINDOW}),
-    "qwen2": (
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _BY_TYPE},
-    ),
-    "qwen3": (
-        "Qwen3Config",
-        "Qwen3ForCausalLM",
-        {**_HEAD, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _BY_TYPE},
-    ),
-    "phi3": (
-        "Phi3Config",
-        "Phi3ForCausalLM",
-        {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
-    ),
+# what the `model_type` is where a family is called otherwise
+_TYPES = {"gemma3": "gemma3_text", "gemma4_unified": "gemma4_unified_text"}
+_TYPES |= dict.fromkeys(("gemma4", "gemma4_dense", "gemma4_mixture"), "gemma4_text")
+# family -> what its configuration adds to the common shape
+_SLIDING = {"sliding_window": WINDOW, "layer_types": _BY_TYPE}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _HEAD,
+    "gemma": _GEMMA,
+    "gemma2": {  # low caps, so that they bend the numbers of a tiny model
+        **(_GEMMA | _SLIDING | {"query_pre_attn_scalar": 8}),
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    },
+    "gemma3": {
+        **(_GEMMA | {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+    "mistral": {**_HEAD, "sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, **_SLIDING},
+    "qwen3": {**_HEAD, "use_sliding_window": True, **_SLIDING},
+    "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
 }
 FAMILIES = tuple(_FAMILIES)
 """Those that every test serves; `EVERY` has their cousins, too, which are wired much alike."""
 
 _FAMILIES |= {
-    "gemma4": (
-        "Gemma4TextConfig",
-        "Gemma4ForCausalLM",
-        {
-            **_GEMMA4,
-            "layer_types": _BY_TYPE,  # layers 3 to 5 read the keys of 1, 2 and 1
-            "num_kv_shared_layers": 3,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCABULARY,
+    "gemma4": {
+        **(_GEMMA4 | {"layer_types": _BY_TYPE}),  # layers 3 to 5 read the keys of 1, 2 and 1
+        **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+    },
+    "gemma4_dense": _GEMMA4
+    | _KEYS_AS_VALUES
+    | _NO_INPUTS
+    | {"use_bidirectional_attention": "vision"},
+    "gemma4_unified": _GEMMA4 | _KEYS_AS_VALUES,
+    "gemma4_mixture": {
+        **(_GEMMA4 | _KEYS_AS_VALUES | _NO_INPUTS | _MIXTURE),
+        **{"enable_moe_block": True, "top_k_experts": 2},
+    },
+    "ministral": _HEAD | _SLIDING,
+    "ministral3": {
+        **_HEAD,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0},
+            **{"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1},
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0},
         },
-    ),
-    "gemma4_dense": (
-        "Gemma4TextConfig",
-        "Gemma4ForCausalLM",
-        {**_GEMMA4, **_KEYS_AS_VALUES, **_NO_INPUTS, "use_bidirectional_attention": "vision"},
-    ),
-    "gemma4_unified": (
-        "Gemma4UnifiedTextConfig",
-        "Gemma4UnifiedForCausalLM",
-        {**_GEMMA4, **_KEYS_AS_VALUES},
-    ),
-    "gemma4_mixture": (
-        "Gemma4TextConfig",
-        "Gemma4ForCausalLM",
-        {**_GEMMA4, **_KEYS_AS_VALUES, **_NO_INPUTS, **_MIXTURE}
-        | {"enable_moe_block": True, "top_k_experts": 2},
-    ),
-    "ministral": (
-        "MinistralConfig",
-        "MinistralForCausalLM",
-        {**_HEAD, "sliding_window": WINDOW, "layer_types": _BY_TYPE},
-    ),
-    "ministral3": (
-        "Ministral3Config",
-        "Ministral3ForCausalLM",
-        {
-            **_HEAD,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e6,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "llama_4_scaling_beta": 0.1,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-        },
-    ),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 3}),
-    "granite": (
-        "GraniteConfig",
-        "GraniteForCausalLM",
-        {
-            "embedding_multiplier": 1.5,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.8,
-            "logits_scaling": 2.0,
-        },
-    ),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
-    "olmo3": (
-        "Olmo3Config",
-        "Olmo3ForCausalLM",
-        {"sliding_window": WINDOW, "layer_types": _BY_TYPE},
-    ),
-    "mixtral": (
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        {**_HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
-    ),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        {**_HEAD, **_MIXTURE, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
-    ),
+    },
+    "smollm3": {"no_rope_layer_interval": 3},
+    "granite": {
+        **{"embedding_multiplier": 1.5, "attention_multiplier": 0.2},
+        **{"residual_multiplier": 0.8, "logits_scaling": 2.0},
+    },
+    "olmo2": {},
+    "olmo3": _SLIDING,
+    "mixtral": _HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "qwen3_moe": _HEAD | _MIXTURE | {"num_experts_per_tok": 2, "mlp_only_layers": [1]},
 }
 EVERY = tuple(_FAMILIES)
 # nothing in their wiring is theirs alone, or tests of their own look at it
@@ -198,6 +131,12 @@ FEW_FAMILIES = [
     family if family in _QUICK else pytest.param(family, marks=pytest.mark.slow)
     for family in FAMILIES
 ]
+
+
+def require(kind: str) -> None:
+    """Skip the test where the installed transformers is too old to have a model type."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
 
 
 def tiny_model(
@@ -218,8 +157,9 @@ def tiny_model(
         seed: of the weights; the default generator is left as it was.
         overrides: configuration values that replace the common ones.
     """
-    config_class, model_class, values = _FAMILIES[family]
-    config = getattr(transformers, config_class)(**{**_SHAPE, **values, **overrides})
+    kind = _TYPES.get(family, family)
+    require(kind)
+    config = CONFIG_MAPPING[kind](**{**_SHAPE, **_FAMILIES[family], **overrides})
     if attention is None and family == "gemma2":
         attention = "eager"
     if attention is not None:
@@ -227,7 +167,7 @@ def tiny_model(
     config._experts_implementation = "eager"  # the library's faster ones know no float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, model_class)(config)
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
         # norm weights and biases start constant, which would hide how they enter
         with torch.no_grad():
             for weight in model.parameters():
@@ -309,6 +249,15 @@ def pure(processor: Any) -> Any:
     return processor
 
 
+def seated(
+    keys: Sequence[int], lengths: Sequence[int], emitted: list[list[int]], width: int
+) -> list[Seat]:
+    """Rows of prompts of some lengths on their way."""
+    rows = zip(keys, lengths, emitted, strict=True)
+    how: dict[str, Any] = {"history": torch.zeros(len(keys), 9, dtype=torch.long), "width": width}
+    return [Seat(own, n, 99, key=key, number=i, **how) for i, (key, n, own) in enumerate(rows)]
+
+
 def as_any_other(model: Any, draft: Any) -> Any:
     """The source of a draft, which does not say that it is nothing but an early exit."""
     source = source_of(model, draft)
@@ -367,11 +316,15 @@ class Growing(Fickle):
     signal = "margin"
     branches = True
 
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.trees = GrownTrees(self)
+
     def reset(self, rows: int) -> None:
         super().reset(rows)
         self.seconds = [0, 0]  # places where the best token was wrong, and the second one not
         self.instead_right = False
-        self.trees = 0
+        self.widened = 0
 
     def rates(self, confidence: float, count: int) -> Sequence[float]:
         return 0.9, *(self.draws.uniform(0.2, 1.0) / 10 for _ in range(count - 1))
@@ -390,7 +343,7 @@ class Growing(Fickle):
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         width = self.draws.randint(0, 1 + max(len(chances) for _, chances in rows.values()))
-        self.trees += width > max(chain for chain, _ in rows.values())
+        self.widened += width > max(chain for chain, _ in rows.values())
         return width
 
     def see_rank(self, row: int, confidence: float, rank: int | None) -> None:
@@ -422,3 +375,31 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def assistant_config(target: Any) -> Any:
+    """The config of a small assistant for a Gemma 4 text model's config."""
+    from transformers import Gemma4AssistantConfig, Gemma4TextConfig
+
+    full, sliding = (target.per_layer_config[f"{kind}_attention"] for kind in ("full", "sliding"))
+    like = ("vocab_size", "attention_k_eq_v", "rope_parameters", "sliding_window")
+    text = Gemma4TextConfig(
+        **{name: getattr(target, name) for name in (*like, "max_position_embeddings")},
+        **{
+            f"{name}_token_id": getattr(target, f"{name}_token_id")
+            for name in ("bos", "eos", "pad")
+        },
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        num_kv_shared_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=sliding.num_key_value_heads,
+        head_dim=sliding.head_dim,
+        num_global_key_value_heads=full.num_key_value_heads,
+        global_head_dim=full.head_dim,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=0,
+    )
+    return Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target.hidden_size)

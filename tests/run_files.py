@@ -104,7 +104,6 @@ def record(method: str, prompt: str = "code-1", **changes: Any) -> dict[str, Any
 
 
 def seconds(total: float, first: float = 0.001, **phases: float) -> dict[str, float | None]:
-    """The `seconds` of a record."""
     return {"total": total, "first": first, "draft": None, "verify": None, "other": None} | phases
 
 
@@ -122,7 +121,6 @@ def rounds(*triples: tuple[int, int, int]) -> dict[str, Any]:
 def drawn_rounds(
     draw: random.Random, alpha: float, length: int, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """Rounds that emit `tokens` in all, drafting up to `length` each."""
     done = []
     while tokens:
         drafted = min(length, tokens - 1)
@@ -135,7 +133,6 @@ def drawn_rounds(
 
 
 def round_cost(drafted: int) -> float:
-    """Target steps of a round, by COSTS."""
     return drafted * COSTS["draft"] + COSTS["verify"][drafted] if drafted else 1.0
 
 
@@ -167,7 +164,6 @@ def made_up(
                 for order, method in enumerate(top["methods"]):
                     name, kind = method["name"], method["kind"]
                     steps = top["max_new_tokens"] - 1
-                    times: dict[str, float | None]
                     slower = {"generate": 1.4, "generate-prompt-lookup": 1.1}.get(kind, 1.0)
                     shake = 1 + noise * draw.uniform(-1, 1)
                     times = seconds(0.002 + steps * STEP * slower * shake, 0.002)
@@ -210,7 +206,6 @@ def trace() -> dict[str, Any]:
     """A trace over three exits, of one hundred starts."""
     exits, lengths, thresholds = [1, 2, 3], [1, 2, 4], [0.0, 0.4]
     alphas = {1: 0.3, 2: 0.6, 3: 0.8}
-    bins = [i / 10 for i in range(10)]
     table = {"rounds": [], "drafted": [], "emitted": [], "lengths": []}
     for e in exits:
         cells = [
@@ -233,22 +228,7 @@ def trace() -> dict[str, Any]:
         "tokens": 1000,
         "law": header()["law"],
         "exits": [
-            {
-                "exit": e,
-                "agreement": alphas[e],
-                "match": alphas[e],
-                "confidence": [
-                    {
-                        "low": low,
-                        "high": low + 0.1,
-                        "count": 10 * (i + 1),
-                        "mean": low + 0.05,
-                        "matched": round(10 * (i + 1) * (low + 0.05) * alphas[e]),
-                    }
-                    for i, low in enumerate(bins)
-                ],
-            }
-            for e in exits
+            {"exit": e, "agreement": alphas[e], "match": alphas[e], "confidence": []} for e in exits
         ],
         "what_if": {"exits": exits, "draft_lengths": lengths, "thresholds": thresholds, **table},
     }
@@ -256,21 +236,22 @@ def trace() -> dict[str, Any]:
 
 def cost() -> dict[str, Any]:
     """A cost line: attention 100 us, MLP 50, head 60, rest 40; 20% more per further token."""
-    counts, contexts = [1, 2, 4, 8], [64, 256]
-    more = [1 + 0.2 * (n - 1) for n in counts]
-    part = {"attention": 1e-4, "mlp": 5e-5}
-    lines: dict[str, Any] = {
-        name: [[[s * m] * LAYERS for m in more] for _ in contexts] for name, s in part.items()
+    return {
+        "kind": "cost",
+        "batch_size": 1,
+        "contexts": [64, 256],
+        "attention": [1e-4] * LAYERS,
+        "mlp": [5e-5] * LAYERS,
+        "head": 6e-5,
+        "rest": 4e-5,
+        "keys": [0.0] * LAYERS,
+        "windows": [None] * LAYERS,
+        "growth": [[1, 1.0], [8, 2.4]],
+        "key_growth": [[1, 1.0]],
+        "repeated": [[1.0, 1.0]],
     }
-    lines |= {
-        name: [[s * m for m in more] for _ in contexts]
-        for name, s in {"head": 6e-5, "rest": 4e-5}.items()
-    }
-    lines["passes"] = [[1e-3 * m for m in more] for _ in contexts]
-    return {"kind": "cost", "batch_size": 1, "contexts": contexts, "counts": counts, **lines}
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
-    """A run file of these lines."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path

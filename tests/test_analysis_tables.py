@@ -7,7 +7,7 @@ import pytest
 import run_files as made
 
 from layerskip.analysis import tables
-from layerskip.analysis.runs import load_runs, longest_drafts, rounds_of
+from layerskip.analysis.runs import load_runs, rounds_of
 from layerskip.analysis.verdict import judge_run
 from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable
@@ -330,8 +330,8 @@ def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
     assert table.loc["sublayers", "acceptance_rate"] == pytest.approx(1 / 2)
     assert table.loc["none", "drafted"] == 0
     costs = CostTable(0.5, (1.0, 1.2, 1.4))
-    paid, plain = tables.price(run, own["name"], 1, costs)
-    assert (paid, plain) == (pytest.approx(3 * 1.4 + 2 * (0.5 + 1.2) + 1.0), 10)
+    rounds = run.rounds[run.rounds["method"] == own["name"]]
+    assert tables.gain(rounds, costs) == pytest.approx(10 / (3 * 1.4 + 2 * (0.5 + 1.2) + 1.0))
 
 
 def test_a_round_may_have_a_source_for_each_row():
@@ -342,8 +342,14 @@ def test_a_round_may_have_a_source_for_each_row():
         "emitted": [[3, 1, 1], [2, 1, 0]],
         "sources": [[0, 1, None], 1],
     }
-    method = {"sources": ["lookup", "sublayers"]}
-    assert [each.source for each in rounds_of({"rounds": rounds})] == [0, 1, None, 1, 1]
-    assert longest_drafts(method, rounds) == [(2, 1, 0), (1, 1, 0)]
-    told = {"steps": [3, 1], "wide": [2, 0]}  # of trees there may be more, or fewer
-    assert longest_drafts(method, rounds | told) == [(2, 3, 2), (1, 1, 0)]
+    record = {"batch_size": 3, "category": None, "method": "self", "rounds": rounds}
+    for told, steps in (
+        ({}, [(1, 0), (1, 0)]),
+        ({"steps": [3, 1], "wide": [2, 0]}, [(3, 2), (1, 0)]),
+    ):
+        record["rounds"] = rounds | told  # of trees there may be more, or fewer
+        found = list(rounds_of(record, 0, ["lookup", "sublayers"]))
+        assert [each.source for each in found] == [0, 1, None, 1, 1]
+        assert [each.drafted for each in found] == [2, 1, 0, 1, 0]
+        of_rounds = {each.number: (each.steps, each.wide) for each in found}
+        assert list(of_rounds.values()) == steps

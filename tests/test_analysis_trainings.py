@@ -9,10 +9,11 @@ import pytest
 import run_files
 import training_files as made
 from matplotlib import rc_context
-from test_analysis_report import NASTY, Page
+from pages import NASTY, page_of
 
 from layerskip import LowPrecision, SkipConfig, Trained
 from layerskip.analysis import plots, trainings, write_report
+from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.verdict import judge_trainings, words
 from layerskip.files.documents import kind_of
 from layerskip.files.trainings import read_training
@@ -86,7 +87,7 @@ def test_a_training_in_numbers(tmp_path):
 
 def test_trainings_in_pictures(tmp_path):
     of = loaded(tmp_path, made.training(), made.training(recipe={"kind": "heads", "loss": "kl"}))
-    with rc_context(plots.STYLE):
+    with rc_context(STYLE):
         [curve] = plots.training_plots(of)
         curve.figure.draw_without_rendering()  # warns where there is no room
     (axes,) = curve.figure.axes
@@ -125,8 +126,7 @@ def test_all_kinds_of_files_on_one_page(tmp_path, monkeypatch):
     output = tmp_path / "report"
     summary = write_report(files, output)
     assert summary.count("\n\n") == 1
-    page = Page((output / "index.html").read_text(encoding="utf-8"))
-    assert len(page.ids) == len(set(page.ids))
+    page = page_of(output)
     assert {"run-1", "training-1"} <= set(page.ids)
     for text in ("feature-block (seed 1)", "overlap before", "80,000"):
         assert text in page.text

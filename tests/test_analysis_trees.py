@@ -7,7 +7,7 @@ import run_files as made
 
 from layerskip.analysis import tables, trees
 from layerskip.analysis.report import write_report
-from layerskip.analysis.runs import Round, Tree, load_runs, rounds_of
+from layerskip.analysis.runs import Tree, load_runs, rounds_of
 
 # text -> 1 -> 2 -> 5, 1 -> 3, text -> 4: taken 1 and 3
 TREE = Tree([0, 1, 1, 0, 2], [1, 3], ["the", " cat", " dog", "a", "\n"])
@@ -34,15 +34,15 @@ def run_of(tmp_path, *args):
 
 def test_rounds_have_their_trees(tmp_path):
     run = run_of(tmp_path)
-    first, second, *_ = rounds_of(run.records[1])
+    first, second, *_ = rounds_of(run.records[1], 1, ["laws"])
     assert first.tree == replace(TREE, words=[*TREE.words[:4], "\\u000a"])
     assert TREE.depths == [0, 1, 2, 2, 1, 3]
     assert (first.depth, second.depth) == (3, 5)
     assert second.tree is None
     assert second.rejected
     assert not first.rejected  # nothing followed the last token that was taken
-    assert Round(5, 1, 2, 0, Tree(TREE.parents, [1])).rejected
-    assert run.looks_up("self")
+    assert first._replace(accepted=1, emitted=2, tree=Tree(TREE.parents, [1])).rejected
+    assert first.steps == 0  # it was looked up
 
 
 def test_tokens_a_pass_by_size(tmp_path):
@@ -61,17 +61,12 @@ def test_positions_of_trees_go_by_depth(tmp_path):
     assert table["tried"].to_dict() == {1: 2, 2: 1, 3: 0, 4: 0, 5: 0}
 
 
-def test_every_branch_of_a_picture_has_a_line_of_its_own():
-    assert trees._heights(TREE) == [0, 0, 0, 1, 2, 0]
-    assert trees._heights(Tree([0, 1, 2], [])) == [0, 0, 0, 0]
-    assert trees._heights(Tree([0, 0, 0], [])) == [0, 0, 1, 2]
-
-
 @pytest.mark.parametrize("words", [True, False])
 def test_the_picture_tells_what_was_drafted_and_taken(tmp_path, words):
     plot = trees.picture(run_of(tmp_path, words))
     taken = "the, dog" if words else "1, 3"
     assert f"5 tokens drafted, the longest path 3; taken: {taken}, and then" in plot.alt
+    assert [text.xy[1] for text in plot.figure.axes[0].texts] == [0, 0, 0, 1, 2, 0]  # a line each
     drawn = {text.get_text() for text in plot.figure.axes[0].texts}
     want = {"text", "the", "cat", "dog", "a", "\\u000a"} if words else set("12345") | {"text"}
     assert drawn == want
@@ -85,5 +80,5 @@ def test_a_page_has_both_and_runs_without_trees_have_neither(tmp_path):
         assert title in page
     assert {"sizes.svg", "tree.svg"} < {p.name for p in (tmp_path / "report/plots").iterdir()}
     [run] = load_runs([made.write(tmp_path / "other.jsonl", made.made_up())])
-    assert trees.tree_plots(run) == []
+    assert trees.picture(run) is None
     assert not len(tables.sizes(run))

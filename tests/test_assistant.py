@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, Fickle, lively_model, near, ragged
-from torch import Tensor
+from looped import decoded, model_of, prompts, second_of, traced
+from models import VOCABULARY, Fickle, lively_model
 
 import layerskip
 from layerskip import Lookup, SkipConfig
@@ -20,67 +18,17 @@ from layerskip.bench import lawtest
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
+from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
-from layerskip.replay.trace import Trace, take_trace
-from layerskip.timing import tables as timing
 from layerskip.timing.analytic import analytic
 from layerskip.timing.tables import cost_tables
 from layerskip.vocabulary import check_vocabularies, warn_of_vocabularies
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
-LENGTHS = (13, 3, 6)
-ENDS = frozenset({4})
 EXIT = SkipConfig.early_exit(4).resolve(6)
-
-
-@functools.cache
-def model_of(family: str = "llama", vocab_size: int = 12) -> Any:
-    """A model of so few tokens that its texts repeat some stretches."""
-    return lively_model(family, vocab_size=vocab_size)
-
-
-@functools.cache
-def second_of(family: str = "llama", vocab_size: int = 12, noise: float = 0.5) -> Any:
-    return near(model_of(family, vocab_size), noise)
-
-
-def decoded(
-    drafts: Sequence[DraftOrSkip],
-    controller: Any,
-    *,
-    execution: str = "auto",
-    each: Callable[[Decoder], Any] = lambda run: None,
-    **how: Any,
-) -> Decoder:
-    """Decode ragged prompts to the end, and do something after each round; the finished decoder."""
-    model = how.pop("model", None) or model_of()
-    ids, mask = prompts(model)
-    request = Request(
-        ids,
-        mask,
-        how.pop("new_tokens", 40),
-        Law(how.pop("processors", ()), do_sample=how.pop("sample", False), rows=len(ids)),
-        [stream_key(row) for row in range(len(ids))],
-        **how,
-    )
-    opened = Sublayers(model, execution)
-    run = Decoder(opened, drafts, controller, request, max_draft_length=6)
-    run.played = []  # type: ignore[attr-defined]
-    with torch.no_grad():
-        for round_ in run.rounds():
-            run.played.append(round_)  # type: ignore[attr-defined]
-            each(run)
-    return run
-
-
-def prompts(model: Any) -> tuple[Tensor, Tensor]:
-    ids, mask = ragged(LENGTHS, seed=3)
-    return torch.where(mask.bool(), ids % (model.config.vocab_size - 2) + 2, ids), mask
 
 
 # ---------------------------------------------------------------------------------------------
@@ -90,10 +38,7 @@ def prompts(model: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
 def test_a_copy_of_the_target_is_always_right(family: str, execution: str) -> None:
-    """So its state is that of a fresh start after catching up, rolling back and being left.
-
-    Behind drafts of others that fell, too, and inside of sliding windows.
-    """
+    """Its state is that of a fresh start, behind others' drafts that fell and in windows, too."""
     model = model_of(family)
     same = Assistant(Sublayers(copy.deepcopy(model), execution))
     wild = Assistant(Sublayers(second_of(family, noise=1.0)))
@@ -151,20 +96,6 @@ def test_check_passes_with_an_assistant(monkeypatch: pytest.MonkeyPatch) -> None
 # Replays.
 
 
-@functools.cache
-def traced(sample: bool, ended: bool) -> Trace:
-    ids, mask = prompts(model_of())
-    return take_trace(
-        model_of(),
-        [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
-        max_new_tokens=40,
-        law=Law((), do_sample=sample, rows=1),
-        seeds=range(len(ids)),
-        eos=ENDS if ended else frozenset(),
-        draft_length=6,
-    )
-
-
 def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
     """The negative control: what it knows of the texts is what another model does."""
     draft = Assistant(Sublayers(second_of()))
@@ -189,10 +120,6 @@ def test_costs_are_measured_and_kept_without_the_model() -> None:
     tables = cost_tables(opened, drafts, request, seconds=0.3)  # two sweeps at least
     assert [table.at(4).source for table in tables] == ["measured"] * 3
     assert tables[0].at(4).draft == 0
-    cost_tables(opened, [Lookup(), Assistant(Sublayers(other)), EXIT], request)
-    assert len(timing._costs[model]) == 1  # the same kind of drafts
-    cost_tables(opened, [Assistant(Sublayers(other))], request)
-    assert len(timing._costs[model]) == 2
     second = weakref.ref(other)
     del drafts, other
     gc.collect()

@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from models import assistant_config
+from official import KINDS, assistant_of, target_of
 
 import layerskip
 from layerskip.checkpoints import load, load_official
@@ -15,48 +17,19 @@ from layerskip.named import SHIPPED_PROMPTS
 from layerskip.prompts import read_prompts
 from layerskip.training import assistants
 
-pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
+WIDE = 128  # tokens
 
-KINDS = ["sliding_attention"] * 3 + ["full_attention"]
+pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
 
 
 def assistant(unified=False, ordered=False):
-    """A tiny assistant in float64 for a target of width 32."""
-    import transformers
+    return assistant_of("gemma4_unified" if unified else "gemma4_dense", ordered, noise=0.15)
 
-    prefix = "Gemma4Unified" if unified else "Gemma4"
-    shape = {
-        "vocab_size": 128,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "layer_types": KINDS,
-        "num_kv_shared_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "sliding_window": 8,
-    }
-    if not unified:
-        shape |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    config = getattr(transformers, f"{prefix}AssistantConfig")(
-        text_config=getattr(transformers, f"{prefix}TextConfig")(**shape),
-        backbone_hidden_size=32,
-        use_ordered_embeddings=ordered,
-        num_centroids=8,
-        centroid_intermediate_top_k=2,
-    )
-    torch.manual_seed(0)
-    built = build_assistant(config)
-    for parameter in built.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    if ordered:
-        built.masked_embedding.token_ordering.copy_(torch.randperm(128))
-    return built.double().requires_grad_(False)
+
+def random_keys(length):
+    """Keys and values by layer type, of so many slots."""
+    shapes = {KINDS[0]: (1, 2, length, 8), KINDS[3]: (1, 1, length, 16)}
+    return {kind: (*torch.randn(2, *shape).double(),) for kind, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -66,10 +39,7 @@ def test_a_saved_assistant_is_the_librarys(tmp_path, unified, ordered):
     built.save_pretrained(tmp_path)
     loaded = load_assistant(tmp_path, dtype=torch.float64)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    keys = {
-        kind: (torch.randn(1, heads, 7, width).double(), torch.randn(1, heads, 7, width).double())
-        for kind, heads, width in ((KINDS[0], 2, 8), (KINDS[3], 1, 16))
-    }
+    keys = random_keys(7)
     embedded, state = torch.randn(2, 1, 1, 32).double()
     position = torch.tensor([[7]])
     expected = built(
@@ -84,10 +54,7 @@ def test_a_saved_assistant_is_the_librarys(tmp_path, unified, ordered):
 
 def test_many_positions_at_once_are_each_alone():
     built = assistant()
-    keys = {
-        kind: (torch.randn(1, heads, 5, width).double(), torch.randn(1, heads, 5, width).double())
-        for kind, heads, width in ((KINDS[0], 2, 8), (KINDS[3], 1, 16))
-    }
+    keys = random_keys(5)
     embedded, state = torch.randn(2, 1, 5, 32).double()
     causal = torch.full((5, 5), float("-inf")).double().triu(1)[None, None]  # (1, 1, T, K)
     positions = torch.arange(1, 6)[None]
@@ -120,43 +87,15 @@ def test_a_checkpoint_without_a_weight_is_refused(tmp_path):
         load_assistant(tmp_path)
 
 
-def target():
-    """A tiny Gemma 4 with shared keys and per-layer inputs, in float64."""
-    import transformers
-
-    config = transformers.Gemma4TextConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=6,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        num_kv_shared_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        global_head_dim=16,
-        sliding_window=4,
-        vocab_size_per_layer_input=128,
-        hidden_size_per_layer_input=8,
-        final_logit_softcapping=30.0,
-    )
-    torch.manual_seed(0)
-    model = transformers.Gemma4ForCausalLM(config).double().eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model
-
-
 def test_training_unrolls_the_steps_of_decoding():
-    model = target()
-    config = assistants.assistant_config(model.config, hidden=16, intermediate=32, heads=2)
+    model = target_of("gemma4", WIDE)
+    config = assistant_config(model.config)
     drafting = build_assistant(config).double()
-    ids = torch.randint(128, (2, 14))
+    ids = torch.randint(WIDE, (2, 14))
     reading = assistants.read(Sublayers(model, "modules"), ids)
     torch.testing.assert_close(reading.logits, model(ids).logits.float())
     drafted = assistants.unrolled(drafting, reading, 3)
-    assert [logits.shape for logits in drafted] == [(2, 11, 128)] * 3
+    assert [logits.shape for logits in drafted] == [(2, 11, WIDE)] * 3
     window = model.config.sliding_window
     for place in (0, 3, 10):
         first = {"sliding_attention": max(0, place + 1 - window), "full_attention": 0}
@@ -178,10 +117,10 @@ def test_training_unrolls_the_steps_of_decoding():
 
 
 def test_training_brings_the_laws_nearer():
-    model = target()
-    config = assistants.assistant_config(model.config, hidden=16, intermediate=32, heads=2)
+    model = target_of("gemma4", WIDE)
+    config = assistant_config(model.config)
     drafting = build_assistant(config).double()
-    ids = torch.randint(128, (4, 16))
+    ids = torch.randint(WIDE, (4, 16))
     reading = assistants.read(Sublayers(model, "modules"), ids)
     optimizer = torch.optim.Adam(drafting.parameters(), lr=1e-2)
     before = assistants.overlaps(assistants.unrolled(drafting, reading, 2), reading, 1.0)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines import SKIPS, check_cache, decoder, held, play, prefilled, request
 from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, pure, ragged
-from test_engine import SKIPS, check_cache, decoder, held, play, prefilled, request
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding
@@ -216,15 +216,11 @@ def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
     assert (run.stats.compacted_bytes > 0) == (len(sizes) > 1)
 
 
-def test_what_finished_rows_held_is_freed(llama: Any) -> None:
+def test_finished_rows_are_freed_and_fill_up_a_power_of_two_the_shortest_first(llama: Any) -> None:
     run = scripted(llama, (9, *[2] * 15))
     with torch.no_grad():
         before, *_, after = (held(run) for _ in run.rounds())
-    assert len(run.passes.rows) == 1
     assert after == before // 16
-
-
-def test_finished_rows_fill_up_a_power_of_two_the_shortest_first(llama: Any) -> None:
     lengths = (9, 2, 9, 2, 9, 2, 2, 2)
     run = scripted(llama, lengths)
     play(run)

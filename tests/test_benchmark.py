@@ -10,9 +10,9 @@ import torch
 from models import lively_model, prompt, ragged
 
 import layerskip
-from layerskip import LookupLaws
+from layerskip import LogitLookup
 from layerskip.bench.batches import Encoded, PromptBatch, make_batches
-from layerskip.bench.judge import Judge
+from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import (
     Decoded,
     Engine,
@@ -98,11 +98,7 @@ def test_methods_take_turns_on_every_batch():
         orders.setdefault((number, repeat), []).append(name)
         assert order == len(orders[number, repeat]) - 1
     assert list(orders) == [(n, r) for n in range(2) for r in (-1, 0, 1, 2)]
-    assert orders[0, 0] == ["a", "b", "c"]
-    assert orders[0, 1] == orders[1, 0] == ["b", "c", "a"]
-    for number in range(2):  # every method once in every place
-        places = zip(*(orders[number, repeat] for repeat in range(3)), strict=True)
-        assert all(sorted(place) == ["a", "b", "c"] for place in places)
+    assert " ".join(map("".join, orders.values())) == "cab abc bca cab abc bca cab abc"
 
 
 @pytest.mark.parametrize(("until", "repeats"), [(-1, 1), (8.5, 1), (9, 2), (1e9, 9)])
@@ -122,38 +118,26 @@ def test_time_over_ends_it_after_a_whole_number_of_repeats(monkeypatch, until, r
 def test_what_is_done_is_left_out_and_not_warmed_up():
     key = [(name, (f"{number}-0",), 1, 0) for number in range(2) for name in "abc"]
     _, calls = run_fakes(repeats=1, warmup=1, done={*key[:3], key[4]})
-    assert [(number, repeat, name) for number, repeat, _, name in calls] == [
-        (1, -1, "a"),
-        (1, -1, "c"),
-        (1, 0, "c"),
-        (1, 0, "a"),
+    assert {number for number, *_ in calls} == {1}
+    assert [(repeat, name) for _, repeat, _, name in calls] == [
+        *zip((-1, -1, 0, 0), "acca", strict=True)
     ]
     fakes, calls = run_fakes(repeats=1, warmup=2, done=set(key))
     assert calls == []
     assert all(fake.calls == [] for fake in fakes)
 
 
-def test_seconds_are_those_of_the_calls():
+def test_seconds_are_those_of_the_calls_and_methods_of_one_row_sit_out_larger_batches():
     clock = Clock()
-    slow, fast = Fake("slow", clock, 3.0), Fake("fast", clock, 1.0)
-    timed = list(interleaved([slow, fast], batches(3), repeats=2, warmup=0, now=clock))
-    for each in timed:
-        assert each.seconds == each.method.seconds
-        assert each.first == each.method.seconds / 2
-        assert each.peak_memory is None
-
-
-def test_methods_of_one_row_sit_out_larger_batches():
-    clock = Clock()
-    one, any_ = Fake("one", clock), Fake("any", clock)
+    one, any_ = Fake("one", clock, 3.0), Fake("any", clock, 1.0)
     one.one_row = True
-    both = [*batches(3), *batches(3, rows=2)]
-    seen = [
-        (t.method.name, t.batch.rows)
-        for t in interleaved([one, any_], both, repeats=1, warmup=1, now=clock)
-        if t.repeat == 0
-    ]
-    assert sorted(seen) == [("any", 1), ("any", 2), ("one", 1)]
+    sizes = [*batches(3), *batches(3, rows=2)]
+    timed = list(interleaved([one, any_], sizes, repeats=1, warmup=0, now=clock))
+    for each in timed:
+        assert (each.seconds, each.first) == (each.method.seconds, each.method.seconds / 2)
+        assert each.peak_memory is None
+    called = sorted((t.method.name, t.batch.rows) for t in timed)
+    assert called == [("any", 1), ("any", 2), ("one", 1)]
 
 
 def test_the_collector_rests_during_calls_only():
@@ -175,7 +159,7 @@ def test_the_collector_rests_during_calls_only():
 # What is recorded
 
 
-def measure(model, task, methods, found_batches, **settings):
+def recorded(model, task, methods, found_batches, **settings):
     records = []
     settings = {"repeats": 1, "warmup": 0, "write": records.append} | settings
     benchmark(model, task, methods, found_batches, **settings)
@@ -201,8 +185,11 @@ def model():
 def test_greedy_texts_of_all_methods_are_the_same(model):
     task = Task(10)
     methods = all_methods(model, task)
-    records = measure(model, task, methods, batches(5, 7), warmup=1)
-    assert len(records) == 2 * 5
+    reads = iter(range(1, 100))
+    told = {"warmup": 1, "bandwidth": lambda: next(reads)}
+    records = recorded(model, task, methods, batches(5, 7), **told)
+    assert [record["read_bandwidth"] for record in records] == list(range(1, 11))
+    assert Sweeps(torch.device("cpu"), iter([1.0, 1.5]).__next__, size=4096)() == 8192
     assert len({key_of(record) for record in records}) == len(records)
     for record in records:
         assert record["equal"] == [True]
@@ -216,14 +203,6 @@ def test_greedy_texts_of_all_methods_are_the_same(model):
     assert {r["prompt_tokens"][0] for r in records} == {5, 7}
 
 
-def test_memory_is_read_behind_every_call(model):
-    reads = iter(range(1, 100))
-    told = {"bandwidth": lambda: next(reads)}
-    records = measure(model, Task(2), [Engine(model, Task(2))], batches(5, 7), **told)
-    assert [record["read_bandwidth"] for record in records] == [1, 2]
-    assert Sweeps(torch.device("cpu"), iter([1.0, 1.5]).__next__, size=4096)() == 8192
-
-
 def test_records_are_what_readers_take(model, tmp_path):
     task = Task(8, do_sample=True, temperature=0.8, top_k=40, top_p=0.95)
     methods = all_methods(model, task)
@@ -232,7 +211,7 @@ def test_records_are_what_readers_take(model, tmp_path):
     path = tmp_path / "run.jsonl"
     with RunWriter(path, header, None) as writer:
         mixed = [*batches(5), *batches(6, rows=2)]
-        measure(model, task, methods, mixed, write=writer.write, text=lambda t: f"{t}")
+        recorded(model, task, methods, mixed, write=writer.write, text=lambda t: f"{t}")
     records = read_run(path).records
     assert [r["method"] for r in records if r["batch_size"] == 2] == ["self", "generate", "plain"]
     for record in records:
@@ -246,7 +225,7 @@ def test_records_are_what_readers_take(model, tmp_path):
 def test_records_hold_trees_and_what_was_taken_of_them(tmp_path):
     """Of every row by itself; their tokens are texts, and stand there where texts do."""
     model, task = lively_model("llama", vocab_size=24), Task(40, do_sample=True, seed=3, top_k=0)
-    method = Engine(model, task, "laws", trees=LookupLaws(), controller="fixed")
+    method = Engine(model, task, "laws", sources=[LogitLookup()], controller="fixed")
     found = [PromptBatch(("1", "2"), (0, 1), "kind", *ragged((6, 4)))]
     found[0].input_ids.remainder_(24)
     header = run_files.header(
@@ -256,7 +235,7 @@ def test_records_hold_trees_and_what_was_taken_of_them(tmp_path):
         path = tmp_path / f"run-{text}.jsonl"
         with RunWriter(path, header, None) as writer:
             methods = [Engine(model, task), method]
-            measure(model, task, methods, found, write=writer.write, text=text)
+            recorded(model, task, methods, found, write=writer.write, text=text)
         (record,) = [each for each in read_run(path).records if each["method"] == "laws"]
         assert record["equal"] == [True, True]
         rounds = record["rounds"]
@@ -279,7 +258,7 @@ def test_a_step_of_two_tokens_is_counted_once(tmp_path):
     costs = CostTable(0.2, (1.0,) * 20)
     found = batches(6)
     method.use(costs_key(1, found[0].context), costs)
-    records = measure(model, task, [Engine(model, task), method], found)
+    records = recorded(model, task, [Engine(model, task), method], found)
     rounds = next(record for record in records if record["method"] == "self")["rounds"]
     fed = [len(row[0]) for row in rounds["confidences"]]
     counted = zip(rounds["steps"], rounds["wide"], strict=True)
@@ -296,7 +275,7 @@ def test_counts_are_those_of_the_engine(model):
     (batch,) = batches(6, rows=3)
     method = Engine(model, task, "self", SKIP, controller="fixed", max_draft_length=3)
     plain = Engine(model, task)
-    records = measure(model, task, [plain, method], [batch])
+    records = recorded(model, task, [plain, method], [batch])
     record = next(record for record in records if record["method"] == "self")
     stats = method.generate(batch).stats
     counts = {
@@ -321,7 +300,7 @@ def test_times_of_rounds_add_up(model):
     assert all(round_.times is None for round_ in method.generate(batch).rounds)
     given = layerskip.decode(model, batch.input_ids, max_new_tokens=2, clock=lambda: 1.5)
     assert [round_.times for round_ in given] == [(1.5,) * 4] * 2
-    seconds = measure(model, task, [Engine(model, task), method], [batch])[1]["seconds"]
+    seconds = recorded(model, task, [Engine(model, task), method], [batch])[1]["seconds"]
     parts = [seconds[name] for name in ("first", "draft", "verify", "other")]
     assert all(part > 0 for part in parts)
     assert sum(parts) == pytest.approx(seconds["total"])
@@ -342,7 +321,7 @@ def test_the_end_of_a_text_is_counted_and_nothing_behind_it(model):
     model.generation_config.eos_token_id = end
     try:
         task = Task(12)
-        records = measure(model, task, [Engine(model, task), Peer(model, task)], [batch])
+        records = recorded(model, task, [Engine(model, task), Peer(model, task)], [batch])
         decoded = Peer(model, task).decode(batch, 0, Clock())
     finally:
         model.generation_config.eos_token_id = None
@@ -359,7 +338,7 @@ def test_the_end_of_a_text_is_counted_and_nothing_behind_it(model):
 def judged(model, task, tokens, batch, kind="self"):
     clock = Clock()
     wrong = Fake("wrong", clock, kind=kind, tokens=tokens)
-    records = measure(model, task, [Engine(model, task), wrong], [batch], now=clock)
+    records = recorded(model, task, [Engine(model, task), wrong], [batch], now=clock)
     return next(record for record in records if record["method"] == "wrong")
 
 
@@ -403,12 +382,13 @@ def test_a_near_tie_is_none(model):
     [Task(8), Task(8, do_sample=True, temperature=0.7, top_k=30, top_p=0.9, seed=5)],
 )
 def test_the_scores_that_judge_are_those_that_drew(model, task):
-    ids, mask = ragged((3, 6))
-    batch = PromptBatch(("a", "b"), (4, 9), None, ids, mask)
-    plain = Engine(model, task)
-    judge = Judge(model, task, [plain])
-    for row, text in enumerate(plain.decode(batch, 0, Clock()).tokens):
-        assert judge._along(batch, row, text, text).best == text
+    """What a text that was cut should have gone on with is what there was."""
+    batch = PromptBatch(("a", "b"), (4, 9), None, *ragged((3, 6)))
+    plain, texts = Engine(model, task), Engine(model, task).decode(batch, 0, Clock()).tokens
+    for length in range(1, 8):
+        short = [(batch, [text[:length] for text in texts])]
+        differences = Judge(model, task, [plain]).compare(plain, short).differences
+        assert [each.expected for each in differences] == [text[length] for text in texts]
 
 
 def test_whose_text_a_method_must_give(model):
@@ -434,7 +414,7 @@ def test_peers_draw_the_same_for_the_same_repeat_only(model):
     peer = Peer(model, task)
     records = []
     methods = [Engine(model, task), peer]
-    measure(model, task, methods, [first], write=records.append, text=str)
+    recorded(model, task, methods, [first], write=records.append, text=str)
     assert torch.equal(torch.random.get_rng_state(), before)
     with torch.random.fork_rng():
         texts = [peer.decode(first, repeat, Clock()).tokens for repeat in (0, 1, 0)]
@@ -463,22 +443,15 @@ def test_the_model_is_left_as_found_whatever_happens(model, monkeypatch, error):
 
     monkeypatch.setattr(type(model.model), "forward", moody)
     peer = early_exit_peer(model, Task(6), 2)
+    defaults = {"num_assistant_tokens": 20, "schedule": "constant", "threshold": 0.4}
+    assert defaults.items() <= peer.describe().items()
     with pytest.raises(error):
         peer.decode(batch, 0, Clock())
     assert (2, 20) in seen  # in the draft, with the library's own length
     assert settings_of(model) == before
-    seen.clear()
-    seen.append(None)
-    seen.append(None)
+    seen[:] = [None, None]
     peer.decode(batch, 0, Clock())
     assert settings_of(model) == before
-
-
-def test_early_exit_has_the_librarys_defaults(model):
-    own = early_exit_peer(model, Task(4), 2).describe()
-    assert own["num_assistant_tokens"] == 20
-    assert own["schedule"] == "constant"
-    assert own["threshold"] == 0.4
 
 
 # ---------------------------------------------------------------------------------------------
@@ -499,68 +472,42 @@ def test_batches_are_of_one_category_and_padded_on_the_left():
 
 
 def test_prices_are_measured_once_and_used(model, monkeypatch):
+    """Costs of the skip config stay the controller's; prices are for predictions then."""
     task = Task(6, do_sample=True, temperature=0.8)
     method = Engine(model, task, "self", SKIP)
-    few = [*batches(5, 7), *batches(5, rows=2)]
+    sizes = [*batches(5, 7), *batches(5, rows=2)]
     asked = []
 
-    def costs(model, drafts, request, **_):
-        asked.append(len(request.input_ids))
-        return [COSTS for _ in drafts]
+    def prepare(self, model, *, rows, **_):
+        asked.append(rows)
+        return COSTS
 
-    monkeypatch.setattr("layerskip.settings.cost_tables", costs)
-    price(method, few)
-    assert asked == [1, 2]
+    monkeypatch.setattr(layerskip.LayerSkipDecoding, "prepare", prepare)
+    price(method, sizes)
     assert method.describe()["costs"] == {"1": COSTS.to_dict(), "2": COSTS.to_dict()}
-    measure(model, task, [Engine(model, task), method], few)
+    recorded(model, task, [Engine(model, task), method], sizes)
     assert asked == [1, 2]
-    assert method.generate(few[0]).costs == COSTS
-
-
-def test_costs_of_the_skip_config_stay_the_controllers(model, monkeypatch):
+    assert method.generate(sizes[0]).costs == COSTS
     own = SkipConfig(exit_layer=3, costs={"draft": 0.5, "verify": [1.0, 2.0]})
-    monkeypatch.setattr("layerskip.settings.cost_tables", lambda *_, **__: [COSTS])
     method = Engine(model, Task(4), "self", own)
-    (batch,) = batches(5)
-    price(method, [batch])
-    assert method.prices["1"]["draft"] == 0.2  # for predictions
-    assert method.generate(batch).costs.draft == 0.5
+    price(method, sizes[:1])
+    assert method.prices["1"]["draft"] == 0.2
+    assert method.generate(sizes[0]).costs.draft == 0.5
 
 
 # ---------------------------------------------------------------------------------------------
 # Texts that flatter drafts
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
-        ([], 0.0),
-        ([1, 2, 3], 0.0),
-        ([1, 2, 3, 4, 5], 0.0),
-        ([1] * 8, 0.8),
-        ([1, 2, 3, 4, 1, 2, 3, 4], 0.2),
-    ],
-)
-def test_repeated_share(text, share):
-    assert repeated_share(text) == pytest.approx(share)
+def test_repeated_share():
+    for text, share in (([], 0), ([*range(5)], 0), ([1] * 8, 0.8), ([1, 2, 3, 4] * 2, 0.2)):
+        assert repeated_share(text) == pytest.approx(share)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ([], False),
-        (list(range(40)), False),
-        ([1] * 24, True),
-        ([1] * 23, False),  # as an indentation is
-        ([9, *[1] * 24], True),
-        ([*[1] * 24, 9], False),  # it got out of it
-        ([*range(20), *[1, 2, 3] * 8], True),
-        ([1, 2, 3] * 7, False),
-        (list(range(12)) * 3, True),
-        (list(range(12)) * 2, False),
-        ([5, *list(range(40)) * 3], True),
-        ([*list(range(40)) * 3, 7], False),
-    ],
-)
-def test_loops(text, expected):
-    assert loops(text) is expected
+def test_loops():
+    for once, times, least in (([1], 24, 24), ([1, 2, 3], 8, 8), ([*range(12)], 3, 3)):
+        for before in ([], [9], [*range(20)]):
+            assert loops([*before, *once * times])
+            assert not loops([*before, *once * (least - 1)])
+            assert not loops([*before, *once * times, 99])  # it got out of it
+    assert not loops([])

@@ -9,10 +9,11 @@ import torch
 from models import FAMILIES, lively_model, prompt, tiny_model
 from torch import Tensor
 
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Layer, Streams
+from layerskip.model.blocks import Heads
 from layerskip.model.cache import RowCache
 from layerskip.model.joined import join
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
 
 COUNT = 13  # more than a sliding window
 

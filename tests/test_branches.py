@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from guesses import NODES, Guesses, _Guesses, path_of, tree
 from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 from torch import Tensor
 
@@ -18,25 +19,10 @@ from layerskip import Lookup, SkipConfig
 from layerskip.decoding.controller import Choice, Controller, Offer
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.planning import trunk_first
-from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.decoding.sources.base import Batch, Proposal, State
 from layerskip.generation import generate
 from layerskip.model.branches import ROOT, Branches, along, depths, trunk
 from layerskip.model.sublayers import Sublayers
-
-NODES = 9
-
-
-def tree(draw: random.Random, nodes: int = NODES) -> list[int]:
-    """The parents of a random tree, the root's included."""
-    return [ROOT, *(draw.randint(max(0, node - 4), node - 1) for node in range(1, nodes))]
-
-
-def path_of(parents: list[int], node: int) -> list[int]:
-    """The nodes from the root to one, both included."""
-    path = [node]
-    while parents[path[0]] != ROOT:
-        path.insert(0, parents[path[0]])
-    return path
 
 
 def opened_passes(opened: Sublayers, lengths: tuple[int, ...], nodes: int = NODES) -> Passes:
@@ -120,24 +106,18 @@ def test_native_nodes_have_the_bits_of_their_path(family: str, dtype: torch.dtyp
     check(model, "native", (250, 7), 4, nodes=33)
 
 
-def test_a_tree_that_peeks_is_seen() -> None:
+def test_a_chain_is_a_tree_with_one_branch_and_a_tree_that_peeks_is_seen() -> None:
     """Negative control: a node that saw its neighbour would have other logits."""
     opened = Sublayers(lively_model("llama"), "fused")
-    tokens = torch.tensor([[7, 9, 11]])
-    positions = [(0, node) for node in range(3)]
-    beside = opened_passes(opened, (6,)).verify(tokens, positions, [[ROOT, 0, 0]])
-    behind = opened_passes(opened, (6,)).verify(tokens, positions, [[ROOT, 0, 1]])
+    chain, behind, beside = (
+        opened_passes(opened, (6,)).verify(
+            torch.tensor([[7, 9, 11]]), [(0, node) for node in range(3)], parents
+        )
+        for parents in (None, [[ROOT, 0, 1]], [[ROOT, 0, 0]])
+    )
+    torch.testing.assert_close(chain, behind, rtol=1e-4, atol=1e-5)
     assert torch.allclose(beside[:2], behind[:2])
     assert not torch.allclose(beside[2], behind[2])
-
-
-def test_a_chain_is_a_tree_with_one_branch() -> None:
-    opened = Sublayers(lively_model("llama"), "fused")
-    tokens = torch.tensor([[7, 9, 11]])
-    positions = [(0, node) for node in range(3)]
-    chain = opened_passes(opened, (6,)).verify(tokens, positions)
-    same = opened_passes(opened, (6,)).verify(tokens, positions, [[ROOT, 0, 1]])
-    torch.testing.assert_close(chain, same, rtol=1e-4, atol=1e-5)
 
 
 def test_depths_and_paths() -> None:
@@ -149,34 +129,6 @@ def test_depths_and_paths() -> None:
     for wrong in ([[0]], [[ROOT, 1]], [[ROOT, 0], [ROOT]], [[ROOT, 0, 3]]):
         with pytest.raises(ValueError, match=r"root|follow"):
             Branches(wrong)
-
-
-class Guesses(Source):
-    """Trees around the true text: of every depth it has the right token, or it has not."""
-
-    key = "guesses"
-
-    def __init__(self, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
-        self.texts, self.seed = texts, seed
-
-    def open(self, batch: Batch) -> State:
-        return _Guesses(batch, self.texts, random.Random(self.seed))
-
-
-class _Guesses(State):
-    def __init__(self, batch: Batch, texts: Sequence[Sequence[int]], draw: random.Random) -> None:
-        super().__init__(batch)
-        self.texts, self.draw = texts, draw
-
-    def offer(self, row: int, most: int) -> Proposal:
-        rest = self.texts[row][len(self.batch.emitted[row]) :]
-        parents, tokens = tree(self.draw, most + 1)[1:], list[int]()
-        for depth, parent in zip(depths(parents)[1:], parents, strict=True):
-            known = depth <= len(rest) and self.draw.random() < 0.8
-            own = rest[depth - 1] if known else self.draw.randrange(2, self.batch.model.vocabulary)
-            before = zip(parents, tokens, strict=False)
-            tokens.append(0 if (parent, own) in before else own)
-        return Proposal.of(tokens, 3, parents)
 
 
 def texts_of(out: Any, width: int) -> list[list[int]]:
@@ -261,12 +213,20 @@ def test_native_texts_are_the_targets(sample: bool, dtype: torch.dtype) -> None:
     assert out.stats.num_accepted_tokens > 0
 
 
+def guessed(model: Any, ids: Tensor, guesses: Guesses, **how: Any) -> Any:
+    """Decode with guesses alone, always as long as may be."""
+    controller = Controller()
+    controller.needs_confidence = False
+    return generate(model, ids, sources=[guesses], lookup=False, draft_memory=0,
+                    controller=controller, max_draft_length=8, **how)  # fmt: skip
+
+
 def test_trees_give_more_tokens_a_pass_than_their_first_branch() -> None:
     """And each round's tokens are a path of its tree, and one more."""
     model = lively_model("llama")
     ids = torch.arange(2, 9)[None]
-    how: dict[str, Any] = {"max_new_tokens": 60, "lookup": False, "draft_memory": 0}
-    plain = generate(model, ids, enabled=False, max_new_tokens=60)
+    how: dict[str, Any] = {"max_new_tokens": 60}
+    plain = generate(model, ids, enabled=False, **how)
     texts = texts_of(plain, 7)
 
     class Chains(Guesses):
@@ -280,10 +240,7 @@ def test_trees_give_more_tokens_a_pass_than_their_first_branch() -> None:
 
     passes = []
     for kind in (Guesses, Chains):
-        controller = Controller()
-        controller.needs_confidence = False
-        out = generate(model, ids, sources=[kind(texts)], controller=controller,
-                       max_draft_length=8, **how)  # fmt: skip
+        out = guessed(model, ids, kind(texts), **how)
         assert out.sequences.tolist() == plain.sequences.tolist()
         passes.append(out.stats.num_rounds)
     assert passes[0] < passes[1] < 60
@@ -297,10 +254,7 @@ def test_laws_that_read_the_text_get_chains(more: dict[str, Any]) -> None:
     if "acceptance" in more:
         how |= {"do_sample": True, "seed": 1}
     plain = generate(model, ids, enabled=False, max_new_tokens=30)
-    controller = Controller()
-    controller.needs_confidence = False
-    out = generate(model, ids, sources=[Guesses(texts_of(plain, 7))], lookup=False,
-                   draft_memory=0, controller=controller, max_draft_length=8, **how)  # fmt: skip
+    out = guessed(model, ids, Guesses(texts_of(plain, 7)), **how)
     assert max(max(round_.drafted) for round_ in out.rounds) < 8
     if "acceptance" not in more:
         want = model.generate(ids, max_new_tokens=30, **more)
@@ -312,10 +266,7 @@ def test_scores_are_those_of_the_path() -> None:
     ids = torch.arange(2, 9)[None]
     how: dict[str, Any] = {"max_new_tokens": 20, "output_scores": True, "output_logits": True}
     plain = generate(model, ids, enabled=False, **how)
-    controller = Controller()
-    controller.needs_confidence = False
-    out = generate(model, ids, sources=[Guesses(texts_of(plain, 7))], lookup=False,
-                   draft_memory=0, controller=controller, max_draft_length=8, **how)  # fmt: skip
+    out = guessed(model, ids, Guesses(texts_of(plain, 7)), **how)
     assert out.sequences.tolist() == plain.sequences.tolist()
     for ours, want in zip((*out.scores, *out.logits), (*plain.scores, *plain.logits), strict=True):
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import save_checkpoint, tiny_tokenizer
+from checkpoints import CHAT, save_checkpoint, tiny_tokenizer
+from commands import refused, run
 from models import lively_model, tiny_model
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 import layerskip
 from layerskip.cli import chat as chatting
@@ -29,11 +29,7 @@ DRAFT = ("--exit-layer", "3", "--controller", "fixed", "--execution", "fused")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = save_checkpoint(tmp_path_factory.mktemp("chatting"))
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w10"
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_checkpoint(tmp_path_factory.mktemp("chatting"), template=CHAT)
 
 
 @pytest.fixture
@@ -65,11 +61,8 @@ def press():
 
 
 def talk(folder, *lines, flags=(), tokens=12):
-    arguments = ["chat", str(folder), *DRAFT, "-n", str(tokens), *map(str, flags)]
-    result = CliRunner().invoke(cli.app, arguments, input="".join(f"{line}\n" for line in lines))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    said = "".join(f"{line}\n" for line in lines)
+    return run("chat", folder, *DRAFT, "-n", tokens, *flags, stdin=said)
 
 
 def test_turns_are_those_of_the_template_and_the_prefix_is_kept(folder, outputs):
@@ -214,9 +207,8 @@ def test_answers_are_kept_to_a_grammar(spelling):
     schema = spelling / "schema.json"
     schema.write_text('{"enum": [7]}')
     assert talk(spelling, "a", flags=("--json-schema", schema)).stdout == "7\n"
-    refused = talk(spelling, "a", flags=("--json-schema", schema, "--regex", "a", "--quiet"))
-    assert refused.exit_code == 2
-    assert "give --json-schema or --regex, not both" in refused.stderr
+    words = refused("chat", spelling, "--json-schema", schema, "--regex", "a")
+    assert "give --json-schema or --regex, not both" in words
 
 
 class Terminal(io.StringIO):
@@ -281,10 +273,7 @@ def test_pieces_wait_for_whole_characters():
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path):
-    result = talk(save_checkpoint(tmp_path), "w5", flags=("--quiet",))
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+    line = refused("chat", save_checkpoint(tmp_path))
     assert "has no chat template" in line
     assert "layerskip generate" in line
 

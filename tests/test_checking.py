@@ -9,7 +9,8 @@ import torch
 from models import lively_model, prompt, tiny_model
 
 from layerskip.bench import lawtest
-from layerskip.bench.checks import LEVEL, _deviation, check, compare
+from layerskip.bench.batches import one_by_one
+from layerskip.bench.checks import LEVEL, check, compare, deviation
 from layerskip.bench.comparison import Along, along, resolutions
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Decoded, Engine, Task
@@ -23,6 +24,12 @@ from layerskip.prompts import Prompt
 
 SKIP = SkipConfig.early_exit(3)
 PROMPTS = [prompt(12, seed=1), prompt(7, seed=2)]
+
+
+def compared(model, prompts, task):
+    """Drafts of a fixed length against what they must give, by reference."""
+    drafting = Engine(model, task, "self", SKIP, controller="fixed")
+    return compare(model, one_by_one(prompts), drafting)
 
 
 @pytest.fixture
@@ -67,7 +74,7 @@ def test_a_correct_engine_passes(monkeypatch, family, dtype, skip):
 def test_it_honours_processors_of_the_model():
     model = tiny_model("llama")
     model.generation_config.repetition_penalty = 1.5
-    found = compare(model, PROMPTS, SKIP, Task(16))
+    found = compared(model, PROMPTS, Task(16))
     assert [(each.tokens, each.differences) for each in found.values()] == [(32, ())] * 2
 
 
@@ -119,7 +126,7 @@ class Twins:
 
 def test_rounding_is_told_from_faults():
     twins = Twins()
-    found = compare(twins.model, PROMPTS[:1], SKIP, Task(16))["generate"]
+    found = compared(twins.model, PROMPTS[:1], Task(16))["generate"]
     (difference,) = found.differences  # what follows is judged along the text itself
     assert (difference.expected, difference.got) == (6, 5)
     assert difference.position == twins.text.index(5)
@@ -151,7 +158,7 @@ def test_a_text_is_judged_behind_its_near_ties(monkeypatch):
     assert len(text) == 16
     text[-1] = (text[-1] + 1) % 90 + 2
     decoding(monkeypatch, [text])
-    found = compare(twins.model, PROMPTS[:1], SKIP, Task(16, execution="modules"))["plain"]
+    found = compared(twins.model, PROMPTS[:1], Task(16, execution="modules"))["plain"]
     tie, *_, fault = found.differences
     assert (tie.position, tie.expected, tie.got, tie.near_tie) == (first, 5, 6, True)
     assert (fault.position, fault.got, fault.near_tie) == (15, text[-1], False)
@@ -202,12 +209,9 @@ def test_runners_up_fail_the_check(monkeypatch, dtype):
 def test_correct_texts_pass_in_every_dtype(dtype, execution):
     for family in ("llama", "gemma2"):
         model = lively_model(family).to(dtype)
-        found = compare(model, PROMPTS, SKIP, Task(32, execution=execution))
-        found |= {
-            "coupled": compare(
-                model, PROMPTS, SKIP, Task(32, True, 0.8, seed=3, execution=execution)
-            )["plain"]
-        }
+        sampled = Task(32, True, 0.8, seed=3, execution=execution)
+        found = compared(model, PROMPTS, Task(32, execution=execution))
+        found |= {"coupled": compared(model, PROMPTS, sampled)["plain"]}
         for reference, comparison in found.items():
             assert comparison.faults == 0
             assert comparison.near_ties <= (3 if dtype == torch.bfloat16 else 0)
@@ -221,7 +225,7 @@ def test_where_passes_are_exact_nothing_is_excused(monkeypatch):
     if not Sublayers(twins.model).exact:
         pytest.skip("no native passes here")
     decoding(monkeypatch, [[6 if token == 5 else token for token in twins.text]])
-    found = compare(twins.model, PROMPTS[:1], SKIP, Task(16))
+    found = compared(twins.model, PROMPTS[:1], Task(16))
     first = found["plain"].differences[0]
     assert (first.position, first.resolution, first.near_tie) == (twins.text.index(5), 0, False)
     assert found["plain"].faults >= 1
@@ -272,7 +276,7 @@ def test_a_length_difference_is_a_fault(monkeypatch, change):
         first = text.index(text[4]) + 1
         wrong = text[:limit]
     decoding(monkeypatch, [wrong])
-    for comparison in compare(model, PROMPTS[:1], SKIP, Task(limit)).values():
+    for comparison in compared(model, PROMPTS[:1], Task(limit)).values():
         (difference,) = comparison.differences
         places = {"short": (5, text[5], None), "long": (limit, None, text[limit])}
         expected = places.get(change) or (first, None, text[first])
@@ -291,9 +295,9 @@ def test_runners_up_fail_the_check_of_a_trained_model(monkeypatch):
     loaded = load("smollm2", dtype="bfloat16")
     asked = [Prompt(id="1", text=text) for text in ("Why is the sky blue?", "Tell me a story.")]
     prompts = [encode(loaded.tokenizer, each.as_chat()) for each in asked]
-    assert compare(loaded.model, prompts, SKIP, Task(48))["generate"].faults == 0
+    assert compared(loaded.model, prompts, Task(48))["generate"].faults == 0
     decoding(monkeypatch, [runners_up(loaded.model, ids, 48, every=15) for ids in prompts])
-    for comparison in compare(loaded.model, prompts, SKIP, Task(48)).values():
+    for comparison in compared(loaded.model, prompts, Task(48)).values():
         assert comparison.faults >= 3  # of six
 
 
@@ -315,7 +319,7 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
     right = draws.Draws.judge
     monkeypatch.setattr(draws.Draws, "judge", wrong)
     task = Task(16, do_sample=True, temperature=0.8, seed=3)
-    assert compare(model, PROMPTS, SKIP, task)["plain"].faults > 0
+    assert compared(model, PROMPTS, task)["plain"].faults > 0
 
 
 class Narrow(torch.Tensor):
@@ -346,7 +350,7 @@ def test_devices_without_float64_are_served():
     gap = narrow[first].cpu().double() - narrow[second].cpu().double()
     assert float(found.margins[1]) == float(gap)
     keys = torch.ones(2, 5, 3).as_subclass(Narrow)
-    assert _deviation(keys * 1.5, keys) == 0.5
+    assert deviation(keys * 1.5, keys) == 0.5
     assert 0 < chi_square([0, 1] * 50, torch.tensor([0.5, 0.5]).as_subclass(Narrow)) <= 1
 
 
@@ -399,7 +403,7 @@ def test_what_is_left_behind_is_named(monkeypatch, leave):
 )
 def test_rounds_follow_the_target(rejection, draft_seed):
     target, draft = logits(1), logits(draft_seed)
-    first, bonus = draw_rounds(target, draft, rejection=rejection, temperature=0.7)
+    first, bonus = draw_rounds(target, draft, rejection=rejection, temperature=0.7, draws=1024)
     law = torch.softmax(target.double() / 0.7, -1)
     assert chi_square(first, law) > LEVEL
     assert chi_square(bonus, law) > LEVEL
@@ -421,15 +425,14 @@ def test_wrong_accept_rules_fail(monkeypatch, rule):
     """The negative control: known-wrong samplers, each one that somebody has shipped."""
     target, draft = logits(1, size=20, scale=1.0), logits(2, size=20, scale=1.0)
     law = torch.softmax(target.double(), -1)
-    if rule == "redraw from p":
-        monkeypatch.setattr(draws, "residual", lambda p, q: p)
-    elif rule == "accept all":
-        monkeypatch.setattr(draws, "acceptance_probability", lambda p, q: torch.ones_like(p))
-    elif rule == "accept half":
-        monkeypatch.setattr(draws, "acceptance_probability", lambda p, q: torch.full_like(p, 0.5))
-    else:  # the draft's noise also draws the correction
-        monkeypatch.setattr(draws, "DRAFT", TARGET)
-    count = 8192 if rule == "same noise" else 2048  # p = 1e-16 and, of others, 1e-50
+    name, wrong = {
+        "redraw from p": ("residual", lambda p, q: p),
+        "accept all": ("acceptance_probability", lambda p, q: torch.ones_like(p)),
+        "accept half": ("acceptance_probability", lambda p, q: torch.full_like(p, 0.5)),
+        "same noise": ("DRAFT", TARGET),  # the draft's noise also draws the correction
+    }[rule]
+    monkeypatch.setattr(draws, name, wrong)
+    count = 8192 if rule == "same noise" else 1024  # p = 1e-16 and, of others, 1e-25
     first, _ = draw_rounds(target, draft, rejection=True, draws=count)
     assert chi_square(first, law) < LEVEL
 

@@ -1,4 +1,4 @@
-"""scripts/compare.py and rules.py: comparisons whole, on tiny models, with the right numbers."""
+"""scripts/compare.py: comparisons whole, on tiny models, with the right numbers."""
 
 import json
 import sys
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import compare
 import pytest
-import rules
 import torch
 import training_files as made
 from checkpoints import save_checkpoint
@@ -15,13 +14,12 @@ from models import lively_model
 from layerskip import SkipConfig
 from layerskip.checkpoints import encode, load
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import read_run
 from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.prompts import read_prompts
-from layerskip.replay.several import SEVERAL
+from layerskip.registry import CONTROLLERS
 
 NEW = 12
 COSTS_GIVEN = (0.3, 1.0, 1.1, 1.2)
@@ -59,53 +57,6 @@ def refused(there, capsys, *words, **named):
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("compare: error: ")
     return line
-
-
-# ---------------------------------------------------------------------------------------------
-# Rules
-
-
-def rows_of(there, output, command, *more):
-    """A comparison of rules of the tiny model: its rows by rule, those of both drafts."""
-    fixed = ["--prompts", there / "prompts.txt", "--new-tokens", NEW, "--threads", 1]
-    fixed += ["--execution", "fused", "--output", output, *more]
-    compare.main([command, *map(str, [there / "model", *fixed])], "rules", rules.arguments())
-    found = {}
-    for row in json.loads(output.read_text())["rows"]:
-        found.setdefault(row["rule"], []).append(row)
-    return found
-
-
-def test_accept_rules_for_several_drafts(there, tmp_path, capsys):
-    rows = rows_of(there, tmp_path / "several.json", "several", "--temperature", 0.8, "--most", 3)
-    assert list(rows) == list(SEVERAL)
-    for each in rows.values():
-        for row in each:
-            assert row["places"] == 3 * (NEW - 1)
-            assert 0.2 < row["accepted"][0] <= row["accepted"][1] <= row["accepted"][2] <= 1
-    assert [row["draft"] for row in rows["k-seq"]] == list(rules.DRAFTS)
-    assert capsys.readouterr().out.count("k-seq") == 2
-    with pytest.raises(SystemExit):
-        rows_of(there, tmp_path / "several.json", "several")
-    assert "rules: error: accept rules differ in sampling only" in capsys.readouterr().err
-
-
-def test_stop_rules_lose_against_the_best_fixed_length(there, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(rules, "SHARES", [0.1, 0.6])
-    monkeypatch.setattr(rules, "LENGTHS", range(1, 4))
-    more = ("--temperature", 0.8, "--bits", 4, "--costs", *COSTS_GIVEN)
-    rows = rows_of(there, tmp_path / "stops.json", "stops", *more)
-    shown = capsys.readouterr().out
-    assert rows.keys() > set(CONTROLLERS)
-    (best,) = rows.pop("best fixed afterwards")
-    for rule, (row,) in rows.items():
-        assert rule in shown
-        for half, (gain, _) in best["best_fixed"].items():
-            assert row[half]["regret"] == pytest.approx(1 - row[half]["gain"] / gain)
-    (fixed,) = rows["fixed, chosen"]
-    assert fixed["development"]["regret"] == 0 <= fixed["held out"]["regret"]
-    chosen = [row["development"]["gain"] for rule, (row,) in rows.items() if "confidence," in rule]
-    assert max(chosen) >= rows["confidence"][0]["development"]["gain"]
 
 
 # ---------------------------------------------------------------------------------------------

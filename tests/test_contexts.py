@@ -32,28 +32,28 @@ def prompts(*lengths):
     return [Prompt(id=f"p{i}", text=text) for i, text in enumerate(texts)]
 
 
-def made(found, contexts, tokenizer=None, **limits):
-    long, again = long_prompts(tokenizer or tiny_tokenizer(), found, contexts, CPU, **limits)
+def made(texts, contexts, tokenizer=None, **limits):
+    long, again = long_prompts(tokenizer or tiny_tokenizer(), texts, contexts, CPU, **limits)
     return [(each.name, each.ids[0].tolist()) for each in long], again
 
 
 def test_prompts_are_joined_in_order_and_cut_in_the_middle():
-    found, again = made(prompts(4, 3, 3, 4, 9), [6])
-    assert found == [
+    joined, again = made(prompts(4, 3, 3, 4, 9), [6])
+    assert joined == [
         ("6-1", [2, 3, 4, 12, 13, 14]),
         ("6-2", [22, 23, 24, 33, 34, 35]),
         ("6-3", [42, 43, 44, 48, 49, 50]),
     ]
     assert again is None
-    assert made(prompts(4, 3, 3, 4, 9), [6], most=1) == (found[:1], None)
+    assert made(prompts(4, 3, 3, 4, 9), [6], most=1) == (joined[:1], None)
 
 
 def test_prompts_that_do_not_suffice_are_repeated():
-    found, again = made(prompts(4, 3), [20, 6, 6], least=2)
-    assert [name for name, _ in found] == ["6-1", "6-2", "20-1", "20-2"]
-    assert [len(ids) for _, ids in found] == [6, 6, 20, 20]
-    assert found[1][1] == [2, 3, 4, 12, 13, 14]  # from the first prompt on again
-    assert found[2][1][:9] == [2, 3, 4, 5, 12, 13, 14, 2, 3]
+    joined, again = made(prompts(4, 3), [20, 6, 6], least=2)
+    assert [name for name, _ in joined] == ["6-1", "6-2", "20-1", "20-2"]
+    assert [len(ids) for _, ids in joined] == [6, 6, 20, 20]
+    assert joined[1][1] == [2, 3, 4, 12, 13, 14]  # from the first prompt on again
+    assert joined[2][1][:9] == [2, 3, 4, 5, 12, 13, 14, 2, 3]
     assert again == 6
     assert made(prompts(4, 3), [6, 20])[1] == 20
 
@@ -101,18 +101,20 @@ def test_every_method_answers_at_a_context():
 # Bytes that passes read
 
 
-def weights_of(*modules):
-    return sum(weight.nbytes for module in modules for weight in module.parameters())
+def read_by(model, layers=6):
+    """Bytes of a token's keys and values in a layer, and of so many layers with the head."""
+    config, decoder = model.config, model.model
+    modules = [*decoder.layers[:layers], decoder.norm, model.lm_head]
+    weights = sum(weight.nbytes for module in modules for weight in module.parameters())
+    return 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize, weights
 
 
 def test_a_pass_reads_weights_and_what_its_tokens_see():
     """Rows of 3 and 9 tokens, two and one of them behind the first; some layers see 8 tokens."""
     model = lively_model("gemma2")
-    decoder, config = model.model, model.config
-    windows = [WINDOW if "sliding" in kind else None for kind in config.layer_types]
+    windows = [WINDOW if "sliding" in kind else None for kind in model.config.layer_types]
     assert {*windows} == {WINDOW, None}
-    slot = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    whole = weights_of(*decoder.layers, decoder.norm, model.lm_head)
+    slot, whole = read_by(model)
     batch = PromptBatch(("a", "b"), (0, 1), None, *ragged((3, 9)))
     decoded = Decoded([[5, 6, 7], [5, 6]], 0.0, [1, 1])
     read = bytes_read(Sublayers(model), Peer(model, Task(3)), batch, decoded)
@@ -123,10 +125,7 @@ def test_a_pass_reads_weights_and_what_its_tokens_see():
 def test_a_round_reads_its_drafts_and_the_whole_model():
     """Two tokens drafted by three of six layers, one accepted; then a plain step."""
     model = lively_model("llama")
-    decoder, config = model.model, model.config
-    slot = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    whole = weights_of(*decoder.layers, decoder.norm, model.lm_head)
-    draft = weights_of(*decoder.layers[:3], decoder.norm, model.lm_head)
+    (slot, whole), (_, draft) = read_by(model), read_by(model, 3)
     batch = PromptBatch(("a",), (0,), None, *ragged((7,)))
     rounds = [
         Round(number, ((5,) * new,), (drafted,), (new - 1,), ((),), (False,), source, steps=steps)

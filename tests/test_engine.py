@@ -8,15 +8,25 @@ from functools import partial
 from itertools import cycle, product
 from typing import Any
 
-import models
 import pytest
 import torch
 from covering import covering
+from engines import (
+    LENGTHS,
+    SKIPS,
+    check_cache,
+    check_caches,
+    decoder,
+    greedy_text,
+    held,
+    play,
+    prefilled,
+    request,
+)
 from models import (
     FAMILIES,
     FEW_FAMILIES,
     VOCABULARY,
-    WINDOW,
     Erratic,
     lively_model,
     prompt,
@@ -29,66 +39,20 @@ from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit, round_sublayer_tokens
-from layerskip.decoding import drafting, speculator
+from layerskip.decoding import live_target
 from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.passes import Passes, Position
-from layerskip.decoding.rounds import Round
 from layerskip.model import cache, compiled
 from layerskip.model.sublayers import Sublayers
 
-SKIPS = models.SKIPS | {"nothing": SkipConfig()}
-LENGTHS = (WINDOW + 5, 3, 6)
 EXECUTIONS = ["modules", "fused", pytest.param("compiled", marks=pytest.mark.slow)]
 
 
-def request(
-    lengths: tuple[int, ...] = LENGTHS,
-    *,
-    new_tokens: int = 20,
-    sample: bool = False,
-    processors: tuple[Any, ...] = (),
-    **settings: Any,
-) -> Request:
-    ids, mask = ragged(lengths, seed=1)
-    rows = len(lengths)
-    return Request(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=new_tokens,
-        law=Law(processors, do_sample=sample, rows=rows),
-        keys=[stream_key(row) for row in range(rows)],
-        **settings,
-    )
-
-
-def decoder(
-    model: Any,
-    asked: Request,
-    *,
-    skip: str = "early exit",
-    controller: Any = None,
-    longest: int = 4,
-    execution: str = "auto",
-) -> Decoder:
-    return Decoder(
-        Sublayers(model, execution=execution),
-        SKIPS[skip].resolve(model.config.num_hidden_layers),
-        controller or Fixed(longest),
-        asked,
-        max_draft_length=longest,
-    )
-
-
-@torch.no_grad()
-def play(decoder: Decoder) -> list[Round]:
-    return list(decoder.rounds())
-
-
 class Script(Controller):
-    """A controller that drafts given lengths, round after round, the same in every row."""
+    """Drafts given lengths, round after round, the same in every row, or what is allowed."""
 
     needs_confidence = False
 
@@ -100,9 +64,8 @@ class Script(Controller):
         self.round = [0] * rows
 
     def limit(self, row: int, allowed: int) -> int:
-        length = self.lengths[self.round[row] % len(self.lengths)]
         self.round[row] += 1
-        return min(length, allowed)
+        return self.lengths[(self.round[row] - 1) % len(self.lengths)]
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
         return True
@@ -143,69 +106,6 @@ def test_cache_after_every_round_equals_a_fresh_prefill(
     check_caches(family, skip, execution)
 
 
-@torch.no_grad()
-def check_caches(family: str, skip: str, execution: str, device: str = "cpu") -> None:
-    """Decode a batch and a row, both with ends, and look at the cache after every round."""
-    model = lively_model(family).to(device)
-    text = greedy_text(model, LENGTHS, 5)
-    # the library's eager attention has a float32 softmax, whatever the dtype of the model, and its
-    # norms are float32, in which compiled code may round otherwise than the prefill did
-    # (or kernels on a GPU, by their shapes)
-    exact = family != "gemma2" and execution != "compiled" and device == "cpu"
-    tolerance = 1e-9 if exact else 1e-5
-    rejected = ended_early = False
-    for asked, controller in (
-        (request(new_tokens=14, eos=frozenset({text[1][4]})), Erratic()),
-        (request((4,), new_tokens=14), Fixed(3)),
-    ):
-        run, ran = (
-            decoder(model, asked, skip=skip, controller=controller, execution=execution)
-            for _ in range(2)
-        )
-        play(ran)
-        fresh = prefilled(ran)
-        for round_ in run.rounds():
-            check_cache(run, fresh, tolerance)
-            rejected |= any(a < d for a, d in zip(round_.accepted, round_.drafted, strict=True))
-            ended_early |= any(round_.finished) and not all(round_.finished)
-        assert max(run.passes.lengths) > WINDOW
-    assert rejected == (skip != "nothing")
-    assert ended_early
-
-
-def prefilled(run: Decoder) -> list[tuple[list[int], Passes]]:
-    """Prompt and emitted tokens of every row, and passes that has read them all at once."""
-    found = []
-    for prompt_ids, emitted in zip(run.passes.prompts, run.emitted, strict=True):
-        text = torch.cat([prompt_ids.cpu(), torch.tensor(emitted)])
-        fresh = Passes(run.passes.model, [], [text], max_new_tokens=1, max_draft_length=0)
-        fresh.prefill()
-        found.append((text.tolist(), fresh))
-    return found
-
-
-def check_cache(
-    run: Decoder, prefilled: list[tuple[list[int], Passes]], tolerance: float = 1e-9
-) -> None:
-    """Every row's slots hold what a prefill of its prompt and emitted tokens writes there."""
-    passes = run.passes
-    for row, place in passes.rows.items():
-        text, fresh = prefilled[row]
-        length = passes.lengths[row]
-        # the last emitted token is fed by the next pass
-        assert [*passes.prompts[row].tolist(), *run.emitted[row]] == text[: length + 1]
-        layers = range(passes.model.num_layers)
-        for name in ("keys", "values"):
-            ours, theirs = getattr(passes.cache, name), getattr(fresh.cache, name)
-            for layer in layers:
-                bases = [each.cache.held(layer)[0] for each in (passes, fresh)]
-                # sliding layers may have dropped what is far behind
-                assert max(bases) <= max(0, length - (passes.cache.windows[layer] or length))
-                have = ours[layer][place, :, max(bases) - bases[0] : length - bases[0]]  # (H, T, D)
-                want = theirs[layer][0, :, max(bases) - bases[1] : length - bases[1]]
-                torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
-
-
 def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None:
     """The comparison above can fail: after a draft step, before its verification, it does."""
     run = decoder(llama, request((6,)), skip="scattered")
@@ -217,12 +117,6 @@ def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None
         passes.commit(0, [5])  # as if the draft's own keys and values were exact
         with pytest.raises(AssertionError, match="not close"):
             check_cache(run, prefilled(run))
-
-
-def held(run: Decoder) -> int:
-    """Bytes of all keys and values."""
-    cache = run.passes.cache
-    return sum(b.untyped_storage().nbytes() for b in (*cache.keys.values(), *cache.values.values()))
 
 
 def test_a_short_text_holds_little_whatever_its_limit_is() -> None:
@@ -341,21 +235,6 @@ def test_layers_may_differ_in_dtype(attention: str) -> None:
         assert emitted == want[0, len(text) :].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_bool_and_additive_masks_give_the_same_numbers(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    queries, slots = torch.tensor([[5, 6, 7], [2, 3, 4]]), torch.arange(8)  # rows at two lengths
-    q, k, v = (torch.randn(2, 4, n, 16).to(dtype) for n in (3, 8, 8))
-    for window in (None, 3):
-        seen = cache.causal(queries, slots, window)  # (B, 1, T, S)
-        assert seen.any(-1).all()  # no query without a slot to see: that would be 0 / 0
-        attend = torch.nn.functional.scaled_dot_product_attention
-        assert torch.equal(attend(q, k, v, seen), attend(q, k, v, cache.additive(seen, dtype)))
-        # and a slot that is not seen counts nothing
-        wild = torch.where(seen.any(2)[0, 0, :, None], k, 30 * k)
-        assert torch.equal(attend(q, wild, v, seen)[0], attend(q, k, v, seen)[0])
-
-
 # ---------------------------------------------------------------------------------------------
 # Counters.
 
@@ -444,12 +323,6 @@ def test_plain_decoding_costs_every_sublayer_once_a_token(llama: Any, new_tokens
 # Ends.
 
 
-def greedy_text(model: Any, lengths: tuple[int, ...], new_tokens: int) -> list[list[int]]:
-    run = decoder(model, request(lengths, new_tokens=new_tokens), longest=0)
-    play(run)
-    return run.emitted
-
-
 def test_lengths_bound_what_is_drafted(llama: Any) -> None:
     """A draft of more than the tokens left less one could not be emitted."""
     for new_tokens in range(2, 9):
@@ -460,17 +333,6 @@ def test_lengths_bound_what_is_drafted(llama: Any) -> None:
         assert rounds[1].drafted == rounds[1].accepted == (new_tokens - 2,)
         assert len(run.emitted[0]) == new_tokens
         assert draft_limit(9, new_tokens - 1, 99) == new_tokens - 2
-
-
-def test_a_controller_that_asks_for_too_much_is_held_back(llama: Any) -> None:
-    class Greedy(Fixed):
-        def limit(self, row: int, allowed: int) -> int:
-            return allowed + 7
-
-    run = decoder(llama, request(), controller=Greedy(5))
-    rounds = play(run)
-    assert max(max(r.drafted) for r in rounds) == 4
-    assert run.emitted == greedy_text(llama, LENGTHS, 20)
 
 
 def test_end_inside_a_draft_cuts_the_round_and_stops_drafting(llama: Any) -> None:
@@ -520,12 +382,13 @@ def test_stop_inside_a_round_cuts_it_and_is_asked_token_by_token(llama: Any) -> 
         assert histories == want
 
 
-def test_controller_is_told_every_round_of_every_row(llama: Any) -> None:
-    controller = Script(2, 0, 3)
+def test_controller_is_told_every_round_and_held_back_where_it_asks_too_much(llama: Any) -> None:
+    controller = Script(2, 0, 3, 9)
     run = decoder(llama, request(eos=frozenset({9})), controller=controller)
     rounds = play(run)
     took_part = [(row, r.drafted[row]) for r in rounds[1:] for row in range(3) if r.tokens[row]]
     assert [(row, drafted) for row, drafted, _ in controller.updates] == took_part
+    assert max(drafted for _, drafted in took_part) == 4
 
 
 # ---------------------------------------------------------------------------------------------
@@ -550,13 +413,14 @@ def test_confidences_are_margins_where_they_are_asked_for(
     asked = request(sample=sample, processors=(TemperatureLogitsWarper(0.7),) if sample else ())
     run = decoder(llama, asked, skip=skip, controller=Sure())
     seen: list[tuple[Tensor, list[Position]]] = []
-    draft = run.draws.draft
+    draws = run.target.draws[0]
+    draft = draws.draft
 
     def watched(raw: Tensor, at: Any, *more: Any, **named: Any) -> Any:
         seen.append((raw.clone(), at))
         return draft(raw, at, *more, **named)
 
-    monkeypatch.setattr(run.draws, "draft", watched)
+    monkeypatch.setattr(draws, "draft", watched)
     compared = 0
     for round_ in run.rounds():
         assert round_.signal == "margin"
@@ -607,11 +471,10 @@ def test_the_host_waits_once_a_round(
 ) -> None:
     """Reading single numbers is not seen here, but on a GPU (test_gpu.py)."""
     reads = []
-    read = drafting.on_host
-    for module in (speculator, drafting):
-        monkeypatch.setattr(
-            module, "on_host", lambda *values: reads.append(len(values)) or read(*values)
-        )
+    read = live_target.on_host
+    monkeypatch.setattr(
+        live_target, "on_host", lambda *values: reads.append(len(values)) or read(*values)
+    )
     asked = request(sample=True, rejection=rejection)
     for controller, per_step in ((Script(3, 0, 5), 0), (Watched(4), 1)):
         reads.clear()
@@ -689,25 +552,21 @@ def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
+    """After an exception, too."""
     model = lively_model(family)
     before = state(model)
-    run = decoder(model, request(sample=True), skip="scattered", execution=execution)
-    play(run)
-    check_untouched(model, before)
+    play(decoder(model, request(sample=True), skip="scattered", execution=execution))
+    check_untouched(model, before.copy())
 
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_the_model_is_left_as_it_was_found_after_an_exception(llama: Any, execution: str) -> None:
     @pure
     def fail(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[1] > max(LENGTHS) + 3:
             raise RuntimeError("no more")
         return scores
 
-    before = state(llama)
     with pytest.raises(RuntimeError, match="no more"):
-        play(decoder(llama, request(processors=(fail,)), execution=execution))
-    check_untouched(llama, before)
+        play(decoder(model, request(processors=(fail,)), execution=execution))
+    check_untouched(model, before)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -761,7 +620,7 @@ def test_what_cannot_run_is_refused_before_anything_does(llama: Any) -> None:
     limit = llama.config.max_position_embeddings
     with pytest.raises(ValueError, match=f"at most {limit} tokens.*got {limit + 1}"):
         decoder(llama, request((limit - 3, 2), new_tokens=4))
-    with pytest.raises(TypeError, match="needs_confidence, reset, begin, limit, keep_drafting"):
+    with pytest.raises(TypeError, match=r"must have some of needs_confidence,.* got a Nothing"):
         decoder(llama, request(), controller=Nothing())
     rows: dict[str, Any] = {"max_new_tokens": 1, "max_draft_length": 0}
     passes = Passes(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)

@@ -73,7 +73,7 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
     vectors = torch.backends.cpu.get_cpu_capability()
     assert extension.status() == f"not built yet, {vectors}: the first use does, in half a minute"
     assert not list(tmp_path.iterdir())
-    folder = tmp_path / extension.NAME / extension._key()
+    folder = extension.library_path().parent
     folder.mkdir(parents=True)
     (folder / f"{extension.NAME}.so").touch()
     said = ((None, "bfloat16 and bytes in tiles"), ("it has none", "no tiles: it has none"))

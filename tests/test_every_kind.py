@@ -5,31 +5,31 @@ Each contract in few cases that cover all pairs of what they depend on; `kinds.p
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
+import looped
 import pytest
-import test_assistant
 import torch
 from covering import covering
 from kinds import (
     BLOCKS,
     CONTROLLERS,
     COSTS,
-    ENDS,
-    FEW,
     KINDS,
     LAWS,
     LENGTHS,
+    NEW,
     decoded,
     draft_of,
+    model_of,
     prompts,
+    wanted,
 )
-from models import Erratic, Fickle, Growing, lively_model
-from test_sampling import (
+from models import Erratic, Fickle, Growing
+from sampling import (
     LEVEL,
     PROCESSORS,
     SKIP,
@@ -52,15 +52,14 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
-from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.trace import take_trace
+from layerskip.research.logit_lookup import LogitLookup
 
-NEW = 16
 DTYPES = (torch.float32, torch.bfloat16)
 BESIDE: dict[str, tuple[Any, ...]] = {
     "alone": (),
@@ -71,7 +70,7 @@ BESIDE: dict[str, tuple[Any, ...]] = {
         SkipConfig.early_exit(2),
         SkipConfig.low_precision(8),
     ),
-    "laws looked up, 8 bits": (LookupLaws(), SkipConfig.low_precision(8)),
+    "laws looked up, 8 bits": (LogitLookup(), SkipConfig.low_precision(8)),
     "two lookups, streams, an assistant, layers left out": (
         *(Lookup([[*range(2, 12), 4, 6, 8, 3, 5]]), Lookup()),
         *("streams", "assistant", SkipConfig(attention=(0, 3), mlp=(2,))),
@@ -89,15 +88,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kinds")
 
 
-@functools.cache
-def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    """A model of so few tokens that texts repeat some stretches."""
-    kinds = {"gemma2", "gemma3", "qwen2", "qwen3"}
-    both = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    how = {"layer_types": both} if family in kinds else {}
-    return lively_model(family, dtype=dtype, vocab_size=FEW, num_hidden_layers=4, **how)
-
-
 # ---------------------------------------------------------------------------------------------
 # The text.
 
@@ -110,22 +100,6 @@ TEXTS = covering(
     tuple(CONTROLLERS),
     (False, True),
 )
-
-
-@functools.cache
-def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
-    """New tokens of each row: the library's greedy ones, or those of plain decoding in modules."""
-    model, (ids, mask) = model_of(family), prompts()
-    how = LAWS[law] | {"max_new_tokens": NEW, "eos_token_id": ENDS if ended else None}
-    if law != "greedy":
-        found = generate(model, ids, attention_mask=mask, enabled=False, execution="modules", **how)
-        return found.sequences[:, ids.shape[1] :].tolist()
-    new = [  # each row alone: padded rows of the library's Gemma 2 are NaN in float64
-        model.generate(row[keep.bool()][None], pad_token_id=0, **how)[0, int(keep.sum()) :].tolist()
-        for row, keep in zip(ids, mask, strict=True)
-    ]
-    longest = max(map(len, new))
-    return [tokens + [0] * (longest - len(tokens)) for tokens in new]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -302,14 +276,14 @@ MIXTURES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize(("number", "mixture"), list(enumerate(MIXTURES)))
 def test_simulated_rounds_are_those_of_decoding(number: int, mixture: str, folder: Path) -> None:
     """Each mixture meets all controllers, one for every law and end, by turns."""
-    drafts = drafts_of(MIXTURES[mixture], test_assistant.model_of(), folder)
+    drafts = drafts_of(MIXTURES[mixture], looped.model_of(), folder)
     costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
     made = [Fickle, lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs)]
     made = made[number % 4 :] + made[: number % 4]
     for (sample, ended), make in zip(product((False, True), repeat=2), made, strict=True):
-        trace = test_assistant.traced(sample, ended)
+        trace = looped.traced(sample, ended)
         replays = [replay(trace, draft) for draft in drafts]
-        run = test_assistant.decoded(drafts, make(), sample=sample, eos=trace.eos)
+        run = looped.decoded(drafts, make(), sample=sample, eos=trace.eos)
         real = [
             SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
             for r in run.played[1:]
@@ -324,8 +298,8 @@ def test_simulated_rounds_are_those_of_decoding(number: int, mixture: str, folde
 def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(
     kind: str, sample: bool, folder: Path
 ) -> None:
-    draft = draft_of(kind, test_assistant.model_of(), folder)
-    trace = test_assistant.traced(sample, False)
+    draft = draft_of(kind, looped.model_of(), folder)
+    trace = looped.traced(sample, False)
     whole, (some,) = replay(trace, draft), follow(trace, draft)
     assert torch.equal(some.matches.cumprod(1), whole.matches.cumprod(1))
     assert 0 < whole.survival[0] < 1
@@ -336,10 +310,7 @@ def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(
 def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
     kind: str, folder: Path
 ) -> None:
-    """Token for token as far as a draft is on its text: what it proposes elsewhere is drawn anew.
-
-    Of decoding are the laws of the draft and of the target, of a state that begins at every start.
-    """
+    """Token for token as far as a draft is on its text, by laws of states begun at each start."""
     model, (ids, mask) = model_of("gemma3"), prompts()
     law, steps = Law([TemperatureLogitsWarper(0.8)], do_sample=True, rows=1), 4
     trace = take_trace(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cost_records import cost_record
-from kinds import Several
+from kinds import several
 from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_model
 from torch import Tensor
 
@@ -26,9 +26,9 @@ from layerskip.model.plain import refusal
 from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.fitting import space_for
-from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
+from layerskip.search.stages import Search
 from layerskip.timing.analytic import analytic
 from layerskip.timing.sublayers import measure
 
@@ -95,9 +95,8 @@ def test_routers_are_the_library_s_bit_by_bit(
     model = tiny_model(family, dtype=dtype, **more)
     mixture = Sublayers(model, "modules").mixtures[0]
     library = fewer(mixture.router, top)
-    own = getattr(mixture.router, "norm", None)
     # the library's norm, as ours takes its sums in another order
-    route = routing(mixture.router, top, own)
+    route = routing(mixture, top, mixture.norm)
     x = torch.randn(7, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
         _, *want = library(x)
@@ -105,9 +104,9 @@ def test_routers_are_the_library_s_bit_by_bit(
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     assert all(a.dtype is b.dtype for a, b in zip(got, want, strict=True))
     assert mixture.top == 2  # the model's own is as it was
-    if own is not None:
+    if mixture.norm is not None:
         with torch.no_grad():
-            _, near, _ = routing(mixture.router, top, rms_norm(own, "wide", x.device))(x)
+            _, near, _ = routing(mixture, top, rms_norm(mixture.norm, "wide", x.device))(x)
         torch.testing.assert_close(near, want[0], rtol=2e-2, atol=0)
 
 
@@ -263,13 +262,13 @@ def test_texts_of_several_sources_and_unruly_controllers(family: str, execution:
     for sample, want in zip((False, True), references(family, 3), strict=True):
         how: dict[str, Any] = {"execution": execution, "max_draft_length": 5}
         how |= {"seeds": (11, 12, 13) if sample else None}
-        several = [
-            Several([Lookup(), *drafts], COSTS, controller=Fickle(2), **how),
+        decodings = [
+            several(model, [Lookup(), *drafts], costs=COSTS, controller=Fickle(2), **how),
             LayerSkipDecoding(
                 DRAFTS["one expert"], lookup=True, controller=Erratic(1), costs=COSTS, **how
             ),
         ]
-        for decoding in several:
+        for decoding in decodings:
             got, stats = tokens_of(model, ids, mask, decoding, sample=sample)
             assert got == want
             assert stats.num_draft_tokens > 0
@@ -436,7 +435,7 @@ def test_a_search_prices_and_finds_drafts_of_fewer_experts(family: str) -> None:
     ids = [prompt(9, seed=seed) for seed in range(2)]
     where = space_for(model, "auto", {}, kind="sublayer", bits=None)
     assert where.experts == ((1, 0) if family == "gemma4_mixture" else (1,))
-    measured = measure(model, ids, contexts=(16,), counts=(1, 2), budget=0.01)
+    measured = measure(model, ids, contexts=(16,), budget=0.01)
     opened, layers = Sublayers(model), model.config.num_hidden_layers
     for count in where.experts:
         few, all_ = (opened.weight_bytes(experts=n)["sublayers"][1::2] for n in (count, None))

@@ -54,10 +54,10 @@ from layerskip.config import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
-from layerskip.defaults import automatic_draft
+from layerskip.drafts import automatic_draft
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
+from layerskip.search.stages import Search
 from layerskip.timing.tables import place as where
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
@@ -169,7 +169,7 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(
         pytest.skip("no native passes here")
     nbytes = model.weights.nbytes(SkipConfig.low_precision(8))
     for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):
-        monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
+        monkeypatch.setattr("layerskip.drafts.free_memory", lambda free=free: free)
         found = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32)))
         assert (found.skip == SkipConfig.low_precision(8)) is drafts
         assert (found.reason is None) is drafts
@@ -178,7 +178,7 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(
     assert refused.skip is None
     assert "the limit is" in str(refused.reason)
     # what is decided stays, whatever becomes free or taken
-    monkeypatch.setattr("layerskip.defaults.free_memory", lambda: 0)
+    monkeypatch.setattr("layerskip.drafts.free_memory", lambda: 0)
     assert automatic_draft(model, nbytes).skip is not None
     modules = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32), "modules"))
     assert modules.skip is None
@@ -211,7 +211,7 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(
         assert found.source == "measured"
     assert costs(enabled=False) is None
     layerskip.LayerSkipDecoding(SKIP).prepare(llama, seconds=0.1)
-    monkeypatch.setattr("layerskip.timing.tables.measure", None)
+    monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
     table = costs()  # measured once per process
     assert table is not None
     assert table.source == "measured"

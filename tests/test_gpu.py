@@ -16,17 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from engines import SKIPS, check_caches, decoder, request
 from kinds import KINDS, skip_of
 from models import FAMILIES, WINDOW, Erratic, lively_model, near, ragged
-from test_engine import SKIPS, check_caches, decoder, request
-from test_sampling import LEVEL, p_value, sample_texts
+from sampling import LEVEL, p_value, sample_texts
 from ties import partings
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.decoding.controllers import CONTROLLERS, Fixed
+from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import ACCEPT, DRAFT, TARGET, gumbel_noise, stream_key
+from layerskip.registry import CONTROLLERS
 
 NEW_TOKENS = 20
 LENGTHS = (WINDOW + 5, 3, WINDOW + 2)
@@ -150,7 +151,7 @@ def test_trained_drafts_and_second_models(kind: str, device: str, tmp_path: Path
 
 
 # ---------------------------------------------------------------------------------------------
-# Laws.
+# StoredLogits.
 
 
 @pytest.mark.parametrize("purpose", [TARGET, DRAFT, ACCEPT])

@@ -160,7 +160,7 @@ def test_a_processor_that_forgets_to_roll_back_is_seen(
 
     forgetful = Forgetful(grammar.compiled, grammar.eos, tokenizer)
     # it would offer nothing but ends of text, and nobody else would draft
-    monkeypatch.setattr(forced._State, "offer", lambda self, row, most: NOTHING)
+    monkeypatch.setattr(forced.ForcedRow, "find", lambda self, longest: NOTHING)
     ids = prompt(9)
     how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "seed": 5}
     want = generate(model, ids, enabled=False, logits_processor=[grammar], **how)

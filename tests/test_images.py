@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,147 +10,26 @@ import tokenizers
 import torch
 import transformers
 from kinds import weights_of
-from models import VOCABULARY, WINDOW, Erratic, lively_model, near, prompt
-from test_official import assistant_of
+from models import VOCABULARY, Erratic, lively_model, near, prompt
+from official import assistant_of
+from pictured import (
+    COSTS,
+    KINDS,
+    LARGE,
+    NEW_TOKENS,
+    PLACEHOLDER,
+    TWO_WAY,
+    conditional,
+    inputs_of,
+    slow,
+)
 from torch import Tensor
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.checkpoints import load
-from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources import following
 from layerskip.model.sublayers import Sublayers
-
-COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
-NEW_TOKENS = 16
-PLACEHOLDER = 96
-LARGE = 16  # tokens of a picture that no window holds
-assert LARGE > WINDOW
-
-_CLIP: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 4,
-}
-_GEMMA4 = {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 32}
-_GEMMA4_IDS = {
-    "boi_token_id": 90,
-    "eoi_token_id": 91,
-    "image_token_id": PLACEHOLDER,
-    "video_token_id": 92,
-    "boa_token_id": 93,
-    "eoa_token_index": 94,
-    "audio_token_id": 95,
-}
-
-# kind -> (configuration class, family of the text decoder)
-KINDS = {
-    "gemma3": ("Gemma3Config", "gemma3"),
-    "gemma4": ("Gemma4Config", "gemma4"),
-    "gemma4 two-way": ("Gemma4Config", "gemma4_dense"),
-    "gemma4 unified": ("Gemma4UnifiedConfig", "gemma4_unified"),
-    "llava": ("LlavaConfig", "llama"),
-    "llava next": ("LlavaNextConfig", "mistral"),
-    "mistral3": ("Mistral3Config", "ministral3"),
-}
-TWO_WAY = ("gemma3", "gemma4 two-way", "gemma4 unified")
-
-
-def slow(*values: str) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
-def _values(kind: str, size: int) -> dict[str, Any]:
-    """What the configuration of a conditional model has besides its decoder's."""
-    side = int(size**0.5)
-    clip = transformers.CLIPVisionConfig(**_CLIP, image_size=4 * side, projection_dim=16)
-    index = {"image_token_index": PLACEHOLDER}
-    if kind == "gemma3":
-        tower = _CLIP | {"patch_size": 2, "image_size": 4 * side, "vision_use_head": False}
-        ids = {"mm_tokens_per_image": size, "boi_token_index": 90, "eoi_token_index": 91}
-        return {"vision_config": transformers.SiglipVisionConfig(**tower), **ids, **index}
-    if kind == "gemma4 unified":
-        tower = transformers.Gemma4UnifiedVisionConfig(
-            patch_size=4,
-            pooling_kernel_size=1,
-            mm_embed_dim=32,
-            mm_posemb_size=16,
-            output_proj_dims=32,
-        )
-        audio = transformers.Gemma4UnifiedAudioConfig(audio_embed_dim=16)
-        return {"vision_config": tower, "audio_config": audio, **_GEMMA4_IDS}
-    if kind.startswith("gemma4"):
-        tower = transformers.Gemma4VisionConfig(**_CLIP, **_GEMMA4, pooling_kernel_size=2)
-        return {"vision_config": tower, **_GEMMA4_IDS}
-    if kind == "mistral3":
-        tower = transformers.PixtralVisionConfig(**_CLIP, image_size=8 * side)
-        return {"vision_config": tower, "spatial_merge_size": 2, **index}
-    grid = {"image_grid_pinpoints": [[4 * side, 4 * side]]} if kind == "llava next" else {}
-    return {"vision_config": clip, "vision_feature_layer": -1, **grid, **index}
-
-
-def conditional(kind: str, size: int = 4, **overrides: Any) -> Any:
-    """A lively decoder behind a random vision tower, whose pictures are `size` tokens."""
-    config_class, family = KINDS[kind]
-    text = lively_model(family, **overrides)
-    config = getattr(transformers, config_class)(text_config=text.config, **_values(kind, size))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.normal_(std=0.3)
-    model.model.language_model, model.lm_head = text.model, text.lm_head
-    model = model.to(text.dtype).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-def _pixels(kind: str, size: int, number: int) -> dict[str, Tensor]:
-    """Random pictures, as a processor passes them on."""
-    side, generator = int(size**0.5), torch.Generator().manual_seed(size)
-    if kind.startswith("gemma4"):
-        side *= 1 if kind == "gemma4 unified" else 2
-        patches = torch.rand(number, side * side, 48, generator=generator)
-        places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
-        return {"pixel_values": patches, "image_position_ids": places.repeat(number, 1, 1)}
-    edge = {"mistral3": 8}.get(kind, 4) * side
-    pixels = torch.randn(number, 3, edge, edge, generator=generator)
-    sizes = torch.tensor([[edge, edge]] * number)
-    if kind == "llava next":
-        return {"pixel_values": pixels[:, None].repeat(1, 2, 1, 1, 1), "image_sizes": sizes}
-    return {"pixel_values": pixels} | ({"image_sizes": sizes} if kind == "mistral3" else {})
-
-
-def inputs_of(
-    model: Any,
-    kind: str,
-    lengths: Sequence[int] = (24, 18, 40),
-    places: Sequence[Sequence[int]] = ((3,), (), (0, 19)),
-    size: int = 4,
-) -> dict[str, Tensor]:
-    """Left-padded prompts with pictures that begin at places of each row, and the pictures."""
-    width, number = max(lengths), sum(map(len, places))
-    pixels = _pixels(kind, size, number)
-    pixels["pixel_values"] = pixels["pixel_values"].to(model.dtype)
-    tokens = size
-    if kind == "llava next":  # has the picture once more, and an end to each of its lines
-        found = model.model.get_image_features(**pixels, return_dict=True).pooler_output
-        tokens = len(found[0])
-    ids = prompt(width, rows=len(lengths)).clamp(max=89)  # (B, W)
-    types, mask = torch.zeros_like(ids), torch.zeros_like(ids)
-    for row, (length, begins) in enumerate(zip(lengths, places, strict=True)):
-        mask[row, width - length :] = 1
-        for begin in begins:
-            first = width - length + begin
-            types[row, first : first + tokens] = 1
-    ids = (ids * mask).masked_fill(types.bool(), PLACEHOLDER)
-    named = {"gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids")
-    own = {} if "gemma" not in kind else {named: types}
-    return {"input_ids": ids, "attention_mask": mask, **pixels, **own}
 
 
 def run(model: Any, inputs: dict[str, Tensor], decoding: Any = None, **how: Any) -> Any:

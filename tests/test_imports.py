@@ -24,6 +24,7 @@ FLOORS: list[set[str]] = [
         "prompts",
         "named",
         "environment",
+        "registry",
         "text",
         "costs",
         "files",
@@ -32,19 +33,20 @@ FLOORS: list[set[str]] = [
     {"decoding"},
     {"timing"},
     {  # doors
-        *("generation", "session", "settings", "requests", "checkpoints", "defaults"),
+        *("generation", "session", "settings", "requests", "checkpoints", "drafts", "decoders"),
         "grammars",
     },
     {"replay", "serving"},
     {"bench"},
     {"search", "training"},
+    {"research"},
     {"cli"},
     {"__main__"},
 ]
 # Within the words: what else there is of them that a room may use.
 WORDS = {
     "config": {"draft_weights", "files"},
-    "draft_weights": {"files"},
+    "draft_weights": {"files", "registry"},
     "costs": {"config", "files"},
     "prompts": {"files"},
 }
@@ -98,7 +100,7 @@ def allowed(module: str) -> set[str]:
     floor = next(index for index, rooms in enumerate(FLOORS) if own in rooms)
     if floor == 0:
         return {own} | WORDS.get(own, set())
-    doors = FLOORS[floor] if own in ("generation", "session", "settings") else {own}
+    doors = FLOORS[floor] if own in ("generation", "session", "drafts", "decoders") else {own}
     below = set().union(*FLOORS[:floor])
     return below | doors | ({"analysis"} if own == "cli" else set())
 

@@ -14,6 +14,7 @@ import torch
 from checkpoints import tiny_tokenizer
 from models import lively_model
 
+from layerskip.checkpoints import Loaded
 from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
 from layerskip.serving.scheduler import Serving
@@ -58,7 +59,7 @@ def event(choice: dict[str, Any]) -> bytes:
 def levels(transport: Any, *words: str) -> list[load.Level]:
     async def run() -> list[load.Level]:
         async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
-            return [level async for level in load.measure(load.parsed([URL, *words]), client)]
+            return [level async for level in load.run_levels(load.parsed([URL, *words]), client)]
 
     return asyncio.run(run())
 
@@ -120,7 +121,7 @@ def test_our_own_server() -> None:
     model = lively_model("llama", dtype=torch.float32)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    served = Served.of("tiny", model, tokenizer)
+    served = Served.of(Loaded("tiny", model, tokenizer, None))
     serving = Serving(model, execution="fused", enabled=False, session_memory=0)
     serving.start()
     try:

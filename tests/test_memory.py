@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import prompt
+from models import prompt, seated
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -177,19 +177,15 @@ def test_laws_of_many_rows_need_no_fresh_mappings(sample: bool, rejection: bool)
     processors = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)] if sample else []
     draws = Draws(
         Law(processors, do_sample=sample, rows=rows),
-        [stream_key(0, row) for row in range(rows)],
+        seated([stream_key(0, row) for row in range(rows)], [4] * rows, [[1]] * rows, 4),
         rejection=rejection,
-        history=torch.zeros(rows, 8, dtype=torch.long),
-        width=4,
-        prompt_lengths=[4] * rows,
-        emitted=[[1]] * rows,
     )
     raw = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))  # (N, V)
     positions = [(row, 0) for row in range(rows)]
     with Largest() as made:
         for signal in SIGNALS:
             drawn, _, _, laws = draws.draft(raw, positions, signal)
-        drafts = DraftedTokens([], [], [], drawn, [(positions, drawn)], [*laws], unread=False)
+        drafts = DraftedTokens([], [], [], steps=[(positions, drawn)], laws=[*laws])
         verdict = draws.judge(raw, positions, drafts)
     if not (sample and rejection):
         assert verdict.drawn.tolist() == drawn.tolist()

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_sampling
+import sampling
 import torch
 import transformers
 from checkpoints import save_checkpoint
+from commands import document, refused, run
 from covering import covering
 from kinds import CONTROLLERS, COSTS, ENDS, FEW, LAWS, LENGTHS, decoded, prompts
 from models import VOCABULARY as WORDS
 from models import WINDOW, Erratic, Fickle, lively_model
-from test_cli import PROMPT, document, refused, run
-from test_sampling import (
+from official import TARGETS, assistant_of, source_of, target_of
+from sampling import (
     LEVEL,
     PROCESSORS,
     accept_always,
@@ -45,7 +46,6 @@ from layerskip.decoding.sources.official import Official
 from layerskip.environment import _compiler
 from layerskip.files.records import read_run
 from layerskip.model import cache
-from layerskip.model.assistants import build_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
@@ -53,85 +53,8 @@ from layerskip.replay.trace import Trace, take_trace
 
 pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
 
-TARGETS = ("gemma4", "gemma4_dense", "gemma4_unified", "gemma4_mixture")
 NEW = 24
-KINDS = ["sliding_attention"] * 3 + ["full_attention"]
-
-
-@functools.cache
-def target_of(family: str, tokens: int = FEW, dtype: torch.dtype = torch.float64) -> Any:
-    """A model of so few tokens that texts repeat some stretches."""
-    how: dict[str, Any] = {"vocab_size": tokens}
-    if family == "gemma4":
-        how["vocab_size_per_layer_input"] = tokens
-    model = lively_model(family, dtype=dtype, **how)
-    model.set_experts_implementation("eager")  # the library's faster ones have no float64
-    for name, weight in model.named_parameters():
-        if "layers." in name and "post_" in name:
-            weight.data.mul_(0.5)  # the assistant knows the embeddings only
-    if tokens < 8:  # few texts, all of which should occur
-        model.lm_head.weight.data.mul_(0.4)
-    return model
-
-
-@functools.cache
-def assistant_of(
-    family: str,
-    centroids: bool = False,
-    tokens: int = FEW,
-    dtype: torch.dtype = torch.float64,
-    noise: float = 0.1,
-    **text: Any,
-) -> Any:
-    """An assistant that agrees with a lively target now and then, and not always.
-
-    Mostly the target's embedding under the target's head; its layers and h add something.
-    """
-    target, groups = target_of(family, tokens, dtype), tokens // 4 if tokens > 8 else tokens
-    kind = "gemma4_unified" if "unified" in family else "gemma4"
-    prefix = "Gemma4Unified" if "unified" in family else "Gemma4"
-    shape: dict[str, Any] = {
-        **{"vocab_size": tokens, "hidden_size": 32, "intermediate_size": 48},
-        **{"num_hidden_layers": 4, "layer_types": KINDS, "num_kv_shared_layers": 4},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW},
-        **{"head_dim": 8, "global_head_dim": 16, "max_position_embeddings": 256},
-    }
-    if family != "gemma4":
-        shape |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    if kind == "gemma4":
-        shape |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    config = getattr(transformers, f"{prefix}AssistantConfig")(
-        text_config=getattr(transformers, f"{prefix}TextConfig")(**shape | text),
-        backbone_hidden_size=32,
-        use_ordered_embeddings=centroids,
-        num_centroids=groups,
-        centroid_intermediate_top_k=3,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        built = build_assistant(config)
-        for name, weight in built.named_parameters():
-            if weight.dim() > 1:
-                weight.data.normal_(std=noise)
-            elif "post_" in name:
-                weight.data.fill_(0.15)
-        if centroids:
-            built.masked_embedding.token_ordering.copy_(torch.randperm(tokens))
-    head = target.lm_head.weight
-    built.lm_head.weight.data.copy_(head)
-    built.model.norm.weight.data.copy_(target.model.norm.weight)
-    built.pre_projection.weight.data[:, :32] += 3 * torch.eye(32)
-    if centroids:
-        members = head[built.masked_embedding.token_ordering].view(groups, -1, 32)
-        built.masked_embedding.centroids.weight.data.copy_(members.mean(1))
-    return built.to(dtype).requires_grad_(False)
-
-
-def source_of(
-    family: str, centroids: bool = False, execution: str = "auto", **how: Any
-) -> Official:
-    target = Sublayers(target_of(family), execution)
-    return Official(target, Sublayers(assistant_of(family, centroids, **how), execution))
+PROMPT = "w5 w7 w96 w20"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -330,7 +253,7 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
 ) -> None:
     model, (ids, mask) = target_of(family, dtype=dtype), prompts()
     second = assistant_of(family, dtype=dtype)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 90, "lookup": False}
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 50, "lookup": False}
     how |= {"do_sample": True, "seed": 3, "top_k": 0, "execution": execution, "draft_memory": 0}
     found = []
     for more in (256, 4):
@@ -380,17 +303,17 @@ def sampled(
     processors: str, centroids: bool, rejection: bool, patch: pytest.MonkeyPatch
 ) -> tuple[float, tuple[int, int]]:
     """The p-value of many texts under the target's law; drafted and accepted tokens."""
-    tokens = test_sampling.VOCABULARY
+    tokens = sampling.VOCABULARY
     model = target_of("gemma4", tokens)
     second = assistant_of("gemma4", centroids, tokens, noise=0.4)
-    patch.setattr(test_sampling, "small_model", lambda: model)
-    test_sampling.exact_law.cache_clear()
+    patch.setattr(sampling, "small_model", lambda: model)
+    sampling.exact_law.cache_clear()
     try:
         drafts = [Official(Sublayers(model), Sublayers(second))]
         counts, [drafted] = sample_texts(processors, rejection=rejection, drafts=drafts)
         return p_value(counts, processors), drafted
     finally:
-        test_sampling.exact_law.cache_clear()
+        sampling.exact_law.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -488,13 +411,14 @@ def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path: Path) -> Non
     inputs = {"input_ids": ids, "attention_mask": mask}
     how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
     plain = layerskip.generate(model, inputs, enabled=False, **how)
-    for given in (built, Sublayers(built, "modules"), tmp_path, str(tmp_path)):
-        for few in (None, [3, 5, 7, 8, 9, 11, 14]):
-            got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=few, **how)
-            assert got.sequences.tolist() == plain.sequences.tolist()
-            assert {tokens for r in got.rounds or () for tokens in map(len, r.tokens)} > {1}
+    few = [3, 5, 7, 8, 9, 11, 14]
+    ways = (built, None), (Sublayers(built, "modules"), few), (tmp_path, few), (str(tmp_path), None)
+    for given, tokens in ways:
+        got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=tokens, **how)
+        assert got.sequences.tolist() == plain.sequences.tolist()
+        assert {count for r in got.rounds or () for count in map(len, r.tokens)} > {1}
     words = LayerSkipDecoding(assistant=tmp_path).explain(model)
-    assert "drafts: by the model's official assistant" in words
+    assert "drafts: the model's official assistant" in words
 
 
 @pytest.mark.parametrize("centroids", [False, True])
@@ -559,7 +483,7 @@ def test_an_assistant_by_itself_is_refused() -> None:
 def test_the_command_line_takes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = CostTable(0.2, (1.0, 1.1, 1.2))
     monkeypatch.setattr(
-        "layerskip.settings.cost_tables", lambda _, drafts, *__, **___: [table for _ in drafts]
+        "layerskip.decoders.cost_tables", lambda _, drafts, *__, **___: [table for _ in drafts]
     )
     dtype = torch.float32
     folder = save_checkpoint(tmp_path / "target", target_of("gemma4", WORDS, dtype))

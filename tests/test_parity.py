@@ -27,6 +27,7 @@ from models import (
     lively_model,
     prompt,
     ragged,
+    require,
     tiny_model,
 )
 from ties import partings
@@ -35,9 +36,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.decoding.noise import stream_key
 from layerskip.prompts import read_prompts
+from layerskip.registry import CONTROLLERS
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
 NEW_TOKENS = 12
@@ -220,6 +221,8 @@ def held_out(name: str, count: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
     ("count", "new_tokens"), [(10, 20), pytest.param(60, 160, marks=pytest.mark.slow)]
 )
 def test_shipped_models_on_held_out_prompts(name: str, count: int, new_tokens: int) -> None:
+    if name == "demo-gemma4":
+        require("gemma4_text")
     model, ids, mask = held_out(name, count)
     skip = SHIPPED_SKIPS[name]
     how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}

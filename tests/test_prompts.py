@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from layerskip.cli.options import read_given
+from layerskip.cli.inputs import read_given
 from layerskip.named import COPYING, NAMED_PROMPTS, SPEC_BENCH
 from layerskip.prompts import Prompt, read_prompts
 

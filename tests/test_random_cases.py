@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
-from kinds import BLOCKS, Several, weights_of
+from kinds import BLOCKS, several, weights_of
 from models import EVERY, VOCABULARY, Erratic, Fickle, lively_model, near, ragged
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.model.sublayers import Sublayers
+from layerskip.registry import CONTROLLERS
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 OTHERS = Lookup([range(2, VOCABULARY), range(VOCABULARY - 1, 2, -3)])
@@ -67,12 +67,12 @@ def second_of(family: str, shape: int, window: int) -> Any:
     return near(model_of(family, shape, window, VOCABULARY - shape), 0.3)
 
 
-def decoding(skips: Sequence[SkipConfig], **settings: Any) -> LayerSkipDecoding:
+def decoding(model: Any, skips: Sequence[SkipConfig], **settings: Any) -> LayerSkipDecoding:
     if len(skips) < 2:
         return LayerSkipDecoding(*skips, **settings)
-    lookup, costs = settings.pop("lookup"), settings.pop("costs")
+    lookup = settings.pop("lookup")
     others = [Lookup() if lookup is True else lookup] if lookup else []
-    return Several([*others, *skips], costs, **settings)
+    return several(model, [*others, *skips], **settings)
 
 
 @st.composite
@@ -181,7 +181,7 @@ def check(case: dict[str, Any], folder: Path) -> None:
         return model.generate(
             ids,
             attention_mask=mask,
-            custom_generate=decoding(**({"skips": ()} | settings)),
+            custom_generate=decoding(model, **({"skips": ()} | settings)),
             return_dict_in_generate=True,
             do_sample=sample,
             **how,

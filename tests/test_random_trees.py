@@ -2,7 +2,7 @@
 
 A case is all that its number draws: the model, its windows and dtype, the way of its passes, rows,
 law, ends, what drafts and what beside it, the controller. In float64 greedy texts are those of
-`model.generate()`, too. Laws are kept from case to case, so that much is known.
+`model.generate()`, too. StoredLogits are kept from case to case, so that much is known.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from guesses import Guesses
 from kinds import BLOCKS, skip_of
 from models import EVERY, All, Erratic, Fickle, Growing, lively_model, near, ragged
-from test_branches import Guesses
 
-from layerskip import Laws, Lookup, LookupLaws, SkipConfig
+from layerskip import LogitLookup, Lookup, SkipConfig, StoredLogits
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.decoding.sources.base import Source
 from layerskip.generation import generate
+from layerskip.registry import CONTROLLERS
 
 VOCABULARY = 24  # so few that texts repeat some stretches
 NATIVE = ("llama", "gemma2", "gemma3", "gemma4", "qwen3", "phi3")
@@ -54,9 +54,9 @@ def model_of(family: str, window: int, dtype: torch.dtype) -> Any:
 
 
 @functools.cache
-def laws_of(family: str, window: int, dtype: torch.dtype) -> Laws:
+def laws_of(family: str, window: int, dtype: torch.dtype) -> StoredLogits:
     """What is kept between the cases of a model; so little that old laws are dropped."""
-    return Laws(400)
+    return StoredLogits(400)
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def second_of(family: str, window: int, dtype: torch.dtype) -> Any:
     return near(model_of(family, window, dtype), 0.3)
 
 
-def trees(draw: random.Random, kept: Laws, texts: list[list[int]]) -> list[Source]:
+def trees(draw: random.Random, kept: StoredLogits, texts: list[list[int]]) -> list[Source]:
     """One or two sources that draft trees."""
     found: list[Source] = []
     for kind in draw.sample(
@@ -82,7 +82,7 @@ def trees(draw: random.Random, kept: Laws, texts: list[list[int]]) -> list[Sourc
             how = {"longest": draw.randint(1, 32), "beside": draw.random() < 0.8}
             lookup = Lookup() if kind == "laws and lookups" else None
             laws = kept if kind == "kept laws" else None
-            found.append(LookupLaws(laws, draw.randint(1, 8), lookup, **how))
+            found.append(LogitLookup(laws, draw.randint(1, 8), lookup, **how))
         seen[kind] += 1
     return found
 

@@ -1,20 +1,23 @@
 """The README's program runs as printed, and its links lead somewhere."""
 
 import inspect
+import json
 import re
 from pathlib import Path
 
-import expectations
+import figures
 import pytest
+import run_files as made
+import speed
 from models import lively_model, prompt
 
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.analysis.runs import load_runs
+from layerskip.checkpoints import load
 from layerskip.search import SearchResult, search
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -68,7 +71,39 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_what_is_computed_for_gemma_4_is_what_the_page_says():
-    page = (ROOT / "docs" / "gemma4.md").read_text(encoding="utf-8")
-    for table in expectations.tables():
-        assert table in page, "docs/gemma4.md is not what scripts/expectations.py prints"
+def test_figures_are_those_of_records():
+    """Of README, once records are taken up; `make figures` does that."""
+    if stored := json.loads(figures.STORED.read_text()) if figures.STORED.exists() else {}:
+        assert figures.wrong(README, stored) == []
+
+
+def test_figures_that_no_record_has_are_told(tmp_path):
+    [run] = load_runs([made.write(tmp_path / "run.jsonl", made.made_up())])
+    stored = {"run": figures.figures_of(run)}
+    right = (
+        "**1.15 (1.09-1.23)**<!-- run self/plain -->, 1.16 (1.09 to 1.24)"
+        "<!-- run self/plain:decode --> and 1,134<!-- run self --> at T = 0.80, since 2.13"
+    )
+    assert figures.wrong(right, stored) == []
+    for text, words in (
+        ("1.16 (1.09-1.23)<!-- run self/plain -->", "README says 1.16 1.09 1.23, records"),
+        ("1.15 (1.08-1.23)<!-- run self/plain -->", "records ['1.15', '1.09', '1.23']"),
+        ("1.15<!-- other self/plain -->", "other self/plain: README says 1.15, records none"),
+        ("1.15 (1.09-1.23), all", "1.15 (1.09-1.23) names no record"),
+    ):
+        [line] = figures.wrong(text, stored)
+        assert words in line
+
+
+@pytest.mark.parametrize(("share", "code"), [(1.1, 0), (0.5, 1)])
+def test_a_slow_machine_is_told_by_the_exit_code(tmp_path, monkeypatch, capsys, share, code):
+    ratios = speed.measured(load("demo-llama"), repeats=1, tokens=20)
+    assert all(ratio > 0 for ratio in ratios.values())
+    monkeypatch.setattr(speed, "LIMITS", tmp_path / "floors.json")
+    for told, flags, wanted in ((ratios, ["--write"], 0), ({"c": ratios["c"] / share}, [], code)):
+        monkeypatch.setattr(speed, "measured", lambda *_, told=told: ratios | told)
+        monkeypatch.setattr("sys.argv", ["speed", *flags])
+        with pytest.raises(SystemExit) as stopped:
+            speed.main()
+        assert stopped.value.code == wanted
+    assert ("BEYOND" in capsys.readouterr().out) == bool(code)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import document, run
 from models import ragged
-from test_cli import document, run
 from ties import partings
 
 from layerskip import LayerSkipDecoding, SkipConfig

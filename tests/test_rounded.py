@@ -74,14 +74,16 @@ def test_numbers_are_rounded_by_a_step_at_most_in_both_layouts(
         assert copy.nbytes == rounded_bytes(weight, bits, packed=copy.packed)
 
 
-def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = weight_of(70, 96)
-    whole = [rounded(weight, bits, packed=packed) for bits in BITS for packed in (False, True)]
-    monkeypatch.setattr("layerskip.model.rounded._CHUNK", 96 * 33)
-    parts = [rounded(weight, bits, packed=packed) for bits in BITS for packed in (False, True)]
-    for one, other in zip(whole, parts, strict=True):
-        assert torch.equal(one.numbers, other.numbers)
-        assert one.scales is None or torch.equal(one.scales, other.scales)  # type: ignore[arg-type]
+def test_a_large_weight_is_rounded_as_its_parts_are() -> None:
+    """It is rounded in chunks."""
+    weight = weight_of(80, 1 << 15)
+    for bits, packed in product(BITS, (False, True)):
+        whole = rounded(weight, bits, packed=packed)
+        parts = [rounded(part, bits, packed=packed) for part in weight.split(16)]
+        assert torch.equal(whole.numbers, torch.cat([part.numbers for part in parts]))
+        if whole.scales is not None:
+            scales = [part.scales for part in parts if part.scales is not None]
+            assert torch.equal(whole.scales, torch.cat(scales))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -121,7 +123,7 @@ def native_head(copy: Rounded, bias: Tensor | None, size: Tensor, signs: Tensor)
     """A native product of inputs `signs * size` (n, C): what a norm makes of signs, exactly."""
     module = extension.extension()
     plan, matrix = module.Plan(), native_matrix(copy, bias)
-    head = plan.head(before=module.Norm(size, 0.0, "llama"), matrix=matrix, softcap=0.0)
+    head = plan.add("head", before=module.Norm(size, 0.0, "llama"), inputs=[matrix])
     return plan.run(signs[None].to(size.dtype), [head], [], [], [], [])[0].double()  # type: ignore[no-any-return]
 
 
@@ -288,14 +290,6 @@ def test_drafts_run_what_they_are_asked_to(execution: str, bits: int) -> None:
 # Copies.
 
 
-def _multiplied(weight: Any) -> None:
-    weight.mul_(1.5)
-
-
-def _replaced(weight: Any) -> None:
-    weight.data = weight.data.clone() * 1.5
-
-
 def _merged(weight: Any) -> None:
     """As adapters are merged."""
     generator = torch.Generator().manual_seed(0)
@@ -303,12 +297,17 @@ def _merged(weight: Any) -> None:
     weight.data += 0.1 * down @ up.T
 
 
-def _loaded(weight: Any) -> None:
-    weight.data.copy_(weight.data.flip(0))
-
-
 @pytest.mark.parametrize("execution", ["modules", "fused", "native"])
-@pytest.mark.parametrize("change", [_multiplied, _replaced, _merged, _loaded])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(1.5),
+        lambda weight: setattr(weight, "data", weight.data.clone() * 1.5),
+        lambda weight: weight.data.copy_(weight.data.flip(0)),  # as loaded anew
+        _merged,
+    ],
+    ids=["multiplied", "replaced", "loaded", "merged"],
+)
 @torch.no_grad()
 def test_copies_of_changed_weights_are_made_anew(
     execution: str, change: Callable[[Any], None]

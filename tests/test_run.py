@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run as command
 from filelock import FileLock
-from typer.testing import CliRunner
 
 import layerskip
 from layerskip.checkpoints import encode, load
-from layerskip.cli import main as cli
 from layerskip.cli.run import _device
 from layerskip.prompts import read_prompts
 from layerskip.serving.files import open_answers, open_part
@@ -43,8 +42,7 @@ def given(tmp_path: Path) -> Path:
 
 
 def run(given: Path, output: Path, *flags: str) -> Any:
-    arguments = ["run", "demo-llama", str(given), "--output", str(output), *FLAGS, *flags]
-    return CliRunner().invoke(cli.app, arguments)
+    return command("run", "demo-llama", given, "--output", output, *FLAGS, *flags)
 
 
 def rows(output: Path) -> dict[str, dict[str, Any]]:

@@ -10,24 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from models import Growing, lively_model, ragged
+from models import Growing, lively_model, ragged, seated
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding import speculator
-from layerskip.decoding.acceptance import LaterAcceptance
-from layerskip.decoding.controller import Grower
+from layerskip.decoding import live_target
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Drawn, Draws
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.growing import Joined, Node, Place, conditional, grown
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position
 from layerskip.decoding.sources.base import Proposal
 from layerskip.generation import generate
 from layerskip.model import extension
+from layerskip.research.tree_gain import LaterAcceptance, TreeGain
+from layerskip.research.trees import Grower, Joined, Node, Place, conditional, grown
 
 FLAT = CostTable(0.2, (1.0,) * 20)
 STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
@@ -65,14 +64,14 @@ def test_texts_are_the_targets(family: str, skip: str) -> None:
         controller = Growing(rows)
         out = decoded(SKIPS[skip], controller, rows=rows, **how)
         assert out.sequences.tolist() == decoded(None, rows=rows, **how).sequences.tolist()
-        trees += controller.trees
+        trees += controller.widened
     assert trees > 10
 
 
 def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: its noise is that of its depth."""
     plain = decoded(None)
-    monkeypatch.setattr(speculator, "depths", lambda parents: [*range(len(parents) + 1)])
+    monkeypatch.setattr(live_target, "depths", lambda parents: [*range(len(parents) + 1)])
     wrong = decoded(SKIPS["no prefix"], Growing(1))
     assert wrong.sequences.tolist() != plain.sequences.tolist()
 
@@ -140,11 +139,9 @@ def test_native_draws_rank_the_best_tokens_as_torch_does(sample: bool) -> None:
     law = Law([TemperatureLogitsWarper(0.7)] if sample else [], do_sample=sample, rows=1)
     raw = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2))
     raw[1, 4:] = -torch.inf  # fewer tokens than are asked for
-    how: dict[str, Any] = {"history": torch.zeros(1, 9, dtype=torch.long), "width": 4}
-    how |= {"rejection": False, "prompt_lengths": [4], "emitted": [[5]], "remembers": False}
     found = []
     for native in (None, extension.extension().drawn):
-        draws = Draws(law, [7], native=native, **how)
+        draws = Draws(law, seated([7], [4], [[5]], 4), native=native)
         found.append(draws.draft(raw, [(0, 0), (0, 1), (0, 2)], "margin", best=8))
     assert torch.equal(found[0].tokens, found[1].tokens)
     assert found[0].others is not None
@@ -225,7 +222,7 @@ def test_as_many_tokens_are_verified_as_pay() -> None:
 
     def width(price: float, chances: Sequence[float], rows: int = 1) -> int:
         table = CostTable(0.1, tuple(1.0 + price * n for n in range(20)))
-        controller: Grower = ExpectedGain(table, branches=True)
+        controller: Grower = TreeGain(table)
         assert isinstance(controller, ExpectedGain)
         controller.reset(rows)
         controller.begin(100, rows)

@@ -46,7 +46,7 @@ BUSY = ALONG + "while True: pass"
 START = """
 import pathlib, time
 from layerskip.search.objective import Objective
-from layerskip.search.pipeline import Search
+from layerskip.search.stages import Search
 begun = pathlib.Path(arguments[arguments.index("--output") + 1]).with_name("begun")
 evaluate, search = Objective.__call__, Search.run
 """
@@ -77,8 +77,8 @@ def hang(self, skip):
 Objective.__call__ = hang
 """
 IMPATIENT = """
-from layerskip.search import study
-study.SILENT_SECONDS = 3.0
+from layerskip.search import storage
+storage.BEAT_SECONDS, storage.SILENT_SECONDS = 1, 3
 """
 
 
@@ -202,27 +202,3 @@ def test_the_trial_of_a_killed_worker_is_taken_up(server: str, worker: Any, tmp_
     assert [t.state for t in again] == [TrialState.COMPLETE]
     assert again[0].user_attrs["origin"] == left.user_attrs["origin"]
     assert sum(t.state is TrialState.COMPLETE for t in trials) == 10
-
-
-def test_a_search_by_way_of_a_proxy(server: str, worker: Any, tmp_path: Path) -> None:
-    pytest.importorskip("grpc")
-    port, url = free_port(), server.replace("postgresql://", "postgresql+psycopg://")
-    proxy = (
-        "from optuna.storages import RDBStorage, run_grpc_proxy_server as serve\n"
-        f"serve(RDBStorage({url!r}), host='127.0.0.1', port={port})"
-    )
-    running = subprocess.Popen([sys.executable, "-c", proxy], stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: listens(port), running)
-        child = worker("a", "", f"grpc://127.0.0.1:{port}", "--trials", 4, "--no-confirm")
-        said = child.communicate(timeout=500)[1]
-        assert child.returncode == 0, said
-        assert len(trials_in(server, tmp_path.name)) == 4
-    finally:
-        running.kill()
-        running.wait()
-    late = worker("b", "", f"grpc://127.0.0.1:{port}", "--trials", 5, "--no-confirm")
-    said = late.communicate(timeout=500)[1]
-    assert late.returncode == 2
-    assert said.startswith(f"layerskip: error: cannot open the storage grpc://127.0.0.1:{port}: ")
-    assert said.count("\n") == 1

@@ -83,7 +83,7 @@ class Place:
 def place() -> Iterator[Place]:
     loaded = load("demo-llama", dtype="float32")
     loaded.tokenizer.chat_template = TEMPLATE
-    served = Served.of("demo-llama", loaded.model, loaded.tokenizer, max_new_tokens=12)
+    served = Served.of(loaded, max_new_tokens=12)
     drafts: Any = {"controller": "fixed", "lookup": True, "draft_memory": 0}
     serving = Serving(loaded.model, max_tokens=served.context, execution="fused", **drafts)
     with running(make_app(serving, served, api_key=KEY, max_body=20_000)) as url:

@@ -15,18 +15,19 @@ import pytest
 import torch
 from kinds import BLOCKS, weights_of
 from models import VOCABULARY, Fickle, Growing, lively_model, near, pure
-from test_whole import model_of
+from small import small_model
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import layerskip
-from layerskip import SkipConfig
-from layerskip.decoding.sources import lookup_laws
-from layerskip.decoding.sources.kept_laws import Laws
+from layerskip import Proposal, SkipConfig, Source, State
+from layerskip.decoding import passes
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.decoding.sources.lookup_laws import LookupLaws
-from layerskip.serving import places, scheduler
+from layerskip.research import logit_lookup
+from layerskip.research.logit_lookup import LogitLookup
+from layerskip.research.stored_logits import StoredLogits
+from layerskip.serving import scheduler
+from layerskip.serving.requests import Piece, QueueFull, TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.serving.tasks import Piece, QueueFull, Task
 from layerskip.timing import tables
 
 SETTINGS: dict[str, Any] = {"skip": SkipConfig.early_exit(2), "execution": "fused"}
@@ -34,7 +35,7 @@ Starts = Sequence[Sequence[int]]
 STARTS: Starts = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
 
 
-def alone(model: Any, task: Task) -> list[int]:
+def alone(model: Any, task: TextRequest, execution: str = "fused") -> list[int]:
     """A task's text, decoded plainly and by itself."""
     rounds = layerskip.decode(
         model,
@@ -48,17 +49,43 @@ def alone(model: Any, task: Task) -> list[int]:
         eos_token_id=sorted(task.eos or ()),
         seeds=[task.seed],
         enabled=False,
-        execution="fused",
+        execution=execution,
     )
     return [token for each in rounds for token in each.tokens[0]]
 
 
-def any_task(draw: random.Random, starts: Starts) -> Task:
+def drain(serving: Serving) -> None:
+    while serving.step():
+        pass
+
+
+def said(pieces: Sequence[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def finished(serving: Serving, task: TextRequest) -> list[Piece]:
+    told: list[Piece] = []
+    serving.submit(task, told.append)
+    drain(serving)
+    return told
+
+
+def texts_alone(model: Any, serving: Serving, tasks: Sequence[TextRequest]) -> list[list[Piece]]:
+    """Decode tasks side by side; each has the text that it has alone."""
+    told: list[list[Piece]] = [[] for _ in tasks]
+    for task, pieces in zip(tasks, told, strict=True):
+        serving.submit(task, pieces.append)
+    drain(serving)
+    assert [*map(said, told)] == [alone(model, task) for task in tasks]
+    return told
+
+
+def any_task(draw: random.Random, starts: Starts) -> TextRequest:
     begun = list(draw.choice(starts))
     prompt = begun + [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 9))]
     sampled = draw.random() < 0.5
     penalty = [RepetitionPenaltyLogitsProcessor(1.3)] if draw.random() < 0.3 else []
-    return Task(
+    return TextRequest(
         prompt,
         max_new_tokens=draw.randint(1, 14),
         do_sample=sampled,
@@ -78,16 +105,16 @@ def schedule(model: Any, seed: int, starts: Starts = STARTS, **settings: Any) ->
         _schedule(model, seed, SETTINGS | settings, starts)
 
 
-def laws_looked_up(model: Any, seed: int) -> list[LookupLaws]:
+def laws_looked_up(model: Any, seed: int) -> list[LogitLookup]:
     """For two schedules of five: a text's own laws, perhaps others, and texts beside them."""
     draw = random.Random(f"laws {seed}")
     if draw.random() < 0.6:
         return []
-    known = Laws() if draw.random() < 0.5 else None
+    known = StoredLogits() if draw.random() < 0.5 else None
     if known is not None:
         known.learn(model, [*range(20), *draw.choices(range(VOCABULARY), k=40)])
     looked_up, beside = draw.choice([None, Lookup()]), draw.random() < 0.5
-    return [LookupLaws(known=known, lookup=looked_up, beside=beside, branches=draw.randint(1, 3))]
+    return [LogitLookup(known=known, lookup=looked_up, beside=beside, branches=draw.randint(1, 3))]
 
 
 def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts) -> None:
@@ -99,8 +126,11 @@ def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts
         session_memory=draw.choice([0, 100_000]),
         max_draft_length=4,
         controller=draw.choice([Fickle, Growing])(seed),
-        sources=laws_looked_up(model, seed),
-        **{"memory": memory, **settings},
+        **{
+            "memory": memory,
+            "sources": laws_looked_up(model, seed) if settings.get("skip") else [],
+            **settings,
+        },
     )
     tasks, pieces, cancelled = [], [], []
     tickets: list[Any] = []
@@ -109,12 +139,12 @@ def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts
         if left and draw.random() < 0.5:
             left -= 1
             task = any_task(draw, starts)
-            expected = alone(model, task)
+            expected = alone(model, task, settings["execution"])
             if draw.random() < 0.5:
                 predicted = list(expected)
                 if draw.random() < 0.5:
                     predicted[len(predicted) // 2] = draw.randrange(VOCABULARY)
-                task = Task(**{**vars(task), "predicted": predicted})
+                task = TextRequest(**{**vars(task), "predicted": predicted})
             tasks.append((task, expected))
             told: list[Piece] = []
             pieces.append(told)
@@ -127,7 +157,7 @@ def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts
         assert stats.used <= stats.memory
         assert stats.known_used <= stats.known_memory
     for number, ((task, expected), told) in enumerate(zip(tasks, pieces, strict=True)):
-        text = [token for piece in told for token in piece.tokens]
+        text = said(told)
         assert [piece.reason for piece in told[:-1]] == [None] * (len(told) - 1)
         last = told[-1]
         if last.reason == "cancelled":
@@ -184,14 +214,13 @@ def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
             if piece.reason is not None:
                 told.append((number, piece.counts.drafted, piece.counts.accepted))
 
-        serving.submit(Task(prompt, new), tell)
+        serving.submit(TextRequest(prompt, new), tell)
         for _ in range(draw.randint(0, 3)):
             serving.step()
-    while serving.step():
-        pass
+    drain(serving)
     assert sorted(told) == lone
     assert sum(accepted for *_, accepted in lone) > 3
-    batch = serving._batch.places
+    batch = serving._batch.passes
     held = [*batch._tapped.values()]
     for cache in batch._caches:
         held += [*cache.keys.values(), *cache.values.values()]
@@ -206,26 +235,60 @@ def test_a_second_model_drafts(model: Any) -> None:
     serving = Serving(
         model, controller="fixed", max_draft_length=4, assistant=second, execution="fused"
     )
-    told = finished(serving, Task([3, 4, 5], 40))
+    told = finished(serving, TextRequest([3, 4, 5], 40))
     assert told[-1].counts.accepted > 10
-    places = serving._batch.places
+    places = serving._batch.passes
     held = [
         part for cache in places._caches for part in (*cache.keys.values(), *cache.values.values())
     ]
     assert sum(each.nbytes for each in held) == serving.stats.used
 
 
-def test_a_second_model_limits_texts_and_must_be_opened(model: Any) -> None:
+def test_a_second_model_limits_texts(model: Any) -> None:
     second = lively_model("llama", max_position_embeddings=64)
     assert Serving(model, assistant=second, execution="fused").max_tokens == 64
-    whole = model_of("phi", vocab_size=VOCABULARY)
-    with pytest.raises(ValueError, match="Assistant of a model that runs whole"):
-        Serving(model, assistant=whole)
+
+
+class Phrases(Source):
+    """A source of one's own: what followed the last token two tokens earlier."""
+
+    key = "phrases"
+
+    def open(self, batch: Any) -> State:
+        return PhraseState(batch)
+
+
+class PhraseState(State):
+    def offer(self, row: int, most: int) -> Proposal:
+        return Proposal.of([*self.batch.emitted[row], 7][-2:][:most], match=2)
+
+
+@pytest.mark.parametrize("kind", ["whole", "whole assistant", "official", "own"])
+def test_whatever_generate_takes_is_served(model: Any, kind: str) -> None:
+    """Models that run whole, these as second models, official assistants, sources of one's own."""
+    how: dict[str, Any] = {"memory": 400_000, "skip": None}
+    if kind == "whole":
+        model, how["execution"] = small_model("phi", vocab_size=VOCABULARY), "auto"
+    elif kind == "whole assistant":
+        how |= {"assistant": small_model("phi", vocab_size=VOCABULARY), "execution": "auto"}
+    elif kind == "official":
+        official = pytest.importorskip("test_official", reason="transformers 5.23 has it")
+        model = official.target_of("gemma4", VOCABULARY)
+        how["assistant"] = official.assistant_of("gemma4", tokens=VOCABULARY)
+    else:
+        how["sources"] = [Phrases()]
+    for seed in range(5):
+        schedule(model, seed, **how)
+
+
+def test_encoder_decoders_are_refused_by_their_reason() -> None:
+    with pytest.raises(ValueError, match="encoder-decoder, which reads a text before"):
+        Serving(small_model("t5"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_layers_with_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_PIECE", 8)
+    monkeypatch.setattr(passes, "_PIECE", 8)
     long = [*range(VOCABULARY)]
     model = lively_model(family)
     for seed in range(4):
@@ -234,26 +297,24 @@ def test_layers_with_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_layers_with_windows_hold_little_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that joins at slot 0 beside long ones takes no more."""
-    monkeypatch.setattr(places, "_PIECE", 8)
+    monkeypatch.setattr(passes, "_PIECE", 8)
     model = lively_model("gemma3")
     serving = Serving(model, max_rows=2, **SETTINGS)
-    tasks = [Task([*range(97)] * 2, 12), Task([3, 4, 5], 40)]
+    tasks = [TextRequest([*range(97)] * 2, 12), TextRequest([3, 4, 5], 40)]
     told: list[list[Piece]] = [[], []]
     for task, pieces in zip(tasks, told, strict=True):
         serving.submit(task, pieces.append)
         while not pieces:
             serving.step()
-    cache = serving._batch.places.cache
+    cache = serving._batch.passes.cache
     assert cache.bases[0] > 140
     assert cache.bases[1] == 0
     held = [*cache.keys.items(), *cache.values.items()]
     assert sum(each.nbytes for _, each in held) == serving.stats.used
     assert {each.shape[2] for layer, each in held if layer in cache.trimmed} == {cache.span}
     assert cache.span < 100 < cache.size
-    while serving.step():
-        pass
-    for task, pieces in zip(tasks, told, strict=True):
-        assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
+    drain(serving)
+    assert [*map(said, told)] == [alone(model, task) for task in tasks]
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
@@ -262,44 +323,32 @@ def test_second_best_tokens_are_verified_beside_chains(model: Any, execution: st
     how: dict[str, Any] = {"skip": SkipConfig.low_precision(4), "execution": execution}
     controller = Growing(1)
     serving = Serving(model, max_rows=3, controller=controller, max_draft_length=6, **how)
-    told: list[list[Piece]] = [[] for _ in range(5)]
-    tasks = [Task([3, 4, seed], 60, do_sample=seed > 0, seed=seed) for seed in range(5)]
-    for task, pieces in zip(tasks, told, strict=True):
-        serving.submit(task, pieces.append)
-    while serving.step():
-        pass
-    for task, pieces in zip(tasks, told, strict=True):
-        assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
+    tasks = [TextRequest([3, 4, seed], 60, do_sample=seed > 0, seed=seed) for seed in range(5)]
+    texts_alone(model, serving, tasks)
     assert controller.seconds[1] > 2
 
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_laws_of_a_file_draft_what_a_text_will_say(model: Any, sampled: bool) -> None:
-    task = Task([3, 4, 5], 40, do_sample=sampled, seed=7, eos=frozenset())
-    expected, laws = alone(model, task), Laws()
+    task = TextRequest([3, 4, 5], 40, do_sample=sampled, seed=7, eos=frozenset())
+    expected, laws = alone(model, task), StoredLogits()
     laws.learn(model, [*task.prompt, *expected])
     how: dict[str, Any] = {"controller": "fixed", "lookup": False, "max_draft_length": 8}
-    serving = Serving(model, sources=[LookupLaws(known=laws)], **how, **SETTINGS)
-    others = [Task([9, seed], 12, seed=seed, do_sample=sampled) for seed in range(3)]
-    told: list[list[Piece]] = [[] for _ in (task, *others)]
-    for each, pieces in zip((task, *others), told, strict=True):
-        serving.submit(each, pieces.append)
-    while serving.step():
-        pass
-    for each, pieces in zip((task, *others), told, strict=True):
-        assert [token for piece in pieces for token in piece.tokens] == alone(model, each)
+    serving = Serving(model, sources=[LogitLookup(known=laws)], **how, **SETTINGS)
+    others = [TextRequest([9, seed], 12, seed=seed, do_sample=sampled) for seed in range(3)]
+    told = texts_alone(model, serving, (task, *others))
     assert told[0][-1].counts.accepted > 25
     assert len(laws) == 43  # nobody has added to them
 
 
 def test_a_text_learns_its_own_laws_and_forgets_others(model: Any, monkeypatch: Any) -> None:
     """As many at most as a text may; of a seat they are the present text's."""
-    monkeypatch.setattr(lookup_laws, "_OF_A_TEXT", 30)
+    monkeypatch.setattr(logit_lookup, "_OF_A_TEXT", 30)
     how: dict[str, Any] = {"controller": "fixed", "lookup": False, **SETTINGS}
-    serving = Serving(model, max_rows=1, sources=[LookupLaws()], **how)
+    serving = Serving(model, max_rows=1, sources=[LogitLookup()], **how)
     used, accepted = [], []
     for new in (50, 9, 50):
-        told = finished(serving, Task([3, 4, 5], new, eos=frozenset()))
+        told = finished(serving, TextRequest([3, 4, 5], new, eos=frozenset()))
         used.append(serving.stats.laws_used)
         accepted.append(told[-1].counts.drafted)
     assert used == [30 * 1024, used[1], 30 * 1024]
@@ -308,32 +357,24 @@ def test_a_text_learns_its_own_laws_and_forgets_others(model: Any, monkeypatch: 
 
 
 def test_laws_that_texts_would_share_are_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"laws of each text apart; give .* LookupLaws\(known="):
-        Serving(model, sources=[LookupLaws(Laws())], **SETTINGS)
-
-
-def finished(serving: Serving, task: Task) -> list[Piece]:
-    told: list[Piece] = []
-    serving.submit(task, told.append)
-    while serving.step():
-        pass
-    return told
+    with pytest.raises(ValueError, match=r"keeps texts apart, and this LogitLookup .* known="):
+        Serving(model, sources=[LogitLookup(StoredLogits())], **SETTINGS)
 
 
 def test_a_full_queue_refuses(model: Any) -> None:
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):
-        serving.submit(Task([1, 2]), lambda piece: None)
+        serving.submit(TextRequest([1, 2]), lambda piece: None)
     with pytest.raises(QueueFull, match="2 tasks wait"):
-        serving.submit(Task([1, 2]), lambda piece: None)
+        serving.submit(TextRequest([1, 2]), lambda piece: None)
 
 
 def test_a_task_that_can_never_fit_is_refused_by_numbers(model: Any) -> None:
     serving = Serving(model, memory=1000, **SETTINGS)
     with pytest.raises(ValueError, match="may take 1,000; shorten the prompt"):
-        serving.submit(Task([1, 2]), lambda piece: None)
+        serving.submit(TextRequest([1, 2]), lambda piece: None)
     with pytest.raises(ValueError, match=r"at most 256, got 2 [+] 255"):
-        serving.submit(Task([1, 2], max_new_tokens=255), lambda piece: None)
+        serving.submit(TextRequest([1, 2], max_new_tokens=255), lambda piece: None)
 
 
 @pytest.mark.parametrize(
@@ -344,29 +385,9 @@ def test_settings_that_cannot_be_served_name_themselves(model: Any, name: str, v
         Serving(model, **{**SETTINGS, name: value})
 
 
-def test_an_error_of_a_processor_ends_its_task_only(model: Any) -> None:
-    @pure
-    def broken(history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if history.shape[1] > 6:
-            raise RuntimeError("no more")
-        return scores
-
-    serving = Serving(model, **SETTINGS)
-    fine = Task([3, 4, 5], max_new_tokens=20)
-    told: list[Piece] = []
-    others: list[Piece] = []
-    serving.submit(Task([3, 4, 5], max_new_tokens=20, processors=[broken]), told.append)
-    serving.submit(fine, others.append)
-    while serving.step():
-        pass
-    assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no more")
-    assert [token for piece in others for token in piece.tokens] == alone(model, fine)
-    assert others[-1].reason == "length"
-
-
 def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model: Any) -> None:
     serving = Serving(model, controller=Fickle(3), **SETTINGS)
-    task = Task([3, 4, 5], max_new_tokens=20)
+    task = TextRequest([3, 4, 5], max_new_tokens=20)
     told: list[list[Piece]] = [[], [], []]
     for pieces in told[:2]:
         serving.submit(task, pieces.append)
@@ -377,13 +398,13 @@ def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model: Any) -> None:
         raise RuntimeError("out of order\nand more")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving._batch.places, "verify", fail)
-        serving.submit(Task([9] * 4, max_new_tokens=20), told[2].append)
+        patch.setattr(serving._batch.passes, "verify", fail)
+        serving.submit(TextRequest([9] * 4, max_new_tokens=20), told[2].append)
         serving.step()
     again = finished(serving, task)
     for pieces in told:
         assert (pieces[-1].reason, pieces[-1].error) == ("error", "RuntimeError: out of order")
-    assert [token for piece in again for token in piece.tokens] == alone(model, task)
+    assert said(again) == alone(model, task)
     assert serving.stats.rows == 0
 
 
@@ -409,13 +430,13 @@ def test_a_thread_that_ends_by_an_error_says_so(model: Any, monkeypatch: Any) ->
     monkeypatch.setattr(serving._batch, "round", fail)
     serving.start()
     assert serving.alive
-    serving.submit(Task([3, 4, 5], max_new_tokens=6), tell)
+    serving.submit(TextRequest([3, 4, 5], max_new_tokens=6), tell)
     assert done.wait(60)
     assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: worse")
     while serving.alive:
         pass
     with pytest.raises(RuntimeError, match="ended by an error"):
-        serving.submit(Task([3]), tell)
+        serving.submit(TextRequest([3]), tell)
     serving.stop()
 
 
@@ -440,35 +461,47 @@ class Counting:
         return out
 
 
+class Broken(Counting):
+    def start(self) -> Counting:
+        raise RuntimeError("no more")
+
+
+@pure
+def broken(history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if history.shape[1] > 6:
+        raise RuntimeError("no more")
+    return scores
+
+
+@pytest.mark.parametrize("processor", [broken, Broken()], ids=["function", "grammar"])
+def test_an_error_of_a_processor_ends_its_task_only(model: Any, processor: Any) -> None:
+    serving, told = Serving(model, **SETTINGS), list[Piece]()
+    serving.submit(TextRequest([3, 4, 5], 20, processors=[processor]), told.append)
+    others = finished(serving, fine := TextRequest([3, 4, 5], 20))
+    assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no more")
+    assert said(others) == alone(model, fine)
+    assert others[-1].reason == "length"
+
+
 def test_forced_tokens_are_drafted_and_forbidden_ones_are_not(model: Any) -> None:
     how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 12, "lookup": False}
     serving = Serving(model, **how, **SETTINGS)
-    task = Task([3, 4, 5], max_new_tokens=40, processors=[Counting()], predicted=[20, 21, 5, 6])
+    task = TextRequest(
+        [3, 4, 5], max_new_tokens=40, processors=[Counting()], predicted=[20, 21, 5, 6]
+    )
     told = finished(serving, task)
-    assert [token for piece in told for token in piece.tokens] == [20 + i % 7 for i in range(40)]
+    assert said(told) == [20 + i % 7 for i in range(40)]
     counts = told[-1].counts
     assert counts.drafted == counts.accepted
     assert counts.rounds == 3
 
 
-def test_an_error_of_a_grammar_ends_its_task_only(model: Any) -> None:
-    class Broken(Counting):
-        def start(self) -> Counting:
-            raise RuntimeError("no grammar")
-
-    serving = Serving(model, **SETTINGS)
-    told: list[Piece] = []
-    serving.submit(Task([3, 4, 5], processors=[Broken()]), told.append)
-    fine = Task([3, 4, 5], max_new_tokens=5)
-    others = finished(serving, fine)
-    assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no grammar")
-    assert [token for piece in others for token in piece.tokens] == alone(model, fine)
-
-
 @pytest.mark.parametrize("wrong", [{"prompt": []}, {"prompt": [97]}, {"predicted": [-1]}])
 def test_tokens_outside_of_the_vocabulary_are_refused(model: Any, wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"empty|0[.][.]96"):
-        Serving(model, **SETTINGS).submit(Task(**{"prompt": [1], **wrong}), lambda piece: None)
+        Serving(model, **SETTINGS).submit(
+            TextRequest(**{"prompt": [1], **wrong}), lambda piece: None
+        )
 
 
 def test_costs_are_measured_before_the_first_task(model: Any, monkeypatch: Any) -> None:
@@ -478,53 +511,44 @@ def test_costs_are_measured_before_the_first_task(model: Any, monkeypatch: Any) 
     def measure(*_: Any, **__: Any) -> None:
         raise AssertionError("measured within a step")
 
-    monkeypatch.setattr(tables, "measure", measure)
-    task = Task([3, 4, 5], max_new_tokens=12)
+    monkeypatch.setattr(tables, "time_rounds", measure)
+    task = TextRequest([3, 4, 5], max_new_tokens=12)
     told = finished(serving, task)
     assert told[-1].error is None
-    assert [token for piece in told for token in piece.tokens] == alone(fresh, task)
+    assert said(told) == alone(fresh, task)
 
 
 def test_a_prediction_that_is_right_is_accepted(model: Any) -> None:
-    task = Task([3, 4, 5], max_new_tokens=40, eos=frozenset())
+    task = TextRequest([3, 4, 5], max_new_tokens=40, eos=frozenset())
     expected = alone(model, task)
     serving = Serving(model, controller="fixed", max_draft_length=8, lookup=False, **SETTINGS)
-    told = finished(serving, Task(**{**vars(task), "predicted": expected}))
+    told = finished(serving, TextRequest(**{**vars(task), "predicted": expected}))
     counts = told[-1].counts
     assert counts.predicted == counts.predicted_accepted >= 30
     assert counts.rounds <= 6
 
 
-def test_known_prefixes_are_not_run_again(model: Any) -> None:
-    serving = Serving(model, **SETTINGS)
-    task = Task(list(range(20, 40)), max_new_tokens=4)
-    texts = [finished(serving, task) for _ in range(2)]
-    assert [told[-1].counts.known for told in texts] == [0, 19]
-
-
 def test_a_short_prompt_does_not_wait_for_a_long_one(model: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(scheduler, "PIECE", 16)
     serving = Serving(model, **SETTINGS)
-    tasks = [Task([5] * length, max_new_tokens=3) for length in (100, 4, 6)]
+    tasks = [TextRequest([5] * length, max_new_tokens=3) for length in (100, 4, 6)]
     told: list[list[Piece]] = [[] for _ in tasks]
     for task, pieces in zip(tasks, told, strict=True):
         serving.submit(task, pieces.append)
     serving.step()
     assert [bool(pieces) for pieces in told] == [False, True, True]
-    while serving.step():
-        pass
-    for task, pieces in zip(tasks, told, strict=True):
-        assert [token for piece in pieces for token in piece.tokens] == alone(model, task)
+    drain(serving)
+    assert [*map(said, told)] == [alone(model, task) for task in tasks]
 
 
-def test_of_equal_prompts_that_join_at_once_one_is_run(model: Any) -> None:
+def test_of_equal_prompts_one_is_run_though_they_join_at_once(model: Any) -> None:
     serving = Serving(model, **SETTINGS)
     told: list[Piece] = []
     for seed in range(3):
-        serving.submit(Task(list(range(20, 40)), do_sample=True, seed=seed), told.append)
-    while serving.step():
-        pass
-    assert sorted(piece.counts.known for piece in told if piece.reason) == [0, 19, 19]
+        serving.submit(TextRequest(list(range(20, 40)), do_sample=True, seed=seed), told.append)
+    drain(serving)
+    told += finished(serving, TextRequest(list(range(20, 40)), max_new_tokens=4))
+    assert sorted(piece.counts.cached for piece in told if piece.reason) == [0, 19, 19, 19]
 
 
 def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:
@@ -532,11 +556,11 @@ def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:
     used = []
     for _ in range(2):
         for seed in range(12):
-            task = Task([1, 2, seed], max_new_tokens=3, do_sample=True, seed=seed)
+            task = TextRequest([1, 2, seed], max_new_tokens=3, do_sample=True, seed=seed)
             serving.submit(task, lambda piece: None)
         while serving.step():
             pass
-        cache = serving._batch.places.cache
+        cache = serving._batch.passes.cache
         used.append((serving.stats.used, sum(each.nbytes for each in cache.keys.values())))
     assert used[0] == used[1]
 
@@ -575,11 +599,11 @@ def test_tasks_of_a_thread_of_its_own(model: Any) -> None:
     serving, (told, done, tell) = Serving(model, **SETTINGS), listener()
 
     serving.start()
-    task = Task([3, 4, 5], max_new_tokens=6)
+    task = TextRequest([3, 4, 5], max_new_tokens=6)
     serving.submit(task, tell)
     assert done.wait(60)
     waits: list[Piece] = []
-    serving.submit(Task([3], max_new_tokens=200), waits.append)
+    serving.submit(TextRequest([3], max_new_tokens=200), waits.append)
     serving.stop()
-    assert [token for piece in told for token in piece.tokens] == alone(model, task)
+    assert said(told) == alone(model, task)
     assert waits[-1].reason in ("cancelled", "length")

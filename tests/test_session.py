@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_encoder_decoders
-import test_images
-import test_whole
 import torch
 from kinds import draft_of
 from models import WINDOW, lively_model, prompt, ragged, side_by_side
+from pictured import conditional, inputs_of
+from small import small_model
 from torch import Tensor
 
 import layerskip
@@ -285,7 +284,7 @@ def test_drafts_that_read_the_targets_states_of_prompts(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("family", ["gpt2", "falcon"])
 def test_models_that_are_served_whole(family: str) -> None:
-    session = Session(test_whole.model_of(family), memory=LARGE)
+    session = Session(small_model(family), memory=LARGE)
     ids = prompt(9)
     for turn in range(3):
         out = alike(session, ids, **how(skip=None, lookup=True, costs=COSTS, max_new_tokens=6))
@@ -293,15 +292,17 @@ def test_models_that_are_served_whole(family: str) -> None:
         ids = torch.cat([out.sequences, prompt(2, seed=turn)], 1)
 
 
-def test_encoder_decoders_are_refused() -> None:
+def test_bad_models_and_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="memory must be a number of bytes"):
+        Session(lively_model("llama"), memory=-1)
     with pytest.raises(ValueError, match="encoder-decoder, whose keys and values depend"):
-        Session(test_encoder_decoders.model_of("bart"))
+        Session(small_model("bart"))
 
 
 def test_prompts_with_pictures_neither_use_nor_leave_anything() -> None:
-    model = test_images.conditional("gemma3")
+    model = conditional("gemma3")
     session = Session(model, memory=LARGE)
-    inputs = test_images.inputs_of(model, "gemma3", (24,), ((3,),))
+    inputs = inputs_of(model, "gemma3", (24,), ((3,),))
     for _ in range(2):
         out = session.generate(inputs, **how())
         alone = layerskip.generate(model, inputs, **how())
@@ -324,7 +325,7 @@ def test_several_threads_share_a_session() -> None:
     for seed, outs in found.items():
         assert len(outs) == 6
         assert all(torch.equal(out, wanted[seed]) for out in outs)
-    assert session.nbytes == sum(each.nbytes for each in session._known._all())
+    assert session.nbytes == sum(each.nbytes for each in session._cached._all())
     assert session.nbytes <= session.memory
 
 
@@ -337,12 +338,6 @@ def test_progress_tells_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     told.clear()
     session.generate(prompt(50), **how(progress=lambda *each: told.append(each)))
     assert told == [(50, 50)]
-
-
-@pytest.mark.parametrize(("memory", "message"), [(-1, "memory must be a number of bytes")])
-def test_bad_memory(memory: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Session(lively_model("llama"), memory=memory)
 
 
 def test_the_default_memory_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

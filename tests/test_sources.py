@@ -15,7 +15,7 @@ from torch import nn
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
-from layerskip.defaults import automatic_draft
+from layerskip.drafts import automatic_draft, choose_drafts
 from layerskip.model import extension
 from layerskip.model.opening import sublayers_of
 from layerskip.model.rounded import copies_of
@@ -116,14 +116,14 @@ def test_what_is_added_never_takes_away() -> None:
     plain = layerskip.generate(model, prompt(6), enabled=False, **GREEDY).sequences
     for settings in given:
         decoding = LayerSkipDecoding(**settings)
-        _, sources = decoding._sources(sublayers_of(model), rejection=False)
+        sources = choose_drafts(sublayers_of(model), decoding).sources
         assert sources[-1].skip == SkipConfig.low_precision(8).resolve(6)
         more = ("assistant" in settings) + ("sources" in settings)
         assert len(sources) == 1 + (settings.get("lookup") is not False) + more
         out = layerskip.generate(model, prompt(6), **settings, **GREEDY)
         assert torch.equal(out.sequences, plain)
-    _, sources = LayerSkipDecoding(draft_memory=0)._sources(sublayers_of(model), rejection=False)
-    assert [source.skip for source in sources] == [None]
+    alone = choose_drafts(sublayers_of(model), LayerSkipDecoding(draft_memory=0))
+    assert [source.skip for source in alone.sources] == [None]
 
 
 @pytest.mark.usefixtures("native")
@@ -132,7 +132,7 @@ def test_the_rejection_rules_text_does_not_depend_on_free_memory(
 ) -> None:
     texts = []
     for free in (1, 10**15):
-        monkeypatch.setattr("layerskip.defaults.free_memory", lambda free=free: free)
+        monkeypatch.setattr("layerskip.drafts.free_memory", lambda free=free: free)
         model = lively_model("llama", dtype=torch.float32)
         coupled = automatic_draft(sublayers_of(model)).skip
         assert (coupled is None) == (free == 1)
@@ -154,8 +154,7 @@ def test_explain_says_what_drafts_and_why_nothing_better() -> None:
     assert "no drafts by the model in 8 bits: products with 8 bits are fast in native" in words
     assert "near-ties" in words
     named = LayerSkipDecoding(SkipConfig.low_precision(8), lookup=False).explain(model)
-    assert "bits=8" in named
-    assert "weights take" in named
+    assert re.search(r"drafts: whole model, in 8 bits \(.* of memory\)", named)
     assert "looked up" not in named
     assert "enabled is False" in LayerSkipDecoding(enabled=False).explain(model)
 
@@ -165,7 +164,7 @@ def test_explain_of_native_passes_has_nothing_to_excuse() -> None:
     words = LayerSkipDecoding().explain(lively_model("llama", dtype=torch.bfloat16))
     assert "passes: native" in words
     assert "near-ties" not in words
-    assert "bits=8" in words
+    assert "drafts: whole model, in 8 bits" in words
 
 
 def _packed(model: Any) -> None:
@@ -216,7 +215,7 @@ def test_all_doors_mean_the_same_law_where_nobody_says_one(own: dict[str, Any]) 
     """The model's generation config, then the library's own default, a top_k of 50."""
     from layerskip.bench.batches import one_by_one
     from layerskip.bench.methods import Engine
-    from layerskip.cli.options import Sampling
+    from layerskip.cli.flags import Sampling
 
     model = lively_model("llama", initializer_range=0.02)  # a flat law, of which top_k cuts half
     model.generation_config.update(**own)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import prompt, tiny_model
 from torch.overrides import TorchFunctionMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerskip
 from layerskip import SkipConfig, fingerprint
 from layerskip.costs.speculation import CostTable
-from layerskip.model import extension, native
+from layerskip.model import extension, families, native
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.sublayers import Pass, Sublayers, embed
+from layerskip.model.families import FAMILIES
+from layerskip.model.family import Family
+from layerskip.model.opening import open_model
+from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.wrappers import UnsupportedModelError
 
 COSTS = CostTable(0.2, (1.0, 1.1))
 
@@ -155,7 +161,7 @@ def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family: str) 
     # early versions 5 of transformers scale in the decoder, behind a plain embedding module
     model = tiny_model(family, dtype=torch.float32)
     decoder = model.get_submodule("model")
-    tokens = prompt(5)
+    tokens, embed = prompt(5), FAMILIES[model.config.model_type].embed
     new = embed(decoder, tokens)
     plain = torch.nn.Embedding(*decoder.embed_tokens.weight.shape, dtype=model.dtype)
     plain.weight = decoder.embed_tokens.weight
@@ -177,3 +183,28 @@ def test_weight_bytes_are_those_of_all_parameters_but_the_embedding(family: str)
     inside = sum(weight.numel() for each in model.model.layers for weight in each.parameters())
     assert sum(found["sublayers"]) == 2 * inside
     assert found["head"] == 2 * (model.lm_head.weight.numel() + model.model.norm.weight.numel())
+
+
+class MadeUpConfig(LlamaConfig):
+    model_type = "made_up"
+
+
+def test_a_family_like_llamas_is_added_by_one_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_model("llama").config.to_dict() | {"model_type": "made_up"}
+    model: Any = LlamaForCausalLM(MadeUpConfig(**config)).double().eval()
+    with pytest.raises(UnsupportedModelError, match="'made_up' is not opened into sublayers"):
+        Sublayers(model)
+    monkeypatch.setitem(FAMILIES, "made_up", Family("made_up", package="llama"))
+    assert open_model(model).execution == "fused"
+    ids = prompt(9)
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    drafted = layerskip.generate(model, ids, skip=SkipConfig.early_exit(4), costs=COSTS, **how)
+    assert drafted.sequences.tolist() == model.generate(ids, **how).tolist()
+    assert drafted.stats.num_draft_tokens > 0
+
+
+def test_a_file_of_families_like_llama_has_at_most_thirty_lines() -> None:
+    files = [*Path(families.__file__).parent.glob("*.py")]
+    unlike = {"__init__", "gemma", "gemma4"}
+    lines = {file.stem: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert max(count for name, count in lines.items() if name not in unlike) <= 30

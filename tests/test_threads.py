@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from layerskip import decode
 from layerskip.cli.main import app
-from layerskip.model.extension import refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.threads import cpu_threads, fitting_threads
 
@@ -74,7 +73,7 @@ def _tokens(model: Any) -> list[tuple[int, ...]]:
     return [(round_.tokens[0][0], *round_.logits[0][0].tolist()) for round_ in rounds]  # type: ignore[index]
 
 
-@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+@pytest.mark.usefixtures("built")
 def test_more_threads_than_cores_compute_the_same_bits() -> None:
     """Such a team waits long enough to sleep, and its passes are carried by one thread by turns."""
     model = tiny_model("gemma3", dtype=torch.float32, hidden_size=256, intermediate_size=512)
@@ -86,31 +85,23 @@ def test_more_threads_than_cores_compute_the_same_bits() -> None:
             assert torch.get_num_threads() == count
 
 
-@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
-def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back() -> None:
-    backend = Sublayers(tiny_model("llama", dtype=torch.float32), "native").backend
-
-    class Disturbed:
-        def __init__(self, real: Any, disturbed: bool) -> None:
-            self.real, self.is_so = real, disturbed
-
-        def disturbed(self) -> bool:
-            return self.is_so
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.real, name)
-
-    real = backend.extension  # type: ignore[attr-defined]
+@pytest.mark.usefixtures("built")
+def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
+    backend: Any = opened.backend
     with cpu_threads(3):
         for disturbed, during in ((True, 1), (False, 3)):
-            backend.extension = Disturbed(real, disturbed)  # type: ignore[attr-defined]
+            monkeypatch.setattr(backend.extension, "disturbed", lambda told=disturbed: told)
             with suppress(KeyError), backend.disturbed():
-                assert torch.get_num_threads() == during
+                assert (torch.get_num_threads(), opened.threads) == (during, 3)
+                assert opened.limited is disturbed
                 raise KeyError
-            assert torch.get_num_threads() == 3
+            assert (torch.get_num_threads(), opened.threads) == (3, 3)
 
 
-@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+@pytest.mark.usefixtures("built")
 def test_commands_measure_the_number_unless_it_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

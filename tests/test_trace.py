@@ -21,10 +21,11 @@ from transformers import (
 import layerskip
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable
-from layerskip.decoding.controller import CONTROLLERS, SIGNALS
+from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
+from layerskip.registry import CONTROLLERS
 from layerskip.replay import chains as chains_module
 from layerskip.replay import drafts as drafts_module
 from layerskip.replay import trace as trace_module
@@ -96,46 +97,48 @@ def replayed(case: int, skip: str) -> tuple[Any, Replay]:
     return model, replay(trace, SKIPS[skip])
 
 
-def decoded(model: Any, case: int, texts: Sequence[int], **settings: Any) -> list[SimulatedRound]:
-    """What real decoding of those texts as one batch does, round by round."""
+def real(model: Any, case: int, texts: Sequence[int], **settings: Any) -> list[Any]:
+    """Rounds of real decoding of those texts of a case as one batch, the first token's included."""
     _, temperature, eos = CASES[case]
     ids, mask = ragged(LENGTHS)
-    rounds = layerskip.decode(
+    return sampled(
         model,
         ids[list(texts)],
         mask[list(texts)],
         do_sample=temperature is not None,
         temperature=temperature or 1.0,
-        top_k=0,
         eos_token_id=list(eos),
         seeds=list(texts),
-        **({"costs": COSTS, "max_new_tokens": NEW} | settings),
+        **settings,
     )
-    counts = [(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source) for r in rounds]
-    return [SimulatedRound(*round_) for round_ in counts[1:]]
+
+
+def sampled(model: Any, ids: torch.Tensor, mask: Any = None, **settings: Any) -> list[Any]:
+    usual = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "seeds": [0]}
+    return list(layerskip.decode(model, ids, mask, **usual | settings))
+
+
+def decoded(model: Any, case: int, texts: Sequence[int], **settings: Any) -> list[SimulatedRound]:
+    """What real decoding does, round by round."""
+    rounds = real(model, case, texts, **{"costs": COSTS} | settings)[1:]
+    return [
+        SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source) for r in rounds
+    ]
+
+
+def assert_counts(played: Replay, length: int, rounds: Sequence[Any], text: int = 0) -> list[Any]:
+    """Simulated rounds of a fixed length draft and accept what real ones do; what they drafted."""
+    fixed = make_controller("fixed", max_draft_length=length, costs=COSTS)
+    counts = [(r.drafted, r.accepted) for r in simulate(played, fixed, [text])]
+    assert counts == [(r.drafted, r.accepted) for r in rounds[1:]]
+    return [drafted for drafted, _ in counts]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_trace_holds_the_texts_of_decoding(case: int) -> None:
-    family, temperature, eos = CASES[case]
-    model, trace = traced(family, temperature, eos)
-    ids, mask = ragged(LENGTHS)
+    (model, trace), eos = traced(*CASES[case]), CASES[case][2]
     for number, text in enumerate(trace.texts):
-        new = [
-            token
-            for round_ in layerskip.decode(
-                model,
-                ids[[number]],
-                mask[[number]],
-                max_new_tokens=NEW,
-                do_sample=temperature is not None,
-                temperature=temperature or 1.0,
-                top_k=0,
-                eos_token_id=list(eos),
-                seeds=[number],
-            )
-            for token in round_.tokens[0]
-        ]
+        new = [token for round_ in real(model, case, [number]) for token in round_.tokens[0]]
         assert text.prompt == LENGTHS[number]
         assert text.tokens[text.prompt :][: text.emitted].tolist() == new
         # the whole pass draws the target's tokens again
@@ -298,31 +301,22 @@ def test_processors_that_read_the_text() -> None:
     for skip in (SKIPS["exit 4"], SKIPS["scattered"]):
         played = replay(trace, skip)
         for number in range(2):
-            prompt_ids = ids[[number]][:, mask[number].bool()]
-            real = list(
-                layerskip.decode(
-                    model,
-                    prompt_ids,
-                    skip=skip,
-                    controller="fixed",
-                    max_draft_length=5,
-                    max_new_tokens=16,
-                    do_sample=True,
-                    temperature=0.8,
-                    top_k=0,
-                    logits_processor=penalties,
-                    eos_token_id=sorted(EOS),
-                    seeds=[number],
-                )
+            rounds = sampled(
+                model,
+                ids[[number]][:, mask[number].bool()],
+                skip=skip,
+                controller="fixed",
+                max_draft_length=5,
+                max_new_tokens=16,
+                temperature=0.8,
+                logits_processor=penalties,
+                eos_token_id=sorted(EOS),
+                seeds=[number],
             )
             text = trace.texts[number]
             new = text.tokens[text.prompt :][: text.emitted].tolist()
-            assert [token for round_ in real for token in round_.tokens[0]] == new
-            real = real[1:]
-            fixed = make_controller("fixed", max_draft_length=5, costs=COSTS)
-            rounds = list(simulate(played, fixed, [number]))
-            assert [r.drafted for r in rounds] == [r.drafted for r in real]
-            assert [r.accepted for r in rounds] == [r.accepted for r in real]
+            assert [token for round_ in rounds for token in round_.tokens[0]] == new
+            assert_counts(played, 5, rounds, number)
 
 
 def dead_end(token: int) -> Any:
@@ -347,22 +341,9 @@ def test_drafts_that_find_nothing_to_draw() -> None:
     ids, mask = ragged((6,))
     for skip in (SKIPS["scattered"], SKIPS["exit 1"], SKIPS["exit 4"]):
         played = replay(trace, skip)
-        real = layerskip.decode(
-            model,
-            ids,
-            mask,
-            skip=skip,
-            controller="fixed",
-            max_draft_length=6,
-            max_new_tokens=NEW,
-            do_sample=True,
-            top_k=0,
-            logits_processor=law.processors[:1],
-            seeds=[0],
-        )
-        fixed = make_controller("fixed", max_draft_length=6, costs=COSTS)
-        drafted = [r.drafted for r in simulate(played, fixed)]
-        assert drafted == [r.drafted for r in list(real)[1:]]
+        how = {"skip": skip, "controller": "fixed", "max_draft_length": 6}
+        rounds = sampled(model, ids, mask, logits_processor=law.processors[:1], **how)
+        drafted = assert_counts(played, 6, rounds)
         if skip is SKIPS["scattered"]:
             assert (played.tokens == NOTHING).any()
         counts = count_rounds(played, 6)
@@ -413,21 +394,9 @@ def test_no_room_for_context_at_the_models_last_position() -> None:
     trace = take_trace(model, rows((12,)), max_new_tokens=20, law=sampling(1.0), draft_length=8)
     assert len(trace.texts[0].tokens) == 32
     for skip in ("exit 4", "scattered"):
-        played = replay(trace, SKIPS[skip])
-        fixed = make_controller("fixed", max_draft_length=8, costs=COSTS)
-        real = layerskip.decode(
-            model,
-            rows((12,))[0][None],
-            skip=SKIPS[skip],
-            controller="fixed",
-            max_draft_length=8,
-            max_new_tokens=20,
-            do_sample=True,
-            top_k=0,
-            seeds=[0],
-        )
-        rounds = [(r.drafted, r.accepted) for r in list(real)[1:]]
-        assert [(r.drafted, r.accepted) for r in simulate(played, fixed)] == rounds
+        how = {"skip": SKIPS[skip], "controller": "fixed", "max_draft_length": 8}
+        rounds = sampled(model, rows((12,))[0][None], max_new_tokens=20, **how)
+        assert_counts(replay(trace, SKIPS[skip]), 8, rounds)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -540,20 +509,17 @@ def test_the_record_of_an_exit_trace() -> None:
     rounds = [
         round_
         for number, row in enumerate(rows())
-        for round_ in list(
-            layerskip.decode(
-                model,
-                row[None],
-                skip=SkipConfig.early_exit(5),
-                controller="fixed",
-                max_draft_length=4,
-                max_new_tokens=12,
-                do_sample=True,
-                temperature=0.9,
-                top_k=40,
-                top_p=0.95,
-                seeds=[3 + number],
-            )
+        for round_ in sampled(
+            model,
+            row[None],
+            skip=SkipConfig.early_exit(5),
+            controller="fixed",
+            max_draft_length=4,
+            max_new_tokens=12,
+            temperature=0.9,
+            top_k=40,
+            top_p=0.95,
+            seeds=[3 + number],
         )[1:]
     ]
     assert record["what_if"]["rounds"][3][3][0] == len(rounds)  # 4 tokens
@@ -602,7 +568,7 @@ def test_bad_input_is_told(change: dict[str, Any], message: str) -> None:
         take_trace(lively_model("llama"), settings.pop("prompts"), **settings)
 
 
-def test_more_bad_input() -> None:
+def test_lengths_and_exits_out_of_range_are_refused() -> None:
     _, played = replayed(0, "exit 4")
     fixed = make_controller("fixed", costs=COSTS)
     with pytest.raises(ValueError, match=r"0\.\.20"):

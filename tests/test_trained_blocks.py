@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from guesses import Guesses, path_of
 from kinds import BLOCKS, weights_of
-from models import Fickle, Growing, lively_model
-from test_assistant import (
+from looped import (
     ENDS,
     decoded,
     model_of,
     prompts,
     second_of,
 )
-from test_branches import Guesses, path_of
+from models import Fickle, Growing, lively_model
 from torch import Tensor
 
 import layerskip
@@ -30,12 +30,12 @@ from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import assistant as assistants
-from layerskip.decoding.sources import trained as states
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import Heads
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
+from layerskip.research import block_states as states
 from layerskip.timing.analytic import analytic
 from layerskip.timing.tables import cost_tables
 
@@ -101,7 +101,7 @@ def check_states(run: Decoder) -> Counter[str]:
                 cache.place([0], len(text))
                 step = Pass(model, cache, passes.rotary)
                 hidden = model.run(model.embed(text[None]), step, range(state.tap or 0))
-                if isinstance(state, states._Features):
+                if isinstance(state, states.FeatureState):
                     before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
                     hidden = state.block.join(before, model.embed(text[None]))
                 fresh = states.RowCache(1, len(text), state.cache.windows)
@@ -133,7 +133,7 @@ def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder:
 
 @pytest.mark.parametrize("mixture", ["lookup, streams", "lookup, feature-block"])
 def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture: str, folder: Path) -> None:
-    drafts, taken, take = drafts_of(mixture, folder), Counter[bool](), RowCache.take
+    drafts, taken, take = drafts_of(mixture, folder), Counter[bool](), RowCache.keep_path
     how: dict[str, Any] = {"new_tokens": 30, "eos": ENDS, "execution": "modules"}
     texts = decoded(drafts, Fickle(7), sample=True, **how).emitted
 
@@ -142,7 +142,7 @@ def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture: str, fo
         take(cache, place, root, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowCache, "take", noted)
+        patch.setattr(RowCache, "keep_path", noted)
         counts = play((Guesses(texts), *drafts), Fickle(7), True)
     assert counts["looked"]
     assert taken[True]  # paths that had to be moved
@@ -192,7 +192,7 @@ def test_states_are_those_of_whole_texts_where_drafts_branch(mixture: str, folde
         patch.setattr(Growing, "expand", noted)
         counts = play(drafts, controller, True)
     assert counts["looked"]
-    assert controller.trees
+    assert controller.widened
     assert sum(count for width, count in widths.items() if width > 2)
 
 
@@ -221,7 +221,7 @@ def test_a_state_that_is_not_rolled_back_is_seen(
             self.seen[row] = self.batch.lengths[row] + steps + 1
 
     monkeypatch.setattr(states._Layered, "commit", forgetful)
-    monkeypatch.setattr(states._Features, "commit", forgetful)
+    monkeypatch.setattr(states.FeatureState, "commit", forgetful)
     monkeypatch.setattr(assistants._State, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         play(drafts_of(kind, folder), Fixed(4), sample=False)

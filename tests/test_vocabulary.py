@@ -10,41 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_parity
 import torch
 from models import (
     FAMILIES,
     FEW_FAMILIES,
     VOCABULARY,
+    WINDOW,
     Erratic,
     lively_model,
     prompt,
     pure,
+    ragged,
     tiny_model,
 )
-from test_parity import model_of
 from torch import Tensor, nn
 from transformers import SuppressTokensLogitsProcessor
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.bench import lawtest
-from layerskip.bench.checks import _fingerprint, check
+from layerskip.bench.checks import check, state_of
 from layerskip.bench.methods import Engine, Task
 from layerskip.config import DecodingOptions, LowPrecision
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law
-from layerskip.model import draft_head as vocabulary
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.analytic import analytic
-from layerskip.timing.tables import cost_tables, place, stored
+from layerskip.timing.tables import place, stored
 from layerskip.vocabulary import ranked
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
 SKIP = SkipConfig.early_exit(4)
 SOME = tuple(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:40].tolist())
+model_of = functools.cache(lively_model)
 VOCABULARIES = {"one": (SOME[0],), "some": SOME, "all": tuple(range(VOCABULARY))}
 # ---------------------------------------------------------------------------------------------
 # Which tokens.
@@ -81,7 +79,7 @@ def test_tokens_of_another_model_are_refused(texts: Any, ends: Any, message: str
 def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: str) -> None:
     """Softcaps and norms of every family; the target's logits stay whole."""
     model = model_of(family)
-    before, names = _fingerprint(model), sorted(vars(model))
+    before, names = state_of(model), sorted(vars(model))
     opened = Sublayers(model, execution=execution)
     trimmed = opened.trimmed(SOME)
     hidden = torch.randn(2, 3, 32, dtype=torch.float64)
@@ -93,7 +91,7 @@ def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: s
     assert torch.equal(trimmed.logits(hidden), whole)
     assert torch.equal(opened.weights.head()(hidden, None), whole)
     assert (opened.weights.vocabulary, trimmed.weights.vocabulary) == (VOCABULARY, 40)
-    assert (_fingerprint(model), sorted(vars(model))) == (before, names)
+    assert (state_of(model), sorted(vars(model))) == (before, names)
 
 
 @torch.no_grad()
@@ -121,17 +119,15 @@ def test_rows_are_copied_once_and_again_when_the_weight_has_changed() -> None:
     assert torch.equal(again.weight, head.weight[[2, 4]])
     head.to(torch.float64)
     assert trimmed_head(head, (4, 2)).weight.dtype == torch.float64
-    assert list(vocabulary._copies[head]) == [(4, 2)]  # of the weight as it is
 
 
 def test_copies_of_a_head_take_no_more_room_than_it_does() -> None:
     head = nn.Linear(8, 11)
-    for tokens in ((0, 1, 2, 3), (4, 5, 6), (7, 8), (9, 10), (1,)):
-        trimmed_head(head, tokens)
-        assert sum(map(len, vocabulary._copies[head])) <= 11
-    assert list(vocabulary._copies[head]) == [(4, 5, 6), (7, 8), (9, 10), (1,)]
-    trimmed_head(head, tuple(range(11)))
-    assert list(vocabulary._copies[head]) == [tuple(range(11))]
+    lists = ((0, 1, 2, 3), (4, 5, 6), (7, 8), (9, 10), (1,))
+    first, *others = (trimmed_head(head, tokens) for tokens in lists)
+    for tokens, copied in zip(lists[1:], others, strict=True):
+        assert trimmed_head(head, tokens) is copied
+    assert trimmed_head(head, lists[0]) is not first
 
 
 def test_copies_go_with_the_model() -> None:
@@ -149,15 +145,17 @@ def test_copies_go_with_the_model() -> None:
 
 
 def decode(family: str, *, sample: bool, **settings: Any) -> tuple[list[list[int]], Any]:
-    ids, mask = test_parity.batch(3, "past the window")
-    how: dict[str, Any] = {"sample": sample, "seeds": (11, 12, 13) if sample else None}
-    return test_parity.decode(family, ids, mask, **how, **settings)
+    ids, mask = ragged((WINDOW + 5, 3, WINDOW + 2), seed=3)
+    settings |= {"temperature": 0.8, "top_k": 20, "seeds": (11, 12, 13)} if sample else {}
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": sample}
+    out = layerskip.generate(model_of(family), ids, costs=COSTS, **how, **settings)
+    return out.sequences[:, ids.shape[1] :].tolist(), out.stats
 
 
+@functools.cache
 def wanted(family: str, sample: bool) -> list[list[int]]:
-    """Greedy: the library's own text; sampled: this engine's without drafts."""
-    text = test_parity.plain_sample if sample else test_parity.reference
-    return text(family, 3, "past the window")
+    """The text without drafts."""
+    return decode(family, sample=sample, enabled=False)[0]
 
 
 @pytest.mark.parametrize("tokens", VOCABULARIES)
@@ -364,17 +362,9 @@ def test_a_file_has_its_tokens_in_one_line(tmp_path: Path) -> None:
     assert len(repr(skip)) + len(repr(options)) < 300
 
 
-def test_costs_are_those_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    # other work on the machine would let the second call measure again
-    monkeypatch.setattr("layerskip.timing.tables._CALLS", 1)
+def test_costs_are_those_of_the_vocabulary() -> None:
     opened = Sublayers(model_of("llama"))
     trimmed = opened.trimmed(SOME)
-    ids = prompt(5)
-    asked = Request(ids, torch.ones_like(ids), 4, Law(do_sample=False, rows=1))
-    with torch.no_grad():
-        tables = [cost_tables(model, [SKIP], asked) for model in (opened, trimmed)]
-        assert tables[0] is not tables[1]
-        assert cost_tables(opened.trimmed(SOME[::-1]), [SKIP], asked) is tables[1]
     read = opened.weight_bytes()
     whole, few = (analytic(model, SKIP) for model in (opened, trimmed))
     saved = read["head"] * (1 - 40 / VOCABULARY) / (sum(read["sublayers"]) + read["head"])

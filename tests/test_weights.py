@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import assert_agree
 from cost_records import cost_record
 from models import FEW_FAMILIES, prompt, side_by_side, tiny_model
-from test_fused import assert_agree
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig, joined
-from layerskip.cli.options import Loading, open_model, open_passes
+from layerskip.cli.flags import Loading
+from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk
 from layerskip.model import products
 from layerskip.model.joined import groups, part, together

@@ -15,22 +15,22 @@ from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
 from torch import Tensor
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
-from layerskip.analysis.plots import SkipMapRow
+from layerskip.analysis.plots import draft_words
 from layerskip.bench.methods import Task
 from layerskip.config import SINK
 from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import SublayerDraft, key_of
-from layerskip.defaults import WINDOW as WIDE
-from layerskip.defaults import automatic_draft
+from layerskip.drafts import WINDOW as WIDE
+from layerskip.drafts import automatic_draft
 from layerskip.model.extension import refusal
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.search import fitting
 from layerskip.search.fitting import space_for, windows_for
-from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
+from layerskip.search.stages import Search
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gemma4", "qwen2")
 EXECUTIONS = ("modules", "fused", "native")
@@ -108,7 +108,7 @@ def test_steps_of_one_token_see_as_much_as_whole_passes(
     want, blocks = logits(opened, ids, skip), opened.weights.blocks(skip)
     kept, rotary = opened.new_cache(2, LONG), opened.rotary(LONG, LONG)
     for time in range(LONG + behind):
-        kept.settled = time > 0
+        kept.prefilled = time > 0
         places = [min(time, LONG - 1), max(0, time - behind)]
         kept.place(places, 1, max(0, time - behind))
         fed = torch.stack([ids[row, place] for row, place in enumerate(places)])[:, None]  # (2, 1)
@@ -239,8 +239,8 @@ def test_the_automatic_draft_has_a_window_where_texts_may_be_longer(
 
 def test_skip_maps_say_windows() -> None:
     nothing: dict[str, list[int]] = {"attention": [], "mlp": []}
-    row = SkipMapRow("mine", nothing, None, None, 64, 1.5)
-    assert "sees the last 64 slots, speedup 1.50" in row.words()
+    words = draft_words("mine", {"skipped": nothing, "window": 64}, 1.5)
+    assert "sees the last 64 tokens, speedup 1.50" in words
 
 
 # ---------------------------------------------------------------------------------------------
@@ -291,13 +291,13 @@ def test_windows_are_searched_where_texts_are_long(
 
 
 def test_attention_with_a_window_is_priced_as_behind_less_text() -> None:
-    cost = cost_record(by_context=3.0) | {"contexts": [16 + SINK, 64 + SINK]}
+    cost = cost_record(keys=1e-5)
     whole, narrow, wide = (
         cost_table(cost, SkipConfig(window=window), 64 + SINK) for window in (None, 16, 64)
     )
     assert wide.draft == whole.draft
     step = step_seconds(cost, 64 + SINK)
-    assert narrow.draft == pytest.approx(whole.draft - 6 * 3e-3 / step)
+    assert narrow.draft == pytest.approx(whole.draft - 6 * 48e-5 / step)
     assert narrow.verify == wide.verify  # nothing is shared
     short = cost_table(cost, SkipConfig(window=16), 16 + SINK)
     assert short.draft == cost_table(cost, SkipConfig(), 16 + SINK).draft

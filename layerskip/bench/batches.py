@@ -27,17 +27,11 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts that are decoded together.
-
-    Attributes:
-        names: their ids; `numbers` their places among all prompts of the run.
-        category: of all of them.
-        input_ids, attention_mask: left-padded, (B, W).
-        context: of them, where prompts were made for one.
-    """
+    """Prompts that are decoded together, left-padded to (B, W)."""
 
     names: tuple[str, ...]
     numbers: tuple[int, ...]
+    """The prompts' places among all of the run."""
     category: str | None
     input_ids: Tensor
     attention_mask: Tensor
@@ -59,14 +53,7 @@ def one_by_one(prompts: Sequence[Tensor]) -> list[PromptBatch]:
 def make_batches(
     prompts: Sequence[Encoded], sizes: Sequence[int], pad: int
 ) -> tuple[list[PromptBatch], list[str]]:
-    """Batches of every size, of prompts of one category in their order, left-padded.
-
-    Args:
-        pad: the token to fill up with.
-
-    Returns:
-        The batches, and words about prompts that are left over at a size.
-    """
+    """Batches of every size, each of one category; and words about prompts that fill none."""
     by_category: dict[str | None, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         by_category[prompt.category].append(number)
@@ -94,12 +81,10 @@ def make_batches(
 
 
 def _left_padded(rows: list[Tensor], filler: int) -> Tensor:
-    """Rows (T,) of any lengths as one tensor, (B, W)."""
     return pad_sequence(rows, batch_first=True, padding_value=filler, padding_side="left")
 
 
 def encode_all(tokenizer: Any, prompts: Sequence[Prompt], device: torch.device) -> list[Encoded]:
-    """The prompts as they are, on a device."""
     return [Encoded(p.id, p.category, encode(tokenizer, p).to(device)) for p in prompts]
 
 
@@ -118,14 +103,10 @@ def long_prompts(
     the middle: the text's begin, its last question and the chat template's ends stay.
 
     Args:
-        least: how many there must be of each context; prompts that do not suffice are repeated.
-        most: how many there may be; by default as many as no repeating makes.
+        least, most: how many there are of each context; by default as many as no repeating makes.
 
     Returns:
-        The long prompts by context, and from which context on prompts are repeated, if they are.
-
-    Raises:
-        ValueError: the chat template takes more than half of a context.
+        The long prompts, and the context from which on prompts are repeated, if they are.
     """
     made: list[Encoded] = []
     again = None
@@ -147,7 +128,7 @@ def long_prompts(
 def _joined(
     tokenizer: Any, prompts: Sequence[Prompt], tokens: int
 ) -> Iterator[tuple[Tensor, bool]]:
-    """Joined prompts as ids (1, so many or more), without end; and whether they are repeated."""
+    """Joined prompts as ids (1, `tokens` or more), without end; and whether they are repeated."""
     chat = any(prompt.messages is not None for prompt in prompts)
 
     def encoded(text: str) -> Tensor:

@@ -11,21 +11,32 @@ distance changes from one computation to the next is what rounding does; its siz
 position to position, and so does the resolution: `QUANTILE` of these changes lie within it.
 
 Where passes are `exact`, drafting may change nothing at all, and there is no resolution.
+
+Letters: T tokens of a prompt, W width of padded prompts, n tokens of a text, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerskip.bench.batches import PromptBatch
+from layerskip.bench.methods import Method, Task
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.model.opening import open_model
+from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
+from layerskip.requests import end_tokens
 
 QUANTILE = 0.999
 CANDIDATES = 8  # the best tokens of a position, whose distances are measured
@@ -37,47 +48,37 @@ Scores = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that is not the reference's.
-
-    Attributes:
-        prompt: index of the prompt.
-        position: index of the new token.
-        expected, got: the two tokens; None where a text ends.
-        margin: how far the lower of the two lies below the highest score there; infinite where
-            a text ends, and null in JSON.
-        resolution: what rounding can do to their distance; 0 where texts must be the same bit for
-            bit, and where a text ends.
-    """
+    """A token that is not the reference's; the tokens are None where a text ends."""
 
     prompt: int
     position: int
+    """Index of the new token."""
     expected: int | None
     got: int | None
     margin: float
+    """How far the lower of the two lies below the highest score; infinite where a text ends."""
     resolution: float
+    """What rounding can do to their distance; 0 for the same bit for bit, and where a text ends."""
 
     @property
     def near_tie(self) -> bool:
         """Whether rounding explains the difference; otherwise it is a fault."""
         return 0 < self.resolution >= self.margin
 
+    def to_dict(self) -> dict[str, Any]:
+        margin = self.margin if math.isfinite(self.margin) else None
+        return asdict(self) | {"near_tie": self.near_tie, "margin": margin}
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Texts against those that they must equal.
-
-    Attributes:
-        prompts: how many were compared.
-        tokens: new tokens judged.
-        differences: of all texts, ascending.
-        resolution: the median over positions; 0 where texts must be the same bit for bit, None
-            where it was not measured.
-    """
+    """Texts against those that they must equal: how many prompts and new tokens were compared."""
 
     prompts: int
     tokens: int
     differences: tuple[Difference, ...]
     resolution: float | None = None
+    """The median over positions; 0 for the same bit for bit, None where it was not measured."""
 
     @property
     def near_ties(self) -> int:
@@ -88,18 +89,13 @@ class Comparison:
         return len(self.differences) - self.near_ties
 
     def to_dict(self) -> dict[str, Any]:
-        differences = [
-            asdict(d)
-            | {"near_tie": d.near_tie, "margin": d.margin if math.isfinite(d.margin) else None}
-            for d in self.differences
-        ]
         return {
             "prompts": self.prompts,
             "tokens": self.tokens,
             "resolution": self.resolution,
             "near_ties": self.near_ties,
             "faults": self.faults,
-            "differences": differences,
+            "differences": [each.to_dict() for each in self.differences],
         }
 
 
@@ -124,39 +120,38 @@ class Along:
 def along(
     model: Any, prompt: Tensor, text: Sequence[int], others: Sequence[int], scores: Scores
 ) -> Along:
-    """Let the library's own passes score a text.
+    """Let the library's own passes score a text behind a prompt (1, T).
 
     Args:
-        prompt: token ids, (1, T), no pads.
         text, others: at every position the two tokens in question; the text's are fed.
     """
     ids = torch.cat([prompt, prompt.new_tensor([text[:-1]])], dim=1)  # (1, T + n - 1)
     first = prompt.shape[1]
-    both = prompt.new_tensor([[*text], [*others]]).T  # (n, 2)
+    pairs = prompt.new_tensor([[*text], [*others]]).T  # (n, 2)
     best: list[int] = []
     picks, values = [], []
     for part in _scored(model, ids, first, None, scores):  # (N, V)
-        here = both[len(best) : len(best) + len(part)].to(part.device)  # (N, 2)
+        here = pairs[len(best) : len(best) + len(part)].to(part.device)  # (N, 2)
         best += part.argmax(-1).tolist()
         top = part.topk(min(CANDIDATES, part.shape[-1])).indices
         picks.append(torch.cat([top, here], dim=-1))  # (N, K + 3)
         values.append(part.gather(-1, picks[-1]))
     computed, asked = [torch.cat(values)], torch.cat(picks)
-    own, other = _attentions(model)
-    for width, attention in ((WIDTH, own), (WIDTH if other else OTHER_WIDTH, other or own)):
+    usual, another = _attentions(model)
+    for width, attention in ((WIDTH, usual), (WIDTH if another else OTHER_WIDTH, another or usual)):
         with _attending(model, attention):
             wide = list(_gathered(_scored(model, ids, first, width, scores), asked))
         computed.append(torch.cat(wide))
     # on the CPU: not every device has float64
-    told = torch.stack([each.cpu().double() for each in computed])  # (3, n, K + 3)
-    gaps = told[..., 1:-2] - told[..., :1]  # (3, n, K)
+    logits = torch.stack([each.cpu().double() for each in computed])  # (3, n, K + 3)
+    gaps = logits[..., 1:-2] - logits[..., :1]  # (3, n, K)
     changes = gaps[1:] - gaps[0]
     # logits come in the model's dtype, and scores are made of them in float32
     eps = max(torch.finfo(unwrapped(model).dtype).eps, 2 * torch.finfo(torch.float32).eps)
     return Along(
         best=best,
-        margins=told[0, :, 0] - told[0, :, -2:].amin(-1),
-        places=(told[0, :, 0].abs() * eps).clamp_min(torch.finfo(torch.float32).tiny),
+        margins=logits[0, :, 0] - logits[0, :, -2:].amin(-1),
+        places=(logits[0, :, 0].abs() * eps).clamp_min(torch.finfo(torch.float32).tiny),
         changes=changes.masked_fill(~changes.isfinite(), math.nan),
     )
 
@@ -165,7 +160,7 @@ def along(
 def _scored(
     model: Any, ids: Tensor, first: int, width: int | None, scores: Scores
 ) -> Iterator[Tensor]:
-    """Scores of the tokens from number `first` of ids (1, T + n - 1) on, pass by pass, (N, V).
+    """Scores from token number `first` of ids (1, T + n - 1) on, pass by pass, (N, V).
 
     In passes of a width or, as `generate()` does, the prompt at once and then token by token.
     """
@@ -198,10 +193,10 @@ def _attentions(model: Any) -> tuple[str, str | None]:
     """The attention that a model computes with, and another that computes the same."""
     inner = unwrapped(model)
     text = inner.config.get_text_config()
-    own: str = text._attn_implementation
+    usual: str = text._attn_implementation
     capped = getattr(text, "attn_logit_softcapping", None)  # sdpa leaves the cap out
-    both = inner._supports_sdpa and capped is None
-    return own, {"sdpa": "eager", "eager": "sdpa"}.get(own) if both else None
+    sdpa = inner._supports_sdpa and capped is None
+    return usual, {"sdpa": "eager", "eager": "sdpa"}.get(usual) if sdpa else None
 
 
 @contextmanager
@@ -227,11 +222,11 @@ def resolutions(texts: Sequence[Along]) -> list[Tensor]:
     typical = power.nanmean()
     quantile = 0.0
     if typical > 0:
-        apart = changes.abs() / _scale(power.flip(0), typical)[..., None]
-        quantile = float(apart[apart.isfinite()].quantile(QUANTILE))
-    found = quantile * _scale(power.nanmean(0), typical)  # (N,)
-    found = torch.maximum(found, torch.cat([each.places for each in texts]))
-    return list(found.split([len(each.best) for each in texts]))
+        scaled = changes.abs() / _scale(power.flip(0), typical)[..., None]
+        quantile = float(scaled[scaled.isfinite()].quantile(QUANTILE))
+    widths = quantile * _scale(power.nanmean(0), typical)  # (N,)
+    widths = torch.maximum(widths, torch.cat([each.places for each in texts]))
+    return list(widths.split([len(each.best) for each in texts]))
 
 
 def _scale(power: Tensor, typical: Tensor) -> Tensor:
@@ -249,32 +244,166 @@ def differences(
     prompt: int,
     expected: Sequence[int],
     got: Sequence[int],
-    found: Along,
+    scored: Along,
     resolution: Tensor,
     *,
     bitwise: bool,
     longest: int,
 ) -> list[Difference]:
-    """Every token of a text that is not the reference's.
+    """Every token of a text that is not the reference's; where `bitwise`, nothing is excused.
 
     Args:
-        found: along the text, beside it the expected token where they first differ; where the text
+        scored: along the text, beside it the expected token where they first differ; where the text
             ends too soon, one token further.
-        resolution: of each position, (n,).
-        bitwise: whether the two must be the same bit for bit.
         longest: how long the text may get, ended by a token of its own or by the limit.
     """
     first = first_difference(expected, got)
     if first is None:
         return []
-    told = []
+    wrong = []
     for i in range(first, min(len(got), longest)):
-        wanted = expected[i] if i == first and i < len(expected) else found.best[i]
+        wanted = expected[i] if i == first and i < len(expected) else scored.best[i]
         if wanted != got[i]:
             most = 0.0 if bitwise and i == first else float(resolution[i])
-            told.append(Difference(prompt, i, wanted, got[i], float(found.margins[i]), most))
+            wrong.append(Difference(prompt, i, wanted, got[i], float(scored.margins[i]), most))
     if len(got) > longest:  # no score explains an end
-        told.append(Difference(prompt, longest, None, got[longest], math.inf, 0.0))
+        wrong.append(Difference(prompt, longest, None, got[longest], math.inf, 0.0))
     elif len(got) < longest:
-        told.append(Difference(prompt, len(got), found.best[len(got)], None, math.inf, 0.0))
-    return told
+        wrong.append(Difference(prompt, len(got), scored.best[len(got)], None, math.inf, 0.0))
+    return wrong
+
+
+class Judge:
+    """Tells whether methods' texts are as promised, and near-ties from faults.
+
+    Self-speculation must give the text of plain decoding. Greedy text of every other method must be
+    that of transformers' `generate()`, or of plain decoding where that is not measured. Samples of
+    other kinds follow the law, which no text can show. Where top-k or top-p are about to cut a
+    token or not, a difference counts as a fault: rounding may explain it, no score shows.
+    """
+
+    def __init__(self, model: Any, task: Task, methods: Sequence[Method]) -> None:
+        self.model = model
+        self.task = task
+        kinds = {method.kind: method for method in reversed(methods)}
+        self.plain = kinds["plain"]
+        self.greedy = self.plain if task.do_sample else kinds.get("generate", self.plain)
+        self._batch: PromptBatch | None = None
+        self._expected: dict[str, list[list[int]]] = {}
+        self._scored: dict[Hashable, Along] = {}  # texts repeat
+
+    @cached_property
+    def opened(self) -> Sublayers:
+        return open_model(self.model, self.task.execution)
+
+    def promised(self, method: Method) -> bool:
+        """Whether the method's text must be the reference's."""
+        coupled = self.task.acceptance == "coupled" and method.kind in ("plain", "self")
+        return coupled or not self.task.do_sample
+
+    def reference(self, method: Method) -> Method:
+        """The method whose text another must give."""
+        return self.plain if method.kind == "self" else self.greedy
+
+    def prepare(self, batch: PromptBatch) -> None:
+        """Have the references' texts of the batch at hand, before anything is timed on it."""
+        for reference in (self.plain, self.greedy):
+            self.expected(reference, batch)
+
+    def expected(self, reference: Method, batch: PromptBatch) -> list[list[int]]:
+        """The reference's texts, decoded once for a batch."""
+        if batch is not self._batch:
+            self._batch, self._expected = batch, {}
+        if reference.kind not in self._expected:
+            again = reference.decode(batch, 0, time.perf_counter)
+            self._expected[reference.kind] = again.tokens
+        return self._expected[reference.kind]
+
+    def compare(
+        self,
+        method: Method,
+        decoded: Sequence[tuple[PromptBatch, Sequence[list[int]]]],
+        reference: Method | None = None,
+        *,
+        every: bool = False,
+    ) -> Comparison | None:
+        """A method's texts of batches against the reference's; None: nothing is promised.
+
+        Args:
+            reference: another one than usual.
+            every: tell the resolution also where no text differs.
+        """
+        if not self.promised(method):
+            return None
+        reference = reference or self.reference(method)
+        bitwise = {reference.kind, method.kind} <= {"plain", "self"} and self.opened.exact
+        cases = [
+            (batch, row, expected, got)
+            for batch, texts in decoded
+            for row, (expected, got) in enumerate(
+                zip(self.expected(reference, batch), texts, strict=True)
+            )
+        ]
+        scored = [
+            number
+            for number, (_, _, expected, got) in enumerate(cases)
+            if expected != got or (every and not bitwise)
+        ]
+        along_texts = [self._along(*cases[number]) for number in scored]
+        resolved = resolutions(along_texts) if along_texts else []
+        differing: list[Difference] = []
+        for number, along_it, resolution in zip(scored, along_texts, resolved, strict=True):
+            _, _, expected, got = cases[number]
+            longest = self._longest(got)
+            differing += differences(
+                number, expected, got, along_it, resolution, bitwise=bitwise, longest=longest
+            )
+        median = float(torch.cat(resolved).median()) if resolved else None
+        tokens = sum(len(got) for _, _, _, got in cases)
+        return Comparison(len(cases), tokens, tuple(differing), 0.0 if bitwise else median)
+
+    def _longest(self, text: Sequence[int]) -> int:
+        """How long a text may get: up to its first token that ends it, or the limit."""
+        limit, ends = self.task.max_new_tokens, end_tokens(self.model)
+        return next((i + 1 for i, token in enumerate(text[:limit]) if token in ends), limit)
+
+    def _along(self, batch: PromptBatch, row: int, expected: list[int], got: list[int]) -> Along:
+        """What the library says along a text, and at its end if that comes too soon."""
+        longest = self._longest(got)
+        text = got[:longest] if len(got) >= longest else [*got, 0]  # what is last is not fed
+        others = [*text]
+        first = first_difference(expected, got)
+        if first is not None and first < min(len(expected), len(text)):
+            others[first] = expected[first]
+        key = batch.names, row, tuple(text), tuple(others)
+        if key not in self._scored:
+            prompt = batch.input_ids[row][batch.attention_mask[row].bool()][None]  # (1, T)
+            scores = self._scores(batch, row, text)
+            self._scored[key] = along(self.model, prompt, text, others, scores)
+        return self._scored[key]
+
+    def _scores(self, batch: PromptBatch, row: int, text: Sequence[int]) -> Scores:
+        """What tokens of a text are chosen by: scored scores, and the noise of their places."""
+        ids, mask = (part[row : row + 1] for part in (batch.input_ids, batch.attention_mask))
+        width, length = ids.shape[1], int(mask.sum())
+        processors = self.model.generate(  # the library makes them, and decodes nothing
+            input_ids=ids,
+            attention_mask=mask,
+            custom_generate=lambda _model, _ids, logits_processor, **_rest: logits_processor,
+            **self.task.arguments(),
+        )
+        law = Law(processors, do_sample=self.task.do_sample, rows=1)
+        history = torch.cat([ids, ids.new_tensor([text])], dim=1)  # (1, W + n)
+        key = stream_key(self.task.seed + batch.numbers[row], 0)
+
+        def scores(logits: Tensor, first: int) -> Tensor:
+            numbers = range(first, first + len(logits))
+            seen = [width + number for number in numbers]
+            scored = law.scores(logits, history.to(logits.device), [0] * len(seen), seen)  # (N, V)
+            if not self.task.do_sample:
+                return scored
+            places = [length + number for number in numbers]
+            keys = [key] * len(places)
+            return scored + gumbel_noise(keys, places, scored.shape[-1], device=scored.device)
+
+        return scores

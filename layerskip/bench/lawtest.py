@@ -1,8 +1,7 @@
 """Tests of the emitted law: the engine's own rounds on recorded logits, without the model.
 
-Many rounds of one draft token each are drawn with a stand-in for a model and a source, which reply
-with the logits of target and draft at one position, recorded once; a chi-square test compares what
-comes out with the target's law. Letters: B rows, T tokens, V vocabulary.
+A model and a source that reply with recorded logits of one position draw many rounds of one draft
+token; a chi-square test compares them with the target's law. B rows, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,26 +32,19 @@ _SUPPORT = 256  # tokens of a recorded law that are drawn from, the most probabl
 
 @dataclass(frozen=True)
 class LawTest:
-    """Chi-square tests of emitted tokens against the target's law.
-
-    Attributes:
-        draws: rounds drawn at each recorded position.
-        p_values: two for each position, of a round's first token and of its bonus token.
-    """
+    """Chi-square tests of emitted tokens against the target's law."""
 
     draws: int
+    """Rounds drawn at each recorded position."""
     p_values: tuple[float, ...]
+    """Two for each position, of a round's first token and of its bonus token."""
 
     def passed(self, level: float) -> bool:
         return min(self.p_values) * len(self.p_values) >= level
 
 
 class Recorded:
-    """Stands for a model whose law is given, in all that a `Passes` asks of one.
-
-    Args:
-        target: raw logits, (V,).
-    """
+    """Stands for a model whose raw logits (V,) are given, in all that a `Passes` asks of one."""
 
     num_sublayers = first_reader = 1
     execution = "modules"
@@ -180,7 +172,7 @@ def law_tests(
     temperature: float,
     seed: int,
 ) -> dict[str, LawTest]:
-    """By accept rule, tokens drawn from the laws at two positions of every text.
+    """By accept rule, tokens drawn from the laws at two positions of texts.
 
     Args:
         texts: prompts (1, T) and the tokens that follow them.

@@ -1,8 +1,4 @@
-"""The ways to decode that a benchmark compares: this engine's and transformers' own.
-
-Each method decodes a batch of prompts and says when, by a clock that it is handed, the first tokens
-were out. What is asked for is the same for all of them.
-"""
+"""The ways to decode that a benchmark compares: this engine's and transformers' own."""
 
 from __future__ import annotations
 
@@ -16,36 +12,23 @@ import torch
 from torch import Tensor
 
 from layerskip.bench.batches import PromptBatch
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
-from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.lookup import Lookup
-from layerskip.decoding.sources.lookup_laws import LookupLaws
+from layerskip.drafts import skip_label
 from layerskip.files.records import costs_key
 from layerskip.generation import GenerationOutput, LayerSkipDecoding, generate
-from layerskip.model.sublayers import Sublayers
 from layerskip.requests import end_tokens
 from layerskip.settings import DEFAULT_CONTROLLER
 
 Clock = Callable[[], float]
 
-_ASSISTED = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-)
-
-BRANCHES = ":branches"
-"""What a method's name ends with that is another one with second-best tokens."""
+BRANCHES = ":branches"  # ends the name of a method that also verifies second-best tokens
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every method is asked for.
-
-    `temperature`, `top_p` and `top_k` are of sampling; None leaves that one off.
-    """
+    """What every method is asked for; settings of sampling that are None are off."""
 
     max_new_tokens: int
     do_sample: bool = False
@@ -80,19 +63,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a method made of a batch.
-
-    Attributes:
-        tokens: new tokens of every row, the one that ended it included, nothing behind it.
-        first: what the clock said when the first tokens were out.
-        first_tokens: how many that were, per row.
-        rounds: of this engine; None elsewhere.
-    """
+    """What a method made of a batch."""
 
     tokens: list[list[int]]
+    """New tokens of every row, the one that ended it included, nothing after it."""
     first: float
+    """What the clock said when the first tokens were out."""
     first_tokens: list[int]
     rounds: Sequence[Round] | None = None
+    """Of this engine; None elsewhere."""
 
 
 class Method(Protocol):
@@ -109,127 +88,109 @@ class Method(Protocol):
     def decode(
         self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
-        """Decode the batch; the same again for the same repeat.
-
-        Args:
-            max_new_tokens: another limit than the task's, for a warm-up.
-        """
+        """Decode the batch, the same again for the same repeat; warm-ups have their own limit."""
 
 
-@dataclass(eq=False)
 class Engine:
     """This engine: plain decoding, or self-speculation where there is something to draft from.
 
     Attributes:
-        skip, lookup, trees, assistant: what drafts come from; without any it decodes plainly.
-        controller, max_draft_length, threshold, branches: as for `LayerSkipDecoding`.
-        draft: what the draft is called.
-        named: what the assistant is called.
-        costs: by batch size and context (see `costs_key`), what the controller decides with;
-            without an entry it is measured at the first call.
+        draft, named: names of the draft and of the assistant.
+        settings: those of `LayerSkipDecoding`; what they do not name does not draft.
+        costs: by `costs_key`, what the controller decides with; measured at the first call
+            where there is no entry.
         prices: the header's `costs`, likewise: what was measured.
     """
 
-    model: Any
-    task: Task
-    name: str = "plain"
-    skip: SkipConfig | None = None
-    _: KW_ONLY
-    lookup: bool | Lookup = False
-    trees: LookupLaws | None = None
-    assistant: Any = None
-    named: str | None = None
-    controller: str | None = None
-    max_draft_length: int | None = None
-    threshold: float | None = None
-    branches: bool | None = None
-    draft: str | None = None
-    costs: dict[str, CostTable] = field(default_factory=dict, init=False)
-    prices: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
     one_row = False
 
-    def __post_init__(self) -> None:
-        self.kind = "self" if self.sources else "plain"
-        stored = (self.skip and self.skip.decoding) or DecodingOptions()
-        self.controller = self.controller or stored.controller or DEFAULT_CONTROLLER
-        self.max_draft_length = self.max_draft_length or stored.max_draft_length
-        self.threshold = stored.threshold if self.threshold is None else self.threshold
-        if self.branches is None and self.controller == DEFAULT_CONTROLLER:
-            self.branches = stored.branches
+    def __init__(
+        self,
+        model: Any,
+        task: Task,
+        name: str = "plain",
+        skip: SkipConfig | None = None,
+        *,
+        draft: str | None = None,
+        named: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model, self.task, self.name, self.skip = model, task, name, skip
+        self.draft, self.named = draft, named
+        self.settings = {
+            "skip": skip,
+            "lookup": False,
+            "draft_memory": 0 if skip is None else None,  # no draft of the model's own choice
+            "acceptance": task.acceptance,
+            "execution": task.execution,
+            **settings,
+        }
+        self.costs: dict[str, CostTable] = {}
+        self.prices: dict[str, dict[str, Any]] = {}
+        self.kind = "self" if self.source_names else "plain"
 
     @property
-    def sources(self) -> list[str]:
+    def decoding(self) -> LayerSkipDecoding:
+        """Its settings, with those of the skip config where there are no others."""
+        return LayerSkipDecoding(**self.settings)
+
+    @property
+    def source_names(self) -> list[str]:
         """What its drafts come from, in the order in which rounds number them."""
-        found = ["lookup"] if self.lookup else []
-        found += ["laws"] if self.trees else []
-        found += [] if self.assistant is None else ["assistant"]
-        return found if self.skip is None else [*found, "sublayers"]
+        decoding = self.decoding
+        names = [] if decoding.lookup is None else ["lookup"]
+        names += [each.name for each in decoding.sources]
+        names += [] if decoding.assistant is None else ["assistant"]
+        return names if self.skip is None else [*names, "sublayers"]
 
     @property
     def may_branch(self) -> bool:
         """Whether second-best tokens may be verified: a draft takes steps, and the rule has use."""
-        steps = self.skip is not None or self.assistant is not None
-        rejection = self.task.do_sample and self.task.acceptance == "rejection"
-        return steps and self.controller == DEFAULT_CONTROLLER and not rejection
+        decoding = self.decoding
+        steps = self.skip is not None or decoding.assistant is not None
+        return steps and decoding.controller == DEFAULT_CONTROLLER and not self._rejects
+
+    @property
+    def _rejects(self) -> bool:
+        """Whether texts depend on what is drafted, so that no clock may decide what is."""
+        return self.task.do_sample and self.task.acceptance == "rejection"
 
     def describe(self) -> dict[str, Any]:
         if self.kind == "plain":
             return {"name": self.name, "kind": self.kind}
+        decoding = self.decoding
         num_layers = self.model.config.get_text_config().num_hidden_layers
-        every = list(range(num_layers))
-        own: dict[str, Any] = {
-            "skip": None,
-            "skipped": {"attention": every, "mlp": every},
-            "low": None,
-            "num_kept": 0,
-            "prefix": 0,
-            "draft_vocabulary": None,
-        }
-        labels = ["lookup"] if self.lookup else []
-        labels += ["trees of laws"] if self.trees else []
-        labels += [] if self.assistant is None else [f"assistant {self.named}"]
-        if self.skip is not None:
-            skip = self.skip.resolve(num_layers)
-            labels.append(skip_label(self.skip, skip))
-            vocabulary = skip.draft_vocabulary
-            own |= {
-                "skip": self.skip.to_dict(),
-                "draft_vocabulary": vocabulary and len(vocabulary),
-            }
-            if skip.trained is None or not skip.trained.alone:
-                own |= {
-                    "skipped": {"attention": list(skip.attention), "mlp": list(skip.mlp)},
-                    "low": skip.to_dict().get("low"),
-                    "experts": skip.experts,
-                    "window": skip.window,
-                    "num_kept": len(skip.kept()),
-                    "prefix": skip.shared_prefix(),
-                }
-        how = f"{self.controller}{' with branches' if self.branches else ''}"
+        resolved = None if self.skip is None else self.skip.resolve(num_layers)
+        vocabulary = self.skip and self.skip.draft_vocabulary
+        labels = [{"assistant": f"assistant {self.named}"}.get(n, n) for n in self.source_names]
+        if self.skip is not None and resolved is not None:
+            labels[-1] = skip_label(self.skip, resolved)
+        how = f"{decoding.controller}{' with branches' if decoding.branches else ''}"
         return {
             "name": self.name,
             "kind": self.kind,
             "label": f"{' and '.join(labels)}, {how}",
             "draft": self.draft,
-            "sources": self.sources,
+            "sources": self.source_names,
             "assistant": self.named,
-            **own,
-            "controller": self.controller,
-            "max_draft_length": self.max_draft_length,
-            "threshold": self.threshold,
-            **({"branches": True} if self.branches else {}),  # so that older runs can go on
+            "skip": self.skip and self.skip.to_dict(),
+            "draft_vocabulary": vocabulary and len(vocabulary),
+            **_sublayers_of(resolved, num_layers),
+            "controller": decoding.controller,
+            "max_draft_length": decoding.max_draft_length,
+            "threshold": decoding.threshold,
+            **({"branches": True} if decoding.branches else {}),  # so that older runs can go on
             "costs": self.prices,
         }
 
     def use(self, key: str, costs: CostTable) -> None:
-        """Let the controller decide with these costs in batches of a key (see `costs_key`).
+        """Let the controller decide with these costs in batches of a key.
 
-        Where the skip config brings costs, or the accept rule lets no clock decide, it keeps to
-        those, and these serve predictions only.
+        Where the skip config brings costs, or the accept rule lets no clock decide, they serve
+        predictions only.
         """
-        rejection = self.task.do_sample and self.task.acceptance == "rejection"
         brought = self.skip is not None and self.skip.costs is not None
-        if not brought and not rejection:
+        if not brought and not self._rejects:
             self.costs[key] = costs
 
     def decode(
@@ -246,50 +207,34 @@ class Engine:
         self, batch: PromptBatch, clock: Clock | None = None, **settings: Any
     ) -> GenerationOutput:
         """As a person would call it; a prompt's text depends on its number and the seed only."""
-        task = self.task
         return generate(
             self.model,
             {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask},
             **{
-                **self._drafting,
-                "acceptance": task.acceptance,
+                **self.settings,
                 "enabled": self.kind == "self",
-                "seeds": [task.seed + number for number in batch.numbers],
+                "seeds": [self.task.seed + number for number in batch.numbers],
                 "costs": self.costs.get(costs_key(batch.rows, batch.context)),
                 "clock": clock,
-                **task.arguments(),
+                **self.task.arguments(),
                 **settings,
             },
         )
 
-    def prepare(self, rows: int, context: int, seconds: float) -> CostTable:
-        """Measure what drafting costs in such batches, which may take so long."""
-        law = {name: x for name, x in self.task.arguments().items() if name != "max_new_tokens"}
-        decoding = LayerSkipDecoding(**self._drafting)
-        found = decoding.prepare(self.model, rows=rows, context=context, seconds=seconds, **law)
-        assert found is not None
-        return found
 
-    def opened_sources(self, opened: Sublayers) -> Sequence[Source]:
-        """What its drafts come from, as rounds number them."""
-        return LayerSkipDecoding(**self._drafting)._sources(opened, rejection=False)[1]
-
-    @property
-    def _drafting(self) -> dict[str, Any]:
-        """For `LayerSkipDecoding`."""
-        return {
-            "skip": self.skip,
-            "lookup": self.lookup,
-            "sources": [self.trees] if self.trees else [],
-            "assistant": self.assistant,
-            # what is not named here does not draft, though the model may have a draft of its own
-            "draft_memory": 0 if self.skip is None else None,
-            "controller": self.controller,
-            "max_draft_length": self.max_draft_length,
-            "threshold": self.threshold,
-            "branches": self.branches,
-            "execution": self.task.execution,
-        }
+def _sublayers_of(resolved: SkipConfig | None, num_layers: int) -> dict[str, Any]:
+    """What a header says of the target's sublayers in a draft; None: it runs none of them."""
+    if resolved is None or (resolved.trained is not None and resolved.trained.alone):
+        skipped = {kind: list(range(num_layers)) for kind in ("attention", "mlp")}
+        return {"skipped": skipped, "low": None, "num_kept": 0, "prefix": 0}
+    return {
+        "skipped": {"attention": list(resolved.attention), "mlp": list(resolved.mlp)},
+        "low": resolved.to_dict().get("low"),
+        "experts": resolved.experts,
+        "window": resolved.window,
+        "num_kept": len(resolved.kept()),
+        "prefix": resolved.shared_prefix(),
+    }
 
 
 @dataclass(eq=False)
@@ -297,7 +242,6 @@ class Peer:
     """A way to decode that comes with transformers.
 
     Attributes:
-        name: its kind by default.
         options: further arguments of its `generate()`.
         config: what is set in `model.generation_config` during the call, where the library's early
             exit looks for its settings.
@@ -343,7 +287,6 @@ class Peer:
         return Decoded(rows, first.at, [min(first.tokens, len(row)) for row in rows])
 
     def _ended(self, tokens: list[int]) -> list[int]:
-        """The tokens up to the first one that ends a row; behind it there is padding."""
         ends = end_tokens(self.model)
         end = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
         return tokens[: end + 1]
@@ -385,38 +328,21 @@ def _as_found(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 def early_exit_peer(model: Any, task: Task, exit_layer: int) -> Peer:
     """transformers' early exit with its own defaults."""
     config = model.generation_config
-    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
-    found = {name: getattr(config, name, None) for name in _ASSISTED}
-    own = {n: defaults.get(n) if value is None else value for n, value in found.items()}
+    settings: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
+    count, threshold = "num_assistant_tokens", "assistant_confidence_threshold"
+    settings = {name: settings.get(name) for name in (count, f"{count}_schedule", threshold)}
+    given = {name: getattr(config, name, None) for name in settings}
+    settings |= {name: value for name, value in given.items() if value is not None}
     return Peer(
         model,
         task,
         "generate-early-exit",
         options={"assistant_early_exit": exit_layer},
-        config=own,
+        config=settings,
         details={
             "exit_layer": exit_layer,
-            "num_assistant_tokens": own["num_assistant_tokens"],
-            "schedule": own["num_assistant_tokens_schedule"],
-            "threshold": own["assistant_confidence_threshold"],
+            count: settings[count],
+            "schedule": settings[f"{count}_schedule"],
+            "threshold": settings[threshold],
         },
     )
-
-
-def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
-    """A few words for a draft, as it was asked for and as it is for its model."""
-    if skip.trained is not None and skip.trained.alone:
-        return skip.trained.words_with(skip.low)
-    label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
-    if not resolved.skipped():
-        label = "whole model"
-    elif skip.exit_layer is not None and not skip.attention and not skip.mlp:
-        label = f"exit {skip.exit_layer}"
-    low, vocabulary = resolved.low, skip.draft_vocabulary
-    if low is not None and not (skip.trained and skip.trained.module):
-        label += f", {low.words(len(resolved.kept()))}"
-    if resolved.experts is not None:
-        label += f", {resolved.experts} experts" if resolved.experts else ", no experts"
-    label += "" if resolved.window is None else f", window {resolved.window}"
-    label += "" if skip.trained is None else f", {skip.trained.words_with(low)}"
-    return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"

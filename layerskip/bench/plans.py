@@ -1,7 +1,4 @@
-"""What a benchmark measures: its methods, priced, and the header of its records.
-
-What a run to go on with has decided already (drafts, costs, draft lengths) stays as it is.
-"""
+"""What a benchmark measures: its methods, priced, and the header of its records."""
 
 from __future__ import annotations
 
@@ -19,22 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from layerskip.bench.batches import Encoded, PromptBatch
-from layerskip.bench.methods import (
-    BRANCHES,
-    Engine,
-    Method,
-    Peer,
-    Task,
-    early_exit_peer,
-)
+from layerskip.bench.methods import BRANCHES, Engine, Method, Peer, Task, early_exit_peer
 from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controllers import WITH_THRESHOLD
-from layerskip.decoding.sources.kept_laws import Laws
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.decoding.sources.lookup_laws import LookupLaws
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
@@ -42,6 +29,7 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
+from layerskip.registry import WITH_THRESHOLD, named
 from layerskip.replay.exits import best_exit, exit_trace, law_of
 from layerskip.timing.sublayers import measure
 
@@ -64,18 +52,18 @@ def make_header(
 
     Args:
         path: the prompts' file.
-        encoded: what is made of them, if they are joined or cut.
+        encoded: the prompts as they are asked, if they are joined or cut.
     """
     content = [[p.id, p.category, p.text, p.messages] for p in prompts]
     categories = [p.category or "none" for p in encoded or prompts]
-    found = environment()
+    machine = environment()
     model = loaded.model
     return {
         "kind": "header",
         "schema": SCHEMA,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "argv": [redacted(argument) for argument in sys.argv[1:]],
-        "environment": found,
+        "environment": machine,
         "model": {
             "name": loaded.name,
             "hash": fingerprint(model),
@@ -85,7 +73,7 @@ def make_header(
         },
         "device": str(opened.device),
         "dtype": str(opened.dtype).removeprefix("torch."),
-        "threads": found["cpu"]["threads"],
+        "threads": machine["cpu"]["threads"],
         "execution": opened.execution,
         "passes": opened.describe(),
         "law": task.law,
@@ -111,7 +99,7 @@ class Talk(Protocol):
 
 @dataclass(frozen=True)
 class Plan:
-    """From what was asked for, and what a run to go on with has decided already, to methods."""
+    """From what was asked for to methods; what a run to go on with has decided stays as it is."""
 
     loaded: Loaded
     task: Task
@@ -131,7 +119,7 @@ class Plan:
         controllers: Sequence[str | None] = (None,),
         max_draft_length: int | None = None,
         threshold: float | None = None,
-        laws: Laws | None = None,
+        laws: Any = None,
         branches: bool | None = None,
     ) -> list[Engine]:
         """The methods of this engine that draft: one for every source, and controller.
@@ -141,84 +129,83 @@ class Plan:
             lookup: whether, and in which other texts, "self" looks drafts up; None: as its skip
                 config says, and where there is none it does.
             default: the model's own draft where none is given, if it has one.
-            assistant: the second model of "self-assistant".
             controllers: None is the skip config's own, or the default.
-            threshold: of those controllers that have one.
             laws: of earlier texts, which every call of "self" and "self-laws" starts with.
-            branches: True: those that may have any are measured with and without; None is the skip
-                config's own.
+            branches: True: those that may have any are measured with and without.
         """
-        sources: list[tuple[str, str, dict[str, Any]]] = []  # kind, label, what drafts
-        for label, skip in given if "self" in kinds else ():
-            stored = skip.decoding is not None and skip.decoding.lookup is True
-            how = stored if lookup is None else lookup
-            sources.append(("self", label, {"skip": self._checked(skip), "lookup": how}))
-        if "self" in kinds and not given:
-            own_skip = self._decided("self", default)
-            how = True if lookup is None else lookup
-            if own_skip is not None or how:
-                sources.append(("self", "default", {"skip": own_skip, "lookup": how}))
+        looks_up = True if lookup is None else lookup
+        drafts: list[tuple[str, str, dict[str, Any]]] = []  # method, label, what drafts
+        if "self" in kinds:
+            for label, skip in given:
+                stored = skip.decoding is not None and skip.decoding.lookup is True
+                how = stored if lookup is None else lookup
+                drafts.append(("self", label, {"skip": self._checked(skip), "lookup": how}))
+            default = self._decided("self", default)
+            if not given and (default is not None or looks_up):
+                drafts.append(("self", "default", {"skip": default, "lookup": looks_up}))
         if "self-lookup" in kinds:
-            sources.append(("self-lookup", "lookup", {"lookup": lookup or True}))
+            drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         joined = lookup if isinstance(lookup, Lookup) else Lookup()
-        trees = LookupLaws(known=laws, lookup=joined)
+        trees = {"sources": [named("source", "laws")(known=laws, lookup=joined)]}
         if laws is not None:
-            for _, _, own in sources:
-                own |= {"trees": trees}
+            drafts = [(kind, label, what | trees) for kind, label, what in drafts]
         if "self-laws" in kinds:
-            sources.append(("self-laws", "laws", {"trees": trees}))
+            drafts.append(("self-laws", "laws", trees))
         if "self-8bit" in kinds:
-            sources.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
+            drafts.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:
             second = {"assistant": assistant.opened(self.task.execution), "named": assistant.name}
-            sources.append(("self-assistant", "assistant", second))
+            drafts.append(("self-assistant", "assistant", second))
         if "self-exit" in kinds:
             exit_ = self._decided("self-exit", None) or self.best_exit
-            sources.append(("self-exit", f"exit-{exit_.exit_layer}", {"skip": exit_}))
-        found: dict[str, Engine] = {}
+            drafts.append(("self-exit", f"exit-{exit_.exit_layer}", {"skip": exit_}))
+        engines: dict[str, Engine] = {}
         ways = (False, True) if branches else (branches,)
-        for (kind, label, own), controller, way in itertools.product(sources, controllers, ways):
-            each = Engine(
+        for (kind, label, what), controller, way in itertools.product(drafts, controllers, ways):
+            engine = Engine(
                 self.loaded.model,
                 self.task,
                 controller=controller,
                 max_draft_length=max_draft_length,
                 branches=way,
                 draft=label,
-                **own,
+                **what,
             )
-            if way and not each.may_branch:
+            if way and not engine.may_branch:
                 continue
-            if each.controller in WITH_THRESHOLD and threshold is not None:
-                each.threshold = threshold
-            several = sum(other == kind for other, _, _ in sources) > 1
-            parts = [kind, *([label] if several else [])]
-            parts += [str(each.controller)] if len(controllers) > 1 else []
+            chosen = str(engine.decoding.controller)
+            if chosen in WITH_THRESHOLD:
+                engine.settings["threshold"] = threshold
+            parts = [kind, *([label] if sum(kind == other for other, *_ in drafts) > 1 else [])]
+            parts += [chosen] if len(controllers) > 1 else []
             name = ":".join(parts) + (BRANCHES if way else "")
-            like = sum(other.partition("#")[0] == name for other in found)
-            each.name = f"{name}#{like + 1}" if like else name
-            found[each.name] = each
-        if branches and not any(each.branches for each in found.values()):
+            like = sum(other.partition("#")[0] == name for other in engines)
+            engine.name = f"{name}#{like + 1}" if like else name
+            engines[engine.name] = engine
+        if branches and not any(each.settings["branches"] for each in engines.values()):
             which = "a draft that takes steps, and expected-gain"
             warnings.warn(f"--branches has no effect without {which}", stacklevel=2)
-        used = any(each.controller in WITH_THRESHOLD for each in found.values())
-        if threshold is not None and found and not used:
+        if (
+            engines
+            and threshold is not None
+            and all(each.settings.get("threshold") is None for each in engines.values())
+        ):
             rule = " or ".join(WITH_THRESHOLD)
             warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
-        return list(found.values())
+        return list(engines.values())
 
     def methods(
         self, kinds: set[str], engines: Sequence[Engine], assistant: Loaded | None
     ) -> list[Method]:
-        """All methods to measure, what their drafts cost measured."""
+        """All methods to measure, those that draft with their prices."""
         model, task = self.loaded.model, self.task
         by_name = {each.name: each for each in engines}
         for each in engines:
-            twin = by_name.get(each.name.removesuffix(BRANCHES))
-            if twin is None or twin is each:
+            chains = by_name.get(each.name.removesuffix(BRANCHES))
+            if chains is None or chains is each:
                 self._price(each)
             else:  # so that they differ by their branches alone
-                each.prices, each.costs = twin.prices, twin.costs
+                each.prices, each.costs = chains.prices, chains.costs
         methods: list[Method] = [Engine(model, task), *engines]
         if "generate" in kinds:
             methods.append(Peer(model, task))
@@ -232,8 +219,8 @@ class Plan:
             methods.append(early_exit_peer(model, task, self._depth(engines)))
         if (name := "generate-prompt-lookup") in kinds:
             copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-            told = {"num_tokens": PROMPT_LOOKUP_TOKENS}
-            methods.append(Peer(model, task, name, options=copied, details=told))
+            details = {"num_tokens": PROMPT_LOOKUP_TOKENS}
+            methods.append(Peer(model, task, name, options=copied, details=details))
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
             named = {"assistant": assistant.name}
@@ -247,8 +234,7 @@ class Plan:
         return methods
 
     def _decided(self, name: str, otherwise: SkipConfig | None) -> SkipConfig | None:
-        """The skip config that a run to go on with has for a method."""
-        entry = next((e for n, e in self._known.items() if n.partition(":")[0] == name), None)
+        entry = next((e for n, e in self._entries.items() if n.partition(":")[0] == name), None)
         if entry is None:
             return otherwise
         return None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
@@ -271,9 +257,9 @@ class Plan:
 
     def _depth(self, engines: Sequence[Engine]) -> int:
         """The early exit of transformers: that runs as many sublayers as our draft, if it can."""
-        known = self._known.get("generate-early-exit")
-        if known is not None:
-            return int(known["exit_layer"])
+        decided = self._entries.get("generate-early-exit")
+        if decided is not None:
+            return int(decided["exit_layer"])
         layers = int(self.loaded.model.config.get_text_config().num_hidden_layers)
         kept = [len(each.skip.kept(layers)) for each in engines if each.skip is not None]
         shorter = [count for count in kept if count < 2 * layers]
@@ -282,18 +268,18 @@ class Plan:
         return max(1, min(layers - 1, round(shorter[0] / 2)))
 
     def _price(self, method: Engine) -> None:
-        known = self._known.get(method.name, {}).get("costs")
-        if known:
-            method.prices = known
+        decided = self._entries.get(method.name, {}).get("costs")
+        if decided:
+            method.prices = decided
             names = ("draft", "verify", "source")
-            for key, costs in known.items():
+            for key, costs in decided.items():
                 method.use(key, CostTable.from_dict({name: costs[name] for name in names}))
             return
         self.talk.progress(f"measuring what drafting costs: {method.name}")
         price(method, self.batches)
 
     @cached_property
-    def _known(self) -> dict[str, dict[str, Any]]:
+    def _entries(self) -> dict[str, dict[str, Any]]:
         """What a run to go on with says of its methods, by name."""
         entries = self.found.header["methods"] if self.found else []
         return {entry["name"]: entry for entry in entries}
@@ -301,11 +287,11 @@ class Plan:
     @cached_property
     def trace(self) -> dict[str, Any]:
         """What every exit would have drafted, on the first prompts of every category."""
-        few = self._few()
+        prompts = self._traced()
         return exit_trace(
             self._opened,
-            [each.ids for each in few],
-            names=[each.name for each in few],
+            [each.ids for each in prompts],
+            names=[each.name for each in prompts],
             law=self._law,
             max_new_tokens=min(self.task.max_new_tokens, TRACE_TOKENS),
             progress=self._progress,
@@ -313,16 +299,14 @@ class Plan:
 
     @cached_property
     def sublayer_costs(self) -> dict[str, Any]:
-        """What sublayers cost, on the same prompts."""
         return measure(
             self._opened,
-            [each.ids for each in self._few()],
+            [each.ids for each in self._traced()],
             law=law_of(self._law),
             progress=self._progress,
         )
 
-    def _few(self) -> list[Encoded]:
-        """The first prompts of every category."""
+    def _traced(self) -> list[Encoded]:
         chosen: dict[str | None, list[Encoded]] = {}
         for prompt in self.prompts:
             chosen.setdefault(prompt.category, []).append(prompt)
@@ -344,18 +328,24 @@ class Plan:
         self.talk.progress(f"{what}, {share:.0%}")
 
 
+DRAFTS = ("lookup", "sources", "assistant")
+"""Settings that say what drafts, beside the skip config."""
+
+
 def price(method: Engine, batches: Sequence[PromptBatch]) -> None:
     """Measure what drafting costs, once, and give it to the method for all its calls."""
+    skip = None if method.skip is None else method.skip.bare()
+    drafts = {name: method.settings[name] for name in DRAFTS if name in method.settings}
     task = replace(method.task, acceptance="coupled")
-    own = None if method.skip is None else method.skip.bare()
-    drafts = {"lookup": method.lookup, "trees": method.trees, "assistant": method.assistant}
-    bare = Engine(method.model, task, skip=own, **drafts)
-    for key, alike in itertools.groupby(
-        batches, lambda batch: costs_key(batch.rows, batch.context)
-    ):
-        few = [*alike]
-        lengths = [length for batch in few for length in batch.attention_mask.sum(-1).tolist()]
-        length = round(statistics.median(lengths))
-        found = bare.prepare(few[0].rows, length, PRICE_SECONDS)
-        method.prices[key] = found.to_dict()
-        method.use(key, found)
+    bare = Engine(method.model, task, skip=skip, **drafts).decoding
+    sampling = {name: x for name, x in task.arguments().items() if name != "max_new_tokens"}
+    by_key: dict[str, list[PromptBatch]] = {}
+    for batch in batches:
+        by_key.setdefault(costs_key(batch.rows, batch.context), []).append(batch)
+    for key, alike in by_key.items():
+        lengths = [length for each in alike for length in each.attention_mask.sum(-1).tolist()]
+        at = {"rows": alike[0].rows, "context": round(statistics.median(lengths))}
+        costs = bare.prepare(method.model, **at, seconds=PRICE_SECONDS, **sampling)
+        assert costs is not None
+        method.prices[key] = costs.to_dict()
+        method.use(key, costs)

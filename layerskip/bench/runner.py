@@ -1,8 +1,7 @@
 """The measuring loop: methods side by side on the same prompts, timed, compared, as records.
 
-All methods decode a batch of prompts one after another, in an order that rotates from repeat to
-repeat, so that whatever else the machine does meets all of them alike. Records are handed to a
-function; files are for others to write.
+They decode a batch one after another, in an order that rotates from repeat to repeat, so that
+whatever else the machine does meets all of them alike.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from layerskip.bench.batches import PromptBatch, one_by_one
-from layerskip.bench.judge import Judge
+from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import Clock, Decoded, Method, Task
 from layerskip.bench.reads import bytes_read
 from layerskip.files.records import Key
@@ -33,23 +32,19 @@ LOOP_TOKENS = 24
 
 @dataclass(frozen=True)
 class Timed:
-    """One call of a method; `repeat` is negative in a warm-up, which ends sooner.
-
-    Attributes:
-        order: its place among the methods of this repeat.
-        seconds: of the whole call.
-        first: of them, until the first new tokens were out.
-        peak_memory: bytes above what was held before; None where the device does not tell.
-    """
+    """One call of a method; `repeat` is negative in a warm-up, which ends sooner."""
 
     method: Method
     batch: PromptBatch
     repeat: int
     order: int
+    """Its place among the methods of this repeat."""
     decoded: Decoded
     seconds: float
     first: float
+    """Seconds of the call until the first new tokens were out."""
     peak_memory: int | None
+    """Bytes above what was held before; None where the device does not tell."""
 
 
 def device_clock(device: torch.device) -> Clock:
@@ -78,11 +73,9 @@ def interleaved(
 ) -> Iterator[Timed]:
     """Run every method on every batch, warm-ups first; what is `done` is left out.
 
-    Behind the first repeat, none is begun that would end after `until` (of `time.monotonic`), if it
-    took as long as the longest so far.
-
-    The garbage collector rests during a call, and torch's random numbers are afterwards what they
-    were. Methods that serve one row are left out of larger batches.
+    After the first repeat, none is begun that would end after `until` (of `time.monotonic`), if it
+    took as long as the longest so far. The garbage collector rests during a call, and torch's
+    random numbers are afterwards what they were.
     """
     longest, made = 0.0, 0
     with _quiet_collector(), torch.random.fork_rng(devices=_gpus(batches)):
@@ -114,7 +107,7 @@ def _gpus(batches: Sequence[PromptBatch]) -> set[torch.device]:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """What is there now is not looked at by the collections between the calls."""
+    """Keep what is there now out of the collections between the calls."""
     gc.collect()
     gc.freeze()
     try:
@@ -177,13 +170,12 @@ def benchmark(
     until: float = math.inf,
     note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> None:
-    """Measure, and hand over a record of every call as soon as it is there.
+    """Measure, and `write` a record of every call as soon as it is there.
 
     Args:
         methods: plain decoding, every speedup's baseline, must be among them.
         done: keys of records that are there already.
         text: decodes tokens; texts are part of the records where it is given.
-        now: the clock; the device's by default.
         until: of `time.monotonic`, when to end after a whole number of repeats, one at least.
         bandwidth: asked after every call; what it says, bytes a second, is part of the record.
         note: told what is going on, and the share of it all that is done.
@@ -215,7 +207,7 @@ def decoded_records(
 
     Texts that end with their first token say nothing of decoding, and have no records.
     """
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     benchmark(
         model,
         task,
@@ -223,49 +215,42 @@ def decoded_records(
         one_by_one(prompts),
         repeats=repeats,
         warmup=1,
-        write=found.append,
+        write=records.append,
         until=until,
         note=note,
     )
-    return [each for each in found if sum(each["new_tokens"]) > sum(each["first_tokens"])]
+    return [each for each in records if sum(each["new_tokens"]) > sum(each["first_tokens"])]
 
 
 def record_of(
     timed: Timed, judge: Judge, text: Callable[[Sequence[int]], str] | None = None
 ) -> dict[str, Any]:
-    """The record of a call."""
     batch, decoded = timed.batch, timed.decoded
     seconds: dict[str, float | None] = {"total": timed.seconds, "first": timed.first}
     seconds |= dict.fromkeys(("draft", "verify", "other"))
-    rounds = None
+    rounds: dict[str, Any] | None = None
     if decoded.rounds is not None:
         after = decoded.rounds[1:]
-        marks = [round_.times for round_ in after if round_.times is not None]
+        marks = [each.times for each in after if each.times is not None]
         draft = sum(drafted - start for start, drafted, _, _ in marks)
         verify = sum(verified - drafted for _, drafted, verified, _ in marks)
-        # the rest of the rounds, and what the door does behind them
+        # the rest of the rounds, and what the door does after them
         other = max(0.0, timed.seconds - timed.first - draft - verify)
         seconds |= {"draft": draft, "verify": verify, "other": other}
-        rounds = {
-            "sources": [
-                list(each) if isinstance(each, tuple) else each
-                for each in (round_.source for round_ in after)
-            ],
-            "drafted": [list(round_.drafted) for round_ in after],
-            "accepted": [list(round_.accepted) for round_ in after],
-            "emitted": [[len(tokens) for tokens in round_.tokens] for round_ in after],
-            "signal": decoded.rounds[0].signal,
-            "confidences": [[list(row) for row in round_.confidences] for round_ in after],
-            "steps": [round_.steps for round_ in after],
-        }
-        if any(parents for round_ in after for parents in round_.parents):
-            rounds["parents"] = [[p and list(p) for p in round_.parents] for round_ in after]
-            rounds["wide"] = [round_.wide for round_ in after]
-            rounds["taken"] = [list(map(round_.taken, range(batch.rows))) for round_ in after]
+        names = ("source", "drafted", "accepted", "confidences", "steps")
+        rounds = dict[str, Any]({name: [getattr(each, name) for each in after] for name in names})
+        rounds["sources"] = rounds.pop("source")
+        rounds["emitted"] = [[len(tokens) for tokens in each.tokens] for each in after]
+        rounds["signal"] = decoded.rounds[0].signal
+        if any(parents for each in after for parents in each.parents):
+            rounds["parents"] = [[p and list(p) for p in each.parents] for each in after]
+            rounds["wide"] = [each.wide for each in after]
+            rounds["taken"] = [list(map(each.taken, range(batch.rows))) for each in after]
         if text is not None:
             rounds["drafts"] = [[[text([t]) for t in row] for row in r.drafts] for r in after]
     compared = judge.compare(timed.method, [(batch, decoded.tokens)])
     differing = () if compared is None else compared.differences
+    wrong = {difference.prompt for difference in differing}
     record = {
         "kind": "record",
         "method": timed.method.name,
@@ -284,26 +269,13 @@ def record_of(
         "peak_memory": timed.peak_memory,
         "repeated_4grams": [repeated_share(tokens) for tokens in decoded.tokens],
         "loops": [loops(tokens) for tokens in decoded.tokens],
-        "equal": None
-        if compared is None
-        else [all(d.prompt != row for d in differing) for row in range(batch.rows)],
-        "differences": [
-            {
-                "row": difference.prompt,
-                "position": difference.position,
-                "margin": difference.margin if difference.margin < float("inf") else None,
-                "resolution": difference.resolution,
-                "near_tie": difference.near_tie,
-            }
-            for difference in differing
-        ],
+        "equal": None if compared is None else [row not in wrong for row in range(batch.rows)],
+        "differences": [{"row": each.prompt, **each.to_dict()} for each in differing],
     }
     if text is not None:
         record["texts"] = [text(tokens) for tokens in decoded.tokens]
-        record["prompt_texts"] = [
-            text(ids[mask.bool()].tolist())
-            for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
-        ]
+        prompts = zip(batch.input_ids, batch.attention_mask, strict=True)
+        record["prompt_texts"] = [text(ids[mask.bool()].tolist()) for ids, mask in prompts]
     return record
 
 
@@ -314,10 +286,9 @@ def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the text ends by saying one thing over and over.
+    """Whether the text ends in a block that is said at least `LOOP_TIMES` times in a row.
 
-    That is, in a block of any length said at least `LOOP_TIMES` times in a row, which take up at
-    least `LOOP_TOKENS` tokens.
+    Together they take up at least `LOOP_TOKENS` tokens.
     """
     text = list(tokens)
     for period in range(1, len(text) // LOOP_TIMES + 1):

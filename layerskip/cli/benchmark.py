@@ -5,34 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerskip.cli.drafting import Sources
-from layerskip.cli.options import (
+from layerskip.cli.flags import (
     AsJson,
     Chat,
     Loading,
-    MaxDraftLength,
     MaxNewTokens,
+    Pace,
     Prompts,
     Quiet,
     Sampling,
     Seed,
-    Threshold,
-    first_of_each,
-    given_prompts,
-    open_model,
-    open_passes,
-    spoken,
-    to_json,
+    Sources,
+    flag,
+    switch,
     warn_idle,
 )
-from layerskip.cli.terminal import Talk, aligned, ratio, same_texts
+from layerskip.cli.inputs import first_of_each, given_prompts, spoken
+from layerskip.cli.opening import (
+    kept_laws,
+    looked_up,
+    open_model,
+    open_passes,
+    own_draft,
+    second_model,
+)
+from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.config import SkipConfig
-from layerskip.decoding.controllers import CONTROLLERS
 from layerskip.files.records import Run, RunWriter, key_of, read_unfinished
+from layerskip.registry import CONTROLLERS
 from layerskip.text import decode_text
 
 if TYPE_CHECKING:
@@ -42,73 +46,38 @@ if TYPE_CHECKING:
 DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
 ASSISTED = ("self-assistant", "generate-assistant")
 METHODS = (*DEFAULT_METHODS, "self-lookup", "self-laws", "self-8bit", "self-exit", *ASSISTED)
+_METHODS, _CONTROLLERS = ", ".join(METHODS), ", ".join(CONTROLLERS)
 
 
 def benchmark(
     *,
-    output: Annotated[
-        Path,
-        typer.Option(metavar="RUN.jsonl", help="Records; a file that is there is gone on with."),
-    ],
+    output: Path = flag(
+        "File of records; the same command again goes on with it.", "RUN.jsonl", default=...
+    ),
     prompts: Prompts = None,
     chat: Chat = False,
-    skip: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="Skip config, as JSON; repeatable.")
-    ] = None,
-    exit_layer: Annotated[
-        list[int] | None,
-        typer.Option(metavar="E", help="Draft with layers 0 to E-1; repeatable."),
-    ] = None,
+    skip: list[str] | None = flag("JSON file of a skip config; repeatable.", "FILE"),
+    exit_layer: list[int] | None = flag("Draft with layers 0 to E-1; repeatable.", "E"),
     sources: Sources,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"What to measure, of {', '.join(METHODS)}; repeatable.  [default: the "
-            f"first {len(DEFAULT_METHODS)}]",
-        ),
-    ] = None,
-    controller: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Of self, of {', '.join(CONTROLLERS)}; repeatable.  [default: expected-gain]",
-        ),
-    ] = None,
-    max_draft_length: MaxDraftLength = None,
-    threshold: Threshold = None,
-    branches: Annotated[
-        bool | None,
-        typer.Option(
-            "--branches/--no-branches",
-            help="Measure drafts by steps with their second-best tokens, too (as self:branches), "
-            "or never.  [default: as the skip config says]",
-        ),
-    ] = None,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Record exits and costs of the sublayers, too.")
-    ] = False,
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Timed calls of each method, per prompt.")
-    ] = 2,
-    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Untimed calls before them.")] = 1,
-    batch_size: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="N", help="Repeatable.  [default: 1]")
-    ] = None,
-    context: Annotated[
-        list[int] | None,
-        typer.Option(min=1, metavar="N", help="Prompts joined or cut to N tokens; repeatable."),
-    ] = None,
+    method: list[str] | None = flag(
+        f"Method to measure, of {_METHODS}; repeatable.  [default: the first five]",
+        "NAME",
+    ),
+    controller: list[str] | None = flag(
+        f"Controller of self, of {_CONTROLLERS}; repeatable.  [default: expected-gain]",
+        "NAME",
+    ),
+    pace: Pace,
+    trace: bool = switch("--trace", "Also record all exits, and what each sublayer costs."),
+    repeats: int = flag("Timed calls of each method, per prompt.", "N", default=2, min=1),
+    warmup: int = flag("Untimed calls before them.", "N", default=1, min=0),
+    batch_size: list[int] | None = flag("Rows of a call; repeatable.  [default: 1]", "N", min=1),
+    context: list[int] | None = flag("Join or cut prompts to N tokens; repeatable.", "N", min=1),
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
     seed: Seed = 0,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Prompts of each category or context, at most."),
-    ] = None,
-    save_text: Annotated[
-        bool, typer.Option("--save-text", help="Keep prompts and texts in the records.")
-    ] = False,
+    limit: int | None = flag("Use at most N prompts of each category or context.", "N", min=1),
+    save_text: bool = switch("--save-text", "Keep prompts and texts in the records."),
     loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -133,25 +102,25 @@ def benchmark(
         warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
     if sources.keep_laws:
         raise ValueError("--keep-laws would let calls learn from each other's texts; leave it out")
-    text, laws = sources.text(), sources.kept_laws()
+    text, laws = sources.text(), kept_laws(sources)
     sizes = sorted(set(batch_size or [1]))
-    found = read_unfinished(output)
-    if found is not None and not (found.records or found.traces or found.costs):
-        found = None  # it was refused or stopped before it measured: its settings bind nobody
+    earlier = read_unfinished(output)
+    if earlier is not None and not (earlier.records or earlier.traces or earlier.costs):
+        earlier = None  # it was refused or stopped before it measured: its settings bind nobody
     chosen = spoken(given_prompts(prompts, loading.model), chat)
     if not context:
         chosen = first_of_each(chosen, limit)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
-
-    second = sources.second(loading, loaded, talk) if kinds & {*ASSISTED} else None
+    second = second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
 
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
     from layerskip.bench.plans import Plan, make_header
     from layerskip.bench.runner import try_out
+    from layerskip.drafts import choose_drafts
 
-    known = found.header["threads"] if found else None  # a run goes on as it began
-    with open_passes(loaded, loading, talk, known) as opened:
+    threads = earlier.header["threads"] if earlier else None  # a run goes on as it began
+    with open_passes(loaded, loading, talk, threads) as opened:
         short = encode_all(loaded.tokenizer, chosen, opened.device)
         asked = short
         if context:
@@ -172,30 +141,28 @@ def benchmark(
                 "--batch-size"
             )
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
-        plan = Plan(loaded, task, short, batches, found, talk)
+        plan = Plan(loaded, task, short, batches, earlier, talk)
         if not given and (beside := loaded.skip_config()) is not None:
             given = [("layerskip", beside)]
         default = None
         if "self" in kinds and not given:
-            default, reason = sources.own(opened)
+            default, reason = own_draft(sources, opened)
             if reason is not None:
                 talk.say(f"drafts are looked up only: {reason}")
         controllers: list[str | None] = [*controller] if controller else [None]
         engines = plan.engines(
             kinds,
-            [(name, sources.asked(each)) for name, each in given],
-            sources.looked_up(text, loaded, talk),
+            [(name, sources.changed(each)) for name, each in given],
+            looked_up(sources, text, loaded, talk),
             default,
             second,
             controllers,
-            max_draft_length,
-            threshold,
-            laws,
-            branches,
+            laws=laws,
+            **pace.settings,
         )
         for each in {(each.name.partition(":")[0], each.draft): each for each in engines}.values():
-            told = sources.words(each.skip, bool(each.lookup), each.assistant, opened, talk)
-            talk.say(f"{each.name.partition(':')[0]} drafts: {told}")
+            drafts = ", or ".join(choose_drafts(opened, each.decoding).words) or "none"
+            talk.say(f"{each.name.partition(':')[0]} drafts: {drafts}")
         methods = plan.methods(kinds, engines, second)
         header = {
             **make_header(loaded, opened, task, chosen, prompts, asked),
@@ -204,14 +171,14 @@ def benchmark(
             "batch_sizes": sizes,
             "methods": [each.describe() for each in methods],
         }
-        if found is None:
+        if earlier is None:
             talk.progress("trying every method")
             try_out(methods, batches)
-        lines = [plan.trace] if trace and not (found and found.traces) else []
-        lines += [plan.sublayer_costs] if trace and not (found and found.costs) else []
+        lines = [plan.trace] if trace and not (earlier and earlier.traces) else []
+        lines += [plan.sublayer_costs] if trace and not (earlier and earlier.costs) else []
         decoded = partial(decode_text, loaded.tokenizer) if save_text else None
         summary = record(
-            output, header, loaded.model, task, methods, batches, talk, found, lines, decoded
+            output, header, loaded.model, task, methods, batches, talk, earlier, lines, decoded
         )
     if as_json:
         print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
@@ -228,28 +195,28 @@ def record(
     methods: Sequence[Method],
     batches: Sequence[PromptBatch],
     talk: Talk,
-    found: Run | None = None,
+    earlier: Run | None = None,
     lines: Sequence[dict[str, Any]] = (),
     text: Callable[[Sequence[int]], str] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure methods into a run file and print the table; returns its rows, see `summarise`.
 
     Args:
-        found: the run to go on with.
+        earlier: the run to go on with.
         lines: what the file holds before the records.
         text: decodes tokens, where texts are to be kept.
     """
-    from layerskip.bench.runner import benchmark as measure
+    from layerskip.bench.runner import benchmark as run_benchmark
     from layerskip.bench.runner import device_clock
     from layerskip.model.compiled import compile_seconds
     from layerskip.timing.bandwidth import Sweeps
 
     device = batches[0].input_ids.device
-    with RunWriter(output, header, found) as writer:
+    with RunWriter(output, header, earlier) as writer:
         for line in lines:
             writer.write(line)
         try:
-            measure(
+            run_benchmark(
                 model,
                 task,
                 methods,
@@ -257,7 +224,7 @@ def record(
                 repeats=header["repeats"],
                 warmup=header["warmup"],
                 write=writer.write,
-                done={key_of(each) for each in found.records} if found else set(),
+                done={key_of(each) for each in earlier.records} if earlier else set(),
                 text=text,
                 bandwidth=Sweeps(device, device_clock(device)),
                 note=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
@@ -312,7 +279,7 @@ def summarise(path: Path) -> list[dict[str, Any]]:
         if category not in run.contexts:
             continue
         whole = None, category, method  # all batch sizes together
-        found = rows.setdefault(
+        entry = rows.setdefault(
             place,
             {
                 "method": method,
@@ -323,15 +290,15 @@ def summarise(path: Path) -> list[dict[str, Any]]:
                 "speedups": {},
                 "prefill_speedups": {},
                 "decode_speedups": {},
-                "acceptance_rate": _known(rates.get(place, {}).get("acceptance_rate")),
+                "acceptance_rate": _number(rates.get(place, {}).get("acceptance_rate")),
                 "repeated_4grams": repeats[whole]["repeated_4grams"],
                 "loops": repeats[whole]["loops"],
                 **{name: texts[whole][name] for name in _COMPARED},
             },
         )
-        found["speedups"][row["over"]] = [_known(row[name]) for name in ("speedup", "low", "high")]
-        found["prefill_speedups"][row["over"]] = _known(row["prefill_speedup"])
-        found["decode_speedups"][row["over"]] = _known(row["decode_speedup"])
+        entry["speedups"][row["over"]] = [_number(row[name]) for name in ("speedup", "low", "high")]
+        entry["prefill_speedups"][row["over"]] = _number(row["prefill_speedup"])
+        entry["decode_speedups"][row["over"]] = _number(row["decode_speedup"])
     return list(rows.values())
 
 
@@ -340,16 +307,16 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     places = {"batch": "batch_size", "context": "context"}
     told = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
-    apart = ("prefill", "decode")  # over the baseline, which is the first
+    parts = ("prefill", "decode")  # over the baseline, which is the first
     head = ["method", *told, "tokens/s", *(f"x {name}" for name in over)]
-    lines = [[*head, *apart, "accepted", "repeats", "same text"]]
+    lines = [[*head, *parts, "accepted", "repeats", "same text"]]
     for row in rows:
         line = [row["method"], *(str(row[places[name]]) for name in told)]
         line.append(f"{row['tokens_per_second']:.1f}")
         for name in over:
             speedup, low, high = row["speedups"].get(name, (None, None, None))
             line.append(ratio(speedup, None if row["method"] == name else low, high))
-        line += [ratio(row[f"{part}_speedups"].get(over[0]), None, None) for part in apart]
+        line += [ratio(row[f"{part}_speedups"].get(over[0]), None, None) for part in parts]
         rate = row["acceptance_rate"]
         line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
         lines.append([*line, same_texts(row)])
@@ -359,6 +326,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 _COMPARED = ("compared", "equal", "near_ties", "faults")
 
 
-def _known(number: float | None) -> float | None:
+def _number(number: float | None) -> float | None:
     """The number, or None where it is not one."""
     return None if number is None or number != number else number

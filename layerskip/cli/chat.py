@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli.drafting import Drafting, Sources, open_decoding
-from layerskip.cli.options import (
-    DraftFlags,
+from layerskip.cli.flags import (
+    Decoding,
     DrawnSeed,
     Form,
     Loading,
@@ -23,9 +22,10 @@ from layerskip.cli.options import (
     Sampling,
     Wording,
 )
+from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
 from layerskip.prompts import Prompt
-from layerskip.text import decode_text
+from layerskip.text import Detokenizer, decode_text
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from layerskip.session import Session
 
 COMMANDS = {
-    "/seed N": "of sampling, for every answer from now on; alone: one is drawn for each answer",
+    "/seed N": "seed of every answer from now on; alone: a new one for each answer",
     "/temperature T": "sample with this temperature; 0: take the likeliest tokens",
     "/system TEXT": "another system message; alone: none; the conversation begins anew",
     "/draft": "what of the last answer was drafted, and what that gained",
@@ -42,14 +42,12 @@ COMMANDS = {
     "/help": "this",
     "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer",
 }
-_COLOURS = {"forced": "yellow", "lookup": "green", "laws": "blue", "sublayers": "cyan"}
-_COLOURS |= {"assistant": "magenta"}
-_MEANING = {
-    "forced": "left no choice about",
-    "lookup": "looked up",
-    "laws": "drawn from laws that were looked up",
-    "sublayers": "drafted by the model itself",
-    "assistant": "drafted by the second model",
+_SHOWN = {  # by source: the colour of its tokens, and what they are
+    "forced": ("yellow", "left no choice about"),
+    "lookup": ("green", "looked up"),
+    "laws": ("blue", "drawn from laws that were looked up"),
+    "sublayers": ("cyan", "drafted by the model itself"),
+    "assistant": ("magenta", "drafted by the second model"),
 }
 
 
@@ -57,9 +55,7 @@ def chat(
     *,
     wording: Wording,
     form: Form,
-    draft: DraftFlags,
-    sources: Sources,
-    drafting: Drafting,
+    decoding: Decoding,
     max_new_tokens: MaxNewTokens = 1024,
     sampling: Sampling,
     seed: DrawnSeed = None,
@@ -74,9 +70,9 @@ def chat(
     wording.check(sampling.do_sample)
     form.check()
     talk = Talk(quiet)
-    with open_decoding(draft, sources, drafting, sampling, loading, talk, _check, form) as found:
-        loaded, opened, settings, names = found
-        opened.backend.settled = True
+    with open_decoding(decoding, sampling, loading, talk, _check, form) as opened:
+        loaded, settings = opened.loaded, opened.settings
+        opened.model.backend.long_lived = True
         from layerskip.session import Session
 
         session = Session(loaded.model, **settings | wording.settings(loaded.tokenizer))
@@ -88,7 +84,7 @@ def chat(
             talk.say("/help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
         for line in typed_lines() if typed else (line.rstrip("\n") for line in sys.stdin):
             if line.startswith("/"):
-                if not _command(conversation, line, names):
+                if not _command(conversation, line, opened.names):
                     break
             elif line.strip():
                 conversation.say(line)
@@ -173,7 +169,8 @@ class Conversation:
             warnings.warn(f"{error}; /reset forgets the conversation", stacklevel=2)
             return
         assert output.rounds is not None
-        answer = decode_text(self.loaded.tokenizer, _tokens(output.rounds))
+        tokens = [token for each in output.rounds for token in each.tokens[0]]
+        answer = decode_text(self.loaded.tokenizer, tokens)
         self.messages += [message, {"role": "assistant", "content": answer}]
         self.last = output
         if ended:
@@ -203,20 +200,18 @@ class Conversation:
                 {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
                 streamer=TextStream(self.loaded.tokenizer, write_out),
                 stopping_criteria=[lambda *_: interrupted()],  # the answer ends behind a token
-                seed=self._next_seed() if self.do_sample else None,
+                seed=self._next_seed(),
                 progress=progress,
                 clock=time.perf_counter,
                 max_new_tokens=room,
-                **self._law,
+                do_sample=self.do_sample,
+                **({} if self.temperature is None else {"temperature": self.temperature}),
             )
             return output, interrupted()
 
-    @property
-    def _law(self) -> dict[str, Any]:
-        own = {} if self.temperature is None else {"temperature": self.temperature}
-        return {"do_sample": self.do_sample, **(own if self.do_sample else {})}
-
-    def _next_seed(self) -> int:
+    def _next_seed(self) -> int | None:
+        if not self.do_sample:
+            return None
         return int.from_bytes(os.urandom(4)) if self.seed is None else self.seed
 
 
@@ -237,10 +232,6 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _tokens(rounds: Sequence[Round]) -> list[int]:
-    return [token for each in rounds for token in each.tokens[0]]
-
-
 # ---------------------------------------------------------------------------------------------
 # Commands
 
@@ -252,9 +243,24 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
     if name == "/quit":
         return False
     if name == "/seed":
-        _seed(conversation, rest)
+        if rest and not rest.removeprefix("-").isdecimal():
+            talk.say(f"a seed must be a whole number, got {rest}; as in /seed 7")
+            return True
+        conversation.seed = int(rest) if rest else None
+        words = f"of every answer is {rest}" if rest else "is drawn for each answer"
+        idle = "" if conversation.do_sample else ", once there is a /temperature to sample with"
+        talk.say(f"the seed {words}{idle}")
     elif name == "/temperature":
-        _temperature(conversation, rest)
+        try:
+            value = float(rest)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            talk.say(f"a temperature must be 0 or above, got {rest!r}; as in /temperature .7")
+            return True
+        conversation.do_sample, conversation.temperature = value > 0, value or None
+        words = f"sampled at temperature {value:g}" if value else "of the likeliest tokens"
+        talk.say(f"answers are now {words}")
     elif name == "/system":
         conversation.system = rest or None
         conversation.reset()
@@ -269,33 +275,6 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
     else:
         talk.say(f"no command {name}; /help shows them (a message may begin with a space)")
     return True
-
-
-def _seed(conversation: Conversation, text: str) -> None:
-    try:
-        conversation.seed = int(text) if text else None
-    except ValueError:
-        conversation.talk.say(f"a seed must be a whole number, got {text}; as in /seed 7")
-        return
-    words = "is drawn for each answer" if not text else f"of every answer is {text}"
-    idle = "" if conversation.do_sample else ", once there is a /temperature to sample with"
-    conversation.talk.say(f"the seed {words}{idle}")
-
-
-def _temperature(conversation: Conversation, text: str) -> None:
-    try:
-        value = float(text)
-        if not 0 <= value < float("inf"):
-            raise ValueError
-    except ValueError:
-        conversation.talk.say(
-            f"a temperature must be 0 or above, got {text!r}; as in /temperature .7"
-        )
-        return
-    conversation.do_sample = value > 0
-    conversation.temperature = value or None
-    words = f"sampled at temperature {value:g}" if value else "of the likeliest tokens"
-    conversation.talk.say(f"answers are now {words}")
 
 
 def _draft(conversation: Conversation, names: Sequence[str]) -> None:
@@ -315,11 +294,12 @@ def _draft(conversation: Conversation, names: Sequence[str]) -> None:
         if source is None:
             answer.append(shown(piece))
         else:
-            answer.append(shown(piece if coloured else f"[{piece}]"), _COLOURS[source])
+            answer.append(shown(piece if coloured else f"[{piece}]"), _SHOWN[source][0])
     console.print(answer)
     legend = Text("\n")
     for source in names:
-        legend.append(_MEANING[source], _COLOURS[source]).append("; ")
+        colour, meaning = _SHOWN[source]
+        legend.append(meaning, colour).append("; ")
     if not names:
         legend.append("nothing drafts here")
     else:
@@ -332,21 +312,14 @@ def pieces(
     rounds: Sequence[Round], tokenizer: Any, names: Sequence[str]
 ) -> Iterator[tuple[str, str | None]]:
     """The text of an answer in pieces, each with the name of what drafted it, if anything did."""
-    tokens: list[int] = []
-    written = 0
+    decoder = Detokenizer(tokenizer)  # a character waits for the last of its bytes
     for each in rounds:
         emitted, accepted, source = each.tokens[0], each.accepted[0], each.source_of(0)
-        parts = [(emitted[:accepted], source), (emitted[accepted:], None)]
-        for part, drafter in parts:
-            tokens += part
-            text = decode_text(tokenizer, tokens)
-            if text.endswith("\ufffd") or len(text) == written:
-                continue  # a character whose last bytes are still to come, or nothing to see
-            yield text[written:], None if drafter is None else names[drafter]
-            written = len(text)
-    text = decode_text(tokenizer, tokens)
-    if len(text) > written:
-        yield text[written:], None
+        for part, drafter in ((emitted[:accepted], source), (emitted[accepted:], None)):
+            if text := decoder.put(part):
+                yield text, None if drafter is None else names[drafter]
+    if text := decoder.end():
+        yield text, None
 
 
 def _gain(output: GenerationOutput) -> str:

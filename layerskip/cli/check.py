@@ -1,15 +1,14 @@
-"""The check command: is drafting lossless on this model and machine."""
+"""The check command: whether drafting is lossless on this model and machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerskip.cli.drafting import Sources, open_drafts
-from layerskip.cli.options import (
+from layerskip.cli.flags import (
     AsJson,
     Chat,
     DraftFlags,
@@ -17,12 +16,11 @@ from layerskip.cli.options import (
     MaxNewTokens,
     Quiet,
     Seed,
-    read_given,
-    shipped_prompts,
-    spoken,
-    to_json,
+    flag,
 )
-from layerskip.cli.terminal import Talk, differences, two_columns, verdict, wrap
+from layerskip.cli.inputs import read_given, shipped_prompts, spoken
+from layerskip.cli.opening import open_checked_drafts
+from layerskip.cli.terminal import Talk, differences, to_json, two_columns, verdict, wrap
 
 if TYPE_CHECKING:
     from layerskip.bench.checks import CheckReport
@@ -31,10 +29,7 @@ if TYPE_CHECKING:
 def check(
     *,
     draft: DraftFlags,
-    sources: Sources,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts.  [default: some shipped ones]")
-    ] = None,
+    prompts: Path | None = flag("File of prompts.  [default: some shipped ones]", "FILE"),
     chat: Chat = False,
     max_new_tokens: MaxNewTokens = 64,
     seed: Seed = 0,
@@ -50,18 +45,16 @@ def check(
     """
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
-    with open_drafts(draft, sources, loading, talk) as (loaded, opened, drafts):
+    with open_checked_drafts(draft, loading, talk) as opened:
         from layerskip.bench.checks import check as check_tokens
         from layerskip.checkpoints import encode
 
-        passes = opened.describe()
+        loaded, passes = opened.loaded, opened.model.describe()
         report = check_tokens(
             loaded.model,
             [encode(loaded.tokenizer, each) for each in chosen],
-            drafts.skip,
-            lookup=drafts.lookup,
-            trees=drafts.trees,
-            assistant=drafts.assistant,
+            opened.settings["skip"],
+            **opened.sources,
             max_new_tokens=max_new_tokens,
             seed=seed,
             execution=loading.execution,
@@ -71,7 +64,7 @@ def check(
     ids = [each.id for each in chosen]
     print(_table(report, ids, loaded.tokenizer))
     if as_json:
-        told = {"model": loaded.name, "passes": passes, "drafts": drafts.words, "seed": seed}
+        told = {"model": loaded.name, "passes": passes, "drafts": opened.words, "seed": seed}
         print(to_json(told | report.to_dict()))
     if not report.passed:
         raise typer.Exit(1)

@@ -8,20 +8,20 @@ from typing import Any
 
 import typer
 
-from layerskip.cli.drafting import Sources, open_drafts
-from layerskip.cli.options import (
-    AsJson,
-    DraftFlags,
-    Loading,
-    MaxNewTokens,
-    Quiet,
-    Seed,
+from layerskip.cli.flags import AsJson, DraftFlags, Loading, MaxNewTokens, Quiet, Seed
+from layerskip.cli.inputs import shipped_prompts
+from layerskip.cli.opening import open_checked_drafts
+from layerskip.cli.terminal import (
+    Talk,
+    TextStream,
     by_source,
     counts,
-    shipped_prompts,
+    same_texts,
+    title,
     to_json,
+    two_columns,
+    write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, same_texts, title, two_columns, write_out
 from layerskip.text import decode_text
 
 TEMPERATURE, REPEATS = 0.8, 3
@@ -31,7 +31,6 @@ GREEDY_TOKENS = 48  # of each prompt: so that the demo stays short
 def demo(
     *,
     draft: DraftFlags,
-    sources: Sources,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
     loading: Loading,
@@ -40,12 +39,13 @@ def demo(
 ) -> None:
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
     talk, prompts = Talk(quiet), shipped_prompts(1)
-    with open_drafts(draft, sources, loading, talk) as (loaded, opened, drafts):
+    with open_checked_drafts(draft, loading, talk) as opened:
         from layerskip.bench.batches import encode_all, make_batches
         from layerskip.bench.methods import Engine, Peer, Task
         from layerskip.bench.runner import benchmark
 
-        model, passes, threads = loaded.model, opened.describe(), opened.threads
+        loaded, model, skip = opened.loaded, opened.loaded.model, opened.settings["skip"]
+        passes, threads = opened.model.describe(), opened.model.threads
         encoded = encode_all(loaded.tokenizer, prompts, model.device)
         batches, _ = make_batches(encoded, [1], 0)
         sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
@@ -53,13 +53,11 @@ def demo(
         print(title("A prompt, held out from training"))
         print(textwrap.dedent(prompts[0].text or "").rstrip())
         print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
-        own: dict[str, Any] = {"lookup": drafts.lookup, "assistant": drafts.assistant}
-        own["trees"] = drafts.trees
-        ours = Engine(model, sampled, "self", drafts.skip, **own)
+        ours = Engine(model, sampled, "self", skip, **opened.sources)
         shown = ours.generate(batches[0], streamer=TextStream(loaded.tokenizer, write_out))
         records: dict[Task, list[dict[str, Any]]] = {sampled: [], greedy: []}
         for task in records:
-            ours = Engine(model, task, "self", drafts.skip, **own)
+            ours = Engine(model, task, "self", skip, **opened.sources)
             benchmark(
                 model,
                 task,
@@ -75,8 +73,8 @@ def demo(
     same["greedy"] = _same(records[greedy], "plain", "self")
     speed = {name: _speed(records[sampled], name) for name in ("generate", "plain", "self")}
     assert shown.stats is not None
-    why = counts(shown.stats, drafts.names)
-    cost = shown.costs.draft if shown.costs is not None and drafts.skip is not None else None
+    why = counts(shown.stats, opened.names)
+    cost = shown.costs.draft if shown.costs is not None and skip is not None else None
     tokens = shown.sequences[0, batches[0].input_ids.shape[1] :].tolist()
     document = {
         "model": loaded.name,
@@ -91,7 +89,7 @@ def demo(
         **same,
         "tokens_per_second": speed,
         "speedup": speed["self"] / speed["plain"],
-        "draft": drafts.words,
+        "draft": opened.words,
         "draft_cost": cost,
         **why,
     }
@@ -106,7 +104,7 @@ def demo(
     rows.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
     print(two_columns(rows))
     print(title("Why? (of the text above)"))
-    rows = [("drafts", drafts.words)]
+    rows = [("drafts", opened.words)]
     if why["num_drafts"]:
         rows.append(("drafts by source", by_source(why)))
         rows.append(("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"))
@@ -142,6 +140,6 @@ def _same(records: Sequence[dict[str, Any]], *methods: str) -> dict[str, Any]:
 
 def _speed(records: Sequence[dict[str, Any]], method: str) -> float:
     """All new tokens of a method over all of its seconds, prefill included."""
-    own = [each for each in records if each["method"] == method]
-    seconds = sum(each["seconds"]["total"] for each in own)
-    return float(sum(sum(each["new_tokens"]) for each in own) / seconds)
+    texts = [each for each in records if each["method"] == method]
+    seconds = sum(each["seconds"]["total"] for each in texts)
+    return float(sum(sum(each["new_tokens"]) for each in texts) / seconds)

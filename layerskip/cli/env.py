@@ -1,21 +1,15 @@
-"""The env command: what this machine is and which models are served, to paste into an issue."""
+"""The env command: this machine, and the models that are served."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from layerskip.cli.options import AsJson, to_json
+from layerskip.cli.flags import AsJson, switch
+from layerskip.cli.terminal import to_json
 
 
 def env(
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Build the native passes anew.")
-    ] = False,
-    as_json: AsJson = False,
+    rebuild: bool = switch("--rebuild", "Build the native passes anew."), as_json: AsJson = False
 ) -> None:
-    """Versions, processors, devices and architectures, to paste into a bug report."""
+    """Show versions, processors, devices and served architectures, to paste into a bug report."""
     from layerskip.environment import environment, render
     from layerskip.model import extension
     from layerskip.model.architectures import TABLE
@@ -25,7 +19,7 @@ def env(
             extension.rebuild()
         except extension.Unavailable as reason:
             raise ValueError(str(reason)) from reason
-    found = {**environment(), "native": extension.status(), "architectures": TABLE}
-    print(render(found))
+    facts = {**environment(), "native": extension.status(), "architectures": TABLE}
+    print(render(facts))
     if as_json:
-        print(to_json(found))
+        print(to_json(facts))

@@ -8,15 +8,12 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from layerskip.cli.drafting import Drafting, Sources, open_decoding
-from layerskip.cli.options import (
+from layerskip.cli.flags import (
     AsJson,
     Chat,
-    DraftFlags,
+    Decoding,
     DrawnSeed,
     Form,
     Loading,
@@ -24,13 +21,21 @@ from layerskip.cli.options import (
     Quiet,
     Sampling,
     Wording,
+    flag,
+    switch,
+)
+from layerskip.cli.inputs import read_given, spoken
+from layerskip.cli.opening import open_decoding
+from layerskip.cli.terminal import (
+    Talk,
+    TextStream,
     by_source,
     counts,
-    read_given,
-    spoken,
+    reading,
+    title,
     to_json,
+    write_out,
 )
-from layerskip.cli.terminal import Talk, TextStream, reading, title, write_out
 from layerskip.prompts import Prompt
 from layerskip.text import decode_text
 
@@ -42,36 +47,28 @@ if TYPE_CHECKING:
 
 def generate(
     *,
-    prompt: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT", help="Text to continue; -, or no prompt at all, reads standard input."
-        ),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts",
-            "--prompt-file",
-            metavar="FILE",
-            help="Prompts: JSON lines, or text, one prompt a line; - reads standard input.",
-        ),
-    ] = None,
+    prompt: str | None = flag(
+        "Continue this text; -: standard input, as without a prompt.", "TEXT"
+    ),
+    prompts: Path | None = flag(
+        "Continue each prompt of a file: JSON lines, or one prompt a line; -: standard input.",
+        "FILE",
+        "--prompts",
+        "--prompt-file",
+    ),
     chat: Chat = False,
     wording: Wording,
     form: Form,
-    draft: DraftFlags,
-    sources: Sources,
-    drafting: Drafting,
+    decoding: Decoding,
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
     seed: DrawnSeed = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Write text as it comes.")] = False,
+    stream: bool = switch("--stream", "Write the text as it is generated."),
     loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, self-speculatively and with the text that plain decoding gives."""
+    """Continue a prompt: faster than plain decoding, with the same text."""
     began = time.perf_counter()
     chosen = spoken(_given_prompts(prompt, prompts), chat, wording.system)
     sampling.check(seed)
@@ -88,9 +85,9 @@ def generate(
         inputs.extend(encode(loaded.tokenizer, each).to(loaded.model.device) for each in chosen)
 
     results: list[dict[str, Any]] = []
-    with open_decoding(draft, sources, drafting, sampling, loading, talk, encoded, form) as found:
-        loaded, opened, settings, names = found
-        settings |= wording.settings(loaded.tokenizer)
+    with open_decoding(decoding, sampling, loading, talk, encoded, form) as opened:
+        loaded = opened.loaded
+        settings = opened.settings | wording.settings(loaded.tokenizer)
 
         import torch
 
@@ -100,7 +97,7 @@ def generate(
 
         ends = end_tokens(loaded.model)
         continued: Any = partial(generate_tokens, loaded.model)
-        if len(chosen) > 1 and not getattr(opened, "both", False):  # an encoder-decoder
+        if len(chosen) > 1:
             continued = Session(loaded.model, execution=loading.execution).generate
         for number, (each, ids) in enumerate(zip(chosen, inputs, strict=True)):
             own_seed = seed + number if sampling.do_sample and seed is not None else None
@@ -136,7 +133,7 @@ def generate(
                 "tokens_per_second": len(token_ids) / seconds,
                 "time_to_first_token": output.rounds[0].times[-1] - start,
                 "num_known_tokens": output.stats.num_known_tokens,
-                **counts(output.stats, names),
+                **counts(output.stats, opened.names),
                 "seed": own_seed,
             }
             talk.say(_summary(result))

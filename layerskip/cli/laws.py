@@ -1,45 +1,41 @@
-"""The laws command: what a model says behind every few tokens of a person's texts, as a file."""
+"""The laws command: what a model finds likely after every few tokens of texts, kept in a file."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from layerskip.cli.drafting import text_in
-from layerskip.cli.options import AsJson, Loading, Quiet, open_model, open_passes, to_json
-from layerskip.cli.terminal import Talk
+from layerskip.cli.flags import AsJson, Loading, Quiet, flag, text_in
+from layerskip.cli.opening import open_model, open_passes
+from layerskip.cli.terminal import Talk, to_json
+from layerskip.registry import named
 
 
 def laws(
     *,
-    text: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="A text to read; UTF-8; repeatable, the last one stays."),
-    ],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="The laws; replaced.")],
-    places: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="To keep, 272 bytes each.  [default: 16384]"),
-    ] = None,
+    text: list[Path] = flag(
+        "UTF-8 text to read; repeatable: of the same words, the last text counts.",
+        "FILE",
+        default=...,
+    ),
+    output: Path = flag("File to write; replaced if it is there.", "FILE", default=...),
+    places: int | None = flag(
+        "Keep at most N places, 272 bytes each.  [default: 16384]", "N", min=1
+    ),
     loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read your texts with a model, and keep what it says after every four tokens of them.
+    """Read your texts with a model, and keep what it finds likely after every four tokens.
 
-    With `--laws FILE`, `generate`, `chat`, `run`, `serve` and `benchmark` draft from it: trees of
-    what the model would say after the same tokens. The file is of this model; others refuse it.
+    With `--laws FILE`, `generate`, `chat`, `run`, `serve` and `benchmark` draft from the file:
+    trees of the tokens that are likely after the same four. The file serves this model only.
     """
     texts = [text_in("--text", each) for each in text]
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
     with open_passes(loaded, loading, talk) as opened:
-        from layerskip.decoding.sources.kept_laws import MOST, Laws
-
-        kept, read = Laws(places or MOST), 0
+        kept, read = named("store", "laws")(places), 0
         for path, content in zip(text, texts, strict=True):
             tokens = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
             kept.learn(opened, tokens, partial(_tell, talk, path))

@@ -147,8 +147,7 @@ def _spliced(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**given: Any) -> None:
         for name, kind in groups.items():
-            own = {f.name: given.pop(f.name) for f in fields(kind)}
-            given[name] = kind(**own)
+            given[name] = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
         command(**given)
 
     run.__signature__ = Signature(flags)  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from layerskip.cli.options import AsJson, Quiet, to_json
-from layerskip.cli.terminal import Talk
+from layerskip.cli.flags import AsJson, Quiet, flag
+from layerskip.cli.terminal import Talk, to_json
 
 
 def report(
@@ -19,11 +19,11 @@ def report(
             help="Records of runs (.jsonl), search.json of searches, train.json of trainings.",
         ),
     ],
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where to write it, whole.")],
+    output: Path = flag("Folder to write the report to.", "DIR", default=...),
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tables, plots and one page to look at, of what `benchmark`, `search` and `train` wrote."""
+    """Make tables, plots and one page of what `benchmark`, `search` and `train` have written."""
     from layerskip.analysis import write_report
 
     talk = Talk(quiet)

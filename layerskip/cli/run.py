@@ -8,17 +8,17 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerskip.cli.drafting import Drafting, Sources, open_decoding
-from layerskip.cli.options import (
+from layerskip.cli.flags import (
     Chat,
-    DraftFlags,
+    Decoding,
+    Flags,
     Form,
     Loading,
     MaxNewTokens,
@@ -28,19 +28,31 @@ from layerskip.cli.options import (
     Sampling,
     Seed,
     Wording,
-    read_given,
-    spoken,
+    flag,
+    switch,
     warn_idle,
 )
+from layerskip.cli.inputs import read_given, spoken
+from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
     from layerskip.serving.files import Answering, Progress
-    from layerskip.serving.tasks import Task
+    from layerskip.serving.requests import TextRequest
 
 _AHEAD = 4  # times as many prompts as run at once are sorted by length
+
+
+@dataclass(frozen=True)
+class Limits(Flags):
+    """How much is answered at once, and from which seed on."""
+
+    max_new_tokens: MaxNewTokens = 128
+    max_rows: MaxRows = 16
+    memory: Memory = None
+    seed: Seed = 0
 
 
 def run(
@@ -49,52 +61,32 @@ def run(
     prompts: Annotated[
         Path, typer.Argument(metavar="PROMPTS", help="JSON lines, or text, one prompt a line.")
     ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="JSON lines, one for each prompt as it is done; what is there is not done again.",
-        ),
-    ],
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I/N",
-            help="Every N-th prompt from the I-th, counted from 0.  [default: all; under torchrun "
-            "those of this process, into a part of FILE that is joined at its end]",
-        ),
-    ] = None,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="On the machines of a Ray cluster, by Ray Data.")
-    ] = False,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Of the cluster.  [default: RAY_ADDRESS of the environment, else one is started "
-            "on this machine]",
-        ),
-    ] = None,
-    ray_workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Models at once.  [default: one a GPU, else one a machine]"
-        ),
-    ] = None,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Try again what failed in an earlier run.")
-    ] = False,
+    output: Path = flag(
+        "Write one JSON line a prompt as it is done; prompts with a line are not done again.",
+        "FILE",
+        default=...,
+    ),
+    shard: str | None = flag(
+        "Answer every N-th prompt from the I-th, counted from 0.  [default: all; under torchrun "
+        "those of this process, into a part of FILE that is joined at the end]",
+        "I/N",
+    ),
+    ray: bool = switch("--ray", "Run on the machines of a Ray cluster, by Ray Data."),
+    ray_address: str | None = flag(
+        "Address of the cluster.  [default: RAY_ADDRESS of the environment, else one is started "
+        "on this machine]",
+        "ADDRESS",
+    ),
+    ray_workers: int | None = flag(
+        "Load the model N times.  [default: once a GPU, else once a machine]", "N", min=1
+    ),
+    retry_errors: bool = switch("--retry-errors", "Try again what failed in an earlier run."),
     chat: Chat = False,
     wording: Wording,
     form: Form,
-    max_new_tokens: MaxNewTokens = 128,
-    max_rows: MaxRows = 16,
-    memory: Memory = None,
+    limits: Limits,
     sampling: Sampling,
-    seed: Seed = 0,
-    draft: DraftFlags,
-    sources: Sources,
-    drafting: Drafting,
+    decoding: Decoding,
     quiet: Quiet = False,
 ) -> None:
     """Answer a file of prompts, many at once; goes on where an earlier run ended."""
@@ -110,7 +102,7 @@ def run(
     sampling.check()
     wording.check(sampling.do_sample)
     form.check()
-    sources.refuse_keeping("run")
+    decoding.refuse_keeping("run")
     talk = Talk(quiet or rank > 0)
 
     from layerskip.serving.files import answer_all, open_answers, open_part, shard_of
@@ -120,21 +112,8 @@ def run(
         opened = open_part(output, rank, ranks, retry_errors=retry_errors)
     else:
         opened = open_answers(output, retry_errors=retry_errors)
-    opening = partial(
-        _open,
-        max_new_tokens=max_new_tokens,
-        max_rows=max_rows,
-        memory=memory,
-        spoken=next((each for each in chosen if each.messages is not None), None),
-        seed=seed,
-        loading=loading,
-        wording=wording,
-        form=form,
-        sampling=sampling,
-        draft=draft,
-        sources=sources,
-        drafting=drafting,
-    )
+    templated = next((each for each in chosen if each.messages is not None), None)
+    model = _Model(limits, wording, form, sampling, decoding, loading, templated)
     with opened as answers:
         asked = shard_of(chosen, index, count)
         left = sum(each.id not in answers.done for _, each in asked)
@@ -148,17 +127,17 @@ def run(
 
             with cluster(ray_address, ray_workers):
                 answer_by_ray(
-                    partial(opening, Talk(quiet=True)),
+                    partial(model.open, Talk(quiet=True)),
                     asked,
                     answers,
                     told,
                     workers=ray_workers,
-                    at_once=2 * max_rows,
+                    at_once=2 * limits.max_rows,
                     gpus=loading.device != "cpu",
                     say=talk.say,
                 )
         else:
-            with opening(talk, beside=int(os.environ.get("LOCAL_WORLD_SIZE", 1))) as answering:
+            with model.open(talk, beside=int(os.environ.get("LOCAL_WORLD_SIZE", 1))) as answering:
                 answer_all(answering, asked, answers, told)
         talk.say(told.words(answers.progress))
     if errors := answers.progress.errors:
@@ -168,8 +147,8 @@ def run(
 
 
 def _shard(given: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", given, re.ASCII)
-    index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)/(\d+)", given, re.ASCII)
+    index, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if index >= count:
         raise ValueError(f"--shard must be I/N with I from 0 to N-1, as 0/4, got {given}")
     return index, count
@@ -180,99 +159,102 @@ def _rank() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-@contextmanager
-def _open(
-    talk: Talk,
-    *,
-    beside: int,
-    max_new_tokens: int,
-    max_rows: int,
-    memory: float | None,
-    spoken: Prompt | None,
-    seed: int,
-    loading: Loading,
-    wording: Wording,
-    form: Form,
-    sampling: Sampling,
-    draft: DraftFlags,
-    sources: Sources,
-    drafting: Drafting,
-) -> Iterator[Answering]:
-    """A model that answers; what it is asked can be sent to another process.
+@dataclass(frozen=True)
+class _Model:
+    """A model to open and to ask, here or in another process.
 
-    Args:
-        beside: models on this machine, this one too.
-        spoken: a prompt for the chat template, if there is one.
+    Attributes:
+        templated: a prompt for the chat template, if there is one.
     """
-    processors: list[Any] = []
 
-    def check(loaded: Loaded) -> None:
-        from layerskip.checkpoints import encode
+    limits: Limits
+    wording: Wording
+    form: Form
+    sampling: Sampling
+    decoding: Decoding
+    loading: Loading
+    templated: Prompt | None
 
-        if spoken is not None and not loaded.tokenizer.chat_template:
-            encode(loaded.tokenizer, spoken)  # else each prompt would fail by itself
-        processors.extend(form.processors(loaded))
+    @contextmanager
+    def open(self, talk: Talk, *, beside: int) -> Iterator[Answering]:
+        """The model, answering.
 
-    loading = replace(loading, device=_device(loading.device))
-    opening = open_decoding(draft, sources, drafting, sampling, loading, talk, check)
-    with opening as (loaded, _, settings, _):
-        from layerskip.checkpoints import encode
-        from layerskip.grammars import response_format
-        from layerskip.requests import end_tokens
-        from layerskip.serving.files import Answering
-        from layerskip.serving.scheduler import Serving
-        from layerskip.session import share
+        Args:
+            beside: models on this machine, this one too.
+        """
+        processors: list[Any] = []
+        limits, max_rows = self.limits, self.limits.max_rows
 
-        names = ("do_sample", "temperature", "top_k", "top_p")
-        law = {name: settings.pop(name) for name in names if name in settings}
-        own = share(loaded.model.device)
-        if loaded.model.device.type == "cpu":
-            own //= beside
-        serving = Serving(
-            loaded.model,
-            memory=2 * own if memory is None else int(memory * 1e9),
-            session_memory=own,
-            max_rows=max_rows,
-            max_queue=2 * _AHEAD * max_rows,
-            **settings,
-        )
-        ends = sorted(end_tokens(loaded.model)) or None
+        def check(loaded: Loaded) -> None:
+            from layerskip.checkpoints import encode
 
-        @lru_cache(16)
-        def kept(form: str) -> Sequence[Any]:
-            return response_format(json.loads(form), loaded.tokenizer, eos=ends)
+            if self.templated is not None and not loaded.tokenizer.chat_template:
+                encode(loaded.tokenizer, self.templated)  # else each prompt would fail by itself
+            processors.extend(self.form.processors(loaded))
 
-        def task_of(number: int, prompt: Prompt) -> Task:
-            from transformers import RepetitionPenaltyLogitsProcessor
+        loading = replace(self.loading, device=_device(self.loading.device))
+        with open_decoding(self.decoding, self.sampling, loading, talk, check) as opened:
+            from layerskip.checkpoints import encode
+            from layerskip.grammars import response_format
+            from layerskip.requests import end_tokens
+            from layerskip.serving.files import Answering
+            from layerskip.serving.scheduler import Serving
+            from layerskip.session import share
 
-            from layerskip.serving.history import StopStrings
-            from layerskip.serving.tasks import Task
-
-            ids = encode(loaded.tokenizer, prompt)[0].tolist()
-            penalty, stop = wording.repetition_penalty, wording.stop
-            found = [] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)]
-            form_ = prompt.response_format
-            return Task(
-                ids,
-                max_new_tokens,
-                seed=seed + number,
-                min_p=wording.min_p,
-                processors=[*found, *(processors if form_ is None else kept(json.dumps(form_)))],
-                stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
-                **law,
+            loaded, settings = opened.loaded, opened.settings
+            names = ("do_sample", "temperature", "top_k", "top_p")
+            law = {name: settings.pop(name) for name in names if name in settings}
+            session = share(loaded.model.device)
+            if loaded.model.device.type == "cpu":
+                session //= beside
+            serving = Serving(
+                loaded.model,
+                memory=2 * session if limits.memory is None else int(limits.memory * 1e9),
+                session_memory=session,
+                max_rows=max_rows,
+                max_queue=2 * _AHEAD * max_rows,
+                **settings,
             )
+            ends = sorted(end_tokens(loaded.model)) or None
 
-        yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
+            @lru_cache(16)
+            def kept(form: str) -> Sequence[Any]:
+                return response_format(json.loads(form), loaded.tokenizer, eos=ends)
+
+            def task_of(number: int, prompt: Prompt) -> TextRequest:
+                from transformers import RepetitionPenaltyLogitsProcessor
+
+                from layerskip.serving.history import StopStrings
+                from layerskip.serving.requests import TextRequest
+
+                ids = encode(loaded.tokenizer, prompt)[0].tolist()
+                penalty, stop = self.wording.repetition_penalty, self.wording.stop
+                penalties = [] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)]
+                form_ = prompt.response_format
+                return TextRequest(
+                    ids,
+                    limits.max_new_tokens,
+                    seed=limits.seed + number,
+                    min_p=self.wording.min_p,
+                    processors=[
+                        *penalties,
+                        *(processors if form_ is None else kept(json.dumps(form_))),
+                    ],
+                    stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
+                    **law,
+                )
+
+            yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
 
 
 def _device(name: str) -> str:
     """The GPU of this process, where torchrun started several on this machine."""
-    own = os.environ.get("LOCAL_RANK")
-    if name == "auto" and own is not None:
+    rank = os.environ.get("LOCAL_RANK")
+    if name == "auto" and rank is not None:
         import torch
 
         if torch.cuda.is_available():
-            return f"cuda:{int(own) % torch.cuda.device_count()}"
+            return f"cuda:{int(rank) % torch.cuda.device_count()}"
     return name
 
 

@@ -18,37 +18,32 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
-from layerskip.cli.options import (
+from layerskip.cli.flags import (
     AsJson,
     Chat,
     Loading,
     MaxNewTokens,
-    Minutes,
     Prompts,
     Quiet,
     Sampling,
     Seed,
-    given_prompts,
-    make_folder,
-    open_model,
-    open_passes,
+    flag,
     seconds_given,
-    spoken,
-    to_json,
+    switch,
     warn_idle,
 )
-from layerskip.cli.terminal import Talk, aligned, ratio, same_texts
+from layerskip.cli.inputs import given_prompts, make_folder, spoken
+from layerskip.cli.opening import open_model, open_passes
+from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt, by_category
 
 if TYPE_CHECKING:
-    from layerskip.search.pipeline import Search, SearchResult
+    from layerskip.search.stages import Search, SearchResult
     from layerskip.search.study import Standing
 
 LEAST_BOUND = 1.1
@@ -73,71 +68,47 @@ takes some ten seconds on two cores. Few trials on many tokens find less than ma
 
 def search(
     *,
-    output: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Where everything goes; a study in it is gone on with."),
-    ],
+    output: Path = flag(
+        "Folder for everything; the same command again goes on with its study.", "DIR", default=...
+    ),
     prompts: Prompts = None,
     chat: Chat = False,
-    space: Annotated[
-        Literal["exit", "layer", "sublayer"],
-        typer.Option(help="Early exits only, any whole layers, or attention and MLPs one by one."),
-    ] = "sublayer",
-    bits: Annotated[
-        Literal["auto", "8", "4", "none"],
-        typer.Option(
-            help="Of low precision, which each sublayer and the head may also run in; auto: 8 "
-            "where passes are native, else none."
-        ),
-    ] = "auto",
-    allow_ends: Annotated[
-        bool, typer.Option("--allow-ends", help="Free the first layer, and halves of the last.")
-    ] = False,
-    trials: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Of the study, in all.  [default: by the space]"),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help="Seconds of the whole command: trials end in time for what follows them.  "
-            "[default: 540, or none with --trials]",
-        ),
-    ] = None,
-    minutes: Minutes = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Skip config to try first; repeatable. One that is healed is searched around.",
-        ),
-    ] = None,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Database of the study, or Optuna's proxy, grpc://HOST:PORT.  [default: a journal "
-            "in DIR]",
-        ),
-    ] = None,
-    study_name: Annotated[str, typer.Option(metavar="NAME", help="In the storage.")] = "layerskip",
-    workers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Processes that share the study here.")
-    ] = 1,
-    positions: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Tokens that drafts are tried on, about.  [default: 1500; fewer of a large model "
-            "on a CPU]",
-        ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each, per prompt.")] = 2,
-    no_confirm: Annotated[
-        bool, typer.Option("--no-confirm", help="Time nothing: believe the prediction.")
-    ] = False,
+    space: Literal["exit", "layer", "sublayer"] = flag(
+        "What drafts may leave out: all layers from an exit on, any layers, or attention and MLPs "
+        "one by one.",
+        default="sublayer",
+    ),
+    bits: Literal["auto", "8", "4", "none"] = flag(
+        "Bits of low precision, which sublayers and the head may run in; auto: 8 where passes are "
+        "native, else none.",
+        default="auto",
+    ),
+    allow_ends: bool = switch(
+        "--allow-ends", "Drafts may also leave out the first layer, and halves of the last."
+    ),
+    trials: int | None = flag("Trials of the study in all.  [default: by the space]", "N", min=1),
+    timeout: float | None = flag(
+        "Seconds for the whole command: trials end in time for what follows them.  [default: 540, "
+        "or none with --trials]",
+        "S",
+    ),
+    minutes: float | None = flag("The same as --timeout, in minutes.", "M"),
+    skip: list[str] | None = flag(
+        "Skip config to try first; repeatable. The search keeps to the weights of a healed one.",
+        "FILE",
+    ),
+    storage: str | None = flag(
+        "Database of the study, or a journal file.  [default: a journal in DIR]", "URL"
+    ),
+    study_name: str = flag("The study's name in the storage.", "NAME", default="layerskip"),
+    workers: int = flag("Share the study among N processes here.", "N", default=1, min=1),
+    positions: int | None = flag(
+        "Try drafts on about N tokens.  [default: 1500; fewer for a large model on a CPU]",
+        "N",
+        min=1,
+    ),
+    repeats: int = flag("Timed calls of each finalist, per prompt.", default=2, min=1),
+    no_confirm: bool = switch("--no-confirm", "Time nothing: believe the prediction."),
     max_new_tokens: MaxNewTokens = 64,
     sampling: Sampling,
     seed: Seed = 0,
@@ -163,7 +134,7 @@ def search(
     talk = Talk(quiet)
     if storage is not None:
         talk.progress("opening the storage")
-        from layerskip.search.study import check_storage
+        from layerskip.search.storage import check_storage
 
         check_storage(storage)
     loaded = open_model(loading, talk)
@@ -172,7 +143,7 @@ def search(
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
     from layerskip.search.fitting import space_for, typical_context
-    from layerskip.search.pipeline import Search
+    from layerskip.search.stages import Search
     from layerskip.search.workers import worker_processes
     from layerskip.timing.threads import cpu_threads
 
@@ -399,7 +370,7 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
             what.append(f"{rounded} in {low['bits']} bits")
         what += [] if row["window"] is None else [f"window {row['window']}"]
         what += [] if vocabulary is None else [f"{vocabulary} tokens"]
-        what += [name for name in ("lookup", "branches") if row["decoding"][name]]
+        what += ["lookup"] if row["decoding"]["lookup"] else []
         line = [row["name"], ", ".join(what)]
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
         line.append("-" if held_out is None else f"{held_out:.2f}")

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from layerskip.cli.drafting import Drafting, Sources, open_decoding
-from layerskip.cli.options import DraftFlags, Loading, MaxRows, Memory, Quiet, Sampling
+from layerskip.cli.flags import Decoding, Loading, MaxRows, Memory, Quiet, Sampling, flag
+from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 
 if TYPE_CHECKING:
@@ -21,63 +18,45 @@ if TYPE_CHECKING:
 
 def serve(
     *,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0: on every network.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: a free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="LAYERSKIP_API_KEY",
-            show_envvar=False,
-            help="What clients must show.  [default: LAYERSKIP_API_KEY of the environment]",
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What clients call the model.  [default: its own name]"),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="N",
-            help="The most tokens of a prompt and its text.  [default: the model's own limit]",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Tokens to generate at most, where a client is mute."
-        ),
-    ] = 1024,
+    host: str = flag(
+        "Listen at this address; 0.0.0.0: on every network.", "ADDRESS", default="127.0.0.1"
+    ),
+    port: int = flag("Listen at this port; 0: a free one.", "N", default=8000, min=0, max=65535),
+    api_key: str | None = flag(
+        "Key that clients must show.  [default: LAYERSKIP_API_KEY of the environment]",
+        "KEY",
+        envvar="LAYERSKIP_API_KEY",
+        show_envvar=False,
+    ),
+    name: str | None = flag("What clients call the model.  [default: its own name]", "NAME"),
+    context: int | None = flag(
+        "Longest prompt and text together, in tokens.  [default: the model's own limit]",
+        "N",
+        min=2,
+    ),
+    max_new_tokens: int = flag(
+        "Generate at most N tokens, where a client does not say.", "N", default=1024, min=1
+    ),
     max_rows: MaxRows = 16,
-    max_queue: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The most texts that wait; more get a 429.")
-    ] = 128,
+    max_queue: int = flag("Let N texts wait; more get a 429.", "N", default=128, min=1),
     memory: Memory = None,
-    max_body: Annotated[
-        float, typer.Option(min=0, metavar="MB", help="The largest request; larger ones get a 413.")
-    ] = 4.0,
-    timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="The longest that a request may take.")
-    ] = 600.0,
-    draft: DraftFlags,
-    sources: Sources,
-    drafting: Drafting,
+    max_body: float = flag("Largest request; larger ones get a 413.", "MB", default=4.0, min=0),
+    timeout: float = flag("Longest time for a request.", "SECONDS", default=600.0, min=1),
+    decoding: Decoding,
     loading: Loading,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model to OpenAI's clients: many texts at once, each the one it has alone."""
+    """Serve a model to OpenAI's clients: many texts at once, each as if it were alone."""
     if api_key is not None and not api_key.strip():
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
-    sources.refuse_keeping("serve")
+    decoding.refuse_keeping("serve")
     talk = Talk(quiet)
-    found: list[Served] = []
+    described_as: list[Served] = []
 
     def described(loaded: Loaded) -> None:
-        found.append(_served(loaded, name, context, max_new_tokens))
+        from layerskip.serving.api import Served
+
+        described_as.append(Served.of(loaded, name, context=context, max_new_tokens=max_new_tokens))
 
     with _listening(host, port) as listener:  # before the model is loaded, so that errors are quick
         try:
@@ -92,15 +71,15 @@ def serve(
             warnings.warn(
                 f"whoever reaches {host} may use this server; give --api-key", stacklevel=2
             )
-        opening = open_decoding(draft, sources, drafting, Sampling(), loading, talk, described)
-        with opening as (loaded, _, settings, _):
+        with open_decoding(decoding, Sampling(), loading, talk, described) as opened:
             from layerskip.serving.http import make_app
             from layerskip.serving.scheduler import Serving
 
+            settings = opened.settings
             del settings["do_sample"]  # each request says that
-            [served] = found
+            [served] = described_as
             serving = Serving(
-                loaded.model,
+                opened.loaded.model,
                 memory=None if memory is None else int(memory * 1e9),
                 max_rows=max_rows,
                 max_queue=max_queue,
@@ -117,20 +96,6 @@ def serve(
             shown = f"[{where}]" if ":" in where else where
             talk.say(f"serving {served.name} at http://{shown}:{number}/v1 until Ctrl-C")
             uvicorn.Server(config).run(sockets=[listener])
-
-
-def _served(loaded: Loaded, name: str | None, context: int | None, max_new_tokens: int) -> Served:
-    """The model as clients see it; never with a path of this machine."""
-    from layerskip.serving.api import Served
-
-    own = loaded.name if loaded.folder is None else Path(loaded.name).resolve().name
-    return Served.of(
-        name or own,
-        loaded.model,
-        loaded.tokenizer,
-        context=context,
-        max_new_tokens=max_new_tokens,
-    )
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ Talk and progress go to standard error; what is returned here is for standard ou
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from layerskip.text import Detokenizer
 
 if TYPE_CHECKING:
     from layerskip.bench.comparison import Comparison
+    from layerskip.decoding.rounds import DecodingStats
 
 
 EVERY, SOON = 30.0, 5.0
@@ -139,14 +141,38 @@ def verdict(comparison: Comparison) -> str:
     return words + (", bit for bit" if exact else f", resolution {comparison.resolution:.2g}")
 
 
+def to_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
+    """What a decoding drafted and accepted, in all and from each source, as `--json` has it."""
+    return {
+        "num_drafts": stats.num_drafts,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "sources": [
+            {"name": name, **vars(each)}
+            for name, each in zip(sources, stats.sources, strict=False)  # fewer where none drafted
+        ],
+    }
+
+
+def by_source(counted: dict[str, Any]) -> str:
+    """How often each source of `counts` drafted."""
+    return ", ".join(f"{each['num_drafts']} {each['name']}" for each in counted["sources"])
+
+
 _SHOWN = 3  # differences of a prompt
 
 
 def differences(comparison: Comparison, ids: Sequence[str], tokenizer: Any) -> list[str]:
     """A line for each of a prompt's first differences, and how many more there are."""
     lines = []
-    for prompt, found in groupby(comparison.differences, lambda d: d.prompt):
-        every = list(found)
+    for prompt, group in groupby(comparison.differences, lambda d: d.prompt):
+        every = list(group)
         lines += [
             f"prompt {ids[prompt]}, new token {d.position + 1}: expected "
             f"{_token(d.expected, tokenizer)}, got {_token(d.got, tokenizer)}; "

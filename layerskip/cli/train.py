@@ -7,105 +7,56 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
-
-from layerskip.cli.options import (
-    AsJson,
-    Loading,
-    Quiet,
-    Seed,
-    make_folder,
-    open_model,
-    open_passes,
-    read_given,
-    seconds_given,
-    to_json,
-)
-from layerskip.cli.terminal import Talk, aligned, ratio, two_columns
+from layerskip.cli.flags import AsJson, Loading, Quiet, Seed, flag, seconds_given
+from layerskip.cli.inputs import make_folder, read_given
+from layerskip.cli.opening import open_model, open_passes
+from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
 from layerskip.config import SkipConfig
+from layerskip.registry import LossName, OptimizerName, StudentName
 
 MINUTES = 30.0
 
 
 def train(
     *,
-    output: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="Where the draft comes to lie; the same again goes on with it."
-        ),
-    ],
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Prompts for the model to answer.  [default: what it would ask itself]",
-        ),
-    ] = None,
-    texts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Texts to train on as they are.")
-    ] = None,
-    draft: Annotated[
-        Literal["healed", "exit-block", "feature-block", "heads", "streams", "assistant"],
-        typer.Option(
-            help="What is trained: what corrects low precision, a layer behind an early exit, one "
-            "over the last hidden state and the token, or four tokens at once from those: by "
-            "heads, or by such a layer with streams that look ahead; or an assistant of Gemma 4, "
-            "further."
-        ),
-    ] = "healed",
-    skip: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The draft to heal, from where its weights are if it names healed ones.  "
-            "[default: all in 4 bits, head 8]",
-        ),
-    ] = None,
-    exit_layer: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="E", help="Layers before an exit block.  [default: a quarter of them]"
-        ),
-    ] = None,
-    start: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The assistant to train further: a folder or a Hub id."),
-    ] = None,
-    loss: Annotated[
-        Literal["lk", "kl", "tvd++", "ce"], typer.Option(help="What training lowers.")
-    ] = "lk",
-    optimizer: Annotated[
-        Literal["adamw", "muon"], typer.Option(help="What lowers it: Muon is for matrices.")
-    ] = "adamw",
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="R", help="Of learning, at most; short trainings like more.  [default: by kind]"
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="To train on, in all passes.")
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            metavar="M",
-            help=f"Of the whole command, judging included.  [default: {MINUTES:g}, or --tokens]",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="The same as --minutes, in seconds.")
-    ] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="R", help="Of a healed draft's deltas.  [default: 16]"),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="Of the answers, as in serving.")
-    ] = 0.8,
+    output: Path = flag(
+        "Folder for the draft; the same command again goes on with it.", "DIR", default=...
+    ),
+    prompts: Path | None = flag(
+        "Prompts that the model answers to train on.  [default: prompts that it writes itself]",
+        "FILE",
+    ),
+    texts: Path | None = flag("Texts to train on as they are.", "FILE"),
+    draft: StudentName = flag(
+        "What is trained. healed: corrections of low precision; exit-block: a layer after an early "
+        "exit; feature-block: a layer over the last hidden state and the token; heads: four tokens "
+        "at once from those; streams: the same by a layer that looks ahead; assistant: a Gemma 4's "
+        "assistant, further.",
+        default="healed",
+    ),
+    skip: str | None = flag(
+        "The draft to heal; training goes on from its weights if it has healed ones.  [default: "
+        "everything in 4 bits, the head in 8]",
+        "FILE",
+    ),
+    exit_layer: int | None = flag(
+        "Layers before an exit block.  [default: a quarter of them]", "E", min=1
+    ),
+    start: str | None = flag("The assistant to train further: a folder or a Hub id.", "NAME"),
+    loss: LossName = flag("The loss that training lowers.", default="lk"),
+    optimizer: OptimizerName = flag("The optimizer.", default="adamw"),
+    rate: float | None = flag(
+        "Largest learning rate; short trainings like a larger one.  [default: by kind]", "R"
+    ),
+    tokens: int | None = flag("Train on N tokens, repeats counted.", "N", min=1),
+    minutes: float | None = flag(
+        f"Time for the whole command, judging included.  [default: {MINUTES:g}, or --tokens]", "M"
+    ),
+    timeout: float | None = flag("The same as --minutes, in seconds.", "S"),
+    rank: int | None = flag("Rank of a healed draft's corrections.  [default: 16]", "R", min=1),
+    temperature: float = flag("Temperature of the answers, as in serving.", "T", default=0.8),
     seed: Seed = 0,
     loading: Loading,
     quiet: Quiet = False,
@@ -122,14 +73,14 @@ def train(
     minutes = None if seconds is None else seconds / 60
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
-    for flag, value, kind in (
+    for option, value, kind in (
         ("--skip", skip, "healed"),
         ("--rank", rank, "healed"),
         ("--exit-layer", exit_layer, "exit-block"),
         ("--start", start, "assistant"),
     ):
         if value is not None and draft != kind:
-            raise ValueError(f"{flag} is of --draft {kind}; leave it out with {draft}")
+            raise ValueError(f"{option} is of --draft {kind}; leave it out with {draft}")
     if draft == "assistant" and (start is None or loss != "lk"):
         raise ValueError("--draft assistant needs --start NAME, and lowers --loss lk")
     file = prompts or texts
@@ -146,9 +97,8 @@ def train(
     from layerskip.training import processes
     from layerskip.training.assistants import AssistantTraining
     from layerskip.training.data import Corpus
-    from layerskip.training.drafts import Recipe, Training
+    from layerskip.training.drafts import RANK, Recipe, Training
     from layerskip.training.judging import judge, read_record
-    from layerskip.training.students import RANK
 
     with processes.process_group():
         talk = Talk(quiet or not processes.first())
@@ -186,12 +136,12 @@ def train(
                 if official is None:
                     raise ValueError(f"--start must name an assistant of Gemma 4, got {start}")
                 place = str(official.folder or start)
-                found = AssistantTraining(place, opened, corpus, recipe, output, **said).further()
+                trained = AssistantTraining(place, opened, corpus, recipe, output, **said).further()
                 talk.progress("")
                 if processes.first():
-                    print(_overlaps(found))
+                    print(_overlaps(trained))
                     if as_json:
-                        print(to_json(found))
+                        print(to_json(trained))
                 return
             training = Training(opened, corpus, recipe, output, **said)
             record = read_record(output)

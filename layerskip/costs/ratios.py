@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,15 +16,10 @@ Ratio = tuple[float, float, float]
 
 
 class Totals(NamedTuple):
-    """What a method made of every prompt (or batch of prompts), and how long it took.
+    """A method's new tokens for every prompt (or batch of prompts), and the time they took."""
 
-    Attributes:
-        tokens: new tokens, (units,).
-        seconds: the time they took, (units,).
-    """
-
-    tokens: NDArray[np.float64]
-    seconds: NDArray[np.float64]
+    tokens: NDArray[np.float64]  # (units,)
+    seconds: NDArray[np.float64]  # (units,)
 
     @property
     def rate(self) -> float:
@@ -34,20 +30,14 @@ class Totals(NamedTuple):
 def measured_speedup(own: Totals, over: Totals) -> Ratio:
     """Tokens a second of `own` over those of `over`, and the ratio's 95% bootstrap interval.
 
-    Tokens a second are all tokens over all seconds. For the interval, prompts are drawn with
-    replacement, both methods of a prompt together (paired), DRAWS times from a fixed seed; its ends
-    are the 2.5% and 97.5% quantiles. One prompt has no interval: NaN. No prompt has no ratio
-    either.
-
-    Args:
-        own, over: the same prompts in one order.
+    Both hold the same prompts in one order. For the interval, prompts are drawn with replacement,
+    both methods of a prompt together (paired), DRAWS times from a fixed seed; its ends are the 2.5%
+    and 97.5% quantiles. One prompt has no interval: NaN. No prompt has no ratio either.
     """
     units = len(own.tokens)
-    if not units:
-        return float("nan"), float("nan"), float("nan")
-    ratio = own.rate / over.rate
-    if units == 1:
-        return ratio, float("nan"), float("nan")
+    ratio = own.rate / over.rate if units else math.nan
+    if units < 2:
+        return ratio, math.nan, math.nan
     drawn = np.random.default_rng(0).integers(0, units, (DRAWS, units))  # (draws, units)
     rates = [
         each.tokens[drawn].sum(axis=1) / each.seconds[drawn].sum(axis=1) for each in (own, over)
@@ -68,11 +58,11 @@ def decoding_totals(records: Sequence[dict[str, Any]], name: str) -> Totals:
 
     A prompt counts with the medians of its repeats; prompts are sorted by their ids.
     """
-    found: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    repeats: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for each in records:
         if each["method"] == name:
             tokens = sum(each["new_tokens"]) - sum(each["first_tokens"])
             seconds = each["seconds"]["total"] - each["seconds"]["first"]
-            found[tuple(each["prompts"])].append((tokens, seconds))
-    medians = np.array([np.median(repeats, axis=0) for _, repeats in sorted(found.items())])
+            repeats[tuple(each["prompts"])].append((tokens, seconds))
+    medians = np.array([np.median(each, axis=0) for _, each in sorted(repeats.items())])
     return Totals(*medians.reshape(-1, 2).T)

@@ -1,24 +1,21 @@
 """The closed formulas of speculative decoding: expected tokens, speedups, costs of a round.
 
-Words used throughout: `alpha` is the probability that one draft token is accepted (independent of
-the others), `draft_length` the tokens drafted in a round, `draft_cost` (c) the cost of one draft
-step in target steps, v(n) the cost of a verify pass over n positions in target steps. The
-acceptance rate r = accepted / drafted tokens is another number than alpha.
-
-Pure Python: the controllers, the search's simulator and the analysis all call these functions.
+`alpha` is the probability that one draft token is accepted (independent of the others; the rate of
+accepted among drafted tokens is another number), `draft_cost` (c) the cost of one draft step in
+target steps, v(n) that of a verify pass over n positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
 
 from layerskip.files.schema import POSITIVE, has, items, text
 
-SOURCES = ("measured", "analytic", "given")
+SOURCES = ("measured", "analytic", "given")  # of the numbers of a cost table
 _UNIT = 64  # tokens of context that share a table, at least; longer ones by sixteenths
 
 
@@ -83,9 +80,9 @@ def round_sublayer_tokens(
 ) -> int:
     """Sublayer evaluations of one row's round, in tokens: d n_kept + (d + 1) (2L - k) + k.
 
-    `drafted` tokens (d) each run the `kept` sublayers (n_kept) of the draft; verification runs the
+    `drafted` tokens (d) each run the draft's `kept` sublayers (n_kept); verification runs the
     `sublayers` (2L) minus the shared `prefix` (k) over d + 1 positions, and carries the last
-    position through the prefix. A plain step (d = 0) costs 2L. Padding is not counted.
+    position through the prefix. A plain step (d = 0) costs 2L.
 
     Args:
         steps: the tokens that draft steps were fed, where not all verified ones were.
@@ -101,11 +98,7 @@ def round_sublayer_tokens(
 
 
 def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:
-    """The most tokens a round may draft, never negative.
-
-    A round with d drafts emits up to d + 1 tokens, of which `tokens_left` may still be emitted, and
-    writes d + 1 positions into the cache, which has `free_slots`.
-    """
+    """The most tokens a round may draft: with d drafts it emits, and caches, up to d + 1."""
     return max(0, min(asked, tokens_left - 1, free_slots - 1))
 
 
@@ -134,14 +127,10 @@ def rising(values: Sequence[float]) -> list[float]:
 class CostTable:
     """Costs of draft steps and verify passes in units of one target step (a plain decode step)."""
 
-    draft: float
-    """c: one draft step; 0 where drafts are looked up."""
-    verify: tuple[float, ...]
-    """verify[n - 1] = v(n): one verify pass over n positions. Longer passes are extrapolated."""
-    source: str = "given"
-    """Where the numbers come from: "measured", "analytic" or "given"."""
-    step: float = field(default=1.0, compare=False, repr=False)
-    """What a target step takes, in seconds, about."""
+    draft: float  # c: one draft step; 0 where drafts are looked up
+    verify: tuple[float, ...]  # verify[n - 1] = v(n); longer passes are extrapolated
+    source: str = "given"  # one of `SOURCES`
+    step: float = field(default=1.0, compare=False, repr=False)  # about its seconds
 
     def __post_init__(self) -> None:
         if self.draft != 0.0:
@@ -154,22 +143,22 @@ class CostTable:
             raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {self.source!r}")
 
     def verify_cost(self, n: int) -> float:
-        """v(n) in target steps; beyond the table the line through its last two, never falling."""
+        """v(n); beyond the table the line through its last two, never falling."""
         if n < 1:
             raise ValueError(f"a verify pass covers at least 1 position, got {n}")
-        known = len(self.verify)
-        if n <= known:
+        longest = len(self.verify)
+        if n <= longest:
             return self.verify[n - 1]
-        slope = max(0.0, self.verify[-1] - self.verify[-2]) if known > 1 else 0.0
-        return self.verify[-1] + slope * (n - known)
+        slope = max(0.0, self.verify[-1] - self.verify[-2]) if longest > 1 else 0.0
+        return self.verify[-1] + slope * (n - longest)
 
     def round_cost(self, drafted: int, steps: int | None = None, wide: int = 0) -> float:
-        """d c + v(d + 1) in target steps; a round without drafts is a plain step and costs 1.
+        """d c + v(d + 1); a round without drafts is a plain step and costs 1.
 
         Args:
-            steps: draft steps, where they are others: tokens were known, or in trees.
-            wide: the tokens of a row that steps took beyond one each; such a one is taken to cost
-                what a second one does in a pass of the target.
+            steps: draft steps, where they are fewer: tokens were looked up, or in trees.
+            wide: the tokens of a row that steps took beyond one each, at the price of a second one
+                in a pass of the target.
         """
         _check_length(drafted)
         if drafted == 0:
@@ -188,45 +177,25 @@ class CostTable:
         has(draft=POSITIVE, verify=items(POSITIVE, least=1), source=text)(data, "costs")
         return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
-    @classmethod
-    def analytic(
-        cls, draft: Iterable[float], target: Iterable[float], verify: Iterable[float] = (1.0,)
-    ) -> CostTable:
-        """The table of a machine limited by reading weights, for where no clock may decide.
-
-        `draft` holds what a draft step reads (say, in bytes) of each sublayer that it runs and of
-        its head, `target` what a target step reads. A verify pass reads every weight once whatever
-        its length and whatever prefix it shares, so that v(n) = 1; but for mixtures of experts,
-        whose `verify` is given.
-        """
-        return cls(math.fsum(draft) / math.fsum(target), tuple(verify), "analytic")
-
     def at(self, context: int, rows: int = 1) -> CostTable:
-        """This table, whatever the context and the rows are (see `ContextCosts.at`)."""
+        """This table, whatever the context and the rows are."""
         return self
 
     @property
     def used(self) -> bool:
-        """As of `ContextCosts`."""
+        """As of `Costs`."""
         return True
 
 
 class ContextCosts:
-    """The costs at any length of context, in batches of any size.
-
-    Args:
-        table: makes the table for tokens of context and rows; called once for similar contexts.
-    """
+    """The costs by context and rows, from a function that is called once for similar contexts."""
 
     def __init__(self, table: Callable[[int, int], CostTable]) -> None:
         self._table = table
         self._made: dict[tuple[int, int], CostTable] = {}
 
     def at(self, context: int, rows: int = 1) -> CostTable:
-        """The table for that many tokens before a pass, in each of so many rows.
-
-        The same object for similar contexts, so that callers see cheaply whether it changes.
-        """
+        """The same object for similar contexts, so that callers see cheaply whether it changes."""
         unit = max(_UNIT, 1 << max(0, context.bit_length() - 4))
         key = context // unit * unit + unit // 2, rows
         if key not in self._made:
@@ -235,7 +204,7 @@ class ContextCosts:
 
     @property
     def used(self) -> bool:
-        """Whether any table has been asked for."""
+        """As of `Costs`."""
         return bool(self._made)
 
 

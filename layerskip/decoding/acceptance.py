@@ -1,7 +1,4 @@
-"""Estimates of how often drafted tokens are accepted, learned while decoding.
-
-They begin with priors, which counts correct.
-"""
+"""Estimates of how often drafted tokens are accepted: priors, corrected while decoding."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from bisect import bisect_right
 
 _BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
 _BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
-_BINS = len(_BIN_CENTRES)
+BINS = len(_BIN_CENTRES)
 
 # The prior, and how many tokens it is worth. Drafts agree with their target more often than a low
 # confidence says (the target may choose the same token for the same weak reasons) and less often
@@ -31,18 +28,6 @@ _COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
 _COPY_WEIGHT = 6.0
 _COPY_DECAY = 0.95  # per observed token
 
-# Of the tokens behind the best one, where that is wrong: their priors by rank, and weight.
-_LATER_PRIOR = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02)
-_LATER_WEIGHT = 6.0
-
-# For the best tokens of a law looked up: by the tokens in common, by the margin of the scores, and
-# of those behind the best one by rank.
-_SUFFIX_PRIOR = (0.22, 0.44, 0.59, 0.7)
-_MARGIN_EDGES = (0.5, 1.5, 4.0)
-_MARGIN_FACTORS = (0.6, 0.85, 1.1, 1.35)
-_RANK_PRIOR = (0.2, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01)
-_BRANCH_WEIGHT = 8.0
-
 
 def bin_of(confidence: float) -> int:
     """The bin in which `Acceptance` counts a token of that confidence."""
@@ -55,24 +40,22 @@ class Acceptance:
     `given_confidence[bin]` is for a token whose confidence is known. Its prior is a mixture of two
     models of the draft, weighted by how well each predicted so far: confidences are informative
     (the prior line, its odds multiplied so that its level agrees with what was seen), or they are
-    not (the same probability for all).
-    `next` is for a token not drafted yet. It is the mean of all: on real texts the tokens before
-    it, its place in the draft and the last round's outcome predicted nothing more.
-    Callers observe tokens up to the first rejection only: whether later ones would have been
-    accepted is unknown.
+    not (the same probability for all). `next` is for a token not drafted yet: the mean of all, as
+    on real texts the tokens before it, its place in the draft and the last round's outcome
+    predicted nothing more. Callers observe tokens up to the first rejection only.
     """
 
     def __init__(self, prior: float) -> None:
         self._prior = prior
-        self._bin_seen = [0.0] * _BINS
-        self._bin_accepted = [0.0] * _BINS
+        self._bin_seen = [0.0] * BINS
+        self._bin_accepted = [0.0] * BINS
         self._seen = self._accepted = 0.0  # all tokens
         self._rated = self._rated_accepted = self._rated_expected = 0.0  # those with a confidence
         self._evidence = _EVIDENCE_START  # log odds that confidences tell
         self.estimate()
 
     def estimate(self) -> None:
-        """Updates the public estimates."""
+        """Update `given_confidence` and `next`."""
         weight, prior = _PRIOR_WEIGHT, self._prior
         lost = self._rated - self._rated_accepted + weight * (1.0 - prior)
         # the line is that of a draft of the usual acceptance
@@ -93,7 +76,7 @@ class Acceptance:
         self.next = (self._accepted + weight * prior) / (self._seen + weight)
 
     def observe(self, confidence_bin: int | None, accepted: bool) -> None:
-        """Counts one verified token; `estimate` then updates the estimates."""
+        """Count one verified token, for the next `estimate`."""
         self._seen += 1
         self._accepted += accepted
         if confidence_bin is None:
@@ -109,45 +92,11 @@ class Acceptance:
         self._rated_expected += _PRIOR_BY_BIN[confidence_bin]
 
 
-class LaterAcceptance:
-    """Estimates of how often each token behind the best one is right where that is wrong.
-
-    By the best one's confidence, as in `Acceptance`, and by rank, 1 for the second-best.
-    """
-
-    def __init__(self) -> None:
-        self._won = [[0.0] * len(_LATER_PRIOR) for _ in range(_BINS)]
-        self._seen = [0.0] * _BINS
-        self._all, self._places = [_LATER_WEIGHT * prior for prior in _LATER_PRIOR], _LATER_WEIGHT
-
-    def given_wrong(self, confidence_bin: int, count: int = 1) -> list[float]:
-        """The chances of so many tokens there, the second-best's first."""
-        own, seen = self._won[confidence_bin], self._seen[confidence_bin] + _LATER_WEIGHT
-        prior = _LATER_WEIGHT / self._places
-        return [
-            (won + prior * every) / seen for won, every in zip(own[:count], self._all, strict=False)
-        ]
-
-    @property
-    def mean(self) -> float:
-        """The chance of the second-best at any place."""
-        return self._all[0] / self._places
-
-    def observe(self, confidence_bin: int, rank: int | None) -> None:
-        """Count the rank of the token that came, None for none of them."""
-        self._seen[confidence_bin] += 1.0
-        self._places += 1.0
-        if rank is not None and rank <= len(_LATER_PRIOR):
-            self._won[confidence_bin][rank - 1] += 1.0
-            self._all[rank - 1] += 1.0
-
-
 class CopyAcceptance:
     """Estimates of the acceptance of looked-up tokens, shared by the rows of a call.
 
-    A token's estimate depends on how many tokens the history and the looked-up text have in common
-    before it: the match, and the draft so far. Every round is observed, whatever was drafted. Old
-    counts fade, as a text's way of copying changes.
+    They depend on how many tokens the history and the looked-up text have in common before a token:
+    the match, and the draft so far. Old counts fade, as a text's way of copying changes.
     """
 
     def __init__(self) -> None:
@@ -164,41 +113,3 @@ class CopyAcceptance:
         rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # of the prior there is always as much
         self._won[number] = _COPY_DECAY * self._won[number] + rest * _COPY_PRIOR[number] + accepted
         self._seen[number] = _COPY_DECAY * self._seen[number] + rest + 1.0
-
-
-class BranchAcceptance:
-    """Estimates of which of the best tokens behind a context that was seen before is the next one.
-
-    The best one's chance depends on the suffix in common and on the margin between its score and
-    the second one's; that of each further one, if it is not the best, on its rank alone.
-    """
-
-    def __init__(self) -> None:
-        self._won = [
-            [_BRANCH_WEIGHT * min(0.97, prior * by) for by in _MARGIN_FACTORS]
-            for prior in _SUFFIX_PRIOR
-        ]
-        self._seen = [[_BRANCH_WEIGHT] * len(_MARGIN_FACTORS) for _ in _SUFFIX_PRIOR]
-        self._others = [_BRANCH_WEIGHT * prior for prior in _RANK_PRIOR]
-        self._missed = _BRANCH_WEIGHT
-
-    def chances(self, suffix: int, margin: float, count: int) -> list[float]:
-        """Those of so many tokens, the best one's first."""
-        row, column = self._bin(suffix, margin)
-        first = self._won[row][column] / self._seen[row][column]
-        rest = (1.0 - first) / self._missed
-        return [first, *(rest * won for won in self._others)][:count]
-
-    def observe(self, suffix: int, margin: float, rank: int | None) -> None:
-        """Count the rank of the token that came, 0 for the best, None for none of them."""
-        row, column = self._bin(suffix, margin)
-        self._won[row][column] += rank == 0
-        self._seen[row][column] += 1.0
-        if rank != 0:
-            self._missed += 1.0
-            if rank is not None and rank <= len(self._others):
-                self._others[rank - 1] += 1.0
-
-    @staticmethod
-    def _bin(suffix: int, margin: float) -> tuple[int, int]:
-        return min(suffix, len(_SUFFIX_PRIOR)) - 1, bisect_right(_MARGIN_EDGES, margin)

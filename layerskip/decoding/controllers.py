@@ -1,27 +1,17 @@
-"""The published rules of when to stop drafting, and every controller by its name.
-
-Those that look at laws are in `observers`.
-"""
+"""Published rules of when to stop drafting, and every controller by its name."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from layerskip.costs.speculation import Costs
-from layerskip.decoding.controller import CONTROLLERS, Chooser, Controller, completed, signal_of
-from layerskip.decoding.expected_gain import AHEAD, ExpectedGain
-from layerskip.decoding.observers import Classifier, Entropy, TargetConfidence
+from layerskip.decoding.controller import Controller
+from layerskip.decoding.expected_gain import AHEAD
+from layerskip.registry import CONTROLLERS, WITH_THRESHOLD, named
 
-__all__ = [
-    "CONTROLLERS",
-    "WITH_THRESHOLD",
-    "Chooser",
-    "Controller",
-    "completed",
-    "make_controller",
-    "signal_of",
-]
+__all__ = ["Controller", "make_controller"]
 
 
 class Fixed(Controller):
@@ -63,8 +53,6 @@ class AdaptiveThreshold(Controller):
     goes a tenth of the way. It starts at .8 for greedy decoding and at .5 for sampling.
     """
 
-    needs_confidence = True
-
     def __init__(self, threshold: float = 0.8, max_draft_length: int = 8) -> None:
         self.initial_threshold = threshold
         self.max_draft_length = max_draft_length
@@ -96,47 +84,6 @@ class AdaptiveThreshold(Controller):
         self.thresholds[row] = 0.9 * threshold + 0.1 * aim
 
 
-class Heuristic(Controller):
-    """The "heuristic" schedule of `transformers`: 2 more after a fully accepted draft, else 1 less.
-
-    Starts at 20 tokens, the library's default `num_assistant_tokens`, and never goes below 1. The
-    library has no upper limit; here `max_draft_length`, if given, caps the schedule.
-    """
-
-    needs_confidence = False
-
-    def __init__(self, max_draft_length: int | None = None) -> None:
-        self.max_draft_length = max_draft_length
-        self.reset(1)
-
-    def reset(self, rows: int) -> None:
-        self.lengths = [self._capped(20)] * rows
-
-    def forget(self, row: int) -> None:
-        self.lengths[row] = self._capped(20)
-
-    def limit(self, row: int, allowed: int) -> int:
-        return min(self.lengths[row], allowed)
-
-    def update(self, row: int, drafted: int, accepted: int) -> None:
-        if drafted == 0:  # nothing was drafted, so nothing was learned about drafting
-            return
-        length = self.lengths[row]
-        self.lengths[row] = self._capped(length + 2 if accepted == drafted else max(1, length - 1))
-
-    def _capped(self, length: int) -> int:
-        return length if self.max_draft_length is None else min(length, self.max_draft_length)
-
-
-WITH_THRESHOLD: dict[str, Callable[..., Controller]] = {
-    "confidence": Confidence,
-    "adaptive-threshold": AdaptiveThreshold,
-    "entropy": Entropy,
-    "classifier": Classifier,
-    "target-confidence": TargetConfidence,
-}
-
-
 def make_controller(
     name: str,
     *,
@@ -153,9 +100,8 @@ def make_controller(
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
     starts (whose default depends on `sampling`); of others see their classes. Only `expected-gain`
-    reads `costs` and `priors` (see `Source.prior`), one of each source, and what is named behind.
-    Raises ValueError for an unknown name and for settings out of range; warns where one has no
-    effect.
+    reads `costs` and `priors`, one of each source, `ahead`, `branches` and `now`. Raises ValueError
+    for an unknown name and for settings out of range; warns where one has no effect.
     """
     if name not in CONTROLLERS:
         raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")
@@ -170,18 +116,13 @@ def make_controller(
         warnings.warn(f"threshold has no effect on the controller {name!r}", stacklevel=2)
     if branches and name != "expected-gain":
         warnings.warn(f"branches has no effect on the controller {name!r}", stacklevel=2)
-    length = {} if max_draft_length is None else {"max_draft_length": max_draft_length}
+    how: dict[str, Any] = {} if max_draft_length is None else {"max_draft_length": max_draft_length}
     if name == "adaptive-threshold" and threshold is None:
         threshold = 0.5 if sampling else 0.8
-    if name in WITH_THRESHOLD:
-        given = () if threshold is None else (threshold,)
-        return WITH_THRESHOLD[name](*given, **length)
-    match name:
-        case "fixed":
-            return Fixed(**length)
-        case "heuristic":
-            return Heuristic(**length)
-        case _:
-            return ExpectedGain(
-                costs, priors=priors, ahead=ahead, branches=branches, now=now, **length
-            )
+    if name in WITH_THRESHOLD and threshold is not None:
+        how["threshold"] = threshold
+    if name == "expected-gain":
+        name = "expected-gain-trees" if branches else name
+        how |= {"costs": costs, "priors": priors, "ahead": ahead, "now": now}
+    made: Controller = named("controller", name)(**how)
+    return made

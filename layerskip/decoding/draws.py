@@ -6,7 +6,8 @@ Letters: B rows, N positions, V vocabulary, W width of the padded prompts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -14,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerskip.decoding.growing import Place
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import (
     DRAFT,
@@ -36,7 +36,7 @@ from layerskip.decoding.rules import (
     with_margin,
     without,
 )
-from layerskip.decoding.sources.base import Proposal
+from layerskip.decoding.seats import Seat
 from layerskip.model.backend import Draw
 from layerskip.model.branches import ROOT, path_to
 from layerskip.model.cache import on_device
@@ -44,22 +44,16 @@ from layerskip.model.cache import on_device
 
 @dataclass
 class DraftedTokens:
-    """The tokens that a round has drafted.
+    """The tokens that a round has drafted, by row.
 
     Attributes:
-        tokens: drafted tokens per row; empty if they have not been read from the device yet.
-        confidences: per row, the tokens' confidences, if the controller needs them.
-        lengths: per row, how many tokens the target is to verify.
-        fed: the tokens that no step was fed, (R, T), in the passes' order of rows: each row's last
-            token, drafted or emitted, and what more is known; short rows are padded.
-        known: the rows whose drafted tokens were known without a step.
+        step_free, chosen: the rows whose tokens were drafted without a step, and behind all steps.
         parents: of rows whose tokens have branches, what each one follows (`Proposal.parents`).
-        said: of rows that took steps where branches may be, what these said, from the root on.
-        others: of these rows, the numbers of other sources, and what they propose.
-        steps: for every draft step its positions, and the tokens drawn there, -1 for none, (N,);
-            empty for looked-up tokens, and where steps draft trees.
         num_steps, num_wide: how many steps there were, and the tokens of a row that they took
             beyond one each.
+        kept_steps: from how many of these steps verification goes on.
+        steps: for every draft step of chains its positions, and the tokens drawn there, -1 for
+            none, (N,).
         laws: for the rejection rule, the draft's law (V,) at every position of all steps.
         unread: whether no token has been read from the device yet.
     """
@@ -67,16 +61,24 @@ class DraftedTokens:
     tokens: list[list[int]]
     confidences: list[list[float]]
     lengths: list[int]
-    fed: Tensor
-    steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    step_free: set[int] = field(default_factory=set)
+    chosen: set[int] = field(default_factory=set)
+    parents: dict[int, Sequence[int]] = field(default_factory=dict)
     num_steps: int = 0
     num_wide: int = 0
+    kept_steps: int = 0
+    steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
     unread: bool = False
-    known: set[int] = field(default_factory=set)
-    parents: dict[int, Sequence[int]] = field(default_factory=dict)
-    said: dict[int, Place] = field(default_factory=dict)
-    others: dict[int, Sequence[tuple[int, Proposal]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: int) -> DraftedTokens:
+        return cls([[] for _ in range(rows)], [[] for _ in range(rows)], [0] * rows)
+
+    def propose(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None) -> None:
+        self.tokens[row], self.lengths[row] = list(tokens), len(tokens)
+        if parents is not None:
+            self.parents[row] = parents
 
     def token(self, position: Position) -> int:
         """The token drafted at a position; -1 if there is none, or it has not been read yet."""
@@ -94,20 +96,15 @@ class DraftedTokens:
         """Those where the target is to verify rows, behind their last tokens, too."""
         return [(row, offset) for row in rows for offset in range(self.lengths[row] + 1)]
 
-    def alone(self, row: int) -> DraftedTokens:
-        """One row's, which is then row 0, as far as `Draws.judge` reads them of coupled draws."""
-        known = {0} if row in self.known else set[int]()
-        return DraftedTokens([self.tokens[row]], [[]], [self.lengths[row]], self.fed, known=known)
-
     def branches(self, rows: Iterable[int]) -> list[list[int]] | None:
         """What all tokens fed follow, row by row of a pass (see `Passes.verify`), if any branch."""
         if not self.parents:
             return None
-        found, most = [], max(self.lengths)
+        followed, most = [], max(self.lengths)
         for row in rows:
-            own = self.parents.get(row, ())
-            found.append([ROOT, *own, *range(len(own), most)])
-        return found
+            parents = self.parents.get(row, ())
+            followed.append([ROOT, *parents, *range(len(parents), most)])
+        return followed
 
     def at(self, positions: Sequence[Position]) -> list[int]:
         """The index of each position among those of all steps, -1 for none."""
@@ -120,7 +117,6 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens: as in `VerifiedTokens.drawn`, (N,).
-        confidences: of them, (N,), if asked for.
         others: the tokens of the next best scores, (N, up to best - 1), -1 for none, if asked for.
         laws: for the rejection rule, N of (V,).
     """
@@ -139,7 +135,6 @@ class VerifiedTokens(NamedTuple):
             it equals the token drawn.
         drawn: under the rejection rule a correction or the bonus, otherwise the target's own token;
             -1 where no token has a score above -inf, or one is NaN, (N,).
-        scores: processed scores (N, V), if they are kept; memory of their own.
     """
 
     accepted: Tensor | None
@@ -148,57 +143,54 @@ class VerifiedTokens(NamedTuple):
 
 
 class Draws:
-    """Draws tokens at positions of rows that advance at their own pace.
+    """Draws tokens at positions of rows that share a law and advance at their own pace.
 
     Args:
-        law: turns logits into the law, for draft and target alike.
-        keys: noise-stream key of each row; unused where the law is greedy.
-        rejection: accept by the rejection rule instead of coupled draws.
-        history: pads and prompt, emitted and drafted tokens of each row, (B, W + slack).
-        width: W.
-        prompt_lengths: tokens of each prompt, pads not counted.
-        emitted: tokens each row has emitted; both this and `history` are the caller's to extend.
-        native: the native call that draws, if there is one (see `Backend.drawn`).
-        remembers: whether somebody reads the history.
+        failed: told what the law's processors raise, where that ends one text only; None: it ends
+            the call.
     """
 
     def __init__(
         self,
         law: Law,
-        keys: Sequence[int],
+        seats: Sequence[Seat],
         *,
-        rejection: bool,
-        history: Tensor,
-        width: int,
-        prompt_lengths: Sequence[int],
-        emitted: Sequence[Sequence[int]],
+        rejection: bool = False,
         native: Draw | None = None,
-        remembers: bool = True,
+        failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        self.law, self.keys = law, keys
+        self.law, self.seats = law, seats
         self.greedy = not law.do_sample
         self.rejection = rejection and not self.greedy
-        self.history, self.width = history, width
-        self.prompt_lengths, self.emitted = prompt_lengths, emitted
         self.noise = NoiseBlocks()
         self.warp = law.warp
         self.native = None if self.rejection or self.warp is None else native
         self.reads_history = law.reads_history
-        self._remembers = remembers
+        self._failed = failed
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
 
     @property
-    def apart(self) -> bool:
+    def alike(self) -> object:
+        """Equal for draws whose rows may be drawn in one call."""
+        return self if self.native is None else (self.warp, self.greedy)
+
+    @property
+    def contextual(self) -> bool:
         """Whether what is drawn at a position depends on more than its logits and noise."""
         return self.rejection or self.reads_history
 
-    def remember(self, row: int, offset: int, token: int) -> None:
-        """Write a token into a row's history, `offset` places after its emitted ones."""
-        if self._remembers:
-            self.history[row, self.width + len(self.emitted[row]) + offset] = token
-
     def allowed(self, row: int, tokens: Sequence[int], vocabulary: int) -> int:
         """How many of these tokens a row's processors with a state would allow next."""
-        return self.law.allowed(row, self.emitted[row], tokens, vocabulary)
+        seat = self.seats[row]
+        return self.law.allowed(seat.number, seat.emitted, tokens, vocabulary)
 
     def draft(
         self,
@@ -214,14 +206,13 @@ class Draws:
             signal: the kind of confidence: "probability", that of the token under the softmax of
                 its raw logits, or "margin", 1 - exp(-m) for the margin m between the two best of
                 the scores it is drawn by; None for none.
-            best: how many of the best tokens are asked for.
         """
         if self.native is not None and signal != "probability":
             tokens, behind, second = self._drawn(self.native, raw, positions)
             sure, ranked = ahead(behind) if signal == "margin" else None, [tokens, second]
             while len(ranked) < best:  # the two best of what is left
-                found = torch.stack(ranked[-2:], 1)  # (N, 2)
-                raw = raw.scatter(1, found.clamp_min(0), -math.inf)
+                best_two = torch.stack(ranked[-2:], 1)  # (N, 2)
+                raw = raw.scatter(1, best_two.clamp_min(0), -math.inf)
                 token, _, second = self._drawn(self.native, raw, positions)
                 ranked += [token, second]
             return Drawn(tokens, sure, torch.stack(ranked[1 : max(2, best)], 1), [])
@@ -247,7 +238,7 @@ class Draws:
             sure = confidence(raw, tokens.clamp_min(0))
         return Drawn(tokens, sure, torch.cat(others) if others else None, laws)
 
-    def few(
+    def scores(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
     ) -> Sequence[float]:
         """The scores of some tokens at a position, if these were its raw logits.
@@ -255,9 +246,6 @@ class Draws:
         The largest is of what the target would draw there; under the rejection rule of the
         likeliest, as it is accepted most often. Those of fewer tokens where top-k or top-p leave
         fewer, and of none where a law is more than these and temperature.
-
-        Args:
-            tokens: the likeliest first, as their logits.
         """
         if self.warp is None:
             return ()
@@ -271,7 +259,7 @@ class Draws:
             kept = sum(each < most for each in likelier)
             del scores[max(self.warp.least, kept) :]
         (key,), (place,) = self._stream([(row, offset)])
-        noise = self.noise.few(key, place, tokens[: len(scores)])
+        noise = self.noise.of_tokens(key, place, tokens[: len(scores)])
         return [own + each for own, each in zip(scores, noise, strict=True)]
 
     def judge(
@@ -286,12 +274,8 @@ class Draws:
 
         Where processors read the history, positions behind a rejected looked-up token are left
         undecided: processors may fail on a text that they forbid.
-
-        Args:
-            drafts: the round's drafted tokens; None for the prefill.
-            keep: whether to keep the scores.
         """
-        if drafts is not None and drafts.known and self.law.reads_history:
+        if drafts is not None and drafts.step_free and self.law.reads_history:
             return self._judge_in_turn(raw, positions, drafts, keep=keep)
         return self._judge(raw, positions, drafts, keep=keep)
 
@@ -304,18 +288,18 @@ class Draws:
         scores = torch.zeros_like(raw, dtype=torch.float) if keep else None  # (N, V)
         alive = {row for row, _ in positions}
         for now in range(1 + max(offset for _, offset in positions)):
-            few = [i for i, (row, at) in enumerate(positions) if at == now and row in alive]
-            if not few:
+            here = [i for i, (row, at) in enumerate(positions) if at == now and row in alive]
+            if not here:
                 break
-            some = [positions[i] for i in few]
-            said = self._judge(raw[few], some, drafts, keep=keep)
+            some = [positions[i] for i in here]
+            said = self._judge(raw[here], some, drafts, keep=keep)
             drafted = [drafts.token(position) for position in some]
             stays = said.accepted
             if stays is None:
                 stays = said.drawn == on_device(drafted, raw.device)  # (n,)
-            drawn[few], accepted[few] = said.drawn, stays
+            drawn[here], accepted[here] = said.drawn, stays
             if scores is not None and said.scores is not None:
-                scores[few] = said.scores
+                scores[here] = said.scores
             on = zip(some, stays.tolist(), strict=True)
             alive = {row for (row, _), stay in on if stay}
         return VerifiedTokens(accepted, drawn, scores)
@@ -361,20 +345,21 @@ class Draws:
     ) -> Iterator[tuple[Tensor, Sequence[Position]]]:
         """Processed scores (n, V) of raw logits (N, V) for a few positions at a time."""
         # processors that read the history get all rows at once: one call for each length
-        few = len(positions) if self.law.reads_history else at_once(raw)
-        for first in range(0, len(positions), few):
-            some = positions[first : first + few]
-            rows = [row for row, _ in some]
-            lengths = [self.width + len(self.emitted[row]) + offset for row, offset in some]
-            piece = raw[first : first + few]
-            yield self.law.scores(piece, self.history, rows, lengths, self.width), some
+        count = len(positions) if self.law.reads_history else at_once(raw)
+        for first in range(0, len(positions), count):
+            some = positions[first : first + count]
+            seats = [self.seats[row] for row, _ in some]
+            pairs = zip(seats, some, strict=True)
+            lengths = [seat.width + len(seat.emitted) + offset for seat, (_, offset) in pairs]
+            rows = [seat.number for seat in seats]
+            piece = raw[first : first + count]
+            history, width = seats[0].history, seats[0].width  # of all rows of the law
+            yield self.law.scores(piece, history, rows, lengths, width), some
 
     def _draw(self, scores: Tensor, positions: Sequence[Position]) -> Tensor:
-        """Draw the target's token at each position, (N,)."""
         return largest(self._noisy(scores, positions, TARGET))
 
     def _noisy(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
-        """Scores (N, V) plus noise; the largest at each position is drawn."""
         if self.greedy:
             return scores
         keys, places = self._stream(positions)
@@ -389,17 +374,18 @@ class Draws:
             noise = gumbel_noise(keys, places, size, purpose=purpose, device=device)
         return noise.add_(scores)
 
-    def forget(self, row: int, *, finished: bool) -> None:
-        """Drop the noise of places that a row has passed; of a finished row all."""
+    def forget(self, seat: Seat) -> None:
         if not self.greedy:
-            (key,), (place,) = self._stream([(row, 0)])
-            self.noise.forget(key, None if finished else place)
+            place = seat.prompt_length + len(seat.emitted)
+            self.noise.forget(seat.key, None if seat.finished else place)
 
     def _stream(self, positions: Sequence[Position]) -> tuple[list[int], list[int]]:
         """Noise-stream key and place (pads not counted) of the token drawn at each position."""
-        keys = [self.keys[row] for row, _ in positions]
-        lengths = self.prompt_lengths
-        places = [lengths[row] + len(self.emitted[row]) + offset for row, offset in positions]
+        keys, places = [], []
+        for row, offset in positions:
+            seat = self.seats[row]
+            keys.append(seat.key)
+            places.append(seat.prompt_length + len(seat.emitted) + offset)
         return keys, places
 
     def _reject(
@@ -415,8 +401,10 @@ class Draws:
             token = torch.cat([drawn for _, drawn in drafts.steps])[index]  # (N,)
             token = token.masked_fill(index < 0, -1)
             q = torch.stack([drafts.laws[i] for i in at])  # (N, V)
-            if drafts.known:
-                sure = [drafts.token(each) if each[0] in drafts.known else -1 for each in positions]
+            if drafts.step_free:
+                sure = [
+                    drafts.token(each) if each[0] in drafts.step_free else -1 for each in positions
+                ]
                 chosen = on_device(sure, p.device)[:, None]  # (N, 1)
                 token = torch.where(chosen[:, 0] < 0, token, chosen[:, 0])
                 certain = torch.zeros_like(q).scatter_(1, chosen.clamp_min(0), 1.0)  # (N, V)
@@ -438,21 +426,21 @@ class Draws:
 
 def confidence(raw: Tensor, tokens: Tensor) -> Tensor:
     """Probability of each token (N,) under the softmax of its raw logits (N, V), (N,)."""
-    few = at_once(raw)
+    count = at_once(raw)
     return torch.cat(
         [
             # logsumexp is several times slower
             torch.softmax(some.float(), dim=-1).gather(1, chosen[:, None])[:, 0]
-            for some, chosen in zip(raw.split(few), tokens.split(few), strict=True)  # up to few
+            for some, chosen in zip(raw.split(count), tokens.split(count), strict=True)
         ]
     )
 
 
 def certainty(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Largest probability, and entropy in nats, of the softmax of raw logits (N, V), (N,) each."""
-    found = []
-    for some in raw.split(at_once(raw)):  # up to few
+    pieces = []
+    for some in raw.split(at_once(raw)):
         law = torch.softmax(some.float(), dim=-1)
-        found.append((law.amax(-1), torch.special.entr(law).sum(-1)))
-    most, entropies = zip(*found, strict=True)
+        pieces.append((law.amax(-1), torch.special.entr(law).sum(-1)))
+    most, entropies = zip(*pieces, strict=True)
     return torch.cat(most), torch.cat(entropies)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -102,6 +101,12 @@ _OF_THE_BATCH = _known(
 _ROW_QUESTION = "_prefix_allowed_tokens_fn"
 
 
+def of_the_batch(processor: Any) -> bool:
+    """Whether a processor must be given all rows of its batch, at their numbers."""
+    ignored = getattr(processor, "prompt_ignore_length", None)  # of every row
+    return ignored is not None or type(processor) not in _POSITIONWISE | _OF_THE_ROW
+
+
 def check_processor(processor: Any) -> None:
     """Refuse a logits processor that is neither `Stateful` nor known to be a pure function.
 
@@ -146,10 +151,6 @@ class Warp(NamedTuple):
     least: int = 1
 
 
-def _ask(question: Callable[[int, Tensor], Any], row: int, _: int, seen: Tensor) -> Any:
-    return question(row, seen)
-
-
 class Law:
     """The processed scores of any positions of any rows.
 
@@ -157,7 +158,6 @@ class Law:
         processors: called as `processor(input_ids, scores)`, or `Stateful`, in order; see
             `check_processor`.
         do_sample: False makes the law one-hot at the largest score (greedy decoding).
-        rows: number of rows B of the batch.
 
     Raises:
         ValueError: a processor is not known to be pure.
@@ -175,7 +175,6 @@ class Law:
 
     @property
     def stateful(self) -> list[Stateful]:
-        """The processors that have a state."""
         return [each for each in self.processors if isinstance(each, Stateful)]
 
     @property
@@ -217,7 +216,6 @@ class Law:
         Args:
             logits: raw logits, (N, V), any float dtype.
             history: token ids as `generate()` holds them, pads included, (B, W).
-            rows: row of each position, length N.
             lengths: how many leading tokens of its row's history each position has seen, length N.
             width: how many of these are pads and prompt.
 
@@ -241,8 +239,7 @@ class Law:
             elif hasattr(processor, _ROW_QUESTION):
                 scores = self._row_by_row(processor, scores, history, rows, lengths)
             else:
-                ignored = getattr(processor, "prompt_ignore_length", None)  # of every row
-                everyone = kind not in _OF_THE_ROW or ignored is not None
+                everyone = of_the_batch(processor)
                 scores = self._with_history(processor, scores, history, rows, lengths, everyone)
         return scores
 
@@ -281,7 +278,7 @@ class Law:
         out = []
         for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             about_row = copy(processor)
-            setattr(about_row, _ROW_QUESTION, partial(_ask, question, row))
+            setattr(about_row, _ROW_QUESTION, lambda _, seen, row=row: question(row, seen))
             out.append(about_row(history[row : row + 1, :length], scores[i : i + 1]))
         return torch.cat(out)  # (N, V)
 

@@ -86,15 +86,13 @@ def gumbel_noise(
     and target it is the coupling of Daliri, Musco, Suresh 2024 (arXiv 2408.07978).
 
     Args:
-        keys: stream key of each of the N rows (`stream_key`).
         positions: position of the token drawn, counted without pads.
-        purpose: TARGET, DRAFT or ACCEPT: independent streams of one key.
     """
     starts = _starts(keys, positions, purpose, device)  # (N, 1)
     steps = _steps(vocabulary, starts.device)  # (V,)
     noise = torch.empty(len(keys), vocabulary, device=starts.device)  # (N, V)
-    few = at_once(noise, TILE)
-    for some, out in zip(starts.split(few), noise.split(few), strict=True):  # up to few of N
+    count = at_once(noise, TILE)
+    for some, out in zip(starts.split(count), noise.split(count), strict=True):
         uniform = _uniform(some + steps)
         # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
         torch.neg(uniform.neg_().log1p_().neg_().log_(), out=out)
@@ -145,12 +143,12 @@ class NoiseBlocks:
                 self._made[key][place] = row
         return [made[place] for made, _, place in asked]
 
-    def few(self, key: int, place: int, tokens: Sequence[int]) -> list[float]:
+    def of_tokens(self, key: int, place: int, tokens: Sequence[int]) -> list[float]:
         """The noise of some tokens at one place; of a few, calls of torch cost more than it."""
         made = self._made.get(key, {}).get(place)
         if made is not None and made.device.type == "cpu":
-            found: list[float] = made[torch.tensor(tokens)].tolist()
-            return found
+            there: list[float] = made[torch.tensor(tokens)].tolist()
+            return there
         begin = np.uint64(starts_of([key], [place])[0] & _MASK64)
         x = np.array(tokens, np.uint64) * np.uint64(_GOLDEN) + begin  # (n,), as `_uniform`
         for shift, factor in ((30, _MIX1), (27, _MIX2)):
@@ -159,8 +157,8 @@ class NoiseBlocks:
         uniform = np.minimum(
             (bits + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1.0 - 2.0**-24)
         )
-        few: list[float] = (-np.log(-np.log1p(-uniform))).tolist()
-        return few
+        noise: list[float] = (-np.log(-np.log1p(-uniform))).tolist()
+        return noise
 
     def forget(self, key: int, place: int | None = None) -> None:
         """Drop a row's noise before a place, or all of it.

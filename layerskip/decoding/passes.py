@@ -1,14 +1,14 @@
-"""The three forward passes of a call: prefill, draft step, verify.
+"""The three forward passes of decoding: prompts, draft steps, verification.
 
-A `Passes` holds one batch's cache and the length of each row's exact keys and values. Drafting
-computes the sublayers of the shared prefix exactly and keeps the hidden states at its end;
-verification starts from them. Rows keep their number in the call after finished ones are dropped.
-Letters: B rows of the call, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N
-positions.
+Verification starts from the hidden states that drafting leaves at the end of the shared prefix.
+The cache's places 0 .. R - 1 hold the rows in rounds; the rows that join lie behind them.
+Letters: B rows, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N positions.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.sources import source_of
+from layerskip.decoding.sources.assistant import Assistant, slot_bytes
 from layerskip.decoding.sources.base import Source, State
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.branches import Branches, along
-from layerskip.model.cache import on_device
+from layerskip.model.cache import LINE, RowCache, on_device
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
 
+_PIECE = 256  # tokens of a prompt that are run at a time, at least, where there are windows
 Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
@@ -40,11 +42,7 @@ class Filling(NamedTuple):
 
 
 def in_inference_mode(method: Method) -> Method:
-    """Run a pass in inference mode, which makes small kernels cheaper, except through modules.
-
-    Modules may do anything, so they run as usual. Logits stay inference tensors, which nobody
-    writes into: a copy would cost as much as reading them.
-    """
+    """Run a pass in inference mode, which makes small kernels cheaper, except through modules."""
 
     @wraps(method)
     def run(self: Passes, *args: Any) -> Any:
@@ -61,22 +59,12 @@ class Passes:
 
     It is the `Batch` that the states of sources read.
 
-    Args:
-        model: the opened model.
-        drafts: sources, or skip configs.
-        prompts: token ids of each row without pads, each (length,).
-        max_new_tokens: how many tokens a row may grow by.
-        max_draft_length: the most tokens any round drafts.
-        emitted: tokens each row has emitted; the caller extends them, and states read them.
-        pictures: in the prompts, if there are any.
-
     Attributes:
         total, slots: the most tokens of a row, and of its keys and values.
-        states: each source's state for the batch.
         rows: the rows that take part in passes, in order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact in every layer; the row's
             last emitted token is not among them: the next pass feeds it.
-        draws: what scores a few tokens (`Draws.few`), once there is something.
+        piece: the most tokens of a prompt to run at a time, where rows join.
     """
 
     def __init__(
@@ -87,7 +75,7 @@ class Passes:
         *,
         max_new_tokens: int,
         max_draft_length: int,
-        emitted: Sequence[Sequence[int]] = (),
+        emitted: Sequence[list[int]] = (),
         pictures: Pictures | None = None,
     ) -> None:
         self.model = model
@@ -95,23 +83,27 @@ class Passes:
         self.prompts = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
         self.emitted = emitted
-        self.draws: Callable[..., Sequence[float]] | None = None
+        self.score: Callable[..., Sequence[float]] | None = None
         self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
         # gamma + 1 slack slots: shorter drafts are padded behind their end
-        self.slots = self.total + max_draft_length + 1
+        self.slack = max_draft_length + 1
+        self.slots = self.total + self.slack
         self.cache = model.new_cache(len(prompts), self.slots)
         self.cache.reserve(max(self.prompt_lengths, default=0))
         self.rotary = model.rotary(self.slots, self.total)
-        self.rows = {row: row for row in range(len(prompts))}
+        self.seated = [*range(len(prompts))]
+        self.rows = {row: row for row in self.seated}
         self.lengths = [0] * len(prompts)
-        self.states = [source_of(model, draft).open(self) for draft in drafts]
+        self.sources = [source_of(model, draft) for draft in drafts]
+        self.states = [source.open(self) for source in self.sources]
         self._taps = sorted({each.tap for each in self.states if each.tap is not None})
-        self._tapped: dict[int, Tensor] = {}  # (R, S, H) each, where tokens lie in the cache
+        self._tapped: dict[int, Tensor] = {}  # (B, S, H) each, where tokens lie in the cache
         self._drafting: State | None = None  # in the round in progress
         self._prefix = 0  # of it
         self._steps = 0  # that it took, once verified
         self._fed: list[Tensor] = []  # the tokens that they were fed, (R, T) each
+        self._read: list[list[int]] | None = None  # all of these, (R, N), once they were read
         self._parents: Sequence[Sequence[int]] | None = None  # what these follow, (R, N)
         # at the end of the prefix, one per token fed: (R, 1, H), and the layers' own inputs
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
@@ -127,7 +119,6 @@ class Passes:
         Args:
             filled: per row, what its first slots are filled with, in order; at least the last
                 token is run.
-            reached: called after every pass; `lengths` are then what is exact.
         """
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
         lasts = [length - 1 for length in self.prompt_lengths]
@@ -138,17 +129,9 @@ class Passes:
         for row, parts in enumerate(filled):
             for part in parts:
                 self._fill(row, part)
-        every = self.model.num_sublayers
-        # layers that only read others' keys are needed for the last tokens alone
-        needed = any(each.whole_prompts and each.tap is not None for each in self.states)
-        through = every if needed else 2 * self.model.first_reader
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
-            lowest = min(*self.lengths, *lasts)
-            self.cache.place(firsts, chunk.shape[1], lowest, rows)
-            pictures = None if self.pictures is None else self.pictures.some(rows)
-            hidden, step = self.model.feed(chunk, self.cache, self.rotary, pictures)
-            hidden = self._carry(hidden, step, 0, through)
+            hidden = self._run_prompts(chunk, rows, firsts, min(*self.lengths, *lasts))
             for row, first in zip(rows, firsts, strict=True):
                 self.lengths[row] = min(first + chunk.shape[1], self.prompt_lengths[row])
             reached()
@@ -157,15 +140,47 @@ class Passes:
         inside = () if self.pictures is None else self.pictures.inside
         places = [range(*each) for each in zip(self.lengths, self.prompt_lengths, strict=True)]
         last = in_chunks(
-            self.model, tokens, places, run, inside=inside, apart=self.cache.apart
+            self.model, tokens, places, run, inside=inside, partial=self.cache.partial
         )  # (B, H)
-        last = last[:, None]  # (B, 1, H)
+        return self._finish_prompts(last[:, None], range(len(self.prompts)))
+
+    @in_inference_mode
+    def prefill_piece(self, row: int, most: int) -> Tensor | None:
+        """Run the next tokens of a joining row's prompt; logits (1, V) behind the last of all."""
+        place, first, length = self.place_of(row), self.lengths[row], self.prompt_lengths[row]
+        rows, chunk = range(place, place + 1), self.prompts[row][None, first : first + most]
+        self.cache.prefilled = False
+        hidden = self._run_prompts(chunk, rows, [first], 0)
+        self.lengths[row] += chunk.shape[1]
+        self._steps = 0  # what is told of the first token is not of the last round
+        if self.lengths[row] == length:
+            return self._finish_prompts(hidden[:, -1:], rows)
+        self.cache.prefilled = True
+        return None
+
+    @property
+    def _through(self) -> int:
+        # layers that only read others' keys are needed for the last tokens alone
+        return self.model.num_sublayers if self.needed else 2 * self.model.first_reader
+
+    def _run_prompts(self, chunk: Tensor, rows: range, firsts: list[int], lowest: int) -> Tensor:
+        """Run tokens (r, T) of the prompts in some places; states (r, T, H)."""
+        self.cache.place(firsts, chunk.shape[1], lowest, rows)
+        pictures = None if self.pictures is None else self.pictures.some(rows)
+        hidden, step = self.model.feed(chunk, self.cache, self.rotary, pictures)
+        return self._carry(hidden, step, 0, self._through)
+
+    def _finish_prompts(self, last: Tensor, rows: range) -> Tensor:
+        """Logits behind the last tokens of the prompts in some places, of states (r, 1, H)."""
+        through, every = self._through, self.model.num_sublayers
         if through < every:
-            ends = torch.stack([prompt[-1:] for prompt in self.prompts])  # (B, 1)
-            self.cache.place(lasts, 1, min(lasts))
+            prompts = [self.prompts[self.seated[place]] for place in rows]
+            lasts = [len(prompt) - 1 for prompt in prompts]
+            ends = torch.stack([prompt[-1:] for prompt in prompts])  # (r, 1)
+            self.cache.place(lasts, 1, min(lasts), rows)
             _, step = self.model.feed(ends, self.cache, self.rotary, self.pictures)
             last = self._carry(last, step, through, every)
-        self.cache.settled = True
+        self.cache.prefilled = True
         return self.model.logits(last.transpose(0, 1))[0]
 
     def tokens(self, row: int, length: int) -> list[int]:
@@ -174,12 +189,11 @@ class Passes:
         return [*prompt, *self.emitted[row][: length - len(prompt)]]
 
     def parts(self, row: int, first: int, end: int) -> Iterator[tuple[Part, Tensor]]:
-        """What there is of a row's slots first .. end - 1, by name: keys, values, states at taps.
+        """What there is of a row's slots first .. end - 1, by name, views (..., n, D).
 
-        Views (..., n, D), all of which end with the last slot; those of layers with windows may
-        begin later than the first.
+        All end with the last slot; those of layers with windows may begin later than the first.
         """
-        place = self.rows[row]
+        place = self.place_of(row)
         yield from self.cache.parts(place, first, end)
         for name in self.needed:
             yield name, self._tapped[name[1]][place, first + 1 : end + 1]  # (n, H)
@@ -203,6 +217,7 @@ class Passes:
     def keep(self, rows: Sequence[int]) -> int:
         """Drop all rows but these (ascending) from further passes; returns the bytes copied."""
         places = [self.rows[row] for row in rows]
+        self.seated = [*rows]
         self.rows = {row: place for place, row in enumerate(rows)}
         length = max(self.lengths[row] for row in rows)
         self._tapped = {tap: states[places] for tap, states in self._tapped.items()}
@@ -286,7 +301,7 @@ class Passes:
         state = self.states[draft]
         self._drafting, self._prefix = state, state.prefix
         fed = tokens[:, None] if parents is None else tokens  # (R, T)
-        self._fed, self._parents = [*self._fed[:offset], fed], parents
+        self._fed, self._read, self._parents = [*self._fed[:offset], fed], None, parents
         hidden, step = self._feed(fed, offset, parents)
         return state.step(tokens, hidden, step, offset)
 
@@ -311,16 +326,16 @@ class Passes:
                 that is not always the one before.
         """
         count = 1 + max(offset for _, offset in positions)
-        known = count - tokens.shape[1]
+        kept = count - tokens.shape[1]
         self._steps = len(self._boundary)
-        del self._boundary[known:]
-        if known:
-            self._feed(tokens, known, parents)
+        del self._boundary[kept:]
+        if kept:
+            self._feed(tokens, kept, parents)
             states, inputs = zip(*self._boundary, strict=True)
             hidden = torch.cat(states, dim=1)  # (R, D + 1, H)
-            own = None if inputs[0] is None else torch.cat(inputs, dim=1)  # (R, D + 1, L, P)
+            of_layers = None if inputs[0] is None else torch.cat(inputs, dim=1)  # (R, D + 1, L, P)
             self._place(0, count, parents)
-            step = Pass(self.model, self.cache, self.rotary, own)
+            step = Pass(self.model, self.cache, self.rotary, of_layers)
         else:
             self._prefix = 0
             self._place(0, count, parents)
@@ -335,21 +350,15 @@ class Passes:
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
     def tell(self, row: int, emitted: Sequence[int], steps: int = 0) -> None:
-        """Tell the states which tokens a row has emitted in the prefill or a round.
-
-        Args:
-            steps: those of the round's draft that were fed what these tokens are.
-        """
+        """Tell the states which tokens a row has emitted in the prefill or a round."""
         for state in self.states:
             state.commit(row, emitted, steps if state is self._drafting else 0)
 
     @property
     def reads_logits(self) -> bool:
-        """Whether any state does."""
         return any(state.reads_logits for state in self.states)
 
     def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Show the states that read logits those of a round, (N, V) (see `State.read`)."""
         for state in self.states:
             if state.reads_logits:
                 state.read(raw, seen)
@@ -357,38 +366,157 @@ class Passes:
     def scores(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
     ) -> Sequence[float]:
-        """See `Batch.scores`."""
-        return () if self.draws is None else self.draws(row, offset, tokens, raw)
+        return () if self.score is None else self.score(row, offset, tokens, raw)
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
-        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed.
-
-        Args:
-            path: where drafts have branches, the nodes that these tokens are.
-        """
+        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed."""
         path = path[: len(emitted) - 1]
         place, root = self.rows[row], self.lengths[row]
-        own: Sequence[int] = ()
+        fed_path: Sequence[int] = ()
         steps = self._steps
         if steps and self._drafting is not None:  # which were fed a tree of their own
-            fed: list[int] = torch.cat(self._fed, 1)[place].tolist()
+            if self._read is None:  # once for all rows: a device is waited for
+                self._read = torch.cat(self._fed, 1).tolist()
+            fed = self._read[place]
             parents = range(-1, len(fed)) if self._parents is None else self._parents[place]
-            own = along(parents[1 : len(fed)], fed[1:], emitted[:-1])
-            steps = len(own) + 1
-        self._take(place, root, path, own)
+            fed_path = along(parents[1 : len(fed)], fed[1:], emitted[:-1])
+            steps = len(fed_path) + 1
+        self._keep_paths(place, root, path, fed_path)
         self.tell(row, emitted, steps)
         self.lengths[row] += len(emitted)
 
     @in_inference_mode
-    def _take(self, place: int, root: int, path: Sequence[int], own: Sequence[int]) -> None:
-        """Move what the nodes of a path hold to where they lie without other branches.
-
-        Args:
-            own: the path in the tree that the round's source has been fed.
-        """
-        self.cache.take(place, root, path)
+    def _keep_paths(
+        self, place: int, root: int, path: Sequence[int], fed_path: Sequence[int]
+    ) -> None:
+        """Move what the nodes of a path hold to where they lie without other branches."""
+        self.cache.keep_path(place, root, path)
         for cache in self._drafting.caches if self._drafting is not None else ():
-            cache.take(place, root, own)
+            cache.keep_path(place, root, fed_path)
         at = [node + root + 1 for node in path]
         for states in self._tapped.values():
             states[place, root + 2 : root + 2 + len(at)] = states[place, at]
+
+    # Rows that join and leave.
+
+    def open_seats(self, total: int) -> None:
+        """Let rows join and leave from now on; those of the prompts so far stand for free seats.
+
+        Of layers with windows every row holds those of its own window and a piece of a prompt, so
+        that a text may join at slot 0 at any time, whatever the others have come to.
+        """
+        self.model.check_lengths([1], total)
+        self.total = total
+        window = self.cache.window
+        self.piece = min(max(_PIECE, window // 2), 2 * _PIECE) if window else sys.maxsize
+        behind = window + self.slack
+        # and a pass may begin a line behind its base
+        span = behind + max(self.piece, self.slack) + LINE if window else 0
+        self._span = -(-span // LINE) * LINE
+        self.cache.roll(self._span, behind)
+        for cache in self._caches[1:]:
+            cache.trimmed.clear()
+        self.clear()
+        model = self.model
+        second = [each.model for each in self.sources if isinstance(each, Assistant)]
+        self._backends = [each.backend for each in (model, *second)]
+        per_token = slot_bytes(model)
+        full = per_token.pop(None, 0.0) if window else math.fsum(per_token.values())
+        self._window_bytes = math.fsum(per_token.values()) if window else 0.0
+        of_sources = math.fsum(each.own_bytes() for each in self.sources)
+        self._tap_bytes = float(len(self._taps) * model.config.hidden_size * model.dtype.itemsize)
+        self._slot_bytes = full + of_sources + self._tap_bytes
+
+    @property
+    def _caches(self) -> list[RowCache]:
+        return [self.cache, *(each for state in self.states for each in state.caches)]
+
+    def nbytes(self, rows: int, slots: int) -> int:
+        slots = self._capacity(slots)  # and one more at taps
+        inside = min(slots, self._span) * self._window_bytes
+        return round(rows * (slots * self._slot_bytes + inside + self._tap_bytes))
+
+    def clear(self) -> None:
+        self.seated, self.rows, self.slots = [], {}, 0
+        for cache in self._caches:
+            cache.rows = 0
+            cache.keys.clear()
+            cache.values.clear()
+        self._tapped.clear()
+        self._boundary.clear()
+
+    @in_inference_mode
+    def resize(self, rows: int, slots: int) -> None:
+        size, kept = self._capacity(slots), len(self.seated)
+        for cache in self._caches:
+            cache.resize(rows, size, kept)
+        for tap, old in self._tapped.items():
+            new = old.new_zeros(rows, size + 1, old.shape[2])  # (B, S + 1, H)
+            least = min(old.shape[1], size + 1)
+            new[:kept, :least] = old[:kept, :least]
+            self._tapped[tap] = new
+        self.rotary = self.model.rotary(slots, min(slots, self.total))
+        self.slots = slots
+        for state in self.states:
+            state.resized()
+
+    def _capacity(self, slots: int) -> int:
+        return max(each.capacity(slots) for each in self._backends)
+
+    def place_of(self, row: int) -> int:
+        return self.seated.index(row)
+
+    def join(self, row: int, prompt: Sequence[int]) -> None:
+        """Seat a row behind all others, with nothing computed yet."""
+        self.prompts[row] = torch.tensor(prompt, device=self.model.device)  # (T,)
+        self.prompt_lengths[row], self.lengths[row] = len(prompt), 0
+        self.emitted[row].clear()
+        self.seated.append(row)
+        for state in self.states:
+            state.begin(row)
+
+    @in_inference_mode
+    def fill(self, row: int, filled: Sequence[Filling]) -> None:
+        """Fill in what is held of a joining row's prompt."""
+        place = self.place_of(row)
+        self.lengths[row] = filled[-1].end if filled else 0
+        self.cache.begin(place, self.lengths[row])
+        for part in filled:
+            self._fill(place, part)
+
+    @in_inference_mode
+    def begin(self, row: int) -> None:
+        """Let a row take part in rounds: it changes places with the first one that joins."""
+        place, free = self.place_of(row), len(self.rows)
+        if place != free:
+            other = self.seated[free]
+            self.seated[free], self.seated[place] = row, other
+            length = max(self.lengths[row], self.lengths[other])
+            for cache in self._caches:
+                cache.exchange(place, free, length)
+            for states in self._tapped.values():
+                states[[place, free], : length + 1] = states[[free, place], : length + 1]
+        self.rows[row] = free
+
+    @in_inference_mode
+    def leave(self, row: int) -> None:
+        """Drop a row; the last row in rounds takes its place, the last joining row that one's."""
+        place = self.place_of(row)
+        if row in self.rows:
+            last = len(self.rows) - 1
+            self._move(last, place)
+            place = last
+        self._move(len(self.seated) - 1, place)
+        self.seated.pop()
+        count = len(self.rows) - (row in self.rows)
+        self.rows = {each: at for at, each in enumerate(self.seated[:count])}
+
+    def _move(self, place: int, free: int) -> None:
+        if place == free:
+            return
+        row = self.seated[free] = self.seated[place]
+        length = self.lengths[row]
+        for cache in self._caches:
+            cache.move(place, free, length)
+        for states in self._tapped.values():
+            states[free, : length + 1] = states[place, : length + 1]

@@ -18,11 +18,9 @@ class Round:
     """What one round did, row by row; round 0 is the prefill and its first token.
 
     Attributes:
-        index: 0 for the prefill, then 1, 2, ...
         tokens: emitted tokens per row, in order; empty for rows that had finished.
         drafted: tokens drafted per row.
         accepted: drafted tokens that were emitted, per row.
-        confidences: per row, each drafted token's confidence; empty if the controller needs none.
         drafts: per row, the drafted tokens.
         parents: per row, what each of them follows (see `Proposal.parents`); None: the one before.
         steps, wide: how many draft steps the batch took, and the tokens of a row that they took
@@ -30,7 +28,6 @@ class Round:
         signal: the kind of confidence: "probability", the draft's (softmax of its raw logits at
             temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
             scores, noise included; None if the controller needs none.
-        finished: whether each row is finished after this round.
         source: the number of the decoder's source that drafted; None if nothing was drafted; where
             rows drafted from several, that of each row.
         scores, logits: per row, (emitted, V) float32, if the request asked for them.
@@ -62,7 +59,6 @@ class Round:
         return along(parents, self.drafts[row], self.tokens[row])[:accepted]
 
     def source_of(self, row: int) -> int | None:
-        """The source that a row drafted from in this round, if it did."""
         return self.source[row] if isinstance(self.source, tuple) else self.source
 
 
@@ -82,15 +78,10 @@ class DecodingStats:
     Attributes:
         num_rounds: rounds (verify passes) rows took part in, prefill not counted.
         num_drafts: those of them that drafted at least one token.
-        num_draft_tokens: tokens drafted.
-        num_accepted_tokens: drafted tokens that were emitted.
         accepted_per_position: entry j counts rounds whose draft token j + 1 was emitted.
-        sources: per source, the three counts of drafts and drafted tokens.
         num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
-        num_sequences: rows, each of which got one token from the prefill.
         num_known_tokens: tokens of prompts whose keys and values were known, and not computed.
         sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
-        num_compactions: times that finished rows were dropped, and the other rows moved up.
         compacted_bytes: bytes of keys and values that this copied.
         seeds: the seed of each row's noise; empty for greedy decoding.
     """
@@ -153,10 +144,7 @@ class DecodingStats:
                 self.accepted_per_position[position] += 1
 
 
-def joint_source(
-    sources: Sequence[int | None], drafted: Sequence[int]
-) -> int | tuple[int | None, ...] | None:
-    """The source of a round, or those of its rows if they differ."""
-    found = tuple(each if count else None for each, count in zip(sources, drafted, strict=True))
-    used = {each for each in found if each is not None}
-    return found if len(used) > 1 else next(iter(used), None)
+def joint_source(sources: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
+    """The source of a round, or those of its rows if they differ; None: it drafted nothing."""
+    used = {each for each in sources if each is not None}
+    return tuple(sources) if len(used) > 1 else next(iter(used), None)

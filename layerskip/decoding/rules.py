@@ -30,21 +30,13 @@ def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(best > float("-inf"), token, -1)[:, 0], ahead(behind)
 
 
-def second(scores: Tensor, best: Tensor) -> Tensor:
-    """Token of the largest of scores (N, V) but for the best tokens (N,), (N,); -1 for none."""
-    return largest(_without(scores, best))
-
-
 def runners_up(scores: Tensor, best: Tensor, count: int) -> Tensor:
-    """As `second`, of the largest ones, so many, (N, up to count)."""
+    """Tokens of the largest of scores (N, V) but for the best (N,), (N, up to count); -1: none."""
+    others = scores.scatter(-1, best.clamp_min(0)[:, None], -math.inf)  # (N, V)
     if count == 1:
-        return second(scores, best)[:, None]
-    values, tokens = _without(scores, best).topk(min(count, scores.shape[-1]))
+        return largest(others)[:, None]
+    values, tokens = others.topk(min(count, scores.shape[-1]))
     return torch.where(values > -math.inf, tokens, -1)
-
-
-def _without(scores: Tensor, best: Tensor) -> Tensor:
-    return scores.scatter(-1, best.clamp_min(0)[:, None], -math.inf)
 
 
 def ahead(behind: Tensor) -> Tensor:

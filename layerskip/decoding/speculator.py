@@ -1,139 +1,311 @@
-"""What rounds have in common, whoever emits their texts: plan, draft, judge, commit and learn.
-
-Letters: N positions, V vocabulary.
-"""
+"""One round, whoever's texts: plan, draft, verify, judge, commit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
-from layerskip.costs.speculation import draft_limit
-from layerskip.decoding.drafting import Drafter, on_host
-from layerskip.decoding.draws import DraftedTokens, certainty
-from layerskip.decoding.passes import Position
-from layerskip.decoding.planning import Plan, Planner, usable
-from layerskip.decoding.sources.base import Proposal
-from layerskip.model.branches import along, depths
-from layerskip.model.cache import on_device
-
-Offering = Callable[[int, int], Proposal]
+from layerskip.costs.speculation import draft_limit, remaining
+from layerskip.decoding.controller import Chooser, Controller, Observer, first_offer, signal_of
+from layerskip.decoding.draws import DraftedTokens
+from layerskip.decoding.planning import Plan, chained, in_common, offer_of, trunk_first, usable
+from layerskip.decoding.seats import Seat
+from layerskip.decoding.sources.base import Proposal, State
+from layerskip.decoding.target import Ask, Node, Said, Target, Verdict
+from layerskip.model.branches import along
 
 
-class Judged(NamedTuple):
-    """What the target says in a round, or the prefill, of positions' raw logits (N, V).
+class Outcome(NamedTuple):
+    """What a round did; `plans`, `emitted` and `accepted` (how many drafted tokens) are by row."""
+
+    plans: Mapping[int, Plan]
+    drafts: DraftedTokens
+    verdict: Verdict
+    emitted: Mapping[int, Sequence[int]]
+    accepted: Mapping[int, int]
+
+    def source(self, row: int) -> int | None:
+        return self.plans[row].source if row in self.plans and self.drafts.tokens[row] else None
+
+
+class Turn(NamedTuple):
+    """The draft steps of a round, as a controller's `trees` see them.
 
     Attributes:
-        tokens: of every row, the drafted tokens up to the first rejected one, then the target's
-            own, -1 where it has none.
-        read: at which of the positions each of these was judged.
-        scores: processed scores (N, V), if they are kept.
+        beside: whether other rows draft tokens of their own without steps.
+        eos: by row, tokens behind which nothing is drafted.
     """
 
-    tokens: list[list[int]]
-    read: list[list[int]]
-    scores: Tensor | None
+    state: State
+    plans: Mapping[int, Plan]
+    rows: Sequence[int]
+    beside: bool
+    eos: Sequence[frozenset[int]]
+    longest: int
+    step: Callable[[Mapping[int, Sequence[Node]]], Said]
 
 
-class Speculator(Drafter):
-    """A `Drafter` that also plans rounds, and judges what they have drafted."""
+class Trees(Protocol):
+    """What a controller has as its `trees`, if it has other tokens verified than those of chains.
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._planner = Planner(self.controller)
+    Rounds ask it where a source takes steps and drafts may have branches.
+    """
 
-    def plan(self, left: Mapping[int, int], offers: Sequence[Offering]) -> dict[int, Plan]:
-        """What each row drafts in a round.
+    def spread(self, turn: Turn) -> bool:
+        """Take all steps of a round, by `turn.step`; False: they are those of chains."""
+
+    def see(self, turn: Turn, row: int, tokens: Sequence[int], confidence: float) -> None:
+        """Told the best tokens of a row's next place, the first of which it has drafted."""
+
+    def choose(
+        self, turn: Turn, chains: Mapping[int, int]
+    ) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
+        """What rows verify once all steps are done: tokens, and what each one follows.
 
         Args:
-            left: by row, how many tokens it may still emit.
-            offers: of every source, what it offers a row, at most so many tokens.
+            chains: by row, so many tokens of its chain are verified in any case.
         """
-        passes = self.passes
 
-        def found(offer: Offering, row: int) -> Proposal:
-            most = draft_limit(self.longest, left[row], passes.cache.slots - passes.lengths[row])
-            allowed = partial(self.draws.allowed, row, vocabulary=passes.model.vocabulary)
-            return usable(offer(row, most), allowed, eos=self.eos[row], branches=self.branches)
+    def learn(self, row: int, tokens: Sequence[int], eos: frozenset[int]) -> None:
+        """Told what the target has accepted of a row that took steps, and its own token behind."""
 
-        proposals = [{row: found(offer, row) for row in left} for offer in offers]
-        context = sum(passes.lengths[row] for row in left) // len(left)
-        return self._planner.plan(left, proposals, context=context, size=len(passes.rows))
 
-    def judge(
+class Speculator:
+    """Runs rounds of rows on a target, each for as long as the controller says.
+
+    Args:
+        seats: by row; those of `target.rows` that are not finished take part.
+        longest: the most tokens of a row that a round verifies.
+    """
+
+    def __init__(
         self,
-        raw: Tensor,
-        positions: Sequence[Position],
-        drafts: DraftedTokens | None = None,
+        target: Target,
+        controller: Controller,
+        seats: Sequence[Seat],
         *,
-        keep: bool = False,
-    ) -> Judged:
-        """Judge a round's drafts, or the prefill, by raw logits (N, V).
-
-        Args:
-            keep: whether to keep the scores.
-        """
-        places = positions
-        if drafts is not None and drafts.parents:  # draws go by depth
-            deep = {row: depths(parents) for row, parents in drafts.parents.items()}
-            places = [(row, deep[row][at] if row in deep else at) for row, at in positions]
-        verdict = self.draws.judge(raw, places, drafts, keep=keep)
-        accepted = [] if verdict.accepted is None else [verdict.accepted]
-        steps = drafts.steps if drafts is not None and drafts.unread else []
-        target, *others = on_host(verdict.drawn, *accepted, *(drawn for _, drawn in steps))
-        flags = others.pop(0) if accepted else []
-        rows = range(len(self.draws.emitted))
-        drafted: list[list[int]] = [[] for _ in rows] if drafts is None else drafts.tokens
-        for (at, _), step in zip(steps, others, strict=True):
-            for (row, offset), token in zip(at, step, strict=True):
-                draft = drafted[row]
-                ended = draft and draft[-1] in self.eos[row]
-                if token >= 0 and offset == len(draft) and not ended:
-                    draft.append(int(token))
-        branches = {} if drafts is None else drafts.parents
-        tokens: list[list[int]] = [[] for _ in rows]
-        read: list[list[int]] = [[] for _ in rows]
-        here = [0 for _ in rows]  # the last node of each one's path; -1 behind the first rejected
-        for i, (row, node) in enumerate(positions):
-            if here[row] != node:
-                continue
-            token, draft = int(target[i]), drafted[row]
-            if row in branches:
-                here[row] = next(iter(along(branches[row], draft, [token], node)), -1)
-            else:
-                own = draft[node] if node < len(draft) else -1
-                stays = own >= 0 and bool(flags[i] if flags else own == token)
-                token, here[row] = (own, node + 1) if stays else (token, -1)
-            tokens[row].append(token)
-            read[row].append(i)
-        if self.passes.reads_logits:
-            seen = [(r, () if drafts is None else drafts.before(r, node)) for r, node in positions]
-            self.passes.read(raw, seen)
-        return Judged(tokens, read, verdict.scores)
-
-    def commit(
-        self, row: int, emitted: Sequence[int], judged: Judged, drafts: DraftedTokens
+        longest: int,
+        rejection: bool = False,
     ) -> None:
-        """Commit a row's emitted tokens, and tell the controller how good its drafts were."""
-        drafted, tokens = drafts.tokens[row], judged.tokens[row]
-        path: Sequence[int] = ()
-        if row in drafts.parents:
-            path = along(drafts.parents[row], drafted, emitted)
-        self.passes.commit(row, emitted, path)
-        self._planner.learn(row, emitted)
-        self.learn(drafts, row, tokens)
-        self.controller.update(row, len(drafted), len(tokens) - 1)
+        self.target, self.controller, self.seats, self.longest = target, controller, seats, longest
+        self.signal: str | None = None
+        if controller.needs_confidence:
+            # under the rejection rule draft and target have different noise
+            self.signal = "probability" if rejection else signal_of(controller)
+        self._chooser = controller if isinstance(controller, Chooser) else None
+        self._observer = controller if isinstance(controller, Observer) else None
+        self._proposals: Sequence[Mapping[int, Proposal]] = ()
+        self._branches = False  # whether this round's drafts may have any
 
-    def show(self, raw: Tensor, last: Mapping[int, int]) -> None:
-        """Tell a controller that looks at laws those of rows' last tokens, behind their commits.
+    def compact(self) -> tuple[int, bool]:
+        """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
+        rows = [*self.target.rows]
+        going = [row for row in rows if not self.seats[row].finished]
+        size = remaining(len(rows), len(going))
+        if size == len(rows):
+            return 0, False
+        done = [row for row in rows if self.seats[row].finished]
+        done.sort(key=self.target.lengths.__getitem__)  # the shortest have the least to attend to
+        return self.target.keep(sorted([*going, *done[: size - len(going)]])), True
+
+    def round(self, mark: Callable[[], None] = lambda: None, *, keep: bool = False) -> Outcome:
+        """Run a round.
 
         Args:
-            last: by row, at which of raw logits (N, V) that token was judged.
+            mark: called after drafting, and after the target's pass.
         """
-        if self._observer is not None and last:
-            at = on_device([*last.values()], raw.device)  # (R,)
-            for row, *seen in zip(last, *on_host(*certainty(raw[at])), strict=True):
-                self._observer.see_target(row, *seen)
+        target, seats = self.target, self.seats
+        self._branches = target.branches
+        plans = self._plan([row for row in target.rows if not seats[row].finished])
+        trees = self.controller.trees if self.signal == "margin" and self._branches else None
+        drafts = self._draft(plans, trees)
+        mark()
+        rows = [row for row in plans if not seats[row].finished]  # an error may have ended some
+        if not rows:
+            return Outcome(plans, drafts, Verdict([], []), {}, {})
+        verdict = target.verify(drafts, rows, mark, keep=keep)
+        emitted: dict[int, Sequence[int]] = {}
+        accepted: dict[int, int] = {}
+        for row in rows:
+            seat, tokens = seats[row], verdict.tokens[row]
+            if seat.finished:
+                continue
+            emitted[row] = seat.emit(tokens)
+            accepted[row] = min(len(tokens) - 1, len(emitted[row]))
+            target.commit(row, emitted[row], drafts)
+            self._learn(row, emitted[row])
+            if trees is not None and plans[row].limit and plans[row].tokens is None:
+                trees.learn(row, tokens, seat.eos)
+            self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
+        if self._observer is not None:
+            last = {
+                row: verdict.read[row][len(tokens) - 1]
+                for row, tokens in emitted.items()
+                if not seats[row].finished
+            }
+            if last:
+                for row, *sure in zip(last, *target.certainties(verdict, last), strict=True):
+                    self._observer.see_target(row, *sure)
+        return Outcome(plans, drafts, verdict, emitted, accepted)
+
+    def _plan(self, rows: Sequence[int]) -> dict[int, Plan]:
+        target, controller, count = self.target, self.controller, len(self.target.states)
+        self._proposals = [
+            {row: self._proposal(number, row) for row in rows}
+            for number in range(count if self.longest else 0)
+        ]
+        controller.begin(sum(target.lengths[row] for row in rows) // len(rows), len(target.rows))
+        offers = [offer_of(each) for each in self._proposals]
+        choice = (self._chooser.choose if self._chooser else first_offer)(offers)
+        plans = {}
+        for row in rows:
+            source = choice.get(row) if isinstance(choice, Mapping) else choice
+            most = 0 if source is None else offers[source].lengths[row]
+            limit = min(controller.limit(row, most), most)
+            plans[row] = Plan(source, limit)
+            if source is None or not limit:
+                continue
+            proposal = self._proposals[source][row]
+            if proposal.parents is not None:
+                proposal = trunk_first(proposal.some(range(1, limit + 1)))
+            if proposal.tokens is None:
+                proposals = enumerate(self._proposals)
+                others = [(i, each[row]) for i, each in proposals if each[row].tokens]
+                plans[row] = Plan(source, limit, others=others)
+            else:
+                plans[row] = Plan(source, limit, proposal.tokens[:limit], proposal.parents)
+        if any(each.limit and each.tokens is None for each in plans.values()):
+            # steps feed the other rows' tokens one after the other, as a chain
+            plans = {row: chained(each) for row, each in plans.items()}
+        return plans
+
+    def _proposal(self, source: int, row: int) -> Proposal:
+        target, seat = self.target, self.seats[row]
+        most = draft_limit(self.longest, seat.left, target.room(row))
+        return usable(
+            target.offer(source, row, most),
+            partial(target.allowed, row),
+            eos=seat.eos,
+            branches=self._branches,
+        )
+
+    def _draft(self, plans: Mapping[int, Plan], trees: Trees | None) -> DraftedTokens:
+        """Tokens that need no step, up to each row's limit, and steps for the other rows."""
+        drafts = DraftedTokens.of(len(self.seats))
+        stepping: dict[int, list[int]] = {}  # by source, the rows of its steps
+        for row, plan in plans.items():
+            if plan.source is None or not plan.limit:
+                continue
+            if plan.tokens is None:
+                stepping.setdefault(plan.source, []).append(row)
+            else:
+                drafts.propose(row, plan.tokens, plan.parents)
+                drafts.step_free.add(row)
+        if len(stepping) > 1:
+            raise ValueError(
+                "one source at most of a round may take steps of a model; the controller chose "
+                f"sources {', '.join(map(str, stepping))}"
+            )
+        for source, rows in stepping.items():
+            state = self.target.states[source]
+            if trees is None or state is None:
+                drafts.kept_steps = self._take_steps(drafts, Ask(source, self.signal), rows, plans)
+            else:
+                ask = Ask(source, self.signal, state.best)
+                self._draft_trees(drafts, ask, rows, plans, state, trees)
+        return drafts
+
+    def _take_steps(
+        self,
+        drafts: DraftedTokens,
+        ask: Ask,
+        drafting: Sequence[int],
+        plans: Mapping[int, Plan],
+        see: Callable[[int, Sequence[int], float], None] | None = None,
+    ) -> int:
+        """Draft chains in lockstep, each row for as long as the controller says; the steps taken.
+
+        Where nobody needs the tokens before the target has seen them, they are not read, so that
+        the host does not wait for the device. A draft may then run on behind an end of text.
+        """
+        controller, observer = self.controller, self._observer
+        ask = ask._replace(entropies=observer is not None and ask.signal is not None)
+        while drafting and controller.draft_together(drafting):
+            said = self.target.draft(drafts, drafting, ask)
+            drafts.num_steps += 1
+            going_on = []
+            for i, row in enumerate(drafting):
+                token, sure = None, 1.0
+                if said is not None:
+                    token = said.tokens[i][0]
+                    if token < 0:
+                        continue
+                    drafts.tokens[row].append(token)
+                    if ask.signal is not None:
+                        sure = said.confidences[i]
+                        drafts.confidences[row].append(sure)
+                        if see is not None:
+                            see(row, said.tokens[i], sure)
+                        if observer is not None:
+                            observer.see_draft(row, sure, said.entropies[i])
+                drafts.lengths[row] += 1
+                if (
+                    token not in self.seats[row].eos
+                    and drafts.lengths[row] < plans[row].limit
+                    and controller.keep_drafting(row, sure)
+                ):
+                    going_on.append(row)
+            drafting = going_on
+        return drafts.num_steps
+
+    def _draft_trees(
+        self,
+        drafts: DraftedTokens,
+        ask: Ask,
+        rows: Sequence[int],
+        plans: Mapping[int, Plan],
+        state: State,
+        trees: Trees,
+    ) -> None:
+        """Draft what a controller's trees say, in steps of their own or beside chains."""
+
+        def step(nodes: Mapping[int, Sequence[Node]]) -> Said:
+            said = self.target.draft(drafts, [*nodes], ask, nodes)
+            assert said is not None
+            drafts.num_steps += 1
+            drafts.num_wide += max(map(len, nodes.values())) - 1
+            asked = [row for row, each in nodes.items() for _ in each]
+            for row, tokens, sure in zip(asked, said.tokens, said.confidences, strict=True):
+                if tokens[0] >= 0 and sure == sure:
+                    drafts.confidences[row].append(sure)
+            return said
+
+        eos = [seat.eos for seat in self.seats]
+        turn = Turn(state, plans, rows, bool(drafts.step_free), eos, self.longest, step)
+        observed = self._observer is not None
+        if state.wide and not observed and not drafts.step_free and trees.spread(turn):
+            chains = dict.fromkeys(rows, 0)
+        else:
+            steps = self._take_steps(drafts, ask, rows, plans, partial(trees.see, turn))
+            drafts.kept_steps = steps
+            # what is beside a chain comes behind all steps; without a prefix all is fed anew
+            lengths = {row: len(drafts.tokens[row]) for row in rows}
+            chains = {row: n for row, n in lengths.items() if not state.prefix or n == steps}
+        for row, (tokens, parents) in trees.choose(turn, chains).items():
+            if len(tokens) > len(drafts.tokens[row]) and not state.prefix:
+                drafts.kept_steps = 0
+            drafts.propose(row, tokens, None if [*parents] == [*range(len(parents))] else parents)
+            drafts.chosen.add(row)
+
+    def _learn(self, row: int, emitted: Sequence[int]) -> None:
+        """Tell a controller that chooses how good step-free tokens were, drafted or not."""
+        for number, proposals in enumerate(self._proposals if self._chooser else ()):
+            proposal = proposals[row]
+            if self._chooser and (tokens := proposal.tokens):
+                if proposal.parents is None:
+                    right = in_common(tokens, emitted)
+                else:
+                    right = len(along(proposal.parents, tokens, emitted))
+                shown = min(len(tokens), len(emitted))
+                self._chooser.learn(number, row, min(right + 1, shown), right)

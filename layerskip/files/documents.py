@@ -11,15 +11,15 @@ from typing import Any, Literal
 from layerskip.files.reading import read_file
 from layerskip.files.schema import mapping, parse
 
-Kind = Literal["run", "search", "training", "other"]
-_BEGINS: dict[Kind, bytes] = {
+FileKind = Literal["run", "search", "training", "other"]
+_BEGINS: dict[FileKind, bytes] = {
     "search": rb'\s*\{\s*"kind"\s*:\s*"search"',
     "training": rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"',
 }
 """What a document begins with as it is written, so that one that was cut off is known, too."""
 
 
-def kind_of(path: str | os.PathLike[str]) -> Kind:
+def kind_of(path: str | os.PathLike[str]) -> FileKind:
     """What a file holds, whole or cut off: "other" is a whole JSON document of no known kind.
 
     Whatever is no document at all counts as a run, whose reader says what is wrong with it.
@@ -46,11 +46,7 @@ def read(
     check: Callable[[dict[str, Any]], None],
     advice: str = "",
 ) -> dict[str, Any]:
-    """Read and check a document.
-
-    Args:
-        what: it is, in one word.
-        advice: what to do where it is cut off.
+    """Read and check a document; `what` it is, and `advice` where it is cut off, are for errors.
 
     Raises:
         ValueError: the file cannot be read or is cut off, or `check` refuses it; names the file and

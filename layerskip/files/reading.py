@@ -14,20 +14,17 @@ LONGEST = 1 << 28
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """The bytes of a file.
-
-    Args:
-        most: bytes that it may have.
+    """The bytes of a file of at most `most` bytes.
 
     Raises:
-        OSError: it cannot be read, is no regular file (reading a pipe may wait for ever, a device
-            may never end) or is larger than that.
+        OSError: it cannot be read, is larger, or is no regular file: a pipe may wait for ever, a
+            device may never end.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
-    if found.st_size > most:
-        what = f"it has {found.st_size:,} bytes, and such a file has {most:,} at most"
+    if status.st_size > most:
+        what = f"it has {status.st_size:,} bytes, and such a file has {most:,} at most"
         raise OSError(errno.EFBIG, what, str(path))
     return Path(path).read_bytes()
 

@@ -1,11 +1,9 @@
 """The record files of runs: what they must hold, reading them, and appending to them.
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
-prompts and repeat), "trace" and "cost" in any order. All times are in seconds. Readers ignore keys
-they do not know; what they need and miss is an error that names the file and the line. A
-header's "passes" says how and why so they were computed. A record's "context" is what its prompts
-were joined or cut to, "bytes_read" what its passes behind the first tokens read of weights, keys
-and values, and "read_bandwidth" what a sweep over memory behind it read, in bytes a second.
+prompts and repeat), "trace" and "cost" in any order. Times are in seconds. A record's "context" is
+what its prompts were joined or cut to, "bytes_read" what its passes after the first tokens read of
+weights, keys and values, and "read_bandwidth" what a sweep over memory read, in bytes a second.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from itertools import product
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
@@ -54,27 +52,20 @@ _MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes"}
 
 @dataclass(frozen=True)
 class Run:
-    """What a run file holds.
-
-    Attributes:
-        header: the first line.
-        records: by the order of the file; of records with one key the first.
-        traces, costs: the lines of those kinds.
-        whole_bytes: length of the file without a last line that was cut off.
-        cut_off: whether there is such a line.
-    """
+    """What a run file holds."""
 
     path: Path
     header: Line
     records: tuple[Line, ...]
+    """In the file's order; of records with one key the first."""
     traces: tuple[Line, ...]
     costs: tuple[Line, ...]
     whole_bytes: int
+    """Length of the file without a last line that was cut off."""
     cut_off: bool
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
-    """What a record is of; a run has one of each."""
     return record["method"], tuple(record["prompts"]), record["batch_size"], record["repeat"]
 
 
@@ -91,18 +82,14 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             as it must be; names the file and the line.
     """
     path = Path(path)
-    found = _run(path, _bytes(path))
-    if found is None:
+    run = _run(path, _bytes(path))
+    if run is None:
         raise ValueError(f"records {path} are empty: there is no header")
-    return found
+    return run
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
-    """A run to go on with, as `read_run` gives it.
-
-    Returns:
-        None where there is no file, or nothing in it but the start of a header.
-    """
+    """A run to go on with; None: there is no file, or only the start of a header."""
     path = Path(path)
     return _run(path, _bytes(path)) if path.exists() else None
 
@@ -115,13 +102,12 @@ def _bytes(path: Path) -> bytes:
 
 
 def _run(path: Path, data: bytes) -> Run | None:
-    """The run in a file's bytes; None where they are at most the start of a header."""
     *lines, rest = data.split(b"\n")
     if not lines and not (rest.startswith(_START) or _START.startswith(rest)):
         raise ValueError(f"{path} is no file of records: it does not start with a header")
     whole_bytes = len(data) - len(rest)
     header: Line | None = None
-    found: dict[str, list[Line]] = {"record": [], "trace": [], "cost": []}
+    by_kind: dict[str, list[Line]] = {"record": [], "trace": [], "cost": []}
     seen: set[Key] = set()
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
@@ -133,24 +119,23 @@ def _run(path: Path, data: bytes) -> Run | None:
                 continue
             kind = line.get("kind")
             if kind == "header":
-                raise ValueError(
-                    "a second header: these are two runs in one file; write each into a file of "
-                    "its own"
-                )
-            if kind not in found:
-                allowed = ", ".join(found)
+                raise ValueError("a second header: two runs in one file; give each its own")
+            if kind not in by_kind:
+                allowed = ", ".join(by_kind)
                 raise ValueError(f"kind must be one of {allowed}, got {shown(kind)}")
+            if kind == "cost" and "passes" in line:
+                continue  # the tables of older releases, which nothing reads any more
             _CHECKS[kind](line, header)
             if kind == "record":
                 if key_of(line) in seen:
                     continue
                 seen.add(key_of(line))
-            found[kind].append(line)
+            by_kind[kind].append(line)
         except (ValueError, TypeError) as error:
             raise ValueError(f"records {path}, line {number}: {error}") from error
     if header is None:
         return None
-    records, traces, costs = (tuple(found[kind]) for kind in ("record", "trace", "cost"))
+    records, traces, costs = (tuple(by_kind[kind]) for kind in ("record", "trace", "cost"))
     return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
 
 
@@ -193,41 +178,6 @@ _DIFFERENCE = has(
 )
 
 
-@cache
-def _record_of(rows: int) -> Check:
-    """What a record of a batch of this size holds."""
-
-    def by_row(check: Check) -> Check:
-        return items(check, rows)
-
-    counts = by_row(COUNT)
-    phases = dict.fromkeys(("draft", "verify", "other"), optional(SECONDS))
-    rounds: dict[str, Check] = {
-        **dict.fromkeys(("drafted", "accepted", "emitted"), items(counts)),
-        "confidences": optional(items(by_row(items(NUMBER)))),
-        "sources": items(_one_or_by_row(rows)),
-        **dict.fromkeys(("steps", "wide"), Maybe(items(COUNT))),
-        "drafts": Maybe(items(by_row(items(text)))),
-        "parents": Maybe(items(by_row(optional(items(COUNT))))),
-        "taken": Maybe(items(by_row(items(integer(1))))),
-    }
-    return has(
-        **dict.fromkeys(("repeat", "order"), COUNT),
-        prompts=by_row(text),
-        category=optional(text),
-        context=Maybe(integer(1)),
-        **dict.fromkeys(("prompt_tokens", "new_tokens", "first_tokens"), counts),
-        repeated_4grams=by_row(SECONDS),
-        loops=by_row(flag),
-        seconds=has(total=POSITIVE, first=SECONDS, **phases),
-        equal=optional(by_row(flag)),
-        differences=items(_DIFFERENCE),
-        peak_memory=optional(COUNT),
-        rounds=optional(has(**rounds)),
-        **dict.fromkeys(("bytes_read", "read_bandwidth"), Maybe(POSITIVE)),
-    )
-
-
 def _record(line: Line, header: Line) -> None:
     names = [method["name"] for method in header["methods"]]
     if has(method=anything)(line, "")["method"] not in names:
@@ -235,7 +185,26 @@ def _record(line: Line, header: Line) -> None:
             f"method must be one of the header's ({', '.join(names)}), got {shown(line['method'])}"
         )
     has(batch_size=integer(1))(line, "")
-    _record_of(line["batch_size"])(line, "")
+
+    def by_row(check: Check) -> Check:
+        return items(check, line["batch_size"])
+
+    phases = dict.fromkeys(("draft", "verify", "other"), optional(SECONDS))
+    has(
+        **dict.fromkeys(("repeat", "order"), COUNT),
+        prompts=by_row(text),
+        category=optional(text),
+        context=Maybe(integer(1)),
+        **dict.fromkeys(("prompt_tokens", "new_tokens", "first_tokens"), by_row(COUNT)),
+        repeated_4grams=by_row(SECONDS),
+        loops=by_row(flag),
+        seconds=has(total=POSITIVE, first=SECONDS, **phases),
+        equal=optional(by_row(flag)),
+        differences=items(_DIFFERENCE),
+        peak_memory=optional(COUNT),
+        rounds=optional(mapping),
+        **dict.fromkeys(("bytes_read", "read_bandwidth"), Maybe(POSITIVE)),
+    )(line, "")
     parts = sum(line["seconds"][name] or 0.0 for name in ("first", "draft", "verify", "other"))
     total = line["seconds"]["total"]
     if parts > total * (1 + 1e-6):
@@ -245,74 +214,63 @@ def _record(line: Line, header: Line) -> None:
         _rounds(line, len(method.get("sources") or ()))
 
 
-def _one_or_by_row(rows: int) -> Check:
-    """The number of a round's source, null for none, or a list with that of each row."""
-    one = optional(COUNT)
-    by_row = items(one, rows)
-    return lambda value, name: (by_row if isinstance(value, list) else one)(value, name)
-
-
 def _rounds(line: Line, sources: int) -> None:
-    drafted, accepted, emitted, drafts_of = (
-        line["rounds"][part] for part in ("drafted", "accepted", "emitted", "sources")
-    )
-    for name in ("accepted", "emitted", "sources"):
-        items(anything, len(drafted))(line["rounds"][name], f"rounds.{name}")
-    for name in ("steps", "wide"):
-        Maybe(items(anything, len(drafted)))(line["rounds"].get(name), f"rounds.{name}")
-    for row, first in enumerate(line["first_tokens"]):
-        if any(a[row] > d[row] for a, d in zip(accepted, drafted, strict=True)):
-            raise ValueError("rounds.accepted must not exceed rounds.drafted")
-        told = first + sum(new[row] for new in emitted)
-        if told != line["new_tokens"][row]:
+    """Check the rounds of a record whose method drafts from so many sources."""
+    rounds = has(drafted=items(anything))(line["rounds"], "rounds")
+    turns, rows = len(rounds["drafted"]), line["batch_size"]
+
+    def source(value: Any, name: str) -> Any:
+        if value is not None and COUNT(value, name) >= sources:
             raise ValueError(
-                f"first_tokens and rounds.emitted must add up to new_tokens, "
-                f"{line['new_tokens'][row]}; got {told}"
+                f"{name} must be the number of one of the method's {sources} sources, got {value}"
             )
-    _trees(line["rounds"])
-    for number, found in enumerate(drafts_of):
-        for source in found if isinstance(found, list) else [found]:
-            if source is not None and source >= sources:
-                raise ValueError(
-                    f"rounds.sources[{number}] must be the number of one of the method's {sources} "
-                    f"sources, got {source}"
-                )
 
+    def one_or_by_row(value: Any, name: str) -> Any:
+        (items(source, rows) if isinstance(value, list) else source)(value, name)
 
-def _trees(rounds: Line) -> None:
-    """What rounds drafted and took, where some drafts had branches; and their tokens' texts."""
-    whole = items(anything, len(rounds["drafted"]))
-    given = {
-        name: whole(rounds[name], f"rounds.{name}")
-        for name in ("drafts", "parents", "taken")
-        if rounds.get(name) is not None
-    }
-    if ("parents" in given) != ("taken" in given):
+    def by_turn_and_row(check: Check) -> Check:
+        return items(items(check, rows), turns)
+
+    has(
+        **dict.fromkeys(("drafted", "accepted", "emitted"), by_turn_and_row(COUNT)),
+        confidences=optional(items(items(items(NUMBER), rows))),
+        sources=items(one_or_by_row, turns),
+        **dict.fromkeys(("steps", "wide"), Maybe(items(COUNT, turns))),
+        drafts=Maybe(by_turn_and_row(items(text))),
+        parents=Maybe(by_turn_and_row(optional(items(COUNT)))),
+        taken=Maybe(by_turn_and_row(items(integer(1)))),
+    )(rounds, "rounds")
+    trees = [name for name in ("parents", "taken") if rounds.get(name) is not None]
+    if len(trees) == 1:
         raise ValueError("rounds.parents and rounds.taken belong together; one of them is missing")
-    counts = zip(rounds["drafted"], rounds["accepted"], strict=True)
-    for number, both in enumerate(counts):
-        for row, (count, accepted) in enumerate(zip(*both, strict=True)):
-            words, parents, taken = (
-                given[name][number][row] if name in given else None
-                for name in ("drafts", "parents", "taken")
-            )
-            where = f"[{number}][{row}]"
-            if words is not None and len(words) != count:
-                raise ValueError(f"rounds.drafts{where} must hold the {count} tokens drafted")
-            if parents is None or taken is None:
-                continue
-            if len(parents) != count or any(each > node for node, each in enumerate(parents)):
+    for turn, row in product(range(turns), range(rows)):
+        drafted, accepted = (rounds[name][turn][row] for name in ("drafted", "accepted"))
+        where = f"[{turn}][{row}]"
+        if accepted > drafted:
+            raise ValueError("rounds.accepted must not exceed rounds.drafted")
+        if rounds.get("drafts") is not None and len(rounds["drafts"][turn][row]) != drafted:
+            raise ValueError(f"rounds.drafts{where} must hold the {drafted} tokens drafted")
+        if trees and rounds["parents"][turn][row] is not None:
+            parents, taken = (rounds[name][turn][row] for name in trees)
+            if len(parents) != drafted or any(each > node for node, each in enumerate(parents)):
                 raise ValueError(
-                    f"rounds.parents{where} must hold an earlier token for each of {count}"
+                    f"rounds.parents{where} must hold an earlier token for each of {drafted}"
                 )
-            behind = zip(taken, [0, *taken], strict=False)
+            steps = zip(taken, [0, *taken], strict=False)
             if len(taken) != accepted or any(
-                node > count or parents[node - 1] != last for node, last in behind
+                node > drafted or parents[node - 1] != before for node, before in steps
             ):
                 raise ValueError(
                     f"rounds.taken{where} must hold the {accepted} accepted tokens, each behind "
                     "the one before"
                 )
+    for row, first in enumerate(line["first_tokens"]):
+        counted = first + sum(emitted[row] for emitted in rounds["emitted"])
+        if counted != line["new_tokens"][row]:
+            raise ValueError(
+                f"first_tokens and rounds.emitted must add up to new_tokens, "
+                f"{line['new_tokens'][row]}; got {counted}"
+            )
 
 
 _EXIT = has(**dict.fromkeys(("exit", "agreement", "confidence"), anything), match=NUMBER)
@@ -328,11 +286,10 @@ def _trace(line: Line, _: Line) -> None:
 
 
 def _cost(line: Line, header: Line) -> None:
-    has(batch_size=COUNT, contexts=items(COUNT), counts=items(COUNT))(line, "")
-    shape = len(line["contexts"]), len(line["counts"])
-    layers = array(*shape, header["model"]["num_layers"], of=NUMBER)
-    whole = dict.fromkeys(("head", "rest", "passes"), array(*shape, of=NUMBER))
-    has(**whole, attention=layers, mlp=layers)(line, "")
+    layers = array(header["model"]["num_layers"], of=NUMBER)
+    has(batch_size=COUNT, contexts=items(COUNT), head=NUMBER, rest=NUMBER)(line, "")
+    has(attention=layers, mlp=layers, keys=layers)(line, "")
+    has(**dict.fromkeys(("growth", "key_growth", "repeated"), items(array(2, of=NUMBER))))(line, "")
 
 
 _CHECKS = {"record": _record, "trace": _trace, "cost": _cost}
@@ -342,8 +299,6 @@ class RunWriter:
     """Appends to a run file line by line, so that a killed run keeps what it measured.
 
     Args:
-        path: the file; with its folder it is made where there is none.
-        header: the header of the run as it is now.
         found: what `read_unfinished` found there. Its header stays; the cut-off line goes.
 
     Raises:
@@ -369,7 +324,6 @@ class RunWriter:
             self._file.seek(0, os.SEEK_END)
 
     def write(self, line: Line) -> None:
-        """Append a line; it is in the file when this returns."""
         self._file.write(_dumps(line).encode() + b"\n")
         self._file.flush()
 
@@ -389,11 +343,11 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
     if name in _MAY_DIFFER or there == here:
         return []
     if isinstance(there, dict) and isinstance(here, dict):
-        found = []
+        differing = []
         for key in [*there, *(key for key in here if key not in there)]:
             path = f"{name}.{key}" if name else key
-            found += _differences(there.get(key), here.get(key), path)
-        return found
+            differing += _differences(there.get(key), here.get(key), path)
+        return differing
     return [f"{name} is {shown(there)} there and {shown(here)} here"]
 
 

@@ -38,18 +38,14 @@ def parse(data: str | bytes) -> Any:
 
 
 def parse_characters(data: str | bytes) -> Any:
-    """A document as of `parse`, whose strings hold characters only.
-
-    Raises:
-        ValueError: as `parse`, or one holds half of a surrogate pair, which nothing can encode.
-    """
-    found = parse(data)
+    """A document as of `parse`; half of a surrogate pair, which nothing can encode, is refused."""
+    document = parse(data)
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
         raise ValueError(f"\\u{code:04x} is half of a surrogate pair, no character") from error
-    return found
+    return document
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -145,27 +141,23 @@ class Maybe:
         return None if value is None else self.check(value, name)
 
 
-def word(known: str) -> Check:
-    """That very string."""
-
+def word(expected: str) -> Check:
     def check(value: Any, name: str) -> str:
-        if value != known:
-            raise ValueError(f"{name} must be {known!r}, got {shown(value)}")
-        return known
+        if value != expected:
+            raise ValueError(f"{name} must be {expected!r}, got {shown(value)}")
+        return expected
 
     return check
 
 
-def version(known: int) -> Check:
-    """The number of the one schema that is read."""
-
+def version(expected: int) -> Check:
     def check(value: Any, name: str) -> int:
-        if isinstance(value, bool) or value != known:
+        if isinstance(value, bool) or value != expected:
             raise ValueError(
-                f"{name} must be {known}, got {shown(value)}: of another version of layerskip, "
+                f"{name} must be {expected}, got {shown(value)}: of another version of layerskip, "
                 "write the file anew with this one"
             )
-        return known
+        return expected
 
     return check
 
@@ -212,7 +204,6 @@ def _integers(values: Any, name: str, what: str, each: str) -> list[int]:
 
 
 def array(*shape: int, of: Check) -> Check:
-    """Lists in lists, of this shape."""
     check = of
     for length in reversed(shape):
         check = items(check, length)
@@ -244,8 +235,8 @@ def has(**checks: Check) -> Check:
                 check(value[key], where)
             elif not isinstance(check, Maybe):
                 raise ValueError(f"{where} is missing")
-        found: dict[str, Any] = value
-        return found
+        checked: dict[str, Any] = value
+        return checked
 
     return check_keys
 

@@ -1,8 +1,6 @@
 """The file of a layer search: what it must hold, and reading it.
 
-A search file is one JSON document of kind "search". Speedups are over plain decoding, times in
-seconds, costs in target steps; the ends of intervals are those of 95%. Readers ignore keys they do
-not know; what they need and miss is an error that names the file and the key.
+Speedups are over plain decoding, times in seconds, costs in target steps; intervals are of 95%.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and check a search file.
 
     Raises:
-        ValueError: the file cannot be read or is cut off, is of another kind or schema, lacks a
-            key, or holds what must not be there; names the file and the key, in one line.
+        ValueError: the file cannot be read, or a key is missing or wrong; names the two.
     """
     advice = "; run the search again with the same --output, which writes it anew"
     return read(path, "search", _check, advice)
@@ -94,8 +91,7 @@ _FINALIST = has(
     name=text,
     trial=optional(COUNT),
     skipped=_SKIPPED,
-    decoding=has(**_DECODING, **dict.fromkeys(("lookup", "branches"), Maybe(flag))),
-    over_chains=Maybe(has(speedup=POSITIVE, **dict.fromkeys(("low", "high"), optional(POSITIVE)))),
+    decoding=has(**_DECODING, lookup=Maybe(flag)),
     low=Maybe(low_sets),
     experts=Maybe(COUNT),
     window=Maybe(COUNT),
@@ -165,8 +161,8 @@ def _check(document: dict[str, Any]) -> None:
     layers = document["model"]["num_layers"]
     trials, finalists = document["trials"], document["finalists"]
     complete = {n: trial for n, trial in enumerate(trials) if trial["state"] == "complete"}
-    for group, known in (("trials", complete), ("finalists", dict(enumerate(finalists)))):
-        for index, each in known.items():
+    for group, drafts in (("trials", complete), ("finalists", dict(enumerate(finalists)))):
+        for index, each in drafts.items():
             for name, kind in product(("skipped", "low"), ("attention", "mlp")):
                 deepest = max((each.get(name) or {}).get(kind, ()), default=0)
                 if deepest >= layers:

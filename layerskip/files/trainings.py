@@ -54,8 +54,7 @@ def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and check the file of a training.
 
     Raises:
-        ValueError: the file cannot be read or is cut off, is of another schema, lacks a key, or
-            holds what must not be there; names the file and the key.
+        ValueError: the file cannot be read, or a key is missing or wrong; names the two.
     """
     return read(path, "training", check_record)
 

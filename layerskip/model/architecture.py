@@ -2,99 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import SINK
-from layerskip.model.experts import Mixture, mixture_of
-from layerskip.model.families import ASSISTANTS, FAMILIES, unopened
+from layerskip.model.experts import Mixture
+from layerskip.model.families import ASSISTANTS, CONDITIONAL, FAMILIES, unopened
+from layerskip.model.family import LayerParts, part_named
 from layerskip.model.rounded import rounded_bytes
-from layerskip.model.wrappers import UnsupportedModelError, unwrapped
+from layerskip.model.wrappers import UnsupportedModelError, config_of, unwrapped
 
 _ATTENTION = ("eager", "sdpa")
-_NORMS = {  # before and after the attention, before and after the MLP
-    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
-    "around": (
-        *("input_layernorm", "post_attention_layernorm"),
-        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    ),
-    "behind": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-}
-
-
-@dataclass(frozen=True)
-class LayerParts:
-    """A decoder layer, and how its two sublayers are wired.
-
-    Attributes:
-        number: of the layer.
-        module: the layer.
-        window: its sliding window in tokens, or None for full attention.
-        sink: of a draft, how many of the first slots are seen beside the window (see `narrowed`).
-        kind: which of the rotary tables it turns by; "nope": it does not turn.
-        before, after: the norms around the attention, if there are any.
-        pre, post: the norms around the MLP.
-        residual: what the output of a sublayer is multiplied by (Granite).
-        keys: the layer whose keys and values it attends to, in the cache; in an assistant the
-            first layer of its kind, which stands for the target's.
-        tail: something follows the MLP, even where that is left out (Gemma 4): the layer's own
-            input, a scalar.
-    """
-
-    number: int
-    module: Any
-    window: int | None
-    kind: str
-    before: Any
-    after: Any
-    pre: Any
-    post: Any
-    residual: float = 1.0
-    keys: int = 0
-    tail: bool = False
-    sink: int = 0
-
-    @property
-    def attention(self) -> Any:
-        """The attention module."""
-        return self.module.self_attn
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """How many heads of keys its attention reads, and how wide they are."""
-        attention = self.attention
-        heads = attention.config.num_attention_heads // attention.num_key_value_groups
-        return heads, attention.head_dim
-
-    @property
-    def mlp(self) -> Any:
-        """The MLP module."""
-        return self.module.mlp
-
-    @property
-    def mixture(self) -> Mixture | None:
-        """Its mixture of experts, if it has one."""
-        return mixture_of(self.module)
-
-    @property
-    def writes(self) -> bool:
-        """Whether it has keys and values of its own."""
-        return not getattr(self.attention, "is_kv_shared_layer", False)
-
-    def narrowed(self, window: int | None) -> LayerParts:
-        """The same for a draft with a window (`SkipConfig.window`)."""
-        if window is None or (self.window is not None and self.window <= window):
-            return self
-        # a layer that slides is used to texts without their first slots
-        return replace(self, window=window, sink=SINK if self.window is None else 0)
 
 
 class Architecture:
@@ -111,6 +37,10 @@ class Architecture:
         parts: every decoder layer.
         eager: attention is the library's eager function, not torch's.
         windows: sliding window in tokens of each layer, or None for full attention.
+        softcap: the softcap of the final logits, if there is one.
+        logits_scaling: what the logits are divided by (Granite).
+        wrapper: what a class around the decoder adds to it, if there is one.
+        encoder: whether it is the decoder of an encoder-decoder.
         placeholders: tokens that embed as padding wherever no picture stands for them.
         spread: layers lie on several devices; hidden states travel to them.
         dtype, device: of the embedding, where tokens come in and logits come out.
@@ -122,15 +52,15 @@ class Architecture:
 
     def __init__(self, model: nn.Module) -> None:
         model = unwrapped(model)
-        reason = unopened(getattr(model, "config", None))
-        if reason is None and not hasattr(model, "lm_head"):
+        outer: Any = config_of(model)
+        reason = unopened(outer)
+        if reason is None and part_named(model, "lm_head") is None:
             reason = f"{type(model).__name__} has no head, it is not a causal language model"
         if reason is not None:
             raise UnsupportedModelError(reason)
         if model.training:
             raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
-        outer: Any = model.config
-        config: Any = outer.get_text_config()
+        config: Any = outer.get_text_config(decoder=True)
         attention = config._attn_implementation
         if attention not in _ATTENTION:
             raise UnsupportedModelError(
@@ -142,16 +72,22 @@ class Architecture:
         self.config = config
         self.eager = attention == "eager"
         self.family = FAMILIES[config.model_type]
-        inner: Any = model.get_submodule("model")
-        decoder: Any = getattr(inner, "language_model", inner)
-        self.decoder = decoder
-        self.unembedding: Any = model.lm_head
+        inner: Any = model.model
+        self.wrapper = wrapper = CONDITIONAL.get(outer.model_type)
+        decoder: Any = inner if wrapper is None else inner.language_model
+        head: Any = model.lm_head
+        self.encoder = bool(self.family.encoder)
+        if self.encoder:
+            decoder, head = inner.decoder, head.out_proj
+        self.decoder, self.unembedding = decoder, head
         self.layers: Sequence[Any] = decoder.layers[: config.num_hidden_layers]
         self._check_hooks(inner)
         self._check_rope()
         self.num_layers = len(self.layers)
         self.num_sublayers = 2 * self.num_layers
-        self.layer_types = tuple(self._layer_type(i) for i in range(self.num_layers))
+        self.layer_types = tuple(
+            self.family.layer_type(config, layer) for layer in range(self.num_layers)
+        )
         self.windows = tuple(
             config.sliding_window if kind == "sliding_attention" else None
             for kind in self.layer_types
@@ -159,7 +95,11 @@ class Architecture:
         self.distinct_windows = tuple(dict.fromkeys(self.windows))
         self.parts = tuple(self._parts())
         self.kinds = tuple(dict.fromkeys(part.kind for part in self.parts))
-        self.placeholders = _placeholders(outer)
+        self.placeholders = [] if wrapper is None else wrapper.placeholders(outer)
+        capped = self.family.softcap and (wrapper is None or wrapper.softcap)
+        capped = capped and outer.model_type not in ASSISTANTS
+        self.softcap: float | None = config.final_logit_softcapping if capped else None
+        self.logits_scaling = self.family.divisor(config)
         self.vocabulary: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         embedding = decoder.embed_tokens
@@ -174,34 +114,24 @@ class Architecture:
         return self._known()
 
     def _parts(self) -> Iterator[LayerParts]:
-        own: dict[str, int] = {}  # by layer type, the last layer so far with keys of its own
+        writers: dict[str, int] = {}  # by layer type, the last layer so far with keys of its own
         for number, layer in enumerate(self.layers):
             kind = self.layer_types[number]
             part = self.parts_of(number, layer, self.windows[number], kind)
-            if part.writes or kind not in own:  # an assistant has none of its own
-                own[kind] = number
-            yield replace(part, keys=own[kind], tail=hasattr(layer, "layer_scalar"))
+            if part.writes or kind not in writers:  # an assistant has none of its own
+                writers[kind] = number
+            yield replace(part, keys=writers[kind], tail=self.family.tail)
 
     def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
         """A decoder layer of this family, with keys of its own and without a tail."""
-        before, after, pre, post = (
-            getattr(layer, name, None) for name in _NORMS[self.family.layout]
-        )
-        turns = getattr(layer.self_attn, "use_rope", True)
-        return LayerParts(
-            number,
-            layer,
-            window,
-            kind if turns else "nope",
-            *(before, after, pre, post),
-            residual=getattr(layer, "residual_multiplier", 1.0),
-            keys=number,
-        )
+        kind = kind if self.family.turns(layer.self_attn) else "nope"
+        norms = (part_named(layer, name) for name in self.family.norms)
+        return LayerParts(self.family, number, layer, kind, window, number, *norms)
 
     @property
     def inputs_width(self) -> int:
         """The width of every layer's own input (Gemma 4), 0 where layers have none."""
-        return getattr(self.config, "hidden_size_per_layer_input", 0) or 0
+        return (self.family.inputs and self.config.hidden_size_per_layer_input) or 0
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -245,8 +175,8 @@ class Architecture:
 
         sublayers = []
         for part in self.parts:
-            own = (part.attention, part.before, part.after)
-            attention = sum(read(each) for each in own if each is not None)
+            modules = (part.attention, part.before, part.after, *part.cross)
+            attention = sum(read(each) for each in modules if each is not None)
             mlp, mixture = read(part.module) - attention, part.mixture
             if mixture is not None:
                 share = mixture.share_read(tokens, experts)
@@ -279,24 +209,25 @@ class Architecture:
             layers: numbers of the layers whose attention runs; all by default.
             window: of a draft (`SkipConfig.window`).
         """
-        found: dict[int | None, float] = defaultdict(float)
+        nbytes: dict[int | None, float] = defaultdict(float)
         for number in range(self.num_layers) if layers is None else layers:
             part = self.parts[number].narrowed(window)
             seen = None if part.window is None else part.window + part.sink
-            found[seen] += 2 * math.prod(part.heads) * self.dtype.itemsize
-        return dict(found)
+            nbytes[seen] += 2 * math.prod(part.heads) * self.dtype.itemsize
+        return dict(nbytes)
 
-    @property
-    def softcap(self) -> float | None:
-        """The softcap of the final logits, if there is one."""
-        # the conditional class around Gemma 3 has none, nor have assistants
-        wrapped = self.model.config.model_type in ("gemma3", *ASSISTANTS)
-        return self.config.final_logit_softcapping if self.family.softcap and not wrapped else None
+    def angles(self, like: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """The library's rotary cosines and sines at positions (1, S), by kind of layer.
 
-    @property
-    def logits_scaling(self) -> float:
-        """What the logits are divided by (Granite)."""
-        return getattr(self.config, "logits_scaling", 1.0)
+        Args:
+            like: a tensor of the dtype and device that they are asked for.
+        """
+        turned = self.decoder.rotary_emb
+        # a family may have angles by type of layer in some versions of transformers only (Olmo 3)
+        by_type = "layer_type" in inspect.signature(turned.forward).parameters
+        return {
+            kind: turned(like, positions, *([kind] if by_type else [])) for kind in self.kinds
+        }  # (1, S, R) each
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
         """Refuse lengths whose positions the model cannot serve exactly.
@@ -351,20 +282,6 @@ class Architecture:
         kinds = [value for value in parameters.values() if isinstance(value, dict)]
         yield from kinds or [parameters]  # by layer type, or one for all
 
-    def _layer_type(self, layer: int) -> str:
-        if self.family.windows == "by type":
-            return str(self.config.layer_types[layer])
-        sliding = self.family.windows == "all" and self.config.sliding_window is not None
-        return "sliding_attention" if sliding else "full_attention"
-
-
-def _placeholders(config: Any) -> tuple[int, ...]:
-    """Tokens that a conditional model embeds as its padding, also where they were drawn."""
-    if config.model_type in ("gemma4", "gemma4_unified"):
-        found = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
-        return tuple(token for token in found if token is not None)
-    return ()
-
 
 def read_bytes(module: nn.Module, bits: int | None) -> int:
     """Bytes of a module's weights, as in `Architecture.weight_bytes`."""
@@ -398,7 +315,7 @@ def _experts_bytes(mixture: Mixture, bits: int | None) -> int:
 
 def device_of(module: nn.Module) -> torch.device:
     """Where a module computes: its offloading hook's device, or its weights'."""
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")
     for each in getattr(hook, "hooks", [hook]):
         device = getattr(each, "execution_device", None)
         if device is not None:

@@ -57,6 +57,10 @@ _GROUPS = {
         mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
         qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
     """,
+    "refused: it has bidirectional attention (its config says is_decoder=False)": """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer
+        rembert roberta roberta-prelayernorm roc_bert roformer trocr xlm-roberta xlm-roberta-xl xmod
+    """,
     "refused: it is an encoder-decoder that reads something other than text": """
         whisper
     """,
@@ -65,10 +69,6 @@ _GROUPS = {
     """,
     "refused: it puts virtual tokens in front of the prompt": """
         cpmant
-    """,
-    "refused: it reads text in both directions (its config says is_decoder=False)": """
-        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer
-        rembert roberta roberta-prelayernorm roc_bert roformer trocr xlm-roberta xlm-roberta-xl xmod
     """,
     "refused: it works on patches of bytes, whose borders move with the text": """
         blt

@@ -31,7 +31,7 @@ from layerskip.model.wrappers import UnsupportedModelError
 
 def is_assistant(config: Any) -> bool:
     """Whether a config is of an assistant."""
-    return getattr(config, "model_type", None) in ASSISTANTS
+    return config.model_type in ASSISTANTS
 
 
 def hands_over_keys(config: Any) -> bool:
@@ -58,18 +58,16 @@ class _Built:
         kind: Any = type(text)
         text.__class__ = _only_reading(kind)
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # mixed into one
-        family = ASSISTANTS[config.model_type]
-        home = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        prefix = type(self).__name__.removesuffix("AssistantForCausalLM")
+        drafts = ASSISTANTS[config.model_type]
         backbone = config.backbone_hidden_size
-        self.model = getattr(home, f"{prefix}TextModel")(text)
+        self.model = _library_class(drafts.package, f"{drafts.prefix}TextModel")(text)
         self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=False)
         self.pre_projection = nn.Linear(2 * backbone, text.hidden_size, bias=False)
         self.post_projection = nn.Linear(text.hidden_size, backbone, bias=False)
         self.masked_embedding = None
         if config.use_ordered_embeddings:
-            own = importlib.import_module(type(self).__module__)
-            self.masked_embedding = getattr(own, f"{prefix}AssistantMaskedEmbedder")(config)
+            embedder = f"{drafts.prefix}AssistantMaskedEmbedder"
+            self.masked_embedding = _library_class(drafts.name, embedder)(config)
         self.post_init()  # type: ignore[attr-defined]
 
     def step(
@@ -107,6 +105,12 @@ class _Built:
         return logits, self.post_projection(hidden)
 
 
+def _library_class(package: str, name: str) -> Any:
+    """A class of a package in `transformers.models`."""
+    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    return vars(module)[name]
+
+
 @cache
 def _only_reading(config: type) -> type:
     """A text config's class whose layers all read keys that others wrote."""
@@ -121,15 +125,12 @@ def _class_of(model_type: str) -> Any:
             f"model type {model_type!r} is no assistant of this kind; supported are "
             f"{', '.join(ASSISTANTS)}"
         )
-    name = f"transformers.models.{model_type}.modeling_{model_type}"
     try:
-        home = importlib.import_module(name)
+        library = _library_class(model_type, f"{ASSISTANTS[model_type].prefix}AssistantForCausalLM")
     except ImportError as error:
         raise UnsupportedModelError(
             f"this version of transformers has no {model_type}; install 5.23 or newer"
         ) from error
-    prefix = "Gemma4Unified" if "unified" in model_type else "Gemma4"
-    library = getattr(home, f"{prefix}AssistantForCausalLM")
     return type(library.__name__, (_Built, library), {"__module__": library.__module__})
 
 

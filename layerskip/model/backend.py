@@ -1,7 +1,6 @@
 """The interface of backends: ways to compute a model's sublayers and head.
 
-There is one file for each. `modules.py` calls the library's modules. `fused.py` needs fewer
-kernels. `native.py` makes one call of C++ for a pass. `compiled.py` compiles the fused kernels.
+There is one file for each: `modules.py`, `fused.py`, `native.py`, `compiled.py`.
 Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
@@ -10,15 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from layerskip.model.architecture import Architecture, LayerParts
+from layerskip.model.architecture import Architecture
+from layerskip.model.deltas import Deltas
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.healed import Deltas
+from layerskip.model.family import LayerParts
 from layerskip.model.products import Function
+from layerskip.model.rounded import copies_of
 
 Tables = dict[str, tuple[Tensor, Tensor]]
 """By layer type (cos, sin) of every position of a call, each (1, S, R)."""
@@ -47,6 +50,8 @@ class Step(Protocol):
     def inputs(self) -> Tensor | None: ...
     @property
     def blocks(self) -> Tensor | None: ...
+    @property
+    def cross(self) -> tuple[Tensor, Tensor, Any]: ...
 
     def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
         """The attention mask of layers with a window and a sink (see `cache.causal`), if any."""
@@ -56,21 +61,39 @@ class Step(Protocol):
 Block = Callable[[Tensor, Any], Tensor]
 """A sublayer, or a head: hidden states (B, T, H) and the `Step` to hidden states, or logits."""
 
-
 Draw = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""See `Backend.drawn`."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a draft runs a sublayer. Equal variants of a sublayer share one block.
+
+    Attributes:
+        bits: 8 or 4 of its weights (see `rounded`); None: exact.
+        deltas: correct the rounded weights, if trained ones do.
+        experts: how many of a mixture every token takes; None: as many as the model's.
+        window: of the slots that an attention sees (`SkipConfig.window`); None: the model's.
+    """
+
+    bits: int | None = None
+    deltas: Deltas | None = None
+    experts: int | None = None
+    window: int | None = None
+
+
+EXACT = Variant()
+"""A sublayer as the model runs it."""
 
 
 class Backend(ABC):
     """One way to compute a model's sublayers and head.
 
     Attributes:
-        name: its name as an `execution`.
-        blocks: the 2L sublayers, with norms, residual add and tails.
+        blocks: the model's 2L sublayers.
         bool_masks: attention masks are bool, not additive.
         packed: rounded weights lie as native products read them.
         trims: layers with a sliding window need not hold every slot (see `RowCache`).
-        settled: whoever sets it says that many passes follow, for which weights may be moved to
+        long_lived: whoever sets it says that many passes follow, for which weights may be moved to
             where they are read faster.
         drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
             of a `laws.Warp` and the starts of N streams of noise (or none), it returns the token
@@ -82,25 +105,20 @@ class Backend(ABC):
     bool_masks = False
     packed = False
     trims = True
-    settled = False
-    blocks: Sequence[Block]
+    long_lived = False
     drawn: Draw | None = None
 
-    @abstractmethod
-    def low(
-        self,
-        sublayer: int,
-        bits: int | None,
-        deltas: Deltas | None = None,
-        experts: int | None = None,
-        window: int | None = None,
-    ) -> Block:
-        """A sublayer as a draft computes it: with weights rounded to 8 or 4 bits, perhaps healed.
+    def __init__(self, model: Architecture) -> None:
+        self.model = model
+        self.copies = copies_of(model.model)
 
-        Args:
-            bits: see `rounded`; None: exact.
-            experts: how many of a mixture every token takes; None: as many as the model's.
-            window: of the slots that an attention sees (`SkipConfig.window`); None: the model's.
+    @cached_property
+    def blocks(self) -> Sequence[Block]:
+        return tuple(map(self.sublayer, range(self.model.num_sublayers)))
+
+    @abstractmethod
+    def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
+        """A sublayer, with norms, residual add and tail, as the model or a draft runs it.
 
         Raises:
             ValueError: its weights can be rounded only by changing the model's modules, or it has
@@ -113,24 +131,22 @@ class Backend(ABC):
 
     @abstractmethod
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The layers' own inputs (Gemma 4), (B, T, L, P).
+        """The layers' own inputs (Gemma 4), (B, T, L, P), of embedded tokens (B, T, H).
 
-        Args:
-            hidden: the embedded tokens, (B, T, H).
-            rows: what their ids embed as for every layer, (B, T, L, P).
+        `rows` is what their ids embed as for every layer, (B, T, L, P).
         """
 
     @abstractmethod
     def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        """Attention and MLP of an extra decoder layer: one built like the model's, but not in it.
+        """Attention and MLP of a layer that is built like the model's, but not in it."""
 
-        Args:
-            bits: as for `low`; None: exact.
-        """
-
-    @abstractmethod
-    def product(self, module: nn.Linear, bits: int) -> Function:
-        """An extra linear with rounded weights: inputs (..., C) to (..., R)."""
+    def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
+        """A linear with rounded weights: inputs (..., C) to (..., R)."""
+        bits, deltas = variant.bits, variant.deltas
+        assert bits is not None
+        copy = self.copies.of(weight, bits, packed=self.packed, deltas=deltas)
+        product = copy.linear(bias)
+        return product if deltas is None else deltas.corrected(product, weight, bits)
 
     @abstractmethod
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
@@ -151,8 +167,7 @@ class Backend(ABC):
         return slots
 
     def disturbed(self) -> AbstractContextManager[None]:
-        """`Sublayers.disturbed`."""
-        return nullcontext()
+        return nullcontext()  # see `Sublayers.disturbed`
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
         """Carry hidden states (B, T, H) through blocks, in order."""

@@ -62,41 +62,30 @@ class Branches:
         return seen
 
     def before(self, held: Tensor) -> Tensor:
-        """Of what is held of all nodes so far, (B, N, H), that of those that a pass follows.
-
-        (B, T, H), by token of the pass.
-        """
+        """Of (B, N, H) of all nodes so far, those that the tokens of a pass follow, (B, T, H)."""
         parents = [row[self.first :] for row in self.parents]  # (B, T)
         nodes = torch.tensor(parents).to(held.device, non_blocking=True)
         return held.take_along_dim(nodes[:, :, None], 1)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How far the root, node 0, and each node behind it are from the root.
-
-    Args:
-        parents: of the nodes 1, 2, ..., the numbers of those that they follow.
-    """
-    found = [0]
+    """How far the root and the nodes behind it (1, 2, ...) are from the root."""
+    all_depths = [0]
     for parent in parents:
-        found.append(found[parent] + 1)
-    return found
+        all_depths.append(all_depths[parent] + 1)
+    return all_depths
 
 
 def along(
     parents: Sequence[int], tokens: Sequence[int], text: Sequence[int], here: int = 0
 ) -> list[int]:
-    """The nodes of a tree that a text takes behind one of them, by default the root.
-
-    Args:
-        parents, tokens: of the nodes 1, 2, ...
-    """
+    """The nodes (1, 2, ...) that a text takes behind one of them, by default the root."""
     path: list[int] = []
     for token in text:
         nodes = (
             node
-            for node, (parent, own) in enumerate(zip(parents, tokens, strict=True), 1)
-            if parent == here and own == token
+            for node, (parent, drafted) in enumerate(zip(parents, tokens, strict=True), 1)
+            if parent == here and drafted == token
         )
         here = next(nodes, 0)
         if not here:
@@ -106,11 +95,7 @@ def along(
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """The nodes from the root, which is not among them, to one, itself included.
-
-    Args:
-        parents: of the nodes 1, 2, ...
-    """
+    """The nodes behind the root up to one, itself included."""
     path: list[int] = []
     while node:
         path.append(node)
@@ -119,11 +104,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def trunk(parents: Sequence[int]) -> list[int]:
-    """The nodes behind the root of which each is the first one behind the one before.
-
-    Args:
-        parents: of the nodes 1, 2, ...
-    """
+    """The nodes behind the root of which each is the first one behind the one before."""
     path: list[int] = []
     here = 0
     while here in parents:

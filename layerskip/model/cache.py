@@ -2,15 +2,11 @@
 
 There is one buffer per attention layer, written by position. To roll back, the engine lowers a
 row's length; the slots behind it are overwritten before anything reads them. Keys and values are
-copied when the buffers grow and when `keep` drops rows. They never hold more than the longest text
-asked for, and until then a sixteenth or 256 slots more than are in use: what a copy reads is little
-beside what that many tokens read. While they are copied, what lies on one chunk of memory (see
-`pages`) is there twice. Where kernels are compiled for a size they grow by half, to one of few
-sizes.
+copied when the buffers grow (by a sixteenth or 256 slots; by half, to one of few sizes, where
+kernels are compiled for a size) and when `keep` drops rows.
 Layers with a sliding window may hold less: the slots from a common base on. When their buffers are
-full, the base moves up to what the shortest row still sees. So they hold its window, what other
-rows are ahead of it, and an eighth of that or 64 slots more. Where rows join and leave, each has a
-base of its own (`roll`).
+full, the base moves up to what the shortest row still sees. Where rows join and leave, each row has
+a base of its own (`roll`).
 Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
@@ -53,14 +49,12 @@ class RowCache:
     row's first real token lies in slot 0, whatever padding stood before it.
 
     Args:
-        rows: number of rows B.
         slots: the most slots that a row will ever use.
         windows: per layer, the sliding window in tokens, or None for full attention.
-        trims: buffers may have any size, and layers with windows drop what `place` says that no
-            pass will see; otherwise their buffers are as long as the others', windows are masked.
+        trims: buffers may have any size, and layers with windows drop what no later pass will see.
 
     Attributes:
-        size: slots S that the buffers have now: more than any pass has used so far, or all.
+        size: slots S that the buffers have now.
         trimmed: the layers whose buffers have `span` slots instead, and begin at each row's slot
             in `bases`.
     """
@@ -89,8 +83,8 @@ class RowCache:
         self.in_step = True  # rows write the same slots of like bases, tokens follow the last ones
         self.branches: Branches | None = None  # of the pass, where tokens follow others
         self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
-        self.apart = True  # whether a pass may be of some rows
-        self.settled = False  # the prompts are in: passes are short, and worth compiling
+        self.partial = True  # whether a pass may be of some rows
+        self.prefilled = False  # the prompts are in: passes are short, and worth compiling
 
     def place(
         self,
@@ -104,7 +98,7 @@ class RowCache:
 
         Args:
             lowest: no later pass will begin before this slot.
-            rows: the rows of the pass, if it is of some; `starts` are theirs.
+            rows: the rows of the pass; None: all.
             branches: whom the tokens follow, where that is not always the one before.
         """
         self.active = None if rows is not None and len(rows) == self.rows else rows
@@ -154,11 +148,7 @@ class RowCache:
     def _renew(
         self, layers: Collection[int], places: slice | list[int], first: int, count: int
     ) -> int:
-        """Move rows into new buffers, layer by layer; returns the bytes copied.
-
-        Args:
-            first, count: the slots to be moved, of those that the buffers hold.
-        """
+        """Move some slots of rows into new buffers, layer by layer; returns the bytes copied."""
         copied = 0
         for layer in layers:
             for buffers in (self.keys, self.values):
@@ -184,17 +174,15 @@ class RowCache:
         self.bases[place] = max(0, end - self._window) // LINE * LINE if self.trimmed else 0
 
     def _shift(self, place: int, base: int) -> None:
-        """Move a row's base up, about to a slot."""
         base = max(base // LINE * LINE, self.bases[place])
         by, self.bases[place] = base - self.bases[place], base
         for buffers in (self.keys, self.values):
             for layer in {*buffers} & self.trimmed:
-                own = buffers[layer][place]  # (H, S, D)
-                own[:, : max(0, self.span - by)] = own[:, by:].clone()
+                row = buffers[layer][place]  # (H, S, D)
+                row[:, : max(0, self.span - by)] = row[:, by:].clone()
 
     @property
     def base(self) -> int:
-        """The lowest base."""
         return min(self.bases, default=0)
 
     def held(self, layer: int, place: int = 0) -> tuple[int, int]:
@@ -215,9 +203,9 @@ class RowCache:
         """Take another cache's buffers, not copies of them: its layer for each of some layers."""
         self.rows, self.size, self.top = other.rows, other.size, other.top
         self.bases, self.span = [*other.bases], other.span
-        self.trimmed = {own for own, theirs in layers.items() if theirs in other.trimmed}
-        for own, theirs in layers.items():
-            self.keys[own], self.values[own] = other.keys[theirs], other.values[theirs]
+        self.trimmed = {layer for layer, theirs in layers.items() if theirs in other.trimmed}
+        for layer, theirs in layers.items():
+            self.keys[layer], self.values[layer] = other.keys[theirs], other.values[theirs]
 
     def taking_part(self, buffer: Tensor) -> Tensor:
         """The rows of something (B, ...) that take part in the pass, a view."""
@@ -239,9 +227,8 @@ class RowCache:
         return self._roots(device) + self._depths(device)[:, self.branches.first :]
 
     def _roots(self, device: Any) -> Tensor:
-        """The slots of the roots of a pass with branches, (B, 1)."""
         assert self.branches is not None
-        return self.placed(device)[:, :1] - self.branches.first
+        return self.placed(device)[:, :1] - self.branches.first  # (B, 1)
 
     def _depths(self, device: Any) -> Tensor:
         assert self.branches is not None
@@ -265,29 +252,25 @@ class RowCache:
         return self.read(layer_idx)
 
     def read(self, layer: int, window: int | None = None, sink: int = 0) -> tuple[Tensor, Tensor]:
-        """What a layer's keys and values are in this pass, for layers that read another's.
-
-        Args:
-            window, sink: as for `causal`, of a draft that sees less; by default the layer's window.
-        """
+        """A layer's keys and values in this pass, with a window and a sink as for `causal`."""
         window = window or self.windows[layer]
         place, count = 0, self._extent() if layer in self.trimmed else self.end
         if self.in_step and self.count == 1 and window is not None:
             place = max(0, count - window)  # `needs_mask` counts on this slice
-        both = [self.taking_part(each) for each in (self.keys[layer], self.values[layer])]
+        halves = [self.taking_part(each) for each in (self.keys[layer], self.values[layer])]
         if 0 < sink < place:
             keys, values = (
-                torch.cat([each[:, :, :sink], each[:, :, place:count]], 2) for each in both
+                torch.cat([each[:, :, :sink], each[:, :, place:count]], 2) for each in halves
             )
             return keys, values
         place = 0 if sink else place
-        keys, values = (each.narrow(2, place, count - place) for each in both)
+        keys, values = (each.narrow(2, place, count - place) for each in halves)
         return keys, values
 
     def _extent(self) -> int:
         """How many slots of trimmed layers the rows of the pass use, at most."""
-        both = zip(self.firsts, self.first_slots(), strict=True)
-        return max(first - base for first, base in both) + self.count
+        rows = zip(self.firsts, self.first_slots(), strict=True)
+        return max(first - base for first, base in rows) + self.count
 
     def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
         """Whole keys and values of a layer in a pass, (B, H, S, D) each, for heads (H, D)."""
@@ -325,11 +308,7 @@ class RowCache:
         buffers[layer][place, :, last - count : last] = held[:, held.shape[1] - count :]
 
     def keep(self, places: Sequence[int], length: int) -> int:
-        """Keep only the rows at `places` (ascending), up to a length, and free the others.
-
-        Returns:
-            The bytes copied.
-        """
+        """Keep only the rows at `places` (ascending), up to a length; returns the bytes copied."""
         self.rows, self.top = len(places), length
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
         self.bases = [self.bases[place] for place in places]
@@ -360,22 +339,19 @@ class RowCache:
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[[one, other], :, :length] = buffer[[other, one], :, :length]
 
-    def take(self, place: int, root: int, path: Sequence[int]) -> None:
+    def keep_path(self, place: int, root: int, path: Sequence[int]) -> None:
         """Move what a tree's nodes on a path hold to where they lie without other branches.
 
-        Args:
-            place: the row.
-            root: the slot of its root.
-            path: the numbers of the nodes behind the root, ascending.
+        The path holds the numbers of the nodes behind the root, ascending; `root` is a slot.
         """
         if list(path) == list(range(1, len(path) + 1)):
             return
         nodes, to = torch.tensor(path) + root, torch.arange(1, len(path) + 1) + root  # (n,) each
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
-                base, own = self.held(layer, place)[0], buffer[place]  # (H, S, D)
-                held = own.index_select(1, (nodes - base).to(own.device))  # (H, n, D), a copy
-                own.index_copy_(1, (to - base).to(own.device), held)
+                base, row = self.held(layer, place)[0], buffer[place]  # (H, S, D)
+                held = row.index_select(1, (nodes - base).to(row.device))  # (H, n, D), a copy
+                row.index_copy_(1, (to - base).to(row.device), held)
 
     @property
     def window(self) -> int:
@@ -422,11 +398,11 @@ class RowCache:
         """`causal`, where the slots from the root on are those of a tree's nodes."""
         device, root = slots.device, self._roots(slots.device)  # (B, 1)
         node = (slots - root).clamp(max=branches.nodes - 1)  # (B, S), below 0 before the root
-        known = node.clamp_min(0)
-        own = root + self._depths(device).gather(1, known)  # (B, S)
-        places = torch.where(node < 0, slots, own)  # (B, S)
+        inside_node = node.clamp_min(0)
+        node_places = root + self._depths(device).gather(1, inside_node)  # (B, S)
+        places = torch.where(node < 0, slots, node_places)  # (B, S)
         sees = branches.sees[:, branches.first :].to(device)  # (B, T, N)
-        sees = sees.gather(2, known[:, None].expand(-1, sees.shape[1], -1))  # (B, T, S)
+        sees = sees.gather(2, inside_node[:, None].expand(-1, sees.shape[1], -1))  # (B, T, S)
         inside = slots < root + branches.nodes  # (B, S): rows behind others have fewer
         sees = (node < 0)[:, None] | (sees & inside[:, None])  # (B, T, S)
         return causal(queries, places, window, sink) & sees[:, None]

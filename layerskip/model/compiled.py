@@ -1,14 +1,10 @@
 """The "compiled" backend: passes over fused blocks, compiled by `torch.compile`.
 
 A function is compiled for a list of blocks (sublayers, and perhaps a head) and a number of rows:
-once for one token per row and once for several. The number of tokens, the slots in use and the size
-of the buffers may change from call to call. Weights are passed in at every call and not kept. The
-guards of `torch.compile` are switched off, as they would cost a small model all of the gain; what
-they check is part of the key of each function.
-On a CPU native passes are faster. There this backend lets tests run what a GPU runs.
-`torch.compiler.nested_compile_region` would compile equal layers once. It is not used, as it gave
-wrong numbers in torch 2.13 (NaN from two layers on).
-On a GPU functions are captured as CUDA graphs (not measured: no machine to try it on).
+once for one token per row and once for several. Weights are passed in at every call. The guards of
+`torch.compile` are switched off, as they would cost a small model all of the gain; what they check
+is part of the key of each function. On a GPU functions are captured as CUDA graphs.
+`torch.compiler.nested_compile_region` is not used: it gave NaN in torch 2.13 from two layers on.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, S slots of the
 buffers, U slots in use, D head width, R rotary width.
 """
@@ -65,7 +61,6 @@ def _quietly(function: Function, *arguments: Any) -> Tensor:
 
 @cache
 def warn_refusal(reason: str) -> None:
-    """Say, once, that there is no compiler."""
     warnings.warn(
         f"nothing can be compiled here, so that passes take the fused path: {reason}; install a "
         "C++ compiler (on a GPU: Triton), or use execution='auto'",
@@ -87,12 +82,11 @@ class Compiled(Fused):
         self._known: dict[Any, Function] = {}  # by blocks and situation
 
     def capacity(self, slots: int) -> int:
-        """See `cache.capacity`."""
         return capacity(slots)
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
         cache: RowCache = step.cache
-        if not blocks or not cache.settled or cache.branches is not None:
+        if not blocks or not cache.prefilled or cache.branches is not None:
             return super().run(hidden, step, blocks)
         layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
         rows, count, _ = hidden.shape
@@ -233,6 +227,6 @@ def _pass(
         if block.writes:
             all_keys[rows, :, slots] = k.transpose(1, 2)
             all_values[rows, :, slots] = v.transpose(1, 2)
-        both = all_keys.narrow(2, 0, used.shape[0]), all_values.narrow(2, 0, used.shape[0])
-        hidden = block.outputs(hidden, q, *both, masks[seen])
+        cached = all_keys.narrow(2, 0, used.shape[0]), all_values.narrow(2, 0, used.shape[0])
+        hidden = block.outputs(hidden, q, *cached, masks[seen])
     return hidden

@@ -1,9 +1,7 @@
 """An output head with few of the vocabulary's rows.
 
-The head is the largest part of a short draft's cost, and few tokens make up most of any text: a
-draft that reads only the frequent tokens' rows costs less and proposes nearly the same (FR-Spec,
-arXiv 2502.14856). Nothing else changes: the other tokens' logits are -inf for the draft, the target
-has all of them, and accept rules do not ask where a draft comes from.
+Few tokens make up most of any text: a draft that reads only their rows costs less and proposes
+nearly the same (FR-Spec, arXiv 2502.14856). For the draft, the other tokens' logits are -inf.
 Letters: B rows, T tokens of a pass, H hidden width, V vocabulary, n tokens kept.
 """
 
@@ -60,8 +58,8 @@ def trimmed_head(head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
     with _lock:
         kept = _copies.setdefault(head, {})
         state = _state(head)
-        for known in [known for known, (made_of, _) in kept.items() if made_of != state]:
-            del kept[known]
+        for stale in [stale for stale, (made_of, _) in kept.items() if made_of != state]:
+            del kept[stale]
         if tokens not in kept:
             while kept and sum(map(len, kept)) + len(tokens) > len(head.weight):
                 del kept[next(iter(kept))]

@@ -38,12 +38,27 @@ class Mixture:
     Attributes:
         router: chooses the experts.
         experts: their weights, `gate_up_proj` (E, 2 I, H) and `down_proj` (E, H, I).
+        weight: the router's linear, (E, H).
+        top: how many experts every token takes.
+        norm, scale, number: what is done to the router's inputs (Gemma 4): a norm, and products
+            with a vector (H,) and a number.
+        normalised: the weights of a token's experts add up to one.
+        factors: by expert, what its weight is multiplied by, (E,).
+        cast: the weights are rounded to the dtype of the hidden states.
         before, after: the norms around the experts, where they run beside a dense MLP (Gemma 4).
         dense: the norm behind that MLP.
     """
 
     router: Any
     experts: Any
+    weight: Tensor
+    top: int
+    norm: Any = None
+    scale: Tensor | None = None
+    number: float = 1.0
+    normalised: bool = True
+    factors: Tensor | None = None
+    cast: bool = True
     before: Any = None
     after: Any = None
     dense: Any = None
@@ -52,12 +67,6 @@ class Mixture:
     def beside(self) -> bool:
         """Whether the experts run beside a dense MLP, not in place of it."""
         return self.dense is not None
-
-    @property
-    def top(self) -> int:
-        """How many experts every token takes."""
-        own = getattr(self.router, "top_k", None)
-        return int(self.router.config.top_k_experts if own is None else own)
 
     def taken(self, experts: int | None) -> int:
         """How many a draft takes that asks for so many; None: all that the model takes.
@@ -85,20 +94,9 @@ class Mixture:
     @property
     def weights(self) -> list[nn.Parameter]:
         """Both parameters of the experts, which can be rounded; none where they are not plain."""
-        both = [self.experts.gate_up_proj, self.experts.down_proj]
-        plain = (type(w) is nn.Parameter and type(w.data) is Tensor and not w.is_meta for w in both)
-        return both if all(plain) else []
-
-
-def mixture_of(layer: Any) -> Mixture | None:
-    """The mixture of a decoder layer, None where its MLP is dense."""
-    if getattr(layer, "enable_moe_block", False):
-        names = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-        norms = (getattr(layer, name) for name in (*names, "post_feedforward_layernorm_1"))
-        return Mixture(layer.router, layer.experts, *norms)
-    if hasattr(layer.mlp, "experts"):
-        return Mixture(layer.mlp.gate, layer.mlp.experts)
-    return None
+        weights = [self.experts.gate_up_proj, self.experts.down_proj]
+        plain = (type(w) is nn.Parameter and type(w.data) is Tensor for w in weights)
+        return weights if all(plain) and not weights[0].is_meta else []
 
 
 def mixing(
@@ -118,36 +116,28 @@ def mixing(
     return apply
 
 
-def routing(router: Any, top: int, norm: Function | None) -> Route:
+def routing(mixture: Mixture, top: int, norm: Function | None) -> Route:
     """What a plain router computes, for the `top` experts of every token.
 
     Args:
-        norm: of the hidden states, where it has one (Gemma 4).
+        norm: the function of `Mixture.norm`.
     """
     linear, softmax, topk = F.linear, F.softmax, torch.topk
-    if norm is not None:
-        projection, scale = router.proj, router.scale
-        number, by_expert = router.scalar_root_size, router.per_expert_scale
+    weight, scale, factors = mixture.weight, mixture.scale, mixture.factors
 
-        def scaled(x: Tensor) -> tuple[None, Tensor, Tensor]:
-            scores = linear(norm(x) * scale * number, projection.weight)  # (N, E)
-            law = softmax(scores, dim=-1, dtype=torch.float32)
-            weights, chosen = topk(law, top)  # (N, K) both
-            weights = weights / weights.sum(-1, keepdim=True)
-            return None, weights * by_expert[chosen], chosen
-
-        return scaled
-    whole = getattr(router, "norm_topk_prob", True)
-    cast = hasattr(router, "norm_topk_prob")  # Mixtral's weights stay float32
-
-    def plain(x: Tensor) -> tuple[None, Tensor, Tensor]:
-        law = softmax(linear(x, router.weight), dim=-1, dtype=torch.float32)  # (N, E)
+    def route(x: Tensor) -> tuple[None, Tensor, Tensor]:
+        inputs = x if norm is None else norm(x)
+        if scale is not None:
+            inputs = inputs * scale * mixture.number
+        law = softmax(linear(inputs, weight), dim=-1, dtype=torch.float32)  # (N, E)
         weights, chosen = topk(law, top)  # (N, K) both
-        if whole:
+        if mixture.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
-        return None, weights.to(x.dtype) if cast else weights, chosen
+        if factors is not None:
+            weights = weights * factors[chosen]
+        return None, weights.to(x.dtype) if mixture.cast else weights, chosen
 
-    return plain
+    return route
 
 
 def fewer(router: Any, top: int) -> Any:
@@ -162,10 +152,8 @@ def fewer(router: Any, top: int) -> Any:
             "own, which accelerate or a patch has put there; leave experts out"
         )
     made = copy(router)
-    if hasattr(router, "top_k"):
-        made.top_k = top
-    else:
-        made.config = SimpleNamespace(top_k_experts=top)
+    # the library's routers read the one or the other
+    made.top_k, made.config = top, SimpleNamespace(top_k_experts=top)
     return made
 
 
@@ -187,10 +175,10 @@ def summed(
 
     def apply(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         numbers, order = chosen.flatten().sort()  # (N K,) both
-        found, counts = (each.tolist() for each in numbers.unique_consecutive(return_counts=True))
+        taken, counts = (each.tolist() for each in numbers.unique_consecutive(return_counts=True))
 
         def products(of: Callable[[int], Function], inputs: Tensor) -> Tensor:
-            parts = zip(found, inputs.split(counts), strict=True)
+            parts = zip(taken, inputs.split(counts), strict=True)
             return torch.cat([of(expert)(part) for expert, part in parts])
 
         gate, up = products(expand, x[order // chosen.shape[1]]).chunk(2, -1)  # (N K, I) both

@@ -2,9 +2,8 @@
 
 Torch's extension loader builds it on first use, into the folder where torch keeps such builds
 (`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a hash of the source, flags, compiler and
-versions. A child process compiles and tries it, so that neither a broken build nor a wrong
-instruction can end this process. If that fails, the reason is kept and the fused path is used. A
-failed build is tried again after an hour, or on request.
+versions. A child process compiles and tries it. If that fails, the reason is kept, and the fused
+path is used; the build is tried again after an hour, or on request.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch.utils import cpp_extension
 NAME = "layerskip_native"
 _HERE = Path(__file__).parent
 _SOURCES = sorted((*_HERE.glob("*.cpp"), *_HERE.glob("*.h")))
-_FLAGS = {
+FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
@@ -70,20 +69,14 @@ def refusal() -> str | None:
 
 @cache
 def extension() -> Any:
-    """The native module.
-
-    Raises:
-        Unavailable: it cannot be built or loaded.
-    """
+    """The native module, built if need be; raises `Unavailable`."""
     return _opened(again=False)
 
 
 def stamps() -> dict[str, tuple[float, int]]:
-    """What the native passes since the last call have taken, by phase (`stamps.h`).
+    """Seconds of all threads and bytes of weights read since the last call, by phase (`stamps.h`).
 
-    Returns:
-        The seconds of all threads together, and the bytes of weights that were read. Nothing
-        without `LAYERSKIP_STAMPS=1` in the environment, which builds a module that stamps phases.
+    Nothing without `LAYERSKIP_STAMPS=1`, which builds a module that stamps phases.
     """
     taken: dict[str, tuple[float, int]] = extension().stamps()
     return taken
@@ -100,9 +93,9 @@ def rebuild() -> None:
 
 def _opened(*, again: bool) -> Any:
     try:
-        folder = _folder()
-        library = folder / f"{NAME}.so"
+        library = library_path()
         if again or not library.exists():
+            folder = library.parent
             _make(folder.parent)
             with FileLock(folder.with_suffix(".lock"), timeout=WAIT):  # a dead process lets go
                 if again or not library.exists():
@@ -122,14 +115,13 @@ def status() -> str:
     """Whether the native module is there and what it makes of the CPU, in words. Builds nothing."""
     vectors = torch.backends.cpu.get_cpu_capability()
     try:
-        folder = _folder()
-        library = folder / f"{NAME}.so"
+        library = library_path()
         if library.exists():
             _check_owners(library)
             refused = extension().tiles_refusal()
             tiles = "bfloat16 and bytes in tiles" if refused is None else f"no tiles: {refused}"
             return f"built, {vectors}, {tiles}"
-        _check_failed(folder)
+        _check_failed(library.parent)
         _check_tools()
     except (Unavailable, OSError) as reason:
         return f"none: {reason}"
@@ -137,7 +129,6 @@ def status() -> str:
 
 
 def load(library: Path) -> Any:
-    """A built library as a module."""
     loader = ExtensionFileLoader(NAME, str(library))
     spec = spec_from_file_location(NAME, library, loader=loader)
     assert spec is not None
@@ -153,7 +144,7 @@ def flags() -> list[str]:
     # -fopenmp for the compiler only: its functions come from the library that torch has loaded
     openmp = ["-fopenmp"] if platform.system() == "Linux" else []
     stamps = ["-DLAYERSKIP_STAMPS"] if os.environ.get("LAYERSKIP_STAMPS") == "1" else []
-    return ["-O3", "-w", *openmp, *vectors, *stamps, *_FLAGS.get(capability, ())]
+    return ["-O3", "-w", *openmp, *vectors, *stamps, *FLAGS.get(capability, ())]
 
 
 def _key() -> str:
@@ -176,12 +167,12 @@ def _version(compiler: str) -> str | None:
     return next(iter(done.stdout.splitlines()), None)
 
 
-def _folder() -> Path:
-    """The folder of the library, whether it is there or not."""
+def library_path() -> Path:
+    """Where the library is for this source, compiler and machine, whether it is there or not."""
     if platform.system() not in ("Linux", "Darwin"):
         raise Unavailable(f"native passes are built on Linux and macOS, not {platform.system()}")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    return Path(root) / NAME / _key()
+    return Path(root) / NAME / _key() / f"{NAME}.so"
 
 
 def _make(folder: Path) -> None:
@@ -195,34 +186,33 @@ def _check_owners(library: Path) -> None:
     """Refuse a library that another user could have written or replaced."""
     library = library.resolve()
     for place, path in enumerate((library, *library.parents)):
-        found = path.stat()
+        facts = path.stat()
         above = place > 3  # library, folder of this build, folder of all, root
-        foreign = not above and found.st_uid not in (0, os.geteuid())
-        shared = found.st_mode & stat.S_ISVTX if above else False  # as /tmp: who owns it moves it
-        if foreign or (not shared and _others_write(found)):
+        foreign = not above and facts.st_uid not in (0, os.geteuid())
+        shared = facts.st_mode & stat.S_ISVTX if above else False  # as /tmp: who owns it moves it
+        if foreign or (not shared and _others_write(facts)):
             raise Unavailable(
                 f"native passes are not loaded from where other users can write: {path} (owner "
-                f"{found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}); run chmod go-w on it, or "
+                f"{facts.st_uid}, mode {stat.S_IMODE(facts.st_mode):o}); run chmod go-w on it, or "
                 "set TORCH_EXTENSIONS_DIR to a folder of your own"
             )
 
 
-def _others_write(found: os.stat_result) -> bool:
+def _others_write(facts: os.stat_result) -> bool:
     """Whether a mode lets other users write; a group of this user alone does not count."""
     import grp
     import pwd
 
-    if found.st_mode & stat.S_IWOTH or not found.st_mode & stat.S_IWGRP:
-        return bool(found.st_mode & stat.S_IWOTH)
+    if facts.st_mode & stat.S_IWOTH or not facts.st_mode & stat.S_IWGRP:
+        return bool(facts.st_mode & stat.S_IWOTH)
     try:
-        group, user = grp.getgrgid(found.st_gid), pwd.getpwuid(os.geteuid())
+        group, user = grp.getgrgid(facts.st_gid), pwd.getpwuid(os.geteuid())
     except KeyError:  # neither has a name here
         return True
     return group.gr_name != user.pw_name or bool({*group.gr_mem} - {user.pw_name})
 
 
 def _check_failed(folder: Path) -> None:
-    """Refuse to build what failed recently."""
     failed = folder.with_suffix(".failed")
     age = time.time() - failed.stat().st_mtime if failed.exists() else RETRY_AFTER
     if age < RETRY_AFTER:
@@ -231,7 +221,6 @@ def _check_failed(folder: Path) -> None:
 
 
 def _check_tools() -> None:
-    """Refuse to build without tools."""
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         raise Unavailable(f"no C++ compiler was found ({compiler}); install g++ or set CXX")
@@ -302,7 +291,7 @@ def _compile(folder: Path, options: list[str]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         matrix = module.Matrix(torch.eye(40, dtype=dtype), None)
         norm = module.Norm(torch.ones(40, dtype=dtype), 1e-6, "llama")
-        head = plan.head(before=norm, matrix=matrix, softcap=1.0)
+        head = plan.add("head", before=norm, inputs=[matrix], softcap=1.0)
         plan.run(torch.ones(1, 3, 40, dtype=dtype), [head], [], [], [], [])
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from layerskip.model.backend import Backend, Block, Step
+from layerskip.model.backend import EXACT, Backend, Block, Step, Variant
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.handed import WholeCache
-from layerskip.model.healed import Deltas
-from layerskip.model.modules import twin
+from layerskip.model.library_cache import LibraryCache
+from layerskip.model.modules import with_products
+from layerskip.model.products import Function
 from layerskip.model.rounded import copies_of
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ class Forward(Backend):
     """The "whole" backend: the library's forward as one block."""
 
     name = "whole"
+    model: Any
 
     def __init__(self, model: Whole) -> None:
         self.model = model
         self.copies = copies_of(model.model)
-        self.blocks = (self._block(model.base),)
+        self.blocks = (self.sublayer(0),)
 
     def _block(self, base: Any) -> Block:
         model = self.model
@@ -42,7 +43,7 @@ class Forward(Backend):
         placed = "position_ids" in inspect.signature(type(base).forward).parameters
 
         def states(
-            tokens: Tensor, places: Tensor, cache: WholeCache, rows: Any = None, **more: Any
+            tokens: Tensor, places: Tensor, cache: LibraryCache, rows: Any = None, **more: Any
         ) -> Tensor:
             if placed:
                 more["position_ids"] = places
@@ -50,19 +51,19 @@ class Forward(Backend):
                 encoded = cache.encoded if rows is None else cache.encoded.of(rows)
                 more["encoder_hidden_states"] = encoded.states
                 more["encoder_attention_mask"] = encoded.mask
-            handed = cache.handed(rows, tokens.shape[1])
-            return base(input_ids=tokens, past_key_values=handed, use_cache=True, **more)[0]  # type: ignore[no-any-return]
+            past = cache.for_library(rows, tokens.shape[1])
+            return base(input_ids=tokens, past_key_values=past, use_cache=True, **more)[0]  # type: ignore[no-any-return]
 
         def masks(cache: RowCache) -> Any:
             """Ready masks, (B, 1, T, end) each, by layer type if there are several windows."""
-            found = {}
+            by_type = {}
             for kind, window in windows.items():
                 seen = cache.seen(window, device)
-                found[kind] = additive(seen, dtype) if eager else seen
-            return found if len({*windows.values()}) > 1 else next(iter(found.values()))
+                by_type[kind] = additive(seen, dtype) if eager else seen
+            return by_type if len({*windows.values()}) > 1 else next(iter(by_type.values()))
 
         def block(hidden: Tensor, step: Step) -> Tensor:
-            tokens, cache, places = hidden[..., 0], step.cache, step.rope["places"]
+            tokens, cache, places = hidden[..., 0], step.cache, step.rope["positions"]
             if cache.in_step:
                 return states(tokens, places, cache)
             if together:
@@ -81,19 +82,17 @@ class Forward(Backend):
 
         return block
 
-    def low(
-        self,
-        sublayer: int,
-        bits: int | None,
-        deltas: Deltas | None = None,
-        experts: int | None = None,
-        window: int | None = None,
-    ) -> Block:
-        assert bits is not None
-        return self._block(twin(self.model.base, self._low(bits), "the decoder"))
+    def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
+        base = self.model.base
+        if variant.bits is not None:
+            base = self._rounded(base, variant, "the decoder")
+        return self._block(base)
 
-    def _low(self, bits: int) -> Any:
-        return lambda linear: self.copies.of(linear.weight, bits).linear(linear.bias)
+    def _rounded(self, module: Any, variant: Variant, name: str) -> Any:
+        def product(linear: Any) -> Function:
+            return self.product(linear.weight, linear.bias, variant)
+
+        return with_products(module, product, name)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         """What the library's forward makes of a decoder's states: it is given them."""
@@ -104,14 +103,16 @@ class Forward(Backend):
         }
         if bits is not None:
             for name, part in self.model.head_parts().items():
-                parts[name] = twin(part, self._low(bits), name)
+                parts[name] = self._rounded(part, Variant(bits), name)
         made = copy(whole)
         made._modules = parts
-        forward, device, both = type(whole).forward, self.model.device, self.model.both
+        forward, device, encoder = type(whole).forward, self.model.device, self.model.encoder
+
+        name = "decoder_inputs_embeds" if encoder else "inputs_embeds"
 
         def head(hidden: Tensor, _: Step | None) -> Tensor:
-            given: dict[str, Any] = {"decoder_inputs_embeds" if both else "inputs_embeds": hidden}
-            if both:
+            given: dict[str, Any] = {name: hidden}
+            if encoder:
                 given["encoder_outputs"] = BaseModelOutput(hidden)  # which nobody reads
             logits: Tensor = forward(made, **given)[0]  # (B, T, V)
             return logits.to(device)
@@ -121,7 +122,7 @@ class Forward(Backend):
     def _refused(self, *_: Any, **__: Any) -> Any:
         raise ValueError(self.model.refusal("nothing inside can be computed alone"))
 
-    tail = inputs = extra_layer = product = rotary = _refused
+    tail = inputs = extra_layer = rotary = _refused
 
 
 class _Handing:

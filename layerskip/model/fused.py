@@ -1,8 +1,7 @@
 """The "fused" backend: sublayers with plain weights, computed in few kernels.
 
 It does the arithmetic of the library's modules in the same order and dtypes, but without module
-calls: on a small model most of a decoding step is launches and Python. Nothing is copied or
-patched. The weights are the model's own, joined where `joined` has joined them. Models with hooks,
+calls: on a small model most of a decoding step is launches and Python. The weights are the model's own, joined where `joined` has joined them. Models with hooks,
 adapters, quantised weights, several devices or patched forwards are refused (see `plain`); the
 "modules" backend serves them.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
@@ -17,17 +16,26 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from layerskip.model.architecture import Architecture, LayerParts
-from layerskip.model.backend import Backend, Block, Step, Tables, adding, finishing, in_turn
+from layerskip.model.architecture import Architecture
+from layerskip.model.backend import (
+    EXACT,
+    Backend,
+    Block,
+    Step,
+    Tables,
+    Variant,
+    adding,
+    finishing,
+    in_turn,
+)
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
-from layerskip.model.healed import Deltas, healed
+from layerskip.model.family import LayerParts, part_named
 from layerskip.model.joined import together
 from layerskip.model.norms import Angles, FusedRotary, rms_norm, rotated
 from layerskip.model.products import Function, Linear, best_linear, matrices
-from layerskip.model.rounded import copies_of
 
 # Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
 # times on a CPU): with heads at least so wide, in passes of few tokens, before masks become large.
@@ -44,26 +52,13 @@ class Fused(Backend):
     name = "fused"
 
     def __init__(self, model: Architecture, linear: Linear | None = None) -> None:
-        self.model = model
-        own = matrices(model.decoder.layers, model.unembedding)
-        self.linear = linear or best_linear(own)
-        self.copies = copies_of(model.model)
-        self.blocks = tuple(
-            self._sublayer(model.parts[sublayer // 2], bool(sublayer % 2))
-            for sublayer in range(model.num_sublayers)
-        )
+        super().__init__(model)
+        weights = matrices(model.decoder.layers, model.unembedding)
+        self.linear = linear or best_linear(weights)
 
-    def low(
-        self,
-        sublayer: int,
-        bits: int | None,
-        deltas: Deltas | None = None,
-        experts: int | None = None,
-        window: int | None = None,
-    ) -> Block:
-        part, second = self.model.parts[sublayer // 2].narrowed(window), bool(sublayer % 2)
-        block: Block = self._sublayer(part, second, bits, deltas, experts)
-        return block
+    def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
+        part = self.model.parts[number // 2].narrowed(variant.window)
+        return self._mlp(part, variant) if number % 2 else self._attention(part, variant)
 
     def tail(self, layer: int) -> Block:
         return tail(self.model.parts[layer], self.linear)
@@ -80,8 +75,8 @@ class Fused(Backend):
         scale = decoder.per_layer_input_scale
 
         def inputs(hidden: Tensor, rows: Tensor) -> Tensor:
-            own = norm((project(hidden) * by).view_as(rows))
-            out: Tensor = (own + rows) * scale  # (B, T, L, P)
+            projected = norm((project(hidden) * by).view_as(rows))
+            out: Tensor = (projected + rows) * scale  # (B, T, L, P)
             return out
 
         return inputs
@@ -90,54 +85,43 @@ class Fused(Backend):
         return rms_norm(module, self.model.family.norm)
 
     def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        return self._sublayer(layer, False, bits), self._sublayer(layer, True, bits)
+        return self._attention(layer, Variant(bits)), self._mlp(layer, Variant(bits))
 
-    def _exact_or_low(self, bits: int | None, deltas: Deltas | None = None) -> Linear:
-        return self.linear if bits is None else self._low_linear(bits, deltas)
-
-    def product(self, module: nn.Linear, bits: int) -> Function:
-        return self._low_linear(bits)(module.weight, module.bias)
+    def _linear(self, variant: Variant) -> Linear:
+        return self.linear if variant.bits is None else partial(self.product, variant=variant)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, after = self._norm_of(self.model.decoder.norm), finishing(self.model)
-        linear = self._exact_or_low(bits)
+        linear = self._linear(Variant(bits))
         if rows is not None:
             return in_turn(norm, linear(rows.weight, rows.bias), after, rows.spread)
         whole = self.model.unembedding
         return in_turn(norm, linear(whole.weight, whole.bias), after)
 
-    def _sublayer(
-        self,
-        part: LayerParts,
-        second: bool,
-        bits: int | None = None,
-        deltas: Deltas | None = None,
-        experts: int | None = None,
-    ) -> Any:
-        """The attention of a layer, or its MLP with its tail."""
-        norm, apart = self.model.family.norm, bits is not None
-        linear = self._exact_or_low(bits, deltas)
-        if not second:
-            return attention(part, norm, eager=self.model.eager, linear=linear, apart=apart)
-        mixed = self._mixed(part.mixture, bits, experts)
-        block = mlp(part, norm, linear=linear, apart=apart, mixed=mixed)
+    def _attention(self, part: LayerParts, variant: Variant) -> Any:
+        norm, eager, joined = self.model.family.norm, self.model.eager, variant.bits is None
+        return attention(part, norm, eager=eager, linear=self._linear(variant), joined=joined)
+
+    def _mlp(self, part: LayerParts, variant: Variant) -> Block:
+        """The MLP of a layer, with its tail."""
+        mixed = self._mixed(part.mixture, variant)
+        norm, linear, joined = self.model.family.norm, self._linear(variant), variant.bits is None
+        block = mlp(part, norm, linear=linear, joined=joined, mixed=mixed)
         if not part.tail:
             return block
         # a tail's own linears stay exact: they are small
         return with_tail(block, tail(part, self.linear))
 
-    def _mixed(
-        self, mixture: Mixture | None, bits: int | None, experts: int | None
-    ) -> Function | None:
+    def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
         """A mixture of experts (..., H), None where none of them runs."""
-        top = 0 if mixture is None else mixture.taken(experts)
+        bits = variant.bits
+        top = 0 if mixture is None else mixture.taken(variant.experts)
         if mixture is None or not top:
             return None
-        chosen_by = getattr(mixture.router, "norm", None)
         place = mixture.experts.down_proj.device
         norm, before, after = (
             None if each is None else rms_norm(each, self.model.family.norm, place)
-            for each in (chosen_by, mixture.before, mixture.after)
+            for each in (mixture.norm, mixture.before, mixture.after)
         )
         expand, shrink = (
             exact(weight)
@@ -145,15 +129,8 @@ class Fused(Backend):
             else low(self.copies.of(weight, bits, packed=self.packed), len(weight))
             for weight in mixture.weights
         )
-        own = summed(expand, shrink, activation(mixture.experts.act_fn))
-        return mixing(routing(mixture.router, top, norm), own, before, after)
-
-    def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
-        def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            product = self.copies.of(weight, bits, packed=self.packed, deltas=deltas).linear(bias)
-            return healed(product, None if deltas is None else deltas.added_to(weight, bits))
-
-        return linear
+        routed = summed(expand, shrink, activation(mixture.experts.act_fn))
+        return mixing(routing(mixture, top, norm), routed, before, after)
 
     def rotary(self, tables: Tables) -> FusedRotary:
         return FusedRotary(tables, self.widths)
@@ -192,17 +169,17 @@ def _eager(
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores.view(rows, groups, -1, count, scores.shape[-1]).add_(mask[:, :, None])
-    law = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(law, values).view(rows, heads, count, width)  # (B, N, T, D)
+    shares = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(shares, values).view(rows, heads, count, width)  # (B, N, T, D)
 
 
-def _projections(modules: Sequence[Any], linear: Linear, apart: bool) -> Function:
+def _projections(modules: Sequence[Any], linear: Linear, joined: bool) -> Function:
     """Linears of the same input as one function, with their outputs side by side.
 
-    Weights that lie together take one product, unless `apart` is set.
+    With `joined`, weights that lie together take one product.
     """
     weights, biases = zip(*((module.weight, module.bias) for module in modules), strict=True)
-    weight, bias = (None, None) if apart else (together(weights), together(biases))
+    weight, bias = (together(weights), together(biases)) if joined else (None, None)
     if weight is not None and (bias is not None or biases[0] is None):
         return linear(weight, bias)
     projects = [linear(*each) for each in zip(weights, biases, strict=True)]
@@ -239,35 +216,25 @@ class Attention(NamedTuple):
 
 
 def attention(
-    part: LayerParts, norm: str, *, eager: bool, linear: Linear, apart: bool
+    part: LayerParts, norm: str, *, eager: bool, linear: Linear, joined: bool
 ) -> Attention:
-    """The attention sublayer of a decoder layer, with norms of a style and residual add."""
     module = part.attention
     before = None if part.before is None else rms_norm(part.before, norm)
     add = adding(part, None if part.after is None else rms_norm(part.after, norm))
     width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
-    names = [name for name in ("qkv_proj", "q_proj", "k_proj", "v_proj") if hasattr(module, name)]
-    used = [each for each in (getattr(module, name) for name in names) if each is not None]
-    project = _projections(used, linear, apart)
+    project = _projections(part.projections, linear, joined)
     output = linear(module.o_proj.weight, module.o_proj.bias)
     queries = module.o_proj.weight.shape[1] // width  # N
     turning = queries + (queries // groups if part.writes else 0)  # N + K
-    own = {name: getattr(module, f"{name}_norm", None) for name in "qkv"}
     place = module.o_proj.weight.device
     q_norm, k_norm, v_norm = (
-        None if each is None else rms_norm(each, norm, place) for each in own.values()
+        None if each is None else rms_norm(each, norm, place) for each in part.head_norms
     )
     # of OLMo's norms one spans all heads
-    whole = own["q"] is not None and own["q"].weight.shape[0] != width
+    whole = q_norm is not None and part.head_norms[0].weight.shape[0] != width
     grouped = not eager and groups > 1 and width >= WIDE
-    if eager:
-        # Gemma 3 has the attribute too, and never passes it on
-        capped = type(module).__name__ == "Gemma2Attention"
-        cap = module.attn_logit_softcapping if capped else None
-        attend: Callable[..., Tensor] = partial(_eager, softcap=cap)
-    else:
-        attend = _sdpa
+    attend: Callable[..., Tensor] = partial(_eager, softcap=part.score_cap) if eager else _sdpa
 
     def inputs(hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         rows, count, _ = hidden.shape
@@ -307,36 +274,30 @@ def attention(
 
 
 def mlp(
-    part: LayerParts, norm: str, *, linear: Linear, apart: bool, mixed: Function | None = None
+    part: LayerParts, norm: str, *, linear: Linear, joined: bool, mixed: Function | None = None
 ) -> Block:
-    """The MLP sublayer of a decoder layer, with norms of a style and residual add.
-
-    Args:
-        mixed: its experts, beside a dense MLP or in its place; None: none.
-    """
+    """The MLP sublayer of a decoder layer; `mixed`: its experts, beside a dense MLP or alone."""
     mixture = part.mixture
     before = None if part.pre is None else rms_norm(part.pre, norm)
     add = adding(part, None if part.post is None else rms_norm(part.post, norm))
-    own = gated(part.mlp, linear, apart) if mixture is None or mixture.beside else mixed
-    assert own is not None
+    run = gated(part, linear, joined) if part.dense else mixed
+    assert run is not None
     if mixture is None or not mixture.beside:
-        return lambda hidden, _: add(hidden, own(hidden if before is None else before(hidden)))
+        return lambda hidden, _: add(hidden, run(hidden if before is None else before(hidden)))
     after_dense = rms_norm(mixture.dense, norm)
 
     def block(hidden: Tensor, _: Step) -> Tensor:
-        out = after_dense(own(hidden if before is None else before(hidden)))  # (B, T, H)
+        out = after_dense(run(hidden if before is None else before(hidden)))  # (B, T, H)
         return add(hidden, out if mixed is None else out + mixed(hidden))
 
     return block
 
 
-def gated(module: Any, linear: Linear, apart: bool) -> Function:
-    """A dense MLP, (..., H) to (..., H)."""
-    down = linear(module.down_proj.weight, module.down_proj.bias)
-    one = hasattr(module, "gate_up_proj")
-    names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
-    expand = _projections([getattr(module, name) for name in names], linear, apart)
-    activate = activation(module.activation_fn if one else module.act_fn)
+def gated(part: LayerParts, linear: Linear, joined: bool) -> Function:
+    """The dense MLP of a layer, (..., H) to (..., H)."""
+    down = linear(part.mlp.down_proj.weight, part.mlp.down_proj.bias)
+    expand = _projections(part.expansions, linear, joined)
+    activate = activation(part.activation)
 
     def apply(x: Tensor) -> Tensor:
         gate, up = expand(x).chunk(2, -1)
@@ -348,7 +309,7 @@ def gated(module: Any, linear: Linear, apart: bool) -> Function:
 def tail(part: LayerParts, linear: Linear) -> Block:
     """What follows a layer's MLP: its own input, if it has one, and its scalar."""
     layer, number, scalar = part.module, part.number, part.module.layer_scalar
-    if not getattr(layer, "hidden_size_per_layer_input", 0):
+    if part_named(layer, "per_layer_input_gate") is None:
         return lambda hidden, _: hidden * scalar
     gate = linear(layer.per_layer_input_gate.weight, None)
     project = linear(layer.per_layer_projection.weight, None)
@@ -356,15 +317,14 @@ def tail(part: LayerParts, linear: Linear) -> Block:
 
     def block(hidden: Tensor, step: Step) -> Tensor:
         assert step.inputs is not None
-        own = activate(gate(hidden)) * step.inputs[:, :, number]  # (B, T, P)
-        out: Tensor = (hidden + norm(project(own))) * scalar  # (B, T, H)
+        gated_input = activate(gate(hidden)) * step.inputs[:, :, number]  # (B, T, P)
+        out: Tensor = (hidden + norm(project(gated_input))) * scalar  # (B, T, H)
         return out
 
     return block
 
 
 def with_tail(block: Block, behind: Block) -> Block:
-    """An MLP sublayer and its tail as one block."""
     return lambda hidden, step: behind(block(hidden, step), step)
 
 

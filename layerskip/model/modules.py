@@ -15,14 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from layerskip.model.architecture import Architecture, LayerParts, device_of
-from layerskip.model.backend import Backend, Block, Step, Tables, adding, finishing, in_turn
+from layerskip.model.architecture import Architecture, device_of
+from layerskip.model.backend import (
+    EXACT,
+    Backend,
+    Block,
+    Step,
+    Tables,
+    Variant,
+    adding,
+    finishing,
+    in_turn,
+)
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
-from layerskip.model.healed import Deltas, healed
+from layerskip.model.family import LayerParts, part_named
 from layerskip.model.products import Function, plain
-from layerskip.model.rounded import copies_of, linears
+from layerskip.model.rounded import linears
 
 LinearOf = Callable[[nn.Linear], Function]
 """Makes the product that replaces a linear's."""
@@ -51,56 +61,56 @@ class Modules(Backend):
     name = "modules"
 
     def __init__(self, model: Architecture) -> None:
-        self.model = model
+        super().__init__(model)
         self.bool_masks = not model.eager  # the library's eager attention adds its mask
-        self.copies = copies_of(model.model)
-        self.blocks = tuple(self.block(sublayer) for sublayer in range(model.num_sublayers))
 
-    def low(
-        self,
-        sublayer: int,
-        bits: int | None,
-        deltas: Deltas | None = None,
-        experts: int | None = None,
-        window: int | None = None,
+    def sublayer(
+        self, number: int, variant: Variant = EXACT, linear: LinearOf | None = None
     ) -> Block:
-        linear = None if bits is None else self._low(bits, deltas)
-        return self.block(sublayer, linear, bits, experts, window)
+        """A sublayer; with `linear`, its products are those instead of the variant's."""
+        part, second = self.model.parts[number // 2].narrowed(variant.window), number % 2
+        module = part.mlp if second else part.attention
+        if variant.bits is not None:
+            name = f"layer {part.number} {'mlp' if second else 'self_attn'}"
+            module = with_products(module, linear or self._rounded(variant), name)
+        if second:
+            return self._mlp(part, module, self._mixed(part.mixture, variant))
+        block = self._attention(part, module)
+        if not part.cross:
+            return block
+        cross, *norms = part.cross
+        if variant.bits is not None:
+            name = f"layer {part.number} cross_attn"
+            cross = with_products(cross, linear or self._rounded(variant), name)
+        return _with_cross(block, cross, *norms)
 
-    def _low(self, bits: int, deltas: Deltas | None = None) -> LinearOf:
-        def linear(module: nn.Linear) -> Function:
-            weight = module.weight
-            product = self.copies.of(weight, bits, deltas=deltas).linear(module.bias)
-            return healed(product, None if deltas is None else deltas.added_to(weight, bits))
-
-        return linear
+    def _rounded(self, variant: Variant) -> LinearOf:
+        return lambda linear: self.product(linear.weight, linear.bias, variant)
 
     def tail(self, layer: int) -> Block:
         return _tail(self.model.parts[layer])
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        own: Tensor = self.model.decoder.project_per_layer_inputs(hidden, rows)  # (B, T, L, P)
-        return own
+        made: Tensor = self.model.decoder.project_per_layer_inputs(hidden, rows)  # (B, T, L, P)
+        return made
 
     def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        attend, mlp = layer.attention, layer.mlp
+        attend, mlp, variant = layer.attention, layer.mlp, Variant(bits)
         if bits is not None:
-            attend, mlp = (twin(each, self._low(bits), "a trained layer") for each in (attend, mlp))
-        mixed = self._mixed(layer.mixture, bits, None)
+            linear = self._rounded(variant)
+            attend, mlp = (with_products(each, linear, "a trained layer") for each in (attend, mlp))
+        mixed = self._mixed(layer.mixture, variant)
         return self._attention(layer, attend), self._mlp(layer, mlp, mixed)
-
-    def product(self, module: nn.Linear, bits: int) -> Function:
-        return self._low(bits)(module)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.unembedding
         project, scatter = whole, None
         if rows is not None and bits is not None:
-            project, scatter = self.copies.of(rows.weight, bits).linear(rows.bias), rows.spread
+            project, scatter = self.product(rows.weight, rows.bias, Variant(bits)), rows.spread
         elif rows is not None:
             project, scatter = plain(rows.weight, rows.bias), rows.spread
         elif bits is not None:
-            project = twin(whole, self._low(bits), "lm_head")
+            project = with_products(whole, self._rounded(Variant(bits)), "lm_head")
         chain = [norm, project, finishing(self.model), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
@@ -111,48 +121,30 @@ class Modules(Backend):
     def rotary(self, tables: Tables) -> ModuleRotary:
         return ModuleRotary(tables)
 
-    def _mixed(
-        self, mixture: Mixture | None, bits: int | None, experts: int | None
-    ) -> Function | None:
+    def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
         """Experts beside a dense MLP, or in the place of the model's own that are the MLP.
 
         None where none runs, or where they are the model's own.
         """
+        bits, experts = variant.bits, variant.experts
         if mixture is None or (bits is None and experts is None and not mixture.beside):
             return None
         top, weights = mixture.taken(experts), mixture.weights
         if not top:
             return None
         router = mixture.router if top == mixture.top else fewer(mixture.router, top)
-        own: Any = mixture.experts
+        experts_sum: Any = mixture.experts
         if bits is not None and weights:
             expand, shrink = (low(self.copies.of(each, bits), len(each)) for each in weights)
-            own = summed(expand, shrink, mixture.experts.act_fn)
-        return mixing(router, own, mixture.before, mixture.after)
-
-    def block(
-        self,
-        sublayer: int,
-        linear: LinearOf | None = None,
-        bits: int | None = None,
-        experts: int | None = None,
-        window: int | None = None,
-    ) -> Block:
-        """A sublayer, its linears as they are or replaced, the rest as for `low`."""
-        part, second = self.model.parts[sublayer // 2].narrowed(window), sublayer % 2
-        module = part.mlp if second else part.attention
-        if linear is not None:
-            module = twin(module, linear, f"layer {part.number} {'mlp' if second else 'self_attn'}")
-        if not second:
-            return self._attention(part, module)
-        return self._mlp(part, module, self._mixed(part.mixture, bits, experts))
+            experts_sum = summed(expand, shrink, mixture.experts.act_fn)
+        return mixing(router, experts_sum, mixture.before, mixture.after)
 
     def _attention(self, part: LayerParts, attend: Any) -> Block:
         before, kind, window, sink = part.before, part.kind, part.window, part.sink
         add = adding(part, part.after)
         device = device_of(before or part.after) if self.model.spread else None
         bool_masks, positions = self.bool_masks, self.model.family.positions
-        shares = self.model.family.prefix.startswith("Gemma4")
+        shares = self.model.family.shares_keys
 
         def block(hidden: Tensor, step: Step) -> Tensor:
             mask, rope = step.mask(window, sink), step.rope[kind]
@@ -164,8 +156,8 @@ class Modules(Backend):
             # blocks are trained without a cache
             cache = None if step.cache is None else _Narrowed(step.cache, window, sink)
             if positions:
-                own = step.slots if cache is None else step.cache.positions(hidden.device)
-                more["position_ids"] = own
+                places = step.slots if cache is None else step.cache.positions(hidden.device)
+                more["position_ids"] = places
             if shares:  # layers without keys and values of their own look here
                 read = {}
                 if not part.writes and cache is not None:
@@ -186,14 +178,14 @@ class Modules(Backend):
         before, add, mixture = part.pre, adding(part, part.post), part.mixture
         beside = mixture is not None and mixture.beside
         after_dense = mixture.dense if mixture is not None and beside else None
-        own = mixed if mixed is not None and not beside else mlp
+        apply = mixed if mixed is not None and not beside else mlp
         tail = _tail(part) if part.tail else None
         device = device_of(before or part.post) if self.model.spread else None
 
         def block(hidden: Tensor, step: Step) -> Tensor:
             if device is not None:
                 hidden = hidden.to(device)
-            out: Tensor = own(hidden if before is None else before(hidden))  # (B, T, H)
+            out: Tensor = apply(hidden if before is None else before(hidden))  # (B, T, H)
             if after_dense is not None:
                 out = after_dense(out)
             if beside and mixed is not None:
@@ -202,6 +194,24 @@ class Modules(Backend):
             return hidden if tail is None else tail(hidden, step)
 
         return block
+
+
+def _with_cross(block: Block, attend: Any, before: Any, after: Any) -> Block:
+    """A self attention and the cross attention behind it as one block."""
+
+    def with_cross(hidden: Tensor, step: Step) -> Tensor:
+        hidden = block(hidden, step)
+        states, mask, cache = step.cross
+        out: Tensor = attend(
+            hidden_states=before(hidden),
+            encoder_hidden_states=states,
+            attention_mask=mask,
+            past_key_values=cache,
+        )[0]  # (B, T, H)
+        out = hidden + after(out)  # (B, T, H)
+        return out
+
+    return with_cross
 
 
 class _Narrowed(NamedTuple):
@@ -224,14 +234,14 @@ class _Narrowed(NamedTuple):
 
 def _tail(part: LayerParts) -> Block:
     layer, number = part.module, part.number
-    gated = getattr(layer, "hidden_size_per_layer_input", 0)
+    gated = part_named(layer, "per_layer_input_gate") is not None
 
     def block(hidden: Tensor, step: Step) -> Tensor:
         if gated:
             assert step.inputs is not None
-            own = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
-            own = layer.act_fn(layer.per_layer_input_gate(hidden)) * own
-            hidden = hidden + layer.post_per_layer_input_norm(layer.per_layer_projection(own))
+            gate = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
+            gate = layer.act_fn(layer.per_layer_input_gate(hidden)) * gate
+            hidden = hidden + layer.post_per_layer_input_norm(layer.per_layer_projection(gate))
         out: Tensor = hidden * layer.layer_scalar.to(hidden.device)  # (B, T, H)
         return out
 
@@ -243,7 +253,7 @@ def _on(device: torch.device, function: Function | None = None) -> Function:
     return lambda x: x.to(device) if function is None else function(x.to(device))
 
 
-def twin(module: Any, linear: LinearOf, name: str) -> Any:
+def with_products(module: Any, linear: LinearOf, name: str) -> Any:
     """A shallow copy of a module whose linears take other products.
 
     Replacing them in the module itself would change what other threads compute.

@@ -1,10 +1,8 @@
 """The "native" backend: one C++ call for a pass, on a CPU.
 
-The C++ source is `native.cpp`. It carries tokens through any sublayers and a head. On a small model
-the fused path's kernels take longer than reading its weights, and BLAS reads a weight again for
-every few tokens. Every pass is native, however many tokens it has. So a token's numbers depend on
-the tokens before it alone: not on those verified with it, which a clock decides, nor on how its
-prompt was cut. Only gradients, pictures and chained replays take the fused path.
+The C++ source is `native.cpp`. Every pass is native, however many tokens it has, so that a token's
+numbers depend on the tokens before it alone: not on those verified with it, nor on how its prompt
+was cut. Only gradients, pictures and chained replays take the fused path.
 Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
 rotary width.
 """
@@ -25,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.model import fused
-from layerskip.model.architecture import Architecture, LayerParts
-from layerskip.model.backend import Block, Step, Tables
+from layerskip.model.architecture import Architecture
+from layerskip.model.backend import Block, Step, Tables, Variant
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture
 from layerskip.model.extension import extension
+from layerskip.model.family import LayerParts
 from layerskip.model.fused import Fused
-from layerskip.model.healed import Deltas
-from layerskip.model.norms import FusedRotary
-from layerskip.model.products import Function, Linear, plain
+from layerskip.model.norms import FusedRotary, weight_and_epsilon
+from layerskip.model.products import Function, plain
 from layerskip.model.rounded import ROWS
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -59,8 +57,8 @@ def refusal(model: Architecture) -> str | None:
         return "a weight is not contiguous"
     for part in model.parts:
         mixture = part.mixture
-        acting = [getattr(part.module, "act_fn", nn.SiLU())]
-        acting += [_activation(part.mlp)] if mixture is None or mixture.beside else []
+        acting = [part.module.act_fn] if part.tail and model.inputs_width else []
+        acting += [part.activation] if part.dense else []
         acting += [] if mixture is None else [mixture.experts.act_fn]
         for module in acting:
             function = fused.activation(module)
@@ -83,7 +81,6 @@ class NativeBlock:
     """A sublayer, or a head, for native passes and for the fused path.
 
     Attributes:
-        number: its number in the backend's plan.
         layer, heads: for an attention, the layer in the cache that it reads, and (K, D).
         after: what to apply to the logits of a head.
     """
@@ -124,29 +121,22 @@ class Native(Fused):
         self.drawn = self.extension.drawn
         self.plan = self.extension.Plan()
         self._fresh: list[Tensor] = []  # weights that have not been moved to huge pages
-        self.blocks = tuple(
-            self._native(model.parts[sublayer // 2], bool(sublayer % 2), fused, self._exact)
-            for sublayer, fused in enumerate(self.blocks)
-        )
 
-    def low(
-        self,
-        sublayer: int,
-        bits: int | None,
-        deltas: Deltas | None = None,
-        experts: int | None = None,
-        window: int | None = None,
-    ) -> Block:
-        fused = super().low(sublayer, bits, deltas, experts, window)
-        part = self.model.parts[sublayer // 2].narrowed(window)
-        if bits is not None and sublayer % 2 and not _in_blocks(part):
+    def _attention(self, part: LayerParts, variant: Variant) -> Block:
+        fused, number = super()._attention(part, variant), self._plan_attention(part, variant)
+        return NativeBlock(self, number, fused, part.keys, part.heads)
+
+    def _mlp(self, part: LayerParts, variant: Variant) -> Block:
+        fused = super()._mlp(part, variant)
+        if variant.bits is not None and not _in_blocks(part):
             return fused
-        matrix = self._exact if bits is None else partial(self._low, bits=bits, deltas=deltas)
-        return self._native(part, bool(sublayer % 2), fused, matrix, experts)
+        return NativeBlock(self, self._plan_mlp(part, variant), fused)
 
     def tail(self, layer: int) -> Block:
         return NativeBlock(
-            self, self.plan.tail(self._tail(self.model.parts[layer])), super().tail(layer)
+            self,
+            self.plan.add("tail", tail=self._tail(self.model.parts[layer])),
+            super().tail(layer),
         )
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -160,44 +150,32 @@ class Native(Fused):
     @cached_property
     def _inputs_number(self) -> int:
         decoder = self.model.decoder
-        number: int = self.plan.layer_inputs(
-            projection=self._exact(decoder.per_layer_model_projection),
-            norm=self._norm(decoder.per_layer_projection_norm),
+        number: int = self.plan.add(
+            "layer_inputs",
+            inputs=[self._exact(decoder.per_layer_model_projection)],
+            after=self._norm(decoder.per_layer_projection_norm),
             scale=decoder.per_layer_model_projection_scale,
             times=decoder.per_layer_input_scale,
         )
         return number
 
-    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        attention, mlp = super().extra_layer(layer, bits)
-        matrix = self._exact if bits is None else partial(self._low, bits=bits)
-        attention = self._native(layer, False, attention, matrix)
-        if bits is None or _in_blocks(layer):
-            mlp = self._native(layer, True, mlp, matrix)
-        return attention, mlp
-
-    def _low_linear(self, bits: int, deltas: Deltas | None = None) -> Linear:
+    def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
         """Products of wide passes, with the numbers of native ones, which round inputs, too."""
+        matrix, wide = self._rounded(weight, bias, variant), self.extension.wide_products
+        widened = super().product(weight, bias, variant)
 
-        def linear(weight: Tensor, bias: Tensor | None) -> Function:
-            matrix = self._rounded(weight, bias, bits, deltas)
-            widened = super(Native, self)._low_linear(bits, deltas)
-            wide = self.extension.wide_products
+        def apply(x: Tensor) -> Tensor:
+            # there are no native gradients
+            return widened(x) if x.requires_grad else wide(matrix, x)
 
-            def apply(x: Tensor) -> Tensor:
-                if x.requires_grad:  # there are no native gradients
-                    return widened(weight, bias)(x)
-                return wide(matrix, x)  # type: ignore[no-any-return]
-
-            return apply
-
-        return linear
+        return apply
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        own = self.model.unembedding if rows is None else rows
-        number = self.plan.head(
+        linear = self.model.unembedding if rows is None else rows
+        number = self.plan.add(
+            "head",
             before=self._norm(self.model.decoder.norm),
-            matrix=self._exact(own) if bits is None else self._low(own, bits),
+            inputs=[self._matrix(Variant(bits))(linear)],
             softcap=self.model.softcap or 0.0,
             divisor=self.model.logits_scaling,
         )
@@ -236,7 +214,6 @@ class Native(Fused):
         return hidden
 
     def _run(self, hidden: Tensor, step: Step | None, blocks: list[NativeBlock]) -> Tensor:
-        """One native call."""
         keys: list[Tensor] = []
         values: list[Tensor] = []
         firsts: list[int] = []
@@ -244,7 +221,7 @@ class Native(Fused):
         bases: list[int] = []
         inputs = None
         # moving takes up to a second for a quarter of a gigabyte, and saves a tenth of a pass
-        if self.settled and self._fresh:
+        if self.long_lived and self._fresh:
             fresh, self._fresh = self._fresh, []
             self.extension.move_to_huge_pages(fresh)
         if step is not None:
@@ -273,31 +250,18 @@ class Native(Fused):
         after = blocks[-1].after
         return out if after is None else after(out)
 
-    def _native(
-        self,
-        part: LayerParts,
-        second: bool,
-        fused: Block,
-        matrix: Matrix,
-        experts: int | None = None,
-    ) -> NativeBlock:
-        if second:
-            return NativeBlock(self, self._mlp(part, matrix, experts), fused)
-        return NativeBlock(self, self._attention(part, matrix), fused, part.keys, part.heads)
-
-    def _attention(self, part: LayerParts, matrix: Matrix) -> int:
-        module = part.attention
-        named = (getattr(module, f"{name}_proj", None) for name in ("qkv", "q", "k", "v"))
-        gemma2 = type(module).__name__ == "Gemma2Attention"  # as on the fused path
-        cap = module.attn_logit_softcapping if self.model.eager and gemma2 else None
-        number: int = self.plan.attention(
+    def _plan_attention(self, part: LayerParts, variant: Variant) -> int:
+        module, matrix = part.attention, self._matrix(variant)
+        q_norm, k_norm, v_norm = map(self._norm, part.head_norms)
+        number: int = self.plan.add(
+            "attention",
             before=self._norm(part.before),
             after=self._norm(part.after),
-            inputs=[matrix(each) for each in named if each is not None],
+            inputs=[*map(matrix, part.projections)],
             output=matrix(module.o_proj),
-            q_norm=self._norm(getattr(module, "q_norm", None)),
-            k_norm=self._norm(getattr(module, "k_norm", None)),
-            v_norm=self._norm(getattr(module, "v_norm", None)),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            v_norm=v_norm,
             heads=module.o_proj.weight.shape[1] // module.head_dim,
             kv_heads=part.heads[0],
             width=module.head_dim,
@@ -305,84 +269,80 @@ class Native(Fused):
             sink=part.sink,
             angles=self.model.kinds.index(part.kind),
             scale=module.scaling,
-            softcap=cap or 0.0,
+            softcap=part.score_cap or 0.0,
             eager=self.model.eager,
             times=part.residual,
         )
         return number
 
-    def _mlp(self, part: LayerParts, matrix: Matrix, experts: int | None = None) -> int:
-        module, mixture = part.mlp, part.mixture
-        dense = mixture is None or mixture.beside
-        one = hasattr(module, "gate_up_proj")
-        names = ("gate_up_proj",) if one else ("gate_proj", "up_proj")
-        number: int = self.plan.mlp(
+    def _plan_mlp(self, part: LayerParts, variant: Variant) -> int:
+        mixture, dense, matrix = part.mixture, part.dense, self._matrix(variant)
+        number: int = self.plan.add(
+            "mlp",
             before=self._norm(part.pre),
             after=self._norm(part.post),
-            inputs=[matrix(getattr(module, name)) for name in names] if dense else [],
-            output=matrix(module.down_proj) if dense else None,
-            gelu=dense and _gelu(_activation(module)),
+            inputs=[*map(matrix, part.expansions)] if dense else [],
+            output=matrix(part.mlp.down_proj) if dense else None,
+            gelu=dense and _gelu(part.activation),
             times=part.residual,
             tail=self._tail(part) if part.tail else None,
-            mixture=None if mixture is None else self._mixture(mixture, matrix, experts),
+            mixture=None if mixture is None else self._mixture(mixture, variant),
         )
         return number
 
-    def _mixture(self, mixture: Mixture, matrix: Matrix, experts: int | None) -> Any:
-        router, norm, own = mixture.router, getattr(mixture.router, "norm", None), mixture.experts
+    def _mixture(self, mixture: Mixture, variant: Variant) -> Any:
+        weights = mixture.experts
         expand, shrink = (
-            matrix(SimpleNamespace(weight=weight, bias=None))
-            for weight in (own.gate_up_proj, own.down_proj)
+            self._matrix(variant)(SimpleNamespace(weight=weight, bias=None))
+            for weight in (weights.gate_up_proj, weights.down_proj)
         )
         return self.extension.Mixture(
             # the router stays exact, as on the fused path
-            router=self.extension.Matrix(
-                router.weight if norm is None else router.proj.weight, None
-            ),
-            norm=self._norm(norm),
-            scale=getattr(router, "scale", None),
-            number=getattr(router, "scalar_root_size", 1.0),
-            factors=getattr(router, "per_expert_scale", None),
-            whole=getattr(router, "norm_topk_prob", True),
-            cast=hasattr(router, "norm_topk_prob"),
+            router=self.extension.Matrix(mixture.weight, None),
+            norm=self._norm(mixture.norm),
+            scale=mixture.scale,
+            number=mixture.number,
+            factors=mixture.factors,
+            whole=mixture.normalised,
+            cast=mixture.cast,
             expand=expand,
             shrink=shrink,
             before=self._norm(mixture.before),
             after=self._norm(mixture.after),
             dense=self._norm(mixture.dense),
-            top=mixture.taken(experts),
-            gelu=_gelu(own.act_fn),
+            top=mixture.taken(variant.experts),
+            gelu=_gelu(weights.act_fn),
         )
 
     def _tail(self, part: LayerParts) -> Any:
         layer = part.module  # its linears stay exact, as on the fused path
-        own = bool(self.model.inputs_width)
+        gated = bool(self.model.inputs_width)
         return self.extension.Tail(
-            gate=self._exact(layer.per_layer_input_gate) if own else None,
-            projection=self._exact(layer.per_layer_projection) if own else None,
-            norm=self._norm(layer.post_per_layer_input_norm) if own else None,
+            gate=self._exact(layer.per_layer_input_gate) if gated else None,
+            projection=self._exact(layer.per_layer_projection) if gated else None,
+            norm=self._norm(layer.post_per_layer_input_norm) if gated else None,
             scalar=layer.layer_scalar,
             layer=part.number,
-            gelu=own and _gelu(layer.act_fn),
+            gelu=gated and _gelu(layer.act_fn),
         )
 
     def _norm(self, module: Any) -> Any:
         if module is None:
             return None
-        epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
-        weight = getattr(module, "weight", None)
-        return self.extension.Norm(weight, epsilon, self.model.family.norm)
+        return self.extension.Norm(*weight_and_epsilon(module), self.model.family.norm)
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         self._fresh.append(module.weight)
         return self.extension.Matrix(module.weight, module.bias)
 
-    def _low(self, module: nn.Linear | TrimmedHead, bits: int, deltas: Deltas | None = None) -> Any:
-        return self._rounded(module.weight, module.bias, bits, deltas)
+    def _matrix(self, variant: Variant) -> Matrix:
+        if variant.bits is None:
+            return self._exact
+        return lambda module: self._rounded(module.weight, module.bias, variant)
 
-    def _rounded(
-        self, weight: Tensor, bias: Tensor | None, bits: int, deltas: Deltas | None
-    ) -> Any:
+    def _rounded(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Any:
+        bits, deltas = variant.bits, variant.deltas
+        assert bits is not None
         copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
         self._fresh.append(copy.numbers)
         delta = None if deltas is None else deltas.added_to(weight, bits)
@@ -401,14 +361,10 @@ def _in_blocks(part: LayerParts) -> bool:
 
     So must every expert of a mixture, in both of its weights.
     """
-    both, mixture = getattr(part.mlp, "gate_up_proj", None), part.mixture
-    sizes = [] if both is None else [both.weight.shape[0] // 2]
+    mixture, linears = part.mixture, part.expansions if part.dense else []
+    sizes = [linears[0].weight.shape[0] // 2] if len(linears) == 1 else []
     sizes += [] if mixture is None else [*mixture.experts.down_proj.shape[1:]]
     return not any(size % ROWS for size in sizes)
-
-
-def _activation(mlp: Any) -> Any:
-    return mlp.activation_fn if hasattr(mlp, "gate_up_proj") else mlp.act_fn
 
 
 def _gelu(module: Any) -> bool:

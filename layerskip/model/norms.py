@@ -18,6 +18,13 @@ from layerskip.model.cache import RowCache
 from layerskip.model.products import Function
 
 
+def weight_and_epsilon(module: Any) -> tuple[Tensor | None, float]:
+    """The weight of an RMSNorm module, None where it has none, and its epsilon."""
+    attributes = vars(module)  # the library's classes call it by two names
+    epsilon: float = attributes.get("variance_epsilon", attributes.get("eps"))
+    return module._parameters.get("weight"), epsilon
+
+
 def rms_norm(module: Any, style: str, device: torch.device | None = None) -> Function:
     """The function of an RMSNorm module; it computes in float32, whatever the model's dtype.
 
@@ -25,8 +32,7 @@ def rms_norm(module: Any, style: str, device: torch.device | None = None) -> Fun
         style: see `Family.norm`.
         device: where it computes, if it has no weight (then it only normalises).
     """
-    weight: Tensor | None = getattr(module, "weight", None)
-    number = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    weight, number = weight_and_epsilon(module)
     epsilon = torch.tensor(number, device=device if weight is None else weight.device)
     vector_norm, addcmul = torch.linalg.vector_norm, torch.addcmul
 

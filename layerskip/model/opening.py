@@ -17,14 +17,8 @@ from torch.nn.modules import module as torch_module
 
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.t5gemma import T5Gemma
 from layerskip.model.whole import Whole, level
-from layerskip.model.wrappers import unwrapped
-
-_CONFIG = (
-    *("_attn_implementation", "num_hidden_layers", "sliding_window", "max_position_embeddings"),
-    *("final_logit_softcapping", "vocab_size"),
-)
+from layerskip.model.wrappers import config_of, unwrapped
 
 _known: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -37,8 +31,7 @@ def open_model(model: Any, execution: str = "auto") -> Sublayers:
         UnsupportedModelError: it can be served in neither way.
     """
     if level(unwrapped(model))[0] == "opened":
-        kind = unwrapped(model).config.model_type
-        return T5Gemma(model, execution) if kind == "t5gemma" else Sublayers(model, execution)
+        return Sublayers(model, execution)
     return Whole(model, execution)
 
 
@@ -49,13 +42,13 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     model = unwrapped(model)
     state = _state(model)
     with _lock:
-        before, found = _known.get(model, {}).get(execution, (None, None))
-    if found is None or before != state:
-        found = open_model(model, execution).let_go()
+        before, opened = _known.get(model, {}).get(execution, (None, None))
+    if opened is None or before != state:
+        opened = open_model(model, execution).let_go()
         with _lock:
-            _known.setdefault(model, {})[execution] = (state, found)
-    found.weights.refresh()
-    return found.handle()
+            _known.setdefault(model, {})[execution] = (state, opened)
+    opened.weights.refresh()
+    return opened.handle()
 
 
 def opened_of(model: Any) -> Sublayers:
@@ -64,10 +57,15 @@ def opened_of(model: Any) -> Sublayers:
     Raises:
         ValueError: the model is served whole.
     """
-    found = sublayers_of(model)
-    if isinstance(found, Whole):
-        raise ValueError(found.refusal("it has no states between sublayers"))
-    return found
+    opened = sublayers_of(model)
+    if isinstance(opened, Whole):
+        raise ValueError(opened.refusal("it has no states between sublayers"))
+    if opened.encoder:
+        raise ValueError(
+            "this is an encoder-decoder: it has no states by its prompt alone; its decoder drafts "
+            "with sublayers left out or rounded, by lookups, and by a second model"
+        )
+    return opened
 
 
 def release(model: Any) -> int:
@@ -89,22 +87,20 @@ def release(model: Any) -> int:
 
 def _state(model: Any) -> list[Any]:
     """What an opening depends on, as far as it can be checked cheaply."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config
-    found: list[Any] = [getattr(config, name, None) for name in _CONFIG]
-    found += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    state: list[Any] = [{**vars(config_of(model).get_text_config(decoder=True))}]
+    state += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-    found.append(tuple(map(len, hooks)))
+    state.append(tuple(map(len, hooks)))
     modules = [model]
     while modules:
-        own = vars(modules[-1])
+        attributes = vars(modules[-1])
         kind = type(modules.pop())
-        found += (kind, kind.forward, own.get("forward"), own["training"])
-        found += (*own["_forward_hooks"], *own["_forward_pre_hooks"])  # by number
-        found.append(own.get("_hf_hook"))
-        for weight in own["_parameters"].values():
+        state += (kind, kind.forward, attributes.get("forward"), attributes["training"])
+        state += (*attributes["_forward_hooks"], *attributes["_forward_pre_hooks"])  # by number
+        state.append(attributes.get("_hf_hook"))
+        for weight in attributes["_parameters"].values():
             if weight is not None:
                 plain = type(weight) is nn.Parameter and not weight.is_meta
-                found += (id(weight), weight.data_ptr() if plain else 0)
-        modules += (part for part in own["_modules"].values() if part is not None)
-    return found
+                state += (id(weight), weight.data_ptr() if plain else 0)
+        modules += (part for part in attributes["_modules"].values() if part is not None)
+    return state

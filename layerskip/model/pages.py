@@ -1,7 +1,6 @@
 """Zeroed memory on huge pages, where the system gives them to whoever asks.
 
-A CPU looks up an address for every page that it reads. On ordinary pages of 4 KiB that costs a
-quarter of the speed at which weights, keys and values are read in order.
+Looking up addresses of 4 KiB pages costs a CPU a quarter of the speed of reading in order.
 """
 
 from __future__ import annotations

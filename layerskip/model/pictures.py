@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from layerskip.model.family import Conditional
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -58,9 +60,9 @@ class Pictures:
 
     def some(self, rows: range) -> Pictures:
         """The pictures of neighbouring rows."""
-        few = slice(rows.start, rows.stop)
-        blocks = None if self.blocks is None else self.blocks[few]
-        return Pictures(self.features, self.numbers[few], blocks)
+        chosen = slice(rows.start, rows.stop)
+        blocks = None if self.blocks is None else self.blocks[chosen]
+        return Pictures(self.features, self.numbers[chosen], blocks)
 
     def over(self, hidden: Tensor, slots: Tensor) -> Tensor:
         """Embedded tokens (B, T, H) at slots (B, T), with features in place of placeholders."""
@@ -90,21 +92,19 @@ def _by_slot(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def ahead(
-    architecture: str, blocks: Tensor, slots: Tensor, end: int, window: int | None
+    wrapper: Conditional, blocks: Tensor, slots: Tensor, end: int, window: int | None
 ) -> Tensor | None:
     """Which slots up to `end` each query sees as they are of its own picture, (B, 1, T, end) bool.
 
     Args:
-        architecture: `model_type` of the conditional model, as families differ: pictures are
-            causal in Gemma 4's full layers, and only in its unified model they ignore the window.
+        wrapper: the class around the decoder, as families differ.
         blocks: as in `Pictures`, (B, W).
         slots: of the queries, (B, T).
         window: of the layer.
     """
-    if window is None and architecture == "gemma4":
-        return None
-    own = blocks.gather(1, slots)[:, None, :, None]  # (B, 1, T, 1)
-    same = (own >= 0) & (own == blocks[:, None, None, :end])  # (B, 1, T, end)
-    if window is None or architecture == "gemma4_unified":
-        return same
-    return same & (torch.arange(end, device=slots.device) > slots[:, None, :, None] - window)
+    query = blocks.gather(1, slots)[:, None, :, None]  # (B, 1, T, 1)
+    same = (query >= 0) & (query == blocks[:, None, None, :end])  # (B, 1, T, end)
+    near = None
+    if window is not None:
+        near = torch.arange(end, device=slots.device) > slots[:, None, :, None] - window
+    return wrapper.sees(same, near)

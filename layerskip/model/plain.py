@@ -27,10 +27,10 @@ def refusal(model: Architecture) -> str | None:
     """
     if _global_hooks():
         return "global module hooks are registered"
-    if model.family.positions:
-        return "queries are scaled by their positions"
-    for name, module, home, expected in _involved(model):
-        if reason := _not_plain(module, home, expected):
+    if model.family.modules_only:
+        return model.family.modules_only
+    for name, module in _involved(model):
+        if reason := _not_plain(module, model.family.home, name):
             return f"{name} {reason}"
     norm = model.decoder.norm.weight
     if torch.is_autocast_enabled(norm.device.type):
@@ -41,8 +41,7 @@ def refusal(model: Architecture) -> str | None:
         return f"weights lie on several devices or in several dtypes: {sorted(map(str, places))}"
     if norm.dtype not in _DTYPES:
         return f"dtype {norm.dtype} is not among {', '.join(map(str, _DTYPES))}"
-    capped = getattr(model.layers[0].self_attn, "attn_logit_softcapping", None) is not None
-    if model.family.prefix == "Gemma2" and capped and not model.eager:
+    if model.parts[0].score_cap is not None and not model.eager:
         return "softcapped attention needs attn_implementation='eager'"
     return None
 
@@ -51,65 +50,44 @@ def head_refusal(head: Any) -> str | None:
     """Why a head must be called whole, or None where its rows are those of a plain weight."""
     if _global_hooks():
         return "global module hooks are registered"
-    return _not_plain(head, *_LINEAR)
-
-
-_LINEAR = ("torch.nn.modules.linear", "Linear")
+    return _not_plain(head, nn.Linear.__module__, "lm_head")
 
 
 def _global_hooks() -> bool:
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
-def _involved(model: Architecture) -> Iterator[tuple[str, Any, str, str]]:
-    """Every module whose call this path replaces, and the module and name of its expected class.
-
-    Classes are compared by name, as the library's own class may have been replaced.
-    """
-    home, prefix = model.family.home, model.family.prefix
-    inner = prefix + model.family.inner
-    yield "model.norm", model.decoder.norm, home, f"{prefix}RMSNorm"
-    yield "lm_head", model.unembedding, *_LINEAR
+def _involved(model: Architecture) -> Iterator[tuple[str, Any]]:
+    """Every module whose call this path replaces, and how to call it in a message."""
+    decoder = model.decoder
+    yield "model.norm", decoder.norm
+    yield "lm_head", model.unembedding
     if model.inputs_width:
-        decoder = model.decoder
-        yield "the layers' inputs", decoder.per_layer_model_projection, *_LINEAR
-        yield "their norm", decoder.per_layer_projection_norm, home, f"{prefix}RMSNorm"
+        yield "the layers' inputs", decoder.per_layer_model_projection
+        yield "their norm", decoder.per_layer_projection_norm
     for index, layer in enumerate(model.layers):
         for name, module in layer.named_modules():
-            where = f"layer {index} {name}"
-            if name == "self_attn":
-                yield where, module, home, f"{inner}Attention"
-            elif name == "mlp":
-                sparse = hasattr(module, "experts")
-                yield where, module, home, f"{inner}{'SparseMoeBlock' if sparse else 'MLP'}"
-            elif name == "mlp.gate":
-                yield where, module, home, f"{inner}TopKRouter"
-            elif name == "router":
-                yield where, module, home, f"{inner}Router"
-            elif name in ("experts", "mlp.experts"):
-                yield where, module, home, f"{inner}Experts"
-            elif name.rstrip("_12").endswith("norm"):
-                yield where, module, home, f"{prefix}RMSNorm"
-            elif name.endswith(("_proj", "_gate", "_projection", "router.proj")):
-                yield where, module, *_LINEAR
-            elif name and name.startswith(("self_attn.", "mlp.", "act_fn", "experts.")):
-                # an activation: any function of one tensor will do, so any class
-                yield where, module, type(module).__module__, type(module).__qualname__
+            if name:
+                yield f"layer {index} {name}", module
 
 
-def _not_plain(module: Any, home: str, expected: str) -> str | None:
-    found = type(module)
-    if (found.__module__, found.__qualname__) != (home, expected):
-        return f"is a {found.__name__} of {found.__module__}, not a plain {expected}"
+def _not_plain(module: Any, home: str, name: str) -> str | None:
+    """Why a module is not what the library puts there, as the family's `home` has it."""
+    kind = type(module)
+    # classes are compared by module, as a patch may have replaced the library's own class there
+    ours = kind is nn.Linear or kind is nn.Dropout or kind.__module__ == home
+    # an activation may be any function of one tensor
+    if not ours and not name.endswith(("act_fn", "activation_fn")):
+        return f"is a {kind.__name__} of {kind.__module__}, not one of {home}"
     if module.training:
         return "is in training mode"
     if foreign_hooks(module):
         return "has forward hooks"
-    if hasattr(module, "_hf_hook") or getattr(module, "_is_hooked", False):
+    if {"_hf_hook", "_is_hooked"} & vars(module).keys():
         return "is hooked by accelerate"
-    owner: Any = next(each for each in found.__mro__ if "forward" in vars(each))
-    own = _written_in(owner.forward, owner.__module__, f"{owner.__qualname__}.forward")
-    if "forward" in vars(module) or not own:
+    owner: Any = next(each for each in kind.__mro__ if "forward" in vars(each))
+    original = _written_in(owner.forward, owner.__module__, f"{owner.__qualname__}.forward")
+    if "forward" in vars(module) or not original:
         return "has a patched forward"
     for name, weight in module.named_parameters(recurse=False):
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:

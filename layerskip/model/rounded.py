@@ -5,11 +5,9 @@ scale, of either sign, for every 32 columns of a row. Scales are bfloat16. Copie
 a model and kept for as long as it lives; all its decodings share them.
 
 Every call compares each weight with what it was when it was copied: by place, shape, dtype, device
-and version (which changes in place raise), and by some of its numbers, since changes through
-`.data` leave no other trace. A changed weight is rounded again when it is next used. A change
-through `.data` to none of those numbers goes unnoticed. That lowers acceptance and nothing else:
-no text depends on a copy, since the exact weights verify every draft.
-A copy may be healed: then a trained delta of low rank was added before rounding (see `healed`).
+and version, and by some of its numbers, since changes through `.data` leave no other trace. A
+changed weight is rounded again. A change that goes unnoticed lowers acceptance and nothing else: no
+text depends on a copy. A trained delta may be added before rounding (see `deltas`).
 Letters: R rows, C columns, E experts, G groups of 32 columns, U units of 64, r rank.
 """
 
@@ -27,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from layerskip.model.healed import Deltas
+from layerskip.model.deltas import Deltas
 from layerskip.model.products import Function
 
 GROUP = 32
@@ -63,7 +61,6 @@ class Rounded:
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def parts(self, count: int) -> list[Rounded]:
-        """The weights of so many experts, views of this."""
         numbers = self.numbers.chunk(count)
         scales = [None] * count if self.scales is None else self.scales.chunk(count)
         shape = (self.shape[0] // count, self.shape[1])
@@ -73,10 +70,9 @@ class Rounded:
         ]
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        """The weight in a wider dtype, (R, C)."""
         numbers, scales = _unpacked(self) if self.packed else (self.numbers, self.scales)
         assert scales is not None
-        return _widened(numbers, scales, self.shape[1], dtype)
+        return _widened(numbers, scales, self.shape[1], dtype)  # (R, C)
 
     def linear(self, bias: Tensor | None) -> Function:
         """Products of inputs (..., C) with the widened weight, (..., R).
@@ -171,8 +167,8 @@ def _paired(numbers: Tensor) -> Tensor:
 def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     if numbers.dim() == 2:
         return numbers.to(dtype) * scales.to(dtype)[:, None]
-    apart = torch.cat((numbers & 15, numbers >> 4), -1).to(dtype) - 8  # (R, G, 32)
-    weight: Tensor = (apart * scales.to(dtype)[..., None]).flatten(1)[:, :columns]
+    numbers = torch.cat((numbers & 15, numbers >> 4), -1).to(dtype) - 8  # (R, G, 32)
+    weight: Tensor = (numbers * scales.to(dtype)[..., None]).flatten(1)[:, :columns]
     return weight
 
 
@@ -227,7 +223,7 @@ def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
 
 
 class _Origin:
-    """A weight's state when it was copied, and its copies by bits, layout and healing."""
+    """A weight's state when it was copied, and its copies by bits, layout and deltas."""
 
     def __init__(self, weight: Tensor) -> None:
         self.facts = _facts(weight)
@@ -272,16 +268,9 @@ class RoundedCopies:
     def of(
         self, weight: Tensor, bits: int, *, packed: bool = False, deltas: Deltas | None = None
     ) -> Rounded:
-        """A weight of the model in low precision.
-
-        Args:
-            weight: copies are found by this object.
-            packed: for native products.
-            deltas: added before rounding, where such a copy can hold them.
-        """
+        """A weight of the model in low precision, with deltas added where a copy can hold them."""
         delta = None if deltas is None else deltas.merged_into(weight, bits)
-        healing = None if delta is None or deltas is None else deltas.hash
-        key = (bits, packed, healing)
+        key = (bits, packed, None if delta is None or deltas is None else deltas.hash)
         with self._lock:
             if weight not in self._made:
                 with torch.inference_mode(False), torch.no_grad():
@@ -293,7 +282,6 @@ class RoundedCopies:
             return kept[key]  # type: ignore[no-any-return]
 
     def forget_changed(self) -> None:
-        """Drop the copies of weights that have changed."""
         with self._lock:
             changed = [w for w, origin in self._made.items() if not origin.holds(w)]
             for weight in changed:
@@ -301,14 +289,12 @@ class RoundedCopies:
             self.changes += bool(changed)
 
     def forget_all(self) -> None:
-        """Drop all copies."""
         with self._lock:
             self._made.clear()
             self.changes += 1
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
         with self._lock:
             return sum(c.nbytes for origin in self._made.values() for c in origin.copies.values())
 

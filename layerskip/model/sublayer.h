@@ -62,8 +62,6 @@ struct Sublayer {
   std::optional<Tail> tail;
   std::optional<Mixture> mixture;
   int64_t heads = 0, kv_heads = 0, width = 0;
-  bool writes = true;   // keys and values are its own, not those of another layer
-  bool alike = false;   // values are made of what keys are made of
   int64_t window = 0;   // 0: full attention
   int64_t sink = 0;     // first slots that are seen beside a window
   int64_t angles = 0;   // which of the rotary tables
@@ -73,20 +71,35 @@ struct Sublayer {
   bool eager = false;   // scores are rounded as the library's eager attention rounds them
   bool gelu = false;
 
+  // of all inputs' products
+  int64_t outputs() const {
+    int64_t total = 0;
+    for (const Matrix& matrix : inputs) total += matrix.rows();
+    return total;
+  }
+  // keys and values are its own, not those of another layer
+  bool writes() const { return outputs() > heads * width; }
+  // values are made of what keys are made of
+  bool alike() const { return outputs() == (heads + kv_heads) * width; }
   // of all queries, keys and values of a token
-  int64_t projected() const { return (heads + (writes ? 2 * kv_heads : 0)) * width; }
+  int64_t projected() const { return (heads + (writes() ? 2 * kv_heads : 0)) * width; }
 };
 
+// The number of a word among some, as which an enum counts it.
+template <typename Enum, size_t N>
+Enum named(const std::array<const char*, N>& names, const std::string& word) {
+  const auto found = std::find(names.begin(), names.end(), word);
+  require(found != names.end(), "expected one of ", at::ArrayRef<const char*>(names.data(), N),
+          ", got ", word);
+  return static_cast<Enum>(found - names.begin());
+}
+
 Norm norm_of(std::optional<Tensor> weight, double epsilon, const std::string& style) {
-  const std::array<const char*, 3> names{"llama", "one plus", "wide"};
-  const auto found = std::find(names.begin(), names.end(), style);
-  require(found != names.end(), "a norm is of style llama, one plus or wide, got ", style);
-  return {weight, epsilon, static_cast<Style>(found - names.begin())};
+  return {weight, epsilon, named<Style>(std::array{"llama", "one plus", "wide"}, style)};
 }
 
 struct Angles {
-  Tensor cos, sin;               // (1, S, R)
-  std::optional<Tensor> scales;  // (S,) what queries are multiplied by at each place
+  Tensor cos, sin;  // (1, S, R)
 };
 
 // Where the tokens of a pass are in their rows. With branches they are the last ones of a tree of N
@@ -133,6 +146,11 @@ struct Cache {
   std::vector<Tensor> keys, values;  // (B, K, S, D) of every attention of the pass, in order
   Places places;
   std::vector<int64_t> bases;        // the first slot of each buffer's rows; none: all are 0
+
+  // The first slots of an attention's rows; none: all are 0.
+  const int64_t* bases_of(int64_t attention) const {
+    return bases.empty() ? nullptr : bases.data() + attention * places.rows();
+  }
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from layerskip.model.backend import Backend, Block, Rotary, Tables
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.compiled import Compiled
 from layerskip.model.fused import Fused
+from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
 from layerskip.model.pictures import Pictures, ahead
@@ -70,9 +71,8 @@ class Pass:
         # one mask for all layers: sdpa takes bool, whatever dtype a layer has
         dtype = torch.bool if model.backend.bool_masks else model.dtype
         more = None
-        if self.blocks is not None:
-            kind = model.model.config.model_type
-            more = ahead(kind, self.blocks, self.slots, cache.end, window)
+        if self.blocks is not None and model.wrapper is not None:
+            more = ahead(model.wrapper, self.blocks, self.slots, cache.end, window)
         if more is not None:
             more = more[..., cache.first(window, sink) :]
             seen = cache.seen(window, model.device, sink) | more  # (B, 1, T, slots)
@@ -81,6 +81,14 @@ class Pass:
         if (model.eager and cache.count > 1) or cache.needs_mask(window):
             return cache.mask(window, dtype, model.device, sink)
         return None
+
+    @cached_property
+    def cross(self) -> tuple[Tensor, Tensor, Any]:
+        """What an encoder made of the rows, (B, E, H), its mask, (B, 1, 1, E), and the cache."""
+        encoded = self.cache.encoded  # type: ignore[attr-defined]
+        mask = encoded.mask.bool()[:, None, None]
+        mask = additive(mask, self.model.dtype) if self.model.eager else mask
+        return encoded.states, mask, self.cache.for_library()  # type: ignore[attr-defined]
 
     @cached_property
     def slots(self) -> Tensor:
@@ -105,6 +113,7 @@ class Sublayers(Architecture):
         reason: why it is not a faster one; None where it is the fastest.
         blocks: the sublayers.
         head: final norm, head and softcap.
+        encoded: what an encoder made of the texts of a batch, if the model has one.
         read: token ids of the texts that an encoder has read for a batch, a row each, if there are.
         drawn: draws tokens in one native call, where there is one (see `Backend`).
         weights: what drafts compute with.
@@ -115,6 +124,7 @@ class Sublayers(Architecture):
             called; or training mode.
     """
 
+    encoded: EncoderStates | None = None
     read: Sequence[Tensor] = ()
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
@@ -124,7 +134,7 @@ class Sublayers(Architecture):
         self.blocks = self.backend.blocks
         self.drawn = self.backend.drawn
         self.head: Block = self.backend.head()
-        self.weights = DraftWeights(self, self.backend, [*self.blocks, self.head])
+        self.weights = DraftWeights(self, self.backend, self.head)
 
     @property
     def exact(self) -> bool:
@@ -137,7 +147,7 @@ class Sublayers(Architecture):
     @property
     def branches(self) -> bool:
         """Whether a pass may be over a tree of tokens."""
-        return True
+        return not self.encoder
 
     def let_go(self) -> Sublayers:
         """The same, which no longer keeps the model alive."""
@@ -178,11 +188,19 @@ class Sublayers(Architecture):
         return self.backend.disturbed()
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
-        """An empty cache for a batch.
+        """An empty cache for a batch; of an encoder-decoder, for the first rows that it has read.
 
         Raises:
-            ValueError: the model has no keys and values of its own.
+            ValueError: the model has no keys and values of its own, or an encoder-decoder has read
+                nothing.
         """
+        if self.encoder and self.encoded is None:
+            raise ValueError(
+                "an encoder-decoder reads a text before it decodes: call layerskip.generate or "
+                "model.generate(..., custom_generate=), or encode the text (see Sublayers.encode)"
+            )
+        if self.encoded is not None:
+            return LibraryCache(rows, slots, self.windows, self.encoded.of(slice(rows)))
         if not any(part.writes for part in self.parts):
             raise ValueError(
                 "this model has no keys and values of its own, it drafts for another one: give "
@@ -190,6 +208,34 @@ class Sublayers(Architecture):
             )
         slots = self.backend.capacity(slots)
         return RowCache(rows, slots, self.windows, trims=self.backend.trims)
+
+    def encode(self, tokens: Tensor, mask: Tensor) -> EncoderStates:
+        """What the encoder makes of texts (B, E), padded where the mask (B, E) is 0."""
+        tokens, mask = tokens.to(self.device), mask.to(self.device)
+        states = self.model.get_encoder()(input_ids=tokens, attention_mask=mask)[0]  # (B, E, H)
+        return EncoderStates(states, mask, tokens)
+
+    def reading(self, encoded: EncoderStates) -> Self:
+        """The same model for a batch whose texts an encoder has read."""
+        other = copy(self)
+        other.encoded = encoded
+        if encoded.tokens is not None:
+            pairs = zip(encoded.tokens, encoded.mask.bool(), strict=True)
+            other.read = [tokens[real] for tokens, real in pairs]
+        return other
+
+    def reading_of(self, target: Sublayers) -> Self:
+        """The same model for what another one's encoder has read.
+
+        Raises:
+            ValueError: those texts are not known as tokens.
+        """
+        encoded = target.encoded
+        if encoded is None or encoded.tokens is None:
+            raise ValueError(
+                "an encoder-decoder can draft for another one only, whose encoder was given tokens"
+            )
+        return self.reading(self.encode(encoded.tokens, encoded.mask))
 
     def cache_bytes(self, tokens: int) -> float:
         """Bytes of the keys and values that a text of so many tokens takes; 0 if unknown."""
@@ -226,10 +272,8 @@ class Sublayers(Architecture):
         positions = torch.arange(first, first + slots, device=self.device)
         positions = positions.clamp_(max=total - 1)[None]  # (1, S)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        by_type = self.family.rope_by_type
         tables: Tables = {}
-        for kind in self.kinds:
-            cos, sin = self.decoder.rotary_emb(like, positions, *([kind] if by_type else []))
+        for kind, (cos, sin) in self.angles(like, positions).items():
             wide = torch.promote_types(cos.dtype, self.dtype)  # OLMo's stay float32
             cos, sin = cos.to(wide), sin.to(wide)  # (1, S, R) each
             still = kind == "nope"
@@ -238,7 +282,7 @@ class Sublayers(Architecture):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (B, T) to the hidden states before sublayer 0, (B, T, H)."""
-        return embed(self.decoder, self._embedded_as(tokens))
+        return self.family.embed(self.decoder, self._embedded_as(tokens))
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
         """The layers' own inputs (Gemma 4), of tokens (B, T) and their `embed`, (B, T, L, P)."""
@@ -314,19 +358,3 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         return Native(model), None
     native.warn_refusal(reason)
     return Fused(model), reason
-
-
-def embed(decoder: Any, tokens: Tensor) -> Tensor:
-    """Token ids (B, T) to the hidden states before the first layer of a decoder, (B, T, H).
-
-    A Gemma scales its embedding by sqrt(H). Where the library's embedding module does not do that
-    itself (Gemma and Gemma 2 in early versions 5 of transformers), it is done here, as there.
-    """
-    hidden: Tensor = decoder.embed_tokens(tokens)  # (B, T, H)
-    if hasattr(decoder, "embedding_multiplier"):  # Granite
-        hidden = hidden * decoder.embedding_multiplier  # (B, T, H)
-    if not decoder.config.model_type.startswith("gemma") or hasattr(
-        decoder.embed_tokens, "embed_scale"
-    ):
-        return hidden
-    return hidden * torch.tensor(decoder.config.hidden_size**0.5, dtype=hidden.dtype)

@@ -1,8 +1,4 @@
-"""The files of trained draft weights: reading, checking and writing them.
-
-A file must have the hash that its skip config names, and the model must have the weights that the
-file was trained on; otherwise it is refused.
-"""
+"""The files of trained draft weights: reading, checking and writing them."""
 
 from __future__ import annotations
 
@@ -53,15 +49,15 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
         raise ValueError(
             f"cannot read the trained draft {trained.weights}: {error.strerror}"
         ) from error
-    found = hashlib.sha256(data).hexdigest()
-    if found != trained.hash:
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != trained.hash:
         raise ValueError(
             f"the trained draft {trained.weights} is not the file that its skip config names: it "
-            f"is cut off or changed (SHA-256 {trained.hash[:12]}..., got {found[:12]}...)"
+            f"is cut off or changed (SHA-256 {trained.hash[:12]}..., got {digest[:12]}...)"
         )
     with _lock:
-        known = _read.setdefault(model, {})
-        if trained.hash not in known:
+        read = _read.setdefault(model, {})
+        if trained.hash not in read:
             try:
                 found_weights = load(data)
             except (SafetensorError, KeyError) as error:  # the latter: a dtype that torch lacks
@@ -69,8 +65,8 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
                     f"the trained draft {trained.weights} is not a safetensors file: {error}"
                 ) from error
             _check_numbers(found_weights, trained)
-            known[trained.hash] = found_weights
-        return known[trained.hash]
+            read[trained.hash] = found_weights
+        return read[trained.hash]
 
 
 def _largest(model: nn.Module) -> int:
@@ -78,9 +74,8 @@ def _largest(model: nn.Module) -> int:
     return 8 * sum(weight.numel() for weight in model.parameters()) + (64 << 20)
 
 
-def _check_numbers(found: Weights, trained: Trained) -> None:
-    """Refuse weights that are no finite numbers of a dtype that products take."""
-    for name, value in found.items():
+def _check_numbers(tensors: Weights, trained: Trained) -> None:
+    for name, value in tensors.items():
         if name == TOKENS and value.dtype in _INTEGERS:
             continue
         if value.dtype not in _FLOATS:

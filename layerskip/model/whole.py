@@ -15,24 +15,29 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    GenerationMixin,
+    PretrainedConfig,
+)
 from transformers.cache_utils import DynamicCache
 
 from layerskip.config import SkipConfig
 from layerskip.model.architecture import device_of, foreign_hooks, read_bytes
-from layerskip.model.backend import Backend, Block, Rotary
+from layerskip.model.backend import Backend, Block, Rotary, Variant
 from layerskip.model.cache import RowCache
-from layerskip.model.families import unopened
+from layerskip.model.families import two_way, unopened
+from layerskip.model.family import part_named
 from layerskip.model.forward import Forward
-from layerskip.model.handed import Encoded, Places, WholeCache
+from layerskip.model.library_cache import LibraryCache, Positions
 from layerskip.model.rounded import linears, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.weights import DraftWeights
-from layerskip.model.wrappers import UnsupportedModelError, unwrapped
+from layerskip.model.wrappers import UnsupportedModelError, config_of, unwrapped
 
 DRAFTS = (
     "drafts there: lookups, a second model, sources of your own, and the model itself with its "
@@ -61,12 +66,10 @@ def level(model: Any) -> tuple[str, str]:
     Args:
         model: a model, or the config of a causal language model or an encoder-decoder.
     """
-    config = getattr(model, "config", model)
-    kind = str(getattr(config, "model_type", type(model).__name__))
+    config = model if isinstance(model, PretrainedConfig) else config_of(model)
+    kind = config.model_type
     if kind not in _NAMED and unopened(config) is None:
         return "opened", "its sublayers are known"
-    if kind == "t5gemma":
-        return "opened", "its decoder's sublayers are known"
     refused = _NAMED.get(kind) or _refusal(model, config)
     if refused is not None:
         return "refused", f"architecture {kind!r} is not supported: {refused}"
@@ -76,23 +79,22 @@ def level(model: Any) -> tuple[str, str]:
 def _refusal(model: Any, config: Any) -> str | None:
     """Why a model cannot be served even whole; None if it can."""
     kind: Any = type(model) if isinstance(model, nn.Module) else None
-    both = getattr(config, "is_encoder_decoder", False)
-    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if both else MODEL_FOR_CAUSAL_LM_MAPPING
-    if both and type(config) not in known:
+    encoder = config.is_encoder_decoder
+    classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
+    if encoder and type(config) not in classes:
         return "it is an encoder-decoder that reads something other than text"
-    if kind is None and type(config) in known:
-        kind = known[type(config)]
-    if kind is None or not hasattr(kind, "prepare_inputs_for_generation"):
+    if kind is None and type(config) in classes:
+        kind = classes[type(config)]
+    if kind is None or not issubclass(kind, GenerationMixin):
         return "it is not a language model of transformers that generates text"
-    if getattr(kind, "_is_stateful", False):
+    if kind._is_stateful:
         return "it has a recurrent state, which cannot be rolled back"
-    encoder = not both and getattr(config, "is_decoder", None) is False
+    bidirectional = not encoder and getattr(config, "is_decoder", None) is False
     documented = "config.is_decoder = True"  # also where nothing reads it
-    if encoder and "config.is_decoder" in _source(kind).replace(documented, ""):
-        return "it reads text in both directions (its config says is_decoder=False)"
-    inner = config.get_text_config(decoder=True)
-    if getattr(inner, "use_bidirectional_attention", None) in (True, "all"):
-        return "it reads text in both directions (use_bidirectional_attention)"
+    if bidirectional and "config.is_decoder" in _source(kind).replace(documented, ""):
+        return "it has bidirectional attention (its config says is_decoder=False)"
+    if two_way(config.get_text_config(decoder=True)):
+        return "it has bidirectional attention (use_bidirectional_attention)"
     if "past_key_values" not in inspect.signature(kind.forward).parameters:
         return "its forward keeps no keys and values (it has no past_key_values)"
     try:
@@ -117,7 +119,6 @@ class Whole(Sublayers):
     Attributes:
         base: the decoder, without the head.
         inner: the part of the model that is the decoder, or holds it and an encoder.
-        encoded: what the encoder made of the texts of a batch (see `reading`).
         window_by_type: the sliding window in tokens, or None for full attention, by layer type; ""
             where a config names no types.
         together: whether rows of different lengths run in one pass; else those of equal length do.
@@ -131,7 +132,7 @@ class Whole(Sublayers):
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         model = unwrapped(model)
-        config: Any = getattr(model, "config", None)
+        config: Any = config_of(model)
         how, why = level(model)
         if how == "refused":
             raise UnsupportedModelError(why)
@@ -146,19 +147,20 @@ class Whole(Sublayers):
         self._held = model
         self._known = weakref.ref(model)
         self.parts = ()
-        self.both = bool(config.is_encoder_decoder)
-        self.encoded: Encoded | None = None
+        self.encoder = config.is_encoder_decoder
         self.inner, self.base = self._decoder(model)
-        text: Any = (self.base.config if self.both else config).get_text_config()
+        text: Any = (self.base.config if self.encoder else config).get_text_config()
         self.config = text
         self._check_rope()
         self.eager = text._attn_implementation == "eager"
-        layers = DynamicCache(config=self.base.config if self.both else config).layers
+        layers = DynamicCache(config=self.base.config if self.encoder else config).layers
         self.num_layers = len(layers)
         self.num_sublayers = 2 * self.num_layers
-        self.windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
+        # a library's layer that slides has a window; masks leave out here what it hides
+        window = vars(layers[0]).get("sliding_window")
+        self.windows = (None,) * self.num_layers
         types = getattr(text, "layer_types", None)
-        self.window_by_type = {"": self.windows[0]} if types is None else dict.fromkeys(types)
+        self.window_by_type = {"": window} if types is None else dict.fromkeys(types)
         if "sliding_attention" in self.window_by_type:
             self.window_by_type["sliding_attention"] = text.sliding_window
         self.together = _takes_places(self.base, self.window_by_type)
@@ -172,45 +174,15 @@ class Whole(Sublayers):
         self.blocks = self.backend.blocks
         self.drawn = None
         self.head = self.backend.head()
-        self.weights = _Weights(self, self.backend, [*self.blocks, self.head])
+        self.weights = _Weights(self, self.backend, self.head)
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
-        """An empty cache for a batch; of an encoder-decoder, for the first rows that it has read.
-
-        Raises:
-            ValueError: an encoder-decoder has read nothing.
-        """
-        if not self.both:
-            return WholeCache(rows, slots, self.cached_windows)
-        if self.encoded is None:
-            raise ValueError(
-                "an encoder-decoder reads a text before it decodes: call layerskip.generate or "
-                "model.generate(..., custom_generate=), or encode the text (see Whole.encode)"
-            )
-        return WholeCache(rows, slots, self.cached_windows, self.encoded.of(slice(rows)))
-
-    @property
-    def cached_windows(self) -> Sequence[int | None]:
-        """The windows that a cache leaves out by itself: none, as masks do."""
-        return (None,) * len(self.windows)
-
-    def encode(self, tokens: Tensor, mask: Tensor) -> Encoded:
-        """What the encoder makes of texts (B, E), padded where the mask (B, E) is 0."""
-        tokens, mask = tokens.to(self.device), mask.to(self.device)
-        states = self.model.get_encoder()(input_ids=tokens, attention_mask=mask)[0]  # (B, E, H)
-        return Encoded(states, mask, tokens)
-
-    def reading(self, encoded: Encoded) -> Whole:
-        """The same model for a batch whose texts an encoder has read."""
-        other = copy(self)
-        other.encoded = encoded
-        if encoded.tokens is not None:
-            pairs = zip(encoded.tokens, encoded.mask.bool(), strict=True)
-            other.read = [tokens[real] for tokens, real in pairs]
-        return other
+        if self.encoder:
+            return super().new_cache(rows, slots)
+        return LibraryCache(rows, slots, self.windows)
 
     def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
-        return Places(total, self.device)
+        return Positions(total, self.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids (B, T) as the states before the block, (B, T, 1)."""
@@ -256,22 +228,9 @@ class Whole(Sublayers):
                     f"by the tokens of a pass; this model serves up to {switch}, got {total}"
                 )
 
-    def reading_of(self, target: Sublayers) -> Whole:
-        """The same model for what another one's encoder has read.
-
-        Raises:
-            ValueError: those texts are not known as tokens.
-        """
-        encoded = target.encoded if isinstance(target, Whole) else None
-        if encoded is None or encoded.tokens is None:
-            raise ValueError(
-                "an encoder-decoder can draft for another one only, whose encoder was given tokens"
-            )
-        return self.reading(self.encode(encoded.tokens, encoded.mask))
-
     def head_parts(self) -> dict[str, Any]:
         """The parts of the model behind its decoder, by name."""
-        beside = [self.inner, *([self.model.get_encoder()] if self.both else [])]
+        beside = [self.inner, *([self.model.get_encoder()] if self.encoder else [])]
         return {
             name: part
             for name, part in self.model._modules.items()
@@ -282,22 +241,22 @@ class Whole(Sublayers):
 
     def _decoder(self, model: Any) -> tuple[Any, Any]:
         """`inner` and `base` of a model, which must be callable apart from the head."""
-        own = [part for part in model._modules.values() if part is not None]
-        named = [model.base_model, getattr(model, "model", None)]
-        named += [model.get_decoder()] if self.both else []
-        inner = next((each for each in named if any(each is part for part in own)), None)
+        parts = [part for part in model._modules.values() if part is not None]
+        named = [model.base_model, part_named(model, "model")]
+        named += [model.get_decoder()] if self.encoder else []
+        inner = next((each for each in named if any(each is part for part in parts)), None)
         if inner is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not supported: its decoder is no module of its own"
             )
-        patched = "forward" in vars(model) and not hasattr(model, "_hf_hook")
+        patched = "forward" in vars(model) and "_hf_hook" not in vars(model)
         if patched or foreign_hooks(model):
             raise UnsupportedModelError(
                 f"the model ({type(model).__name__}) has "
                 f"{'a forward of its own' if patched else 'forward hooks'}, which is not supported "
                 "there: decoder and head are called one by one; hook these, or remove it"
             )
-        return inner, model.get_decoder() if self.both else inner
+        return inner, model.get_decoder() if self.encoder else inner
 
     def _rope_types(self) -> Iterator[dict[str, Any]]:
         parameters = getattr(self.config, "rope_parameters", None) or {}
@@ -322,7 +281,7 @@ class _Weights(DraftWeights):
         skip = skip.resolve(self.model.num_layers)
         self._check(skip)
         bits = skip.low.bits if skip.low is not None and skip.rounded() else None
-        return [*([self._changed(0, skip, bits)] if bits else []), self.head(skip)]
+        return [*([self._sublayer(0, Variant(bits))] if bits else []), self.head(skip)]
 
     def _check(self, skip: SkipConfig) -> None:
         if skip.trained is not None:
@@ -355,7 +314,7 @@ class _Weights(DraftWeights):
         nbytes = sum(rounded_bytes(weight, skip.low.bits) for weight in body)
         if skip.head_bits is not None:
             heads = map(linears, self.model.head_parts().values())
-            weights = [each.weight for found in heads for _, each in found]
+            weights = [each.weight for inside in heads for _, each in inside]
             nbytes += sum(rounded_bytes(weight, skip.head_bits) for weight in weights)
         return nbytes
 

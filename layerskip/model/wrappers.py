@@ -14,6 +14,18 @@ class UnsupportedModelError(ValueError):
     """The model's architecture, or a setting of it, is not one this engine serves exactly."""
 
 
+def config_of(model: Any) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModelError(f"{type(model).__name__} is no model of transformers")
+    return config
+
+
 def unwrapped(model: Any) -> Any:
     """The `transformers` model in a PEFT wrapper, or the model itself.
 

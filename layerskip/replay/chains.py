@@ -1,10 +1,9 @@
 """Drafts that run on from places of a trace, many of them through the model together.
 
 A draft's round depends on its start alone: it feeds the start's token, then its own, and sees the
-target's keys and values before the start and its own from there on. So the drafts from all places
-are chains of tokens in a few wide passes through the engine's own sublayers, step by step. Chains
-may be followed until they leave their text: what they would compute in the prefix that they share
-with the target is then taken from the trace, and passes become smaller as chains are left.
+target's keys and values before the start. So the drafts from all places are chains of tokens in a
+few wide passes through the engine's own sublayers. Where chains are followed only until they leave
+their text, the prefix that they share with the target is taken from the trace, and passes shrink.
 Letters: A chains of a pass, B groups, G chains of a group, C chains, J steps, N some chains, P
 places of all texts, W vocabularies, V tokens of a whole one, H hidden width.
 """
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from layerskip.decoding.noise import gumbel_noise
 from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.steps import Steps
 from layerskip.replay.drawing import NOTHING, Drawn, Histories, TextPlaces, draw, narrowed, propose
 from layerskip.replay.trace import Trace, TraceText
 
@@ -36,21 +34,17 @@ _REGROUP = 0.8  # a pass is made smaller when at most so many of its places are 
 
 
 class ChainDrafts(NamedTuple):
-    """What drafts are, (C, J) each, as a replay has them; others (C, J, M)."""
+    """What drafts are, (C, J) each, as a replay has them."""
 
     tokens: Tensor
     confidences: Tensor
     margins: Tensor
     entropies: Tensor
-    others: Tensor
 
     @classmethod
-    def nothing(cls, chains: int, steps: int, others: int = 0) -> ChainDrafts:
-        """Zeros, to be filled in."""
+    def nothing(cls, chains: int, steps: int) -> ChainDrafts:
         sure, margins, entropies = (torch.zeros(chains, steps) for _ in range(3))
-        tokens = torch.zeros(chains, steps, dtype=torch.long)
-        more = torch.zeros(chains, steps, others, dtype=torch.long)
-        return cls(tokens, sure, margins, entropies, more)
+        return cls(torch.zeros(chains, steps, dtype=torch.long), sure, margins, entropies)
 
     @classmethod
     def concatenated(cls, parts: Sequence[ChainDrafts]) -> ChainDrafts:
@@ -59,18 +53,12 @@ class ChainDrafts(NamedTuple):
 
 
 class Chains:
-    """Drafts that run on from given tokens, through the model together.
+    """C drafts of J steps that run on from given tokens, through the model together.
 
     Args:
-        source: what drafts.
-        chains: C of them.
-        steps: tokens that each drafts, J.
         vocabularies: W of them. Drafts that differ only in the tokens they can draw compute the
             same on the text, so that they share everything but the draws; only while followed.
         follow: whether to leave each draft at its first wrong token.
-        best: how many of the best tokens of a place are asked for.
-        paths: tokens that each chain is fed behind its first one, before its own.
-        draft: what takes the steps, if it is there already.
     """
 
     def __init__(
@@ -82,19 +70,11 @@ class Chains:
         vocabularies: Vocabularies,
         *,
         follow: bool = False,
-        best: int = 1,
-        paths: Sequence[Sequence[int]] = (),
-        draft: Steps | None = None,
     ) -> None:
         self.trace, self.chains = trace, chains
         self.vocabularies, self.follow = vocabularies, follow
-        self.draft = source.steps(trace, follow=follow) if draft is None else draft
+        self.draft = source.steps(trace, follow=follow)
         self.steps = min(steps, self.draft.longest or steps)
-        self.best = min(best, trace.model.vocabulary)
-        self.paths = None
-        if paths:
-            known = [[*path, *[NOTHING] * (self.steps - len(path))] for path in paths]
-            self.paths = torch.tensor(known)  # (C, J)
         facts = [
             (
                 text.number,
@@ -117,11 +97,10 @@ class Chains:
         Some of the W end sooner, where it is enough.
         """
         shape = len(self.chains), self.steps
-        drafts = [ChainDrafts.nothing(*shape, self.best - 1) for _ in self.vocabularies]
+        drafts = [ChainDrafts.nothing(*shape) for _ in self.vocabularies]
         if not all(shape):
             return drafts
-        few = (size for size in reversed(_GROUPS) if size >= len(self.chains))
-        size = next(few, _GROUPS[0])
+        size = next((s for s in reversed(_GROUPS) if s >= len(self.chains)), _GROUPS[0])
         groups = self._grouped(range(len(self.chains)), size)
         vocabulary = self.trace.model.vocabulary
         together = max(1, min(_CHAINS, _LOGITS // vocabulary) // size)
@@ -174,16 +153,12 @@ class Chains:
                 mine.confidences[flat, step] = drawn.confidences.cpu()
                 mine.margins[flat, step] = drawn.margins.cpu()
                 mine.entropies[flat, step] = drawn.entropies.cpu()
-                mine.others[flat, step] = drawn.others.cpu()
                 # behind the last known token of a text no draft is on it
                 wrong = (gone[numbers] == 0) & ((tokens != wanted) | (wanted == NOTHING))
                 gone[numbers[wrong]] = places[wrong]
                 survival.append(int((gone == 0).sum()) / len(begun))
             if self.follow:
                 tokens = wanted
-            elif self.paths is not None:
-                given = self.paths[flat, step]  # (B G,)
-                tokens = torch.where(given >= 0, given, tokens)
             fed[numbers, step + 1] = tokens.clamp_min(0)  # behind `NOTHING` anything will do
             if enough is not None:
                 over = [step + 1 if done else steps for done in enough(survivals)]
@@ -205,10 +180,11 @@ class Chains:
         if not self.trace.law.reads_history:
             return None
         device = self.trace.model.device
-        known = [self.chains[chain][:2] for chain in chains.tolist()]
         return [
-            torch.cat([text.tokens[:place], own]).to(device)
-            for (text, place), own in zip(known, fed, strict=True)
+            torch.cat([text.tokens[:place], tokens]).to(device)
+            for (text, place, _), tokens in zip(
+                (self.chains[chain] for chain in chains.tolist()), fed, strict=True
+            )
         ]
 
     def _draw(
@@ -227,20 +203,19 @@ class Chains:
             size = max(1, _TILE // raw.shape[1]) if raw.device.type == "cpu" else len(raw)
             for first in range(0, len(raw), size):
                 some = slice(first, first + size)
-                own = None if allowed is None else allowed[texts[some]].to(raw.device)
+                tokens = None if allowed is None else allowed[texts[some]].to(raw.device)
                 shared = None if noise is None else noise[some]
-                one = narrowed(raw[some], own)
-                tiles.append(draw(trace.law, one, shared, None, best=self.best))
+                tiles.append(draw(trace.law, narrowed(raw[some], tokens), shared, None))
             return Drawn(*map(torch.cat, zip(*tiles, strict=True)))
         if allowed is not None:
             raw = narrowed(raw, allowed[texts].to(raw.device))
         if not trace.rejection:
-            return draw(trace.law, raw, noise, histories, best=self.best)
+            return draw(trace.law, raw, noise, histories)
 
         def target(some: Tensor) -> Tensor:
-            few = some.cpu()
-            seen = None if histories is None else [histories[i] for i in few.tolist()]
-            return trace.target_law(at.rows[few], seen)
+            rows = some.cpu()
+            seen = None if histories is None else [histories[i] for i in rows.tolist()]
+            return trace.target_law(at.rows[rows], seen)
 
         beside = TextPlaces(
             trace.following[at.rows].to(raw.device),

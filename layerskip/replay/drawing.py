@@ -7,7 +7,7 @@ independently of all that follows. So drafts can be drawn after the text is know
 
 The mean of the products of j such w, a share of accepted drafts, would not do: controllers look at
 the drawn tokens' confidences, accepted or not, and learn from them, so that they need rounds.
-Letters: N places, M next best tokens, R places rejected or off their texts, V vocabulary.
+Letters: N places, R places rejected or off their texts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from torch import Tensor
 
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import DRAFT, accept_uniform, gumbel_noise, stream_key
-from layerskip.decoding.rules import (
-    acceptance_probability,
-    largest,
-    residual,
-    runners_up,
-    with_margin,
-)
+from layerskip.decoding.rules import acceptance_probability, largest, residual, with_margin
 
 NOTHING = -1
 """Stands for a token that could not be drawn: no score above -inf. Drafting ends there."""
@@ -44,8 +38,6 @@ class Drawn(NamedTuple):
         margins: 1 - exp(-m), m the margin between the two best scores, noise included; under the
             rejection rule the confidences again, as controllers are told, (N,) float32.
         entropies: of the softmax of the raw logits at temperature 1, in nats, (N,) float32.
-        others: tokens of the next best scores, noise included, `NOTHING` for none, as many as are
-            asked for, (N, M) int64.
         likeliest: tokens of the largest scores, (N,) int64.
     """
 
@@ -53,7 +45,6 @@ class Drawn(NamedTuple):
     confidences: Tensor
     margins: Tensor
     entropies: Tensor
-    others: Tensor
     likeliest: Tensor
 
 
@@ -64,8 +55,7 @@ class TextPlaces(NamedTuple):
         following: the texts' next tokens, `NOTHING` where a text is known no further, (N,) int64.
         likelihoods: probability of each under the target's law, (N,) float32.
         keys, places: noise-stream key of each text, and place of each next token, of length N.
-        left: place of the token with which each draft left its text, 0 while it is on it; all are
-            on their texts by default.
+        left: place of the token with which each draft left its text, 0 while it is on it.
     """
 
     following: Tensor
@@ -95,22 +85,18 @@ def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
     )
 
 
-def draw(
-    law: Law, raw: Tensor, noise: Tensor | None, histories: Histories, *, best: int = 1
-) -> Drawn:
+def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> Drawn:
     """What the engine draws from raw logits (N, V), whether of a draft or of the target.
 
     Args:
         noise: Gumbel noise of each place, (N, V); None for greedy decoding.
-        best: how many of the best tokens are asked for.
     """
     scores = scores_at(law, raw, histories)  # (N, V)
     noisy = scores if noise is None else scores + noise
     tokens, margins = with_margin(noisy)
     likeliest = tokens.clamp_min(0) if noise is None else scores.argmax(-1)
     sure, entropies = _certainty(raw, tokens)
-    others = tokens[:, None][:, :0] if best == 1 else runners_up(noisy, tokens, best - 1)
-    return Drawn(tokens, sure, margins, entropies, others, likeliest)
+    return Drawn(tokens, sure, margins, entropies, likeliest)
 
 
 def propose(
@@ -122,9 +108,8 @@ def propose(
 ) -> Drawn:
     """What drafts propose at places of texts under the rejection rule, given the texts.
 
-    On its text, a proposal is accepted where it is the text's next token. Each place has one accept
-    test, of the engine's uniform number, whatever draft is tested: decoding tests a place once, and
-    drafts are compared by the same luck. Off its text, a draft just draws.
+    On its text, a proposal is accepted where it is the text's next token, by one accept test of the
+    engine's uniform number at each place, whatever is tested. Off its text, a draft just draws.
 
     Args:
         raw: the drafts' raw logits, (N, V).
@@ -133,8 +118,8 @@ def propose(
     scores = scores_at(law, raw, histories)  # (N, V)
     q, following = softmax_law(scores), beside.following
     left = torch.tensor(beside.left or [0] * len(raw), device=raw.device)  # (N,)
-    own = q.gather(1, following.clamp_min(0)[:, None])[:, 0]  # (N,)
-    weights = acceptance_probability(own, beside.likelihoods)  # with p and q changed over
+    likely = q.gather(1, following.clamp_min(0)[:, None])[:, 0]  # (N,)
+    weights = acceptance_probability(likely, beside.likelihoods)  # with p and q changed over
     lucky = accept_uniform(beside.keys, beside.places, raw.device) < weights  # (N,), not if NaN
     tokens = torch.where(lucky & (left == 0), following, NOTHING)
     others = torch.nonzero(tokens == NOTHING)[:, 0]  # (R,)
@@ -144,14 +129,15 @@ def propose(
         if rejected.any():
             which = others[rejected]
             drawn[rejected] = residual(q[which], target(which)).log()
-        few = others.tolist()
-        keys, places = ([whole[i] for i in few] for whole in (beside.keys, beside.places))
+        keys, places = (
+            [whole[i] for i in others.tolist()] for whole in (beside.keys, beside.places)
+        )
         origins = [
             origin or place for origin, place in zip(left[others].tolist(), places, strict=True)
         ]
         tokens[others] = largest(drawn + stray_noise(keys, origins, places, drawn))
     sure, entropies = _certainty(raw, tokens)
-    return Drawn(tokens, sure, sure, entropies, tokens[:, None][:, :0], scores.argmax(-1))
+    return Drawn(tokens, sure, sure, entropies, scores.argmax(-1))
 
 
 def stray_noise(

@@ -51,11 +51,6 @@ def exit_trace(
         prompts: token ids without pads, (T,) or (1, T) each; `names` are their ids.
         law: the record's `law` block: do_sample, temperature, top_p, top_k, seed, acceptance; text
             i is drawn from seed + i.
-        max_new_tokens: tokens of each text, at most.
-        progress: told what is done, in words, and the share of it that is.
-
-    Raises:
-        ValueError: what `take_trace` refuses.
     """
     opened = opened_of(model)
     seed = law.get("seed") or 0
@@ -83,8 +78,7 @@ def exit_trace(
 def agreement(trace: Trace) -> list[dict[str, Any]]:
     """Per exit 1..L-1, over all starts: agreement of the likeliest tokens, match, calibration.
 
-    Match is with the text, under the trace's law and accept rule. Under greedy decoding the two are
-    the same.
+    Match is with the text, under the trace's law and accept rule: when greedy, agreement.
     Calibration: of the drafted tokens whose confidence lies in a bin, how many, their mean
     confidence, and how many matched.
     """
@@ -173,20 +167,16 @@ def what_if(
 def best_exit(table: Mapping[str, Any], costs: Callable[[int], CostTable]) -> tuple[int, float]:
     """The exit of the what-if cell of the highest predicted speedup, and that speedup.
 
-    Of equals the first, the shallowest exit.
-
-    Args:
-        table: a `what_if` table, or the record's.
-        costs: the cost table of each exit layer, say `lambda e: layer_costs.table(early_exit(e))`.
+    Of equals the shallowest. `costs` returns the cost table of an exit layer.
     """
-    found = []
+    speedups = []
     for layer, lengths, emitted in zip(
         table["exits"], table["lengths"], table["emitted"], strict=True
     ):
         prices = costs(layer)
         for counts, tokens in zip(chain(*lengths), chain(*emitted), strict=True):
             spent = sum(n * prices.round_cost(drafted) for drafted, n in enumerate(counts))
-            found.append((layer, tokens / spent))
-    if not found:
+            speedups.append((layer, tokens / spent))
+    if not speedups:
         raise ValueError("the what-if table has no exits; give at least one")
-    return max(found, key=lambda pair: pair[1])
+    return max(speedups, key=lambda pair: pair[1])

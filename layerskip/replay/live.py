@@ -1,22 +1,17 @@
-"""Sources that learn while they draft, along the texts of a trace: they live as long as a walk.
+"""Sources that learn while they draft, along the texts of a trace.
 
-What such a source drafts depends on the rounds before, so that there is no table of its drafts to
-be made beforehand. Its states take part in simulated rounds as in decoding. A trace knows what the
-target said along its texts alone, so that nothing is learnt behind rejected drafts.
+A trace knows what the target said along its texts alone: nothing is learnt behind rejected drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
-from layerskip.decoding.planning import usable
-from layerskip.decoding.sources.base import Proposal, Source, State
+from layerskip.decoding.seats import Reason, Seat
+from layerskip.decoding.sources.base import Source, State
 from layerskip.replay.trace import Trace, TraceText
 
 
@@ -33,7 +28,7 @@ class Live:
     source: Source
 
     def __post_init__(self) -> None:
-        if not self.source.known:
+        if not self.source.step_free:
             raise TypeError(
                 f"a {type(self.source).__name__} drafts by steps of a model; replay it instead"
             )
@@ -45,46 +40,44 @@ class Live:
 
     @property
     def draft_length(self) -> int:
-        """The most tokens of a round: so far the trace knows how texts go on."""
         return self.trace.draft_length
 
 
+class TextSeat(Seat):
+    """The row of a recorded text, which ends where it was recorded to end."""
+
+    def __init__(self, trace: Trace, text: TraceText, number: int) -> None:
+        self.starts = text.starts
+        limit = trace.max_new_tokens
+        super().__init__(
+            [], text.prompt, limit, key=text.key, number=number, eos=trace.eos, remembers=False
+        )
+
+    def end(self, token: int) -> Reason | None:
+        return "stop" if len(self.emitted) > self.starts else None
+
+
 class TextBatch:
-    """Texts of a trace as the batch of a state that knows its tokens, a row each."""
+    """Texts of a trace as the batch that the states of step-free sources read, a row each."""
 
     def __init__(self, trace: Trace, texts: Sequence[TraceText]) -> None:
-        self.model, self.eos = trace.model, trace.eos
-        self.emitted = [list[int]() for _ in texts]
+        self.model = trace.model
+        self.seats = [TextSeat(trace, text, row) for row, text in enumerate(texts)]
+        self.emitted = [seat.emitted for seat in self.seats]
         self.prompts = [text.tokens[: text.prompt] for text in texts]
         self.prompt_lengths = [text.prompt for text in texts]
         self.rows = {row: row for row in range(len(texts))}
         self.lengths = list(self.prompt_lengths)
         self.total = self.slots = max(len(text.tokens) for text in texts)
-        draws = Draws(
+        self.draws = Draws(
             Law(trace.law.processors, do_sample=trace.law.do_sample, rows=len(texts)),
-            [text.key for text in texts],
+            self.seats,
             rejection=trace.rejection,
-            history=torch.empty(0),  # which no law of a few tokens reads
-            width=0,
-            prompt_lengths=self.prompt_lengths,
-            emitted=self.emitted,
         )
-        self.branches = trace.model.branches and not draws.apart
-        self.scores, self.allowed = draws.few, draws.allowed
+        self.scores = self.draws.scores
 
-    def emit(self, states: Iterable[State], row: int, tokens: Sequence[int]) -> None:
-        """Let a row go on by some tokens, and tell the states."""
-        self.emitted[row] += tokens
+    def commit(self, states: Iterable[State], row: int, tokens: Sequence[int]) -> None:
         for state in states:
             state.commit(row, tokens, 0)
         # the last one has not been fed
         self.lengths[row] = self.prompt_lengths[row] + len(self.emitted[row]) - 1
-
-    def offer(self, state: State, row: int, most: int) -> Proposal:
-        """What the row may draft, as decoding would use it."""
-        return usable(
-            state.offer(row, most),
-            partial(self.allowed, row, vocabulary=self.model.vocabulary),
-            eos=self.eos,
-            branches=self.branches,
-        )

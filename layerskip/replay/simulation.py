@@ -1,8 +1,5 @@
-"""Rounds of decoding without decoding: walks replays as a controller would.
+"""Rounds of decoding without decoding: the engine's own, run on a recorded target.
 
-Everything a round depends on is in the replays: what each draft would propose where it starts,
-whether the target agrees, how sure the draft is. So the walk takes the engine's steps in the
-engine's order and gives its counts; a cost table then prices them.
 Letters: N starts, J steps.
 """
 
@@ -10,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 
-from layerskip.costs.speculation import Costs, CostTable, draft_limit, remaining
-from layerskip.decoding.controller import Controller, Observer, signal_of
-from layerskip.decoding.planning import Plan, Planner, in_common
+from layerskip.costs.speculation import Costs, CostTable, draft_limit
+from layerskip.decoding.controller import Controller
+from layerskip.decoding.planning import Plan
 from layerskip.decoding.rounds import joint_source
-from layerskip.decoding.sources.base import Batch, Proposal, State
-from layerskip.model.branches import along
+from layerskip.decoding.speculator import Speculator
 from layerskip.replay.drafts import Replay
-from layerskip.replay.live import Live, TextBatch
-from layerskip.replay.stepping import ReplayDrafter, TextDraft
+from layerskip.replay.live import Live
+from layerskip.replay.recorded import RecordedTarget
 
 
 @dataclass(frozen=True)
@@ -31,9 +26,8 @@ class SimulatedRound:
 
     Attributes:
         context, rows: what the controller was told at its start (see `Controller.begin`).
-        drafts: of rows whose drafted tokens were known without a step, or chosen behind all steps,
-            what they drafted.
-        steps, wide: draft steps, and the tokens of a row that they took beyond one each.
+        drafts: of rows whose drafted tokens were known without a step, what they drafted.
+        steps: draft steps.
     """
 
     drafted: tuple[int, ...]
@@ -44,58 +38,6 @@ class SimulatedRound:
     rows: int = field(default=1, compare=False)
     drafts: Mapping[int, Plan] = field(default_factory=dict, compare=False)
     steps: int = field(default=0, compare=False)
-    wide: int = field(default=0, compare=False)
-
-
-class _Row:
-    """One text on its way, from start to start."""
-
-    def __init__(self, sources: Sequence[Replay | Live], text: int, signal: str) -> None:
-        self.trace = trace = sources[0].trace
-        self.first = trace.offsets[text]
-        own = trace.texts[text]
-        self.prompt, self.tokens = own.prompt, own.tokens[own.prompt :].tolist()
-        self.left = own.starts  # tokens still to come
-        self.asked = trace.max_new_tokens - 1 - self.left  # by the request, beyond those
-        self.start = 0
-        self.drafts = {
-            number: TextDraft(each, text, signal)
-            for number, each in enumerate(sources)
-            if isinstance(each, Replay)
-        }
-
-
-class _Learners:
-    """The states of sources that learn, in one batch of texts."""
-
-    def __init__(self, sources: Sequence[Replay | Live], texts: Sequence[int]) -> None:
-        trace = sources[0].trace
-        self.batch = TextBatch(trace, [trace.texts[text] for text in texts])
-        self.states: dict[int, State] = {
-            number: each.source.open(cast(Batch, self.batch))
-            for number, each in enumerate(sources)
-            if isinstance(each, Live)
-        }
-        self._readers = [state for state in self.states.values() if state.reads_logits]
-        self._logits = [trace.logits(trace.texts[text]) for text in texts if self._readers]
-        firsts = [int(trace.texts[text].tokens[trace.texts[text].prompt]) for text in texts]
-        self.go_on({row: [first] for row, first in enumerate(firsts)})
-
-    def go_on(self, emitted: Mapping[int, Sequence[int]]) -> None:
-        """Let rows emit tokens; the target has computed what is said there."""
-        if self._readers:
-            seen = [
-                (row, tokens[:i]) for row, tokens in emitted.items() for i in range(len(tokens))
-            ]
-            before = {row: len(self.batch.emitted[row]) for row in emitted}
-            raw = [self._logits[row][before[row] + len(drafted)] for row, drafted in seen]
-            for state in self._readers:
-                state.read(torch.stack(raw), seen)  # (N, V)
-        for row, tokens in emitted.items():
-            self.batch.emit(self.states.values(), row, tokens)
-
-    def offer(self, source: int, row: int, most: int) -> Proposal:
-        return self.batch.offer(self.states[source], row, most)
 
 
 def simulate(
@@ -125,77 +67,27 @@ def simulate(
         raise ValueError(
             f"max_draft_length must be in 0..{replayed}, as far as was replayed; got {longest}"
         )
-    rows = [_Row(several, text, signal_of(controller)) for text in texts]
-    learners = None
-    if any(isinstance(each, Live) for each in several):
-        learners = _Learners(several, texts)
-    controller.reset(len(rows))
-    planner = Planner(controller)
-    drafter = ReplayDrafter(several[0].trace, controller, [row.drafts for row in rows], longest)
-    size = len(rows)
-    while going := sum(row.left > 0 for row in rows):
-        size = remaining(size, going)
-        yield _round(rows, planner, drafter, learners, range(len(several)), size)
-
-
-def _round(
-    rows: Sequence[_Row],
-    planner: Planner,
-    drafter: ReplayDrafter,
-    learners: _Learners | None,
-    sources: range,
-    size: int,
-) -> SimulatedRound:
-    controller, longest = planner.controller, drafter.longest
-    going = {number: row for number, row in enumerate(rows) if row.left}
-    context = sum(row.prompt + row.start for row in going.values()) // len(going)
-    # the cache has a slot for every token and every draft, so that it never limits
-    allowed = {
-        number: draft_limit(longest, row.left + row.asked, longest + 1)
-        for number, row in going.items()
-    }
-
-    def offer(source: int, number: int, row: _Row) -> Proposal:
-        if source in row.drafts:
-            return row.drafts[source].offer(row.start, allowed[number])
-        assert learners is not None
-        return learners.offer(source, number, allowed[number])
-
-    proposals = [
-        {number: offer(source, number, row) for number, row in going.items()} for source in sources
-    ]
-    plans = planner.plan(going, proposals, context=context, size=size)
-    found = drafter.draft(plans, [row.start for row in rows])
-    drafted = found.counts
-    accepted, emitted = [0] * len(rows), [0] * len(rows)
-    said: dict[int, list[int]] = {}
-    for number, row in going.items():
-        plan, following = found.plans.get(number, plans[number]), row.tokens[row.start + 1 :]
-        agreeing = 0
-        if plan.parents is not None and plan.tokens is not None:
-            agreeing = len(along(plan.parents, plan.tokens, following))
-        elif plan.tokens is not None:
-            agreeing = in_common(plan.tokens, following)
-        elif plan.source is not None and drafted[number]:
-            agreeing = min(drafted[number], row.drafts[plan.source].agreeing[row.start])
-        emitted[number] = min(agreeing + 1, row.left)
-        accepted[number] = min(agreeing, emitted[number])
-        said[number] = following[: emitted[number]]
-        planner.learn(number, said[number])
-        drafter.learn(found, number, following[: agreeing + 1])
-        controller.update(number, drafted[number], agreeing)
-        row.start += emitted[number]
-        row.left -= emitted[number]
-        if isinstance(controller, Observer) and row.left:
-            last = row.first + row.start - 1  # the place that the last token was drawn behind
-            sure, entropies = row.trace.certainties
-            controller.see_target(number, sure[last], entropies[last])
-    if learners is not None:
-        learners.go_on(said)
-    counts = tuple(drafted), tuple(accepted), tuple(emitted)
-    chosen = [plans[number].source if number in plans else None for number in range(len(rows))]
-    source = joint_source(chosen, drafted)
-    return SimulatedRound(*counts, source, context, size, found.plans, found.steps, found.wide)
+    target = RecordedTarget(several, texts)
+    seats, rows = target.batch.seats, range(len(texts))
+    speculator = Speculator(
+        target, controller, seats, longest=longest, rejection=target.trace.rejection
+    )
+    controller.reset(len(texts))
+    while not all(seat.finished for seat in seats):
+        speculator.compact()
+        going = [row for row in target.rows if not seats[row].finished]
+        context = sum(target.lengths[row] for row in going) // len(going)
+        outcome = speculator.round()
+        yield SimulatedRound(
+            drafted=tuple(map(len, outcome.drafts.tokens)),
+            accepted=tuple(outcome.accepted.get(row, 0) for row in rows),
+            emitted=tuple(len(outcome.emitted.get(row, ())) for row in rows),
+            source=joint_source([outcome.source(row) for row in rows]),
+            context=context,
+            rows=len(target.rows),
+            drafts={row: outcome.plans[row] for row in outcome.drafts.step_free},
+            steps=outcome.drafts.num_steps,
+        )
 
 
 def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Costs]) -> float:
@@ -218,7 +110,7 @@ def _cost(round_: SimulatedRound, tables: Sequence[CostTable]) -> float:
     sources = round_.source if isinstance(round_.source, tuple) else (round_.source,)
     used = [tables[source or 0] for source in sources if source is not None] or tables[:1]
     stepping = max(used, key=lambda table: table.draft)  # the others' tokens are known
-    return stepping.round_cost(max(round_.drafted), round_.steps, round_.wide)
+    return stepping.round_cost(max(round_.drafted), round_.steps)
 
 
 def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> list[int]:

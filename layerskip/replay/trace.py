@@ -1,9 +1,8 @@
 """The target's texts, and what every exit would draft along them.
 
-Prompts are decoded once by the target alone. Then one whole pass over each text leaves the target's
-keys and values, from which any draft is replayed (`replay.py`), and gives, for every exit layer at
-once, the token a draft would propose at every place. The target's text does not depend on what is
-drafted: not at all in greedy decoding and coupled sampling, nor in law under the rejection rule.
+Prompts are decoded once by the target alone: what is drafted does not change the texts, or, under
+the rejection rule, their law. Then one whole pass over each text leaves the target's keys and
+values, from which any draft is replayed, and what every exit would propose at every place.
 Letters: N places, P of them in all texts, L layers, T tokens of a text, H hidden width, V
 vocabulary.
 """
@@ -55,7 +54,6 @@ class TraceText:
     """One prompt and the target's continuation.
 
     Attributes:
-        number: its place among the trace's texts.
         tokens: prompt, emitted tokens, then those that only serve as context, (T,) int64.
         prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
         emitted: tokens the request emits, EOS included.
@@ -92,15 +90,11 @@ class Trace:
     """Texts of one model under one law, ready for replays.
 
     Attributes:
-        model: the opened model.
         law: what tokens are drawn from, for single rows.
-        texts: one per prompt.
         cache: the target's keys and values of all their tokens, a row each; slot equals place.
         eos: tokens that end a text, and a draft.
         draft_length: how far drafts may be replayed with all of their places known.
-        max_new_tokens: what each text was asked for.
-        rejection: whether drafts are accepted by the rejection rule, else where they draw what the
-            target does.
+        rejection: whether drafts are accepted by the rejection rule instead of by shared noise.
     """
 
     model: Sublayers
@@ -122,11 +116,6 @@ class Trace:
         """Tokens that lie before the middle of a text's new ones, on average."""
         spans = [text.prompt + text.emitted / 2 for text in self.texts]
         return round(sum(spans) / len(spans))
-
-    @property
-    def branches(self) -> bool:
-        """Whether drafts along its texts may have any."""
-        return self.model.branches and not (self.rejection or self.law.reads_history)
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -155,8 +144,7 @@ class Trace:
     def proposed(self, text: TraceText, layer: int, allowed: Tensor | None = None) -> Drawn:
         """What an exit proposes having seen a text up to each of its places, (T - prompt,) each.
 
-        Args:
-            allowed: the tokens that it can draw on each text, (texts, V) bool; all by default.
+        `allowed` has the tokens that it can draw on each text, (texts, V) bool.
         """
         if allowed is None and "exits" in vars(self):
             return Drawn(*(table[layer - 1] for table in self.exits[text.number]))
@@ -190,8 +178,7 @@ class Trace:
                 noise = None
                 if law.do_sample:
                     noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
-                best = 2 if self.branches else 1  # what an exit may have verified
-                layers = [draw(law, raw, noise, histories, best=best) for raw in raws]
+                layers = [draw(law, raw, noise, histories) for raw in raws]
             for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
                 kind.append(torch.stack(tables).cpu())
         return Drawn(*(torch.cat(kind, dim=1) for kind in drawn))
@@ -208,10 +195,7 @@ class Trace:
 
     @cached_property
     def certainties(self) -> tuple[list[float], list[float]]:
-        """As observers are told of the law behind each of the P places: probability, entropy.
-
-        Many products with the head: made when asked for.
-        """
+        """As observers are told of the law behind each of the P places: probability, entropy."""
         pieces = [
             certainty(self.model.logits(self._states[None, places])[0])
             for places in _chunks(len(self._states), self.model.vocabulary)
@@ -258,11 +242,9 @@ def take_trace(
         eos: tokens that end a text.
         draft_length: the most tokens a replay will draft from one start.
         acceptance: of drafts in sampling, "coupled" or "rejection"; the texts are the same.
-        progress: told what is done, in words, and the share of it that is.
 
     Raises:
-        ValueError: no prompts, an empty one, seeds that are not one per prompt, lengths that the
-            model cannot hold, another accept rule, or no text with a token to draft.
+        ValueError: an argument out of its range, or no text with a token to draft.
     """
     opened = opened_of(model)
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]

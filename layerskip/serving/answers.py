@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from layerskip.serving.tasks import Counts, Piece, Task
+from layerskip.serving.requests import Counts, Piece, TextRequest
 from layerskip.text import Detokenizer
 
 
@@ -20,7 +20,7 @@ class Choice:
         reason: "stop" or "length"; None while it goes on.
     """
 
-    def __init__(self, tokenizer: Any, task: Task, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, task: TextRequest, stops: Sequence[str]) -> None:
         self.task = task
         self.text = ""
         self.tokens = 0
@@ -70,8 +70,8 @@ class Choice:
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token])
-        known = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": known}
+        data = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
@@ -140,7 +140,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": counts[0].known},
+            "prompt_tokens_details": {"cached_tokens": counts[0].cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(each.predicted for each in counts) - accepted,

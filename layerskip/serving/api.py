@@ -5,10 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import SequenceBiasLogitsProcessor
 
+from layerskip.checkpoints import Loaded
 from layerskip.grammars import response_format
 from layerskip.requests import end_tokens
 from layerskip.serving.fields import (
@@ -20,7 +22,7 @@ from layerskip.serving.fields import (
     Refusal,
 )
 from layerskip.serving.history import Penalties, StopStrings
-from layerskip.serving.tasks import Task
+from layerskip.serving.requests import TextRequest
 
 COLDEST = 0.001  # a temperature below has scores that float32 does not hold
 
@@ -48,33 +50,38 @@ class Served:
     @classmethod
     def of(
         cls,
-        name: str,
-        model: Any,
-        tokenizer: Any,
+        loaded: Loaded,
+        name: str | None = None,
         *,
         context: int | None = None,
         max_new_tokens: int = 1024,
     ) -> Served:
-        """With what the model's own configuration says."""
-        text, own = model.config.get_text_config(), model.generation_config
+        """A loaded model with what its own configuration says.
+
+        Args:
+            name: by default the model's own, without the path of its folder.
+        """
+        model = loaded.model
+        text, config = model.config.get_text_config(), model.generation_config
         longest = getattr(text, "max_position_embeddings", None)
-        known = [limit for limit in (context, longest) if limit is not None]
-        if not known:
+        limits = [limit for limit in (context, longest) if limit is not None]
+        if not limits:
             raise ValueError("this model does not say how long its texts may be; give --context N")
+        plain = loaded.name if loaded.folder is None else Path(loaded.name).resolve().name
         return cls(
-            name,
-            tokenizer,
+            name or plain,
+            loaded.tokenizer,
             text.vocab_size,
-            min(known),
+            min(limits),
             max_new_tokens,
-            temperature=own.temperature or 1.0,
-            top_k=own.top_k or 0,
-            top_p=1.0 if own.top_p is None else own.top_p,
+            temperature=config.temperature or 1.0,
+            top_k=config.top_k or 0,
+            top_p=1.0 if config.top_p is None else config.top_p,
             ends=end_tokens(model),
         )
 
 
-def tasks_of(asked: Asked, served: Served) -> list[Task]:
+def tasks_of(asked: Asked, served: Served) -> list[TextRequest]:
     """A task for each choice: n for each prompt, choice i with seed + i.
 
     Raises:
@@ -105,16 +112,16 @@ def tasks_of(asked: Asked, served: Served) -> list[Task]:
         text = _text(asked.prediction.content)
         predicted = served.tokenizer(text, add_special_tokens=False)["input_ids"]
     grammar = _grammar(asked, served)
-    found: list[Task] = []
+    requests: list[TextRequest] = []
     for prompt in _prompts(asked, served):
         bias, limit = _bias(asked, served), _limit(asked, len(prompt), served)
         penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
         for _ in range(asked.n):
-            task = Task(
+            task = TextRequest(
                 prompt,
                 limit,
                 **sampling,
-                seed=seed + len(found),
+                seed=seed + len(requests),
                 stop=StopStrings(served.tokenizer, asked.stops, len(prompt))
                 if asked.stops
                 else None,
@@ -122,8 +129,8 @@ def tasks_of(asked: Asked, served: Served) -> list[Task]:
                 predicted=predicted,
                 top_logprobs=told,
             )
-            found.append(task)
-    return found
+            requests.append(task)
+    return requests
 
 
 def _text(content: Content) -> str:
@@ -134,21 +141,21 @@ def _prompts(asked: Asked, served: Served) -> list[list[int]]:
     """Token ids of each prompt."""
     param = "messages" if isinstance(asked, ChatAsked) else "prompt"
     if isinstance(asked, ChatAsked):
-        found = [_chat(asked.messages, served.tokenizer)]
+        prompts = [_chat(asked.messages, served.tokenizer)]
     else:
         assert isinstance(asked, CompletionAsked)
         given: Any = asked.prompt
         several = given if isinstance(given, list) else [given]
         if several and isinstance(several[0], int):
             several = [several]  # one prompt in token ids
-        found = [served.tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in several]
-    if not found or not all(found):
+        prompts = [served.tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in several]
+    if not prompts or not all(prompts):
         raise Refusal(400, f"{param} must hold at least one token", param=param)
-    strange = [t for prompt in found for t in prompt if not 0 <= t < served.vocabulary]
+    strange = [t for prompt in prompts for t in prompt if not 0 <= t < served.vocabulary]
     if strange:
         message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange[0]}"
         raise Refusal(400, message, param=param)
-    return found
+    return prompts
 
 
 def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:

@@ -1,57 +1,43 @@
-"""A batch that rows join and leave: rounds of draft, verify, accept, each text by its own law.
-
-Every text has a `Draws` of one row: so it is the text it has alone, whoever is beside it.
-Letters: R rows of a pass, N positions, V vocabulary.
-"""
+"""Texts on one model, which join a batch and leave it; each is the text that it has alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from layerskip.costs.observed import LaterCosts
+from layerskip.costs.correction import CorrectedCosts
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controller import completed
+from layerskip.decoders import controller_of, costs_of, law_of, warn_of_branches
+from layerskip.decoding.cached_texts import CachedTexts
+from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.engine import Request
-from layerskip.decoding.known import KnownTexts
-from layerskip.decoding.planning import Plan
-from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.live_target import LiveTarget
+from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.decoding.sources.lookup_laws import LookupLaws
-from layerskip.decoding.sources.sublayers import SublayerDraft
-from layerskip.decoding.sources.trained import TrainedDraft
-from layerskip.decoding.speculator import Judged, Offering, Speculator
+from layerskip.decoding.speculator import Speculator
+from layerskip.drafts import Drafts, choose_drafts
 from layerskip.generation import LayerSkipDecoding
 from layerskip.model.cache import rounded_up
 from layerskip.model.opening import sublayers_of
-from layerskip.model.whole import Whole
-from layerskip.serving.places import Places
-from layerskip.serving.tasks import Task
-from layerskip.serving.texts import LOOKED_UP, PREDICTED, Text, Together
-from layerskip.settings import LONGEST_DRAFT, law_of, warn_of_branches
+from layerskip.serving.texts import OfTexts, Text
+from layerskip.settings import LONGEST_DRAFT
 from layerskip.timing.tables import cost_tables
 
-_SERVED = Lookup | LookupLaws | SublayerDraft | TrainedDraft | Assistant
-_MEASURING = 2.0  # seconds, about, before the first task
+_PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
+_MEASURING = 2.0  # seconds, about, before the first request
 
 
 class Batch:
     """Texts on one model.
 
     Args:
-        model: as for `layerskip.decode`.
-        seats: the most texts at a time.
         max_tokens: the most tokens of a text, its prompt included; None: what the model allows.
-        known: keys and values of earlier texts.
-        settings: of `LayerSkipDecoding`.
 
     Raises:
         ValueError: a setting or a model that cannot be served.
@@ -63,10 +49,10 @@ class Batch:
         *,
         seats: int,
         max_tokens: int | None,
-        known: KnownTexts,
+        cached: CachedTexts,
         settings: Mapping[str, Any],
     ) -> None:
-        for name in ("seed", "seeds", "known", "progress", "clock"):
+        for name in ("seed", "seeds", "cached", "progress", "clock"):
             if settings.get(name):
                 raise ValueError(f"serving does not support the setting {name}; leave it out")
         decoding = LayerSkipDecoding(**settings)
@@ -76,250 +62,167 @@ class Batch:
                 "beside it; use 'coupled'"
             )
         opened = sublayers_of(model, decoding.execution)
-        if isinstance(opened, Whole):
-            raise ValueError(f"serving does not support models that run whole: {opened.reason}")
-        sources: list[Source] = []
-        if decoding.enabled:
-            opened, sources = decoding._sources(opened, rejection=False)
-        for source in sources:
-            whole = isinstance(source, Assistant) and isinstance(source.model, Whole)
-            if whole or not isinstance(source, _SERVED):
+        if opened.encoder:
+            raise ValueError(
+                "serving needs a model of one text, this is an encoder-decoder, which reads a text "
+                "before it decodes; use layerskip.generate"
+            )
+        drafts = choose_drafts(opened, decoding)
+        self.model, self._own = drafts.model, drafts.sources
+        for source in self._own:
+            if not isinstance(source, Source):
                 raise ValueError(
-                    f"serving does not support drafts by {type(source).__name__}"
-                    f"{' of a model that runs whole' if whole else ''}; allowed sources are "
-                    "lookups, of texts and of laws, the model's own sublayers, its trained "
-                    "modules, and second models of Llama's kind"
+                    f"serving does not support drafts by {type(source).__name__}: sources must be "
+                    "of layerskip.Source"
                 )
-            if isinstance(source, LookupLaws) and source.laws is not None:
+            if source.keeps_texts:
                 raise ValueError(
-                    "serving keeps the laws of each text apart; give those that all look up as "
-                    "LookupLaws(known=...)"
+                    f"serving keeps texts apart, and this {type(source).__name__} keeps what it "
+                    "learns from each for later ones; give what all look up as known=..."
                 )
-        self.model, self.seats, self.known = opened, seats, known
-        limit, theirs = opened.max_positions, [each.max_positions for each in sources]
+        self.num_seats, self.cached = seats, cached
+        limit, theirs = self.model.max_positions, [each.max_positions for each in self._own]
         self.max_tokens = min(limit, max_tokens or limit, *(each for each in theirs if each))
         self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
-        own = [source for source in sources if not isinstance(source, Lookup)]
-        self.lookups = [source for source in sources if isinstance(source, Lookup)]
-        self.places = Places(
-            opened, own, seats=seats, total=self.max_tokens, max_draft_length=self.longest
+        self.seats: list[Any] = [Seat([], 0, 0)] * seats  # a `Text`, where one is seated
+        forced = OfTexts("forced", self.seats, Text.forced)
+        predicted = OfTexts("predicted", self.seats, Text.predicted)
+        self.passes = Passes(
+            self.model,
+            [forced, predicted, *self._own],
+            [torch.zeros(1, dtype=torch.long)] * seats,
+            max_new_tokens=1,
+            max_draft_length=self.longest,
+            emitted=[[] for _ in range(seats)],
         )
-        self._own, self._first = own, LOOKED_UP + len(self.lookups)
-        self._eos = [frozenset[int]()] * seats
-        self.model.backend.settled = True
-        self._control(decoding)
+        self.passes.open_seats(self.max_tokens)
+        self._draws: list[Any] = [None] * seats
+        self.target = LiveTarget(self.passes, self.seats, self._draws, joint=False)
+        self.model.backend.long_lived = True
+        self.controller = completed(self._controller(decoding))
+        self._speculator = Speculator(
+            self.target, self.controller, self.seats, longest=self.longest
+        )
+        self.controller.reset(seats)
         self._weights: object = None  # that keys and values are of
-        self._seated: list[Text] = []  # in order of their places, those in rounds first
-        self._begun = 0  # how many are in rounds
         self._free = list(range(seats))
         self.rounds = 0
 
-    def _control(self, decoding: LayerSkipDecoding) -> None:
-        """Make the controller; costs are measured here, not while somebody waits for a text."""
-        controller = decoding.controller
+    def _controller(self, decoding: LayerSkipDecoding) -> Controller:
+        """The controller; costs are measured here, not while somebody waits for a text."""
         if not decoding.enabled:
-            controller = make_controller("fixed", costs=CostTable(1.0, (1.0,)))
-        elif isinstance(controller, str):
-            timed = [Lookup(), *self._own]
-            ids = torch.ones(self.seats, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
-            law = law_of(self.model.model, self.seats, (), do_sample=False)
-            new = max(1, min(256, self.max_tokens - 4))
-            request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
-            tables = decoding._tables(self.model, timed, request)
-            if any(isinstance(each, LaterCosts) for each in tables):  # later is now
-                with torch.no_grad():
-                    cost_tables(self.model, timed, request, seconds=_MEASURING)
-            found = [timed[0]] * self._first, [tables[0]] * self._first
-            controller = decoding._control(
-                [*found[0], *self._own], [*found[1], *tables[1:]], ahead=math.inf
-            )
-            if decoding.branches:
-                warn_of_branches(self.model, self._own)
-        self.controller = completed(controller)
-        self._together = Together(self.places.written)
-        self.places.draws = self._together.few
-        self._speculator = Speculator(
-            self.places, self._together, self.controller, eos=self._eos, longest=self.longest
-        )
-        self.controller.reset(self.seats)
+            return make_controller("fixed", costs=CostTable(1.0, (1.0,)))
+        if not isinstance(decoding.controller, str):
+            return decoding.controller
+        timed = [Lookup(), *self._own]
+        rows = self.num_seats
+        ids = torch.ones(rows, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
+        law = law_of(self.model.model, rows, (), do_sample=False)
+        new = max(1, min(256, self.max_tokens - 4))
+        request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
+        drafts = Drafts(self.model, timed)
+        tables = costs_of(decoding, drafts, request)
+        if any(isinstance(each, CorrectedCosts) for each in tables):  # now, not in rounds
+            with torch.no_grad():
+                tables = cost_tables(self.model, timed, request, seconds=_MEASURING)
+        if decoding.branches:
+            warn_of_branches(drafts)
+        # what texts bring with them costs as much as what is looked up
+        return controller_of(decoding, [timed[0], *timed], [tables[0], *tables], ahead=math.inf)
 
     def clear(self) -> None:
-        """Drop all texts and what passes have left, after one has failed."""
-        for text in self._seated:
-            text.seat = -1
-        self._seated.clear()
-        self._begun = 0
-        self._number()
-        self._free = list(range(self.seats))
-        self.places.clear()
-        self.controller.reset(self.seats)
+        for row in self.passes.seated:
+            self.seats[row].row = -1
+        self._free = list(range(self.num_seats))
+        self.passes.clear()
+        self.controller.reset(self.num_seats)
 
     @property
     def texts(self) -> list[Text]:
-        """Those in rounds."""
-        return self._seated[: self._begun]
+        return [self.seats[row] for row in self.passes.rows]
 
     @property
     def joining(self) -> list[Text]:
-        """Those whose prompts are being run."""
-        return self._seated[self._begun :]
-
-    def text(self, task: Task) -> Text:
-        """A checked task; from any thread.
-
-        Raises:
-            ValueError: nothing that can be decoded, with the reason.
-        """
-        return Text.of(task, self.model.model, self.max_tokens, self.longest)
+        passes = self.passes
+        return [self.seats[row] for row in passes.seated[len(passes.rows) :]]
 
     def shape(self, text: Text, memory: int) -> tuple[int, int] | None:
         """Places and slots with which a text can join; None: not beside the others."""
-        going = [*self._seated, text]
+        passes = self.passes
+        going = [*self.texts, *self.joining, text]
         rows, slots = len(going), max(each.slots for each in going)
-        now = self.places.cache.rows, self.places.slots
+        now = passes.cache.rows, passes.slots
         unused = rows == 1 and slots <= now[1] // 4
         if rows <= now[0] and slots <= now[1] and not unused:
             return now
-        ample = min(self.seats, 1 << (rows - 1).bit_length()), rounded_up(slots)
+        ample = min(self.num_seats, 1 << (rows - 1).bit_length()), rounded_up(slots)
         for shape in (ample, (rows, slots)):
-            if self.places.nbytes(*shape) <= memory:
+            if passes.nbytes(*shape) <= memory:
                 return shape
         return None
 
     def join(self, text: Text, shape: tuple[int, int]) -> None:
-        """Give a text a place behind the others."""
-        places = self.places
-        if shape != (places.cache.rows, places.slots):
-            places.resize(*shape, len(self._seated))
-        seat = self._free.pop()
-        text.open(seat, places.written[seat], self.model.device, self.model.drawn)
-        self._eos[seat] = text.eos
-        self._seated.append(text)
-        places.sit(seat, text.task.prompt)
-        self.controller.forget(seat)
+        passes = self.passes
+        if shape != (passes.cache.rows, passes.slots):
+            passes.resize(*shape)
+        row = self._free.pop()
+        self._draws[row] = text.open(row, self.seats, passes.emitted[row], self.model)
+        self.seats[row] = text
+        passes.join(row, text.request.prompt)
+        self.controller.forget(row)
 
     def leave(self, text: Text) -> None:
-        """Drop a text; the last one in rounds takes its place, the last one that one's."""
-        if text.seat < 0:  # it could not join
+        if text.row < 0:  # it could not join
             return
-        self._keep(text)
-        place = self._seated.index(text)
-        if place < self._begun:
-            self._begun -= 1
-            self._move(self._begun, place)
-            place = self._begun
-        self._move(len(self._seated) - 1, place)
-        self._seated.pop()
-        self._number()
-        self._free.append(text.seat)
+        self._keep(text, self.passes.lengths[text.row])
+        self.passes.leave(text.row)
+        self._free.append(text.row)
 
-    def _move(self, place: int, free: int) -> None:
-        """Move a text to a place that is free."""
-        if place != free:
-            text = self._seated[free] = self._seated[place]
-            self.places.move(place, free, self.places.lengths[text.seat])
-
-    def _number(self) -> None:
-        self._together.texts = {text.seat: text for text in self.texts}
-        self.places.rows = {text.seat: place for place, text in enumerate(self.texts)}
-
-    def _keep(self, text: Text, length: int | None = None) -> None:
-        length = self.places.lengths[text.seat] if length is None else length
+    def _keep(self, text: Text, length: int) -> None:
         if length:
-            rows, self.places.rows = self.places.rows, {text.seat: self._seated.index(text)}
-            self.known.keep(text.weights, self.places, text.seat, length)
-            self.places.rows = rows
+            self.cached.keep(text.weights, self.passes, text.row, length)
 
     def left(self, text: Text) -> int:
-        """How many tokens of a prompt have to be run."""
-        return len(text.task.prompt) - self.places.lengths[text.seat]
+        return text.prompt_length - self.passes.lengths[text.row]
 
     def prefill(self, text: Text, most: int) -> int:
-        """Run the next tokens of a joining text's prompt, at first behind what is known; how many.
+        """Run the next tokens of a joining text's prompt, at first behind what is cached; how many.
 
         Behind the last one the text is in rounds.
         """
-        places, seat, place = self.places, text.seat, self._seated.index(text)
-        if not places.lengths[seat]:  # by now more may be known than when it joined
-            if not any(places.lengths[each.seat] for each in self._seated):
+        passes, row = self.passes, text.row
+        if not passes.lengths[row]:  # by now more may be cached than when it joined
+            if not any(passes.lengths[each] for each in passes.seated):
                 # not beside texts on their way, which new weights would spoil anyway
-                self._weights = self.known.check(self.model)
+                self._weights = self.cached.check(self.model)
             text.weights = self._weights
-            window = places.cache.window
-            filled, same = self.known.start(text.task.prompt, window, places.needed)
-            places.fill(seat, place, filled)
-            text.counts.known, text.same = places.lengths[seat], same if window else 0
-        before = places.lengths[seat]
-        raw = places.piece(seat, place, min(most, places.most))
-        if before < text.same <= places.lengths[seat]:
+            window = passes.cache.window
+            filled, same = self.cached.start(text.request.prompt, window, passes.needed)
+            passes.fill(row, filled)
+            text.counts.cached, text.same = passes.lengths[row], same if window else 0
+        before = passes.lengths[row]
+        raw = passes.prefill_piece(row, min(most, passes.piece))  # (1, V)
+        if before < text.same <= passes.lengths[row]:
             self._keep(text, text.same)
         if raw is not None:
-            self._keep(text)
-            if place != self._begun:
-                other = self._seated[place] = self._seated[self._begun]
-                self._seated[self._begun] = text
-                longest = max(places.lengths[seat], places.lengths[other.seat])
-                places.exchange(place, self._begun, longest)
-            self._begun += 1
-            self._number()
-            with text.alone():
-                text.begin(self.lookups, self.model.vocabulary)
+            self._keep(text, passes.lengths[row])
+            passes.begin(row)
+            verdict = self.target.judge(raw, [(row, 0)])
             if text.reason is None:
-                self._emit(text, raw, self._speculator.judge(raw, [(seat, 0)]), None)
-        return places.lengths[seat] - before
+                emitted = text.emit(verdict.tokens[row])
+                text.tell_logprobs(raw, emitted)
+                passes.tell(row, emitted)
+        return passes.lengths[row] - before
 
     def round(self) -> None:
         """One round of the texts that have begun."""
+        if all(text.finished for text in self.texts):
+            return
         self.rounds += 1
         with self.model.disturbed():
-            drafts = self._speculator.draft(self._plan())
-            if all(text.reason is not None for text in self.texts):
-                return
-            positions = drafts.positions(self.places.rows)
-            branches = drafts.branches(self.places.rows)
-            raw = self.places.verify(drafts.fed, positions, branches)  # (N, V)
-            judged = self._speculator.judge(raw, positions, drafts)
-            last: dict[int, int] = {}
-            for text in self.texts:
-                if text.reason is None:
-                    self._emit(text, raw, judged, drafts)
-                    if text.reason is None:
-                        last[text.seat] = judged.read[text.seat][-1]
-            self._speculator.show(raw, last)
-
-    def _plan(self) -> dict[int, Plan]:
-        left = {
-            text.seat: text.task.max_new_tokens - len(text.emitted) if text.task.speculate else 0
-            for text in self.texts
-        }
-        offers: list[Offering] = [
-            *(partial(self._together.offer, number) for number in range(self._first)),
-            *(state.offer for state in self.places.states),
-        ]
-        plans = self._speculator.plan(left, offers if self.longest else [])
-        for text in self.texts:
-            text.plan = plans[text.seat]
-        # the places know only of the model's own drafts
-        return {
-            seat: plan if plan.source is None else plan._replace(source=plan.source - self._first)
-            for seat, plan in plans.items()
-        }
-
-    def _emit(self, text: Text, raw: Tensor, judged: Judged, drafts: DraftedTokens | None) -> None:
-        """Emit a text's tokens, judged by raw logits (N, V), and commit the round."""
-        seat, counts = text.seat, text.counts
-        emitted = text.emit(judged.tokens[seat])
-        if text.task.top_logprobs is not None:
-            text.tell_logprobs(raw[judged.read[seat][: len(emitted)]], emitted)
-        if drafts is None:
-            self.places.tell(seat, emitted)
-            return
-        self._speculator.commit(seat, emitted, judged, drafts)
-        drafted = len(drafts.tokens[seat])
-        accepted = min(len(judged.tokens[seat]) - 1, len(emitted))
-        counts.rounds += 1
-        counts.drafted += drafted
-        counts.accepted += accepted
-        if text.plan.source == PREDICTED:
-            counts.predicted += drafted
-            counts.predicted_accepted += accepted
+            outcome = self._speculator.round()
+        for row, emitted in outcome.emitted.items():
+            text, raw, read = self.seats[row], outcome.verdict.raw, outcome.verdict.read[row]
+            if text.request.top_logprobs is not None and raw is not None:
+                text.tell_logprobs(raw[read[: len(emitted)]], emitted)
+            text.count(outcome, _PREDICTED)

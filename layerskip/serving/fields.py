@@ -172,10 +172,10 @@ class CompletionAsked(Asked):
         return self.logprobs
 
 
-Kind = TypeVar("Kind", bound=Asked)
+Body = TypeVar("Body", bound=Asked)
 
 
-def read(kind: type[Kind], body: bytes) -> Kind:
+def read(kind: type[Body], body: bytes) -> Body:
     """A request's body, checked.
 
     Raises:

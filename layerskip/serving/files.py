@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 from layerskip.files.schema import mapping, parse
 from layerskip.files.writing import replacing
 from layerskip.prompts import Prompt
+from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.serving.tasks import Piece, Task
 from layerskip.text import decode_text
 
 Row = dict[str, Any]
@@ -120,10 +120,10 @@ def _joined(path: Path, count: int = 1) -> dict[str, bytes]:
     """
     rows, torn = _read_rows(path)
     name = re.compile(re.escape(path.name) + r"\.\d+-of-(\d+)")
-    found = [(each, name.fullmatch(each.name)) for each in path.parent.iterdir()]
+    matches = [(each, name.fullmatch(each.name)) for each in path.parent.iterdir()]
     with ExitStack() as stack:
         joined = []
-        for part, match in found:
+        for part, match in matches:
             if match is None:
                 continue
             try:
@@ -222,10 +222,10 @@ class Answering:
 
     serving: Serving
     tokenizer: Any
-    task_of: Callable[[int, Prompt], Task]
+    task_of: Callable[[int, Prompt], TextRequest]
     ahead: int
 
-    def submit(self, id_: str, task: Task, tell: Callable[[int, Row | None], None]) -> None:
+    def submit(self, id_: str, task: TextRequest, tell: Callable[[int, Row | None], None]) -> None:
         """Begin a text.
 
         Args:
@@ -275,7 +275,7 @@ def answer_all(
     progress, going = answers.progress, set[str]()
     left = (each for each in asked if each[1].id not in answers.done)
 
-    def submit(id_: str, task: Task) -> None:
+    def submit(id_: str, task: TextRequest) -> None:
         def tell(new: int, row: Row | None) -> None:
             progress.tokens += new
             if row is not None:
@@ -290,7 +290,7 @@ def answer_all(
         if more and len(going) <= answering.ahead // 2:  # before the batch runs out of texts
             taken = list(islice(left, answering.ahead))
             more = bool(taken)
-            tasks: list[tuple[str, Task]] = []
+            tasks: list[tuple[str, TextRequest]] = []
             for number, prompt in taken:
                 try:
                     tasks.append((prompt.id, answering.task_of(number, prompt)))

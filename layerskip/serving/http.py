@@ -20,8 +20,8 @@ from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.api import Served, tasks_of
 from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Refusal, read
 from layerskip.serving.metrics import Metrics
+from layerskip.serving.requests import Piece, QueueFull, TextRequest
 from layerskip.serving.scheduler import Serving, Ticket
-from layerskip.serving.tasks import Piece, QueueFull, Task
 
 BODY_SECONDS = 30.0  # in which a client sends what it asks
 _log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def make_app(
 class _Running:
     """The tasks of one request: they tell from their thread, one coroutine reads."""
 
-    def __init__(self, serving: Serving, ended: Callable[[Task, Piece], None]) -> None:
+    def __init__(self, serving: Serving, ended: Callable[[TextRequest, Piece], None]) -> None:
         self._serving = serving
         self._ended = ended
         self._loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ class _Running:
         self._news = asyncio.Event()
         self._tickets: dict[int, Ticket] = {}
 
-    async def submit(self, tasks: Sequence[Task]) -> None:
+    async def submit(self, tasks: Sequence[TextRequest]) -> None:
         """All of them or none."""
         try:
             for index, task in enumerate(tasks):
@@ -165,7 +165,7 @@ class _Running:
             self.cancel()
             raise
 
-    def _tell(self, index: int, task: Task) -> Callable[[Piece], None]:
+    def _tell(self, index: int, task: TextRequest) -> Callable[[Piece], None]:
         def tell(piece: Piece) -> None:
             if piece.reason is not None:
                 self._ended(task, piece)

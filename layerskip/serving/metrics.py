@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.serving.tasks import Piece, Task
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
@@ -21,19 +21,19 @@ class Metrics(Collector):
 
     def __init__(self, serving: Serving) -> None:
         self.registry = CollectorRegistry()
-        own: dict[str, Any] = {"registry": self.registry, "namespace": "layerskip"}
+        common: dict[str, Any] = {"registry": self.registry, "namespace": "layerskip"}
         asked = ["path", "status"]
-        self._requests = Counter("requests", "Requests, by status.", asked, **own)
-        self._texts = Counter("texts", "Texts that ended, by why.", ["reason"], **own)
-        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **own)
-        self._known = Counter("known_tokens", "Those of them that were known.", **own)
-        self._drafted = Counter("drafted_tokens", "Tokens drafted.", **own)
-        self._accepted = Counter("accepted_tokens", "Drafted tokens that were emitted.", **own)
+        self._requests = Counter("requests", "Requests, by status.", asked, **common)
+        self._texts = Counter("texts", "Texts that ended, by why.", ["reason"], **common)
+        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **common)
+        self._known = Counter("known_tokens", "Those of them that were known.", **common)
+        self._drafted = Counter("drafted_tokens", "Tokens drafted.", **common)
+        self._accepted = Counter("accepted_tokens", "Drafted tokens that were emitted.", **common)
         self._first = Histogram(
-            "first_token_seconds", "From submission to the first token.", buckets=_SECONDS, **own
+            "first_token_seconds", "From submission to the first token.", buckets=_SECONDS, **common
         )
         self._whole = Histogram(
-            "text_seconds", "From submission to the last token.", buckets=_SECONDS, **own
+            "text_seconds", "From submission to the last token.", buckets=_SECONDS, **common
         )
         self._serving = serving
         self.registry.register(self)
@@ -64,12 +64,12 @@ class Metrics(Collector):
         finally:
             self._requests.labels(path, status).inc()
 
-    def ended(self, task: Task, piece: Piece) -> None:
+    def ended(self, task: TextRequest, piece: Piece) -> None:
         """Counts a text; on the thread that steps."""
         counts = piece.counts
         self._texts.labels(piece.reason).inc()
         self._prompt.inc(len(task.prompt))
-        self._known.inc(counts.known)
+        self._known.inc(counts.cached)
         self._drafted.inc(counts.drafted)
         self._accepted.inc(counts.accepted)
         if piece.reason in ("stop", "length"):

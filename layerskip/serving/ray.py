@@ -111,8 +111,8 @@ def answer_by_ray(
         num_cpus=None if cards else 1,
         num_gpus=1 if cards else None,
     )
-    for found in rows.iter_rows():
-        row: Row = json.loads(found["row"])
+    for each in rows.iter_rows():
+        row: Row = json.loads(each["row"])
         if "refused" in row:
             raise ValueError(row["refused"])
         answers.add(row)
@@ -144,11 +144,11 @@ class _Worker:
     def _row(self, number: int, prompt: Any) -> Row:
         if self._refused:
             return {"refused": self._refused}
-        ended, found = threading.Event(), list[Row]()
+        ended, rows = threading.Event(), list[Row]()
 
         def tell(new: int, row: Row | None) -> None:
             if row is not None:
-                found.append(row)
+                rows.append(row)
                 ended.set()
 
         try:
@@ -156,7 +156,7 @@ class _Worker:
         except ValueError as error:
             return error_row(prompt.id, error)
         ended.wait()
-        return found[0]
+        return rows[0]
 
 
 def deployment(
@@ -197,8 +197,7 @@ def deployment(
 
         loaded = load(model, device=device, dtype=dtype)
         loaded.opened(settings.get("execution", "auto"))  # joins what fused passes read
-        called = name or (model if loaded.folder is None else Path(model).resolve().name)
-        served = Served.of(called, loaded.model, loaded.tokenizer, context=context)
+        served = Served.of(loaded, name, context=context)
         serving = Serving(
             loaded.model,
             max_rows=max_rows,

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from layerskip.decoding.known import KnownTexts
+from layerskip.decoding.cached_texts import CachedTexts
+from layerskip.decoding.seats import Reason
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.batch import Batch
-from layerskip.serving.tasks import Piece, QueueFull, Reason, Task, in_a_line
+from layerskip.serving.requests import Piece, QueueFull, TextRequest, in_a_line
 from layerskip.serving.texts import Text
 from layerskip.session import share
 
@@ -66,7 +67,6 @@ class Serving:
     A task's text is the one of `layerskip.decode` with its seed alone, whoever is beside it.
 
     Args:
-        model: as for `layerskip.decode`.
         memory: bytes that keys and values of the batch may take; by default half of what is free.
         max_rows: tasks in the batch, at most.
         max_queue: tasks that wait, at most.
@@ -96,9 +96,9 @@ class Serving:
             )
         free = share(sublayers_of(model, settings.get("execution", "auto")).device)
         self.memory = 2 * free if memory is None else memory
-        self._known = KnownTexts(free if session_memory is None else session_memory)
+        self._cached = CachedTexts(free if session_memory is None else session_memory)
         self._batch = Batch(
-            model, seats=max_rows, max_tokens=max_tokens, known=self._known, settings=settings
+            model, seats=max_rows, max_tokens=max_tokens, cached=self._cached, settings=settings
         )
         self.max_queue = max_queue
         self._waiting: deque[Ticket] = deque()
@@ -111,46 +111,39 @@ class Serving:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one task."""
         return self._batch.max_tokens
 
     @property
     def alive(self) -> bool:
-        """Whether a thread of its own steps."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def stats(self) -> ServingStats:
-        """A copy."""
-        places = self._batch.places
-        used = places.nbytes(places.cache.rows, places.slots)
-        known = self._known
+        passes = self._batch.passes
+        used = passes.nbytes(passes.cache.rows, passes.slots)
+        cached = self._cached
         return replace(
             self._done,
             rows=len(self._going),
             waiting=len(self._waiting),
             memory=self.memory,
             used=used,
-            known_memory=known.memory,
-            known_used=known.nbytes,
-            laws_used=sum(state.nbytes for state in places.states),
+            known_memory=cached.memory,
+            known_used=cached.nbytes,
+            laws_used=sum(state.nbytes for state in passes.states),
             rounds=self._batch.rounds,
         )
 
-    def submit(self, task: Task, tell: Callable[[Piece], None]) -> Ticket:
+    def submit(self, task: TextRequest, tell: Callable[[Piece], None]) -> Ticket:
         """Queue a task; from any thread.
 
         Args:
             tell: called on the thread that steps, in order; its last piece has a reason. It must
                 not block.
-
-        Raises:
-            ValueError: a task that cannot be decoded, or never fits into the memory.
-            QueueFull: as many tasks wait as may.
-            RuntimeError: the thread that steps has ended by an error.
         """
-        text = self._batch.text(task)
-        needed = self._batch.places.nbytes(1, text.slots)
+        batch = self._batch
+        text = Text.of(task, batch.model.model, batch.max_tokens, batch.longest)
+        needed = batch.passes.nbytes(1, text.slots)
         if needed > self.memory:
             raise ValueError(
                 f"keys and values of {text.slots} tokens take {needed:,} bytes, and may take "
@@ -272,7 +265,7 @@ class Serving:
 
     def _join(self) -> None:
         batch = self._batch
-        while len(self._going) < batch.seats:
+        while len(self._going) < batch.num_seats:
             with self._changed:
                 if not self._waiting:
                     return

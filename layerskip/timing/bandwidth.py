@@ -1,7 +1,4 @@
-"""Measures how many bytes a second a device reads in order from its memory.
-
-Every pass reads all weights, so decoding few tokens cannot be faster than that.
-"""
+"""Measures how many bytes a second a device reads: no pass over few tokens can be faster."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-SIZE = 256 << 20
-"""Bytes of a sweep: more than caches hold, but quick compared with a benchmark."""
+SIZE = 256 << 20  # bytes of a sweep: more than caches hold, but quick compared with a benchmark
 
 
 class Sweeps:

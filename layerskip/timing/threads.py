@@ -1,8 +1,4 @@
-"""Finds the number of CPU threads on which a model decodes fastest.
-
-Too many threads wait for one another, and if other work takes a core, all threads wait for the one
-that it delays. So the number is measured.
-"""
+"""Finds the number of CPU threads on which a model decodes fastest: too many only wait."""
 
 from __future__ import annotations
 
@@ -42,9 +38,6 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
     until it is clear, and takes the smallest number that hardly any other beats. It returns torch's
     own number on other devices, with compiled passes (each number would need compiling), and if
     passes are so long that every thread pays.
-
-    Args:
-        now: the clock, in seconds.
     """
     most = torch.get_num_threads()
     if most == 1 or model.device.type != "cpu" or model.execution == "compiled":
@@ -68,11 +61,11 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
                     return most
             typical = {count: statistics.median(times) for count, times in seconds.items()}
             best = min(counts, key=typical.__getitem__)
-            found = next(count for count in counts if typical[count] <= _WORTH * typical[best])
-            fewer = [each for count in counts if count < found for each in seconds[count]]
-            clear = found == best and len(seconds[best]) > _PASSES
+            chosen = next(count for count in counts if typical[count] <= _WORTH * typical[best])
+            fewer = [each for count in counts if count < chosen for each in seconds[count]]
+            clear = chosen == best and len(seconds[best]) > _PASSES
             if clear and min(fewer, default=math.inf) > _WORTH * max(seconds[best]):
                 break
             if now() - started > _BUDGET:
                 break
-    return found
+    return chosen

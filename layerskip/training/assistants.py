@@ -2,17 +2,15 @@
 
 The target is frozen and reads each text once. From every place the assistant drafts a few tokens:
 each step has the text's token, as only drafts that were right so far matter, and the h of the step
-before. Its laws are brought towards the target's.
+before. Its distributions are brought towards the target's.
 Letters: B texts, T tokens of one, S steps, P = T - S places, H the target's width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,11 @@ from layerskip.files.writing import replace_folder, write_text
 from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
 from layerskip.model.sublayers import Sublayers
-from layerskip.training import data, features, processes
-from layerskip.training.drafts import APART, SAVE_SECONDS, Recipe, Training
-from layerskip.training.loop import optimizers_for, schedule, train, windows_of
-from layerskip.training.losses import DEEPER, lk, overlap
+from layerskip.training import data, processes
+from layerskip.training.drafts import Recipe, Training, means
+from layerskip.training.losses import lk, of_steps, overlap
+from layerskip.training.students import AHEAD, Student
 
-AHEAD = 4
-"""Steps of a draft in training."""
 RECORD, CHECKPOINT = "assistant.json", "assistant"
 """In the folder of a training: what came of it, and the assistant."""
 
@@ -53,43 +49,6 @@ class TargetReading:
     states: Tensor
     logits: Tensor
     keys: dict[str, tuple[Tensor, Tensor]]
-
-
-def assistant_config(target: Any, *, hidden: int, intermediate: int, heads: int) -> Any:
-    """The config of an assistant for a Gemma 4 text model's config: three sliding layers, one full.
-
-    Args:
-        hidden, intermediate, heads: of its layers; its heads are as wide as the target's.
-    """
-    from transformers import Gemma4AssistantConfig, Gemma4TextConfig
-
-    widths = target.per_layer_config
-    of_full_layers: dict[str, Any] = {
-        "num_global_key_value_heads": widths["full_attention"].num_key_value_heads,
-        "global_head_dim": widths["full_attention"].head_dim,
-    }
-    text = Gemma4TextConfig(
-        **of_full_layers,
-        vocab_size=target.vocab_size,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=4,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-        num_kv_shared_layers=4,
-        num_attention_heads=heads,
-        num_key_value_heads=widths["sliding_attention"].num_key_value_heads,
-        attention_k_eq_v=target.attention_k_eq_v,
-        head_dim=widths["sliding_attention"].head_dim,
-        rope_parameters=target.rope_parameters,
-        sliding_window=target.sliding_window,
-        max_position_embeddings=target.max_position_embeddings,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        pad_token_id=target.pad_token_id,
-    )
-    return Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target.hidden_size)
 
 
 @torch.no_grad()
@@ -137,13 +96,13 @@ def unrolled(assistant: Any, reading: TargetReading, steps: int) -> list[Tensor]
 
 
 def distance(drafted: list[Tensor], reading: TargetReading, temperature: float) -> Tensor:
-    """The loss of the unrolled steps, a scalar: their weighted mean (see `losses.DEEPER`)."""
-    losses = [
-        lk(logits, _ahead(reading, step, logits), logits, temperature)
-        for step, logits in enumerate(drafted)
-    ]
-    weights = losses[0].new_tensor([DEEPER**step for step in range(len(losses))])
-    return (weights * torch.stack(losses)).sum() / weights.sum()
+    """The loss of the unrolled steps, a scalar."""
+    return of_steps(
+        [
+            lk(logits, _ahead(reading, step, logits), None, temperature)
+            for step, logits in enumerate(drafted)
+        ]
+    )
 
 
 @torch.no_grad()
@@ -177,6 +136,10 @@ def save_assistant(assistant: Any, output: Path) -> None:
     replace_folder(partial, output)
 
 
+class _Assistant(Student):
+    rate = 1e-3
+
+
 class AssistantTraining(Training):
     """Training an assistant further in a folder, on the target's answers or on texts as they are.
 
@@ -202,6 +165,9 @@ class AssistantTraining(Training):
         Official(opened, Sublayers(loaded, "modules"))  # refuses a wrong one now, not in an hour
         super().__init__(opened, corpus, replace(recipe, kind="assistant"), folder, **said)
 
+    def _student(self, kind: str) -> type[Student]:
+        return _Assistant
+
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"start": self.start}
 
@@ -209,57 +175,35 @@ class AssistantTraining(Training):
         """Run all stages; returns the record, which is kept in the folder beside the assistant."""
         path = self.folder / RECORD
         if not path.exists():
-            if processes.first():
-                self._make_texts()
-            processes.wait()
-            texts = data.all_texts(self.work / "texts")
-            self._train_on(features.windows([text.ids for text in texts], self.recipe.window))
+            self._train_further(self._windows()[0])
             processes.wait()
         record: dict[str, Any] = parse(path.read_bytes())
         return record
 
-    def _train_on(self, ids: Tensor) -> None:
+    def _train_further(self, ids: Tensor) -> None:
         """Train on windows (N, T), and write the assistant and its record."""
-        recipe, device = self.recipe, self.opened.device
-        if len(ids) <= recipe.rows:
-            raise ValueError(
-                f"the texts hold {len(ids)} windows of {recipe.window} tokens, too few for a step "
-                f"of {recipe.rows} and a window kept apart; give more prompts or texts"
-            )
+        temperature = self.recipe.temperature
         assistant = load_assistant(self.start)
-        dtype, assistant = assistant.dtype, assistant.to(device).float()
-        count = max(recipe.rows, len(ids) - max(1, min(APART, len(ids) // 16)))  # trained on
+        dtype, assistant = assistant.dtype, assistant.to(self.opened.device).float()
         began = time.monotonic()
-        before = self._judged(assistant, ids, range(count, len(ids)))
+        before = self._judged(assistant, ids)
         judging = time.monotonic() - began  # as long as it takes once more
 
-        def step_loss(step: int) -> Tensor:
-            numbers = windows_of(count, recipe.rows, step, recipe.seed)
-            numbers = numbers[processes.rank() :: processes.count()]
-            return distance(*self._unrolled(assistant, ids, numbers), recipe.temperature)
+        def loss_of(numbers: list[int]) -> Tensor:
+            return distance(*self._unrolled(assistant, ids, numbers), temperature)
 
-        a_step = recipe.rows * recipe.window
-        steps = train(
-            assistant,
-            optimizers_for(recipe.optimizer, assistant, recipe.rate or 0.0),
-            step_loss,
-            math.ceil((recipe.tokens or 1 << 50) / a_step),
-            schedule=schedule,
-            checkpoint=self.work / "checkpoint.pt",
-            total_seconds=self._budget(judging),
-            save_seconds=SAVE_SECONDS,
-        )
-        for step, loss, share in self._timed("training", steps):
-            self.progress(f"training: {step * a_step:,} tokens, loss {loss:.3f}", share)
-        after = self._judged(assistant, ids, range(count, len(ids)))
+        tokens = 0
+        for tokens, _ in self._steps(assistant, ids, loss_of, judging):  # noqa: B007
+            pass
+        after = self._judged(assistant, ids)
         if not processes.first():
             return
         save_assistant(assistant.to(dtype), self.folder / CHECKPOINT)
         record = {
-            "recipe": recipe.to_dict(),
+            "recipe": self.recipe.to_dict(),
             "start": self.start,
             "model": getattr(self.opened.model, "name_or_path", None) or None,
-            "tokens": step * a_step,
+            "tokens": tokens,
             "text_tokens": ids.numel(),
             "seconds": self.seconds,
             "overlap": {"before": before, "after": after},
@@ -270,16 +214,16 @@ class AssistantTraining(Training):
     def _unrolled(
         self, assistant: Any, ids: Tensor, numbers: list[int]
     ) -> tuple[list[Tensor], TargetReading]:
-        device = self.opened.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.half):
-            reading = read(self.opened, ids[numbers].to(device))
-            return unrolled(assistant, reading, AHEAD), reading
+        reading = read(self.opened, ids[numbers].to(self.opened.device))
+        return unrolled(assistant, reading, AHEAD), reading
 
     @torch.no_grad()
-    def _judged(self, assistant: Any, ids: Tensor, apart: Iterable[int]) -> list[float]:
+    def _judged(self, assistant: Any, ids: Tensor) -> list[float]:
         """The overlap of each step on held-out windows."""
-        found = []
-        for number in apart:
-            drafted, reading = self._unrolled(assistant, ids, [number])
-            found.append(overlaps(drafted, reading, self.recipe.temperature))
-        return [sum(step) / len(found) for step in zip(*found, strict=True)]
+        with self._precision():
+            return means(
+                [
+                    overlaps(*self._unrolled(assistant, ids, [number]), self.recipe.temperature)
+                    for number in self._apart(ids)
+                ]
+            )

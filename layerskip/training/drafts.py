@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.schema import parse
@@ -25,15 +25,17 @@ from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
+from layerskip.registry import OPTIMIZERS, named
 from layerskip.training import data, features, processes
-from layerskip.training.loop import OPTIMIZERS, optimizers_for, schedule, train, windows_of
-from layerskip.training.losses import Laws, TrainingBatch
-from layerskip.training.students import RANK, RATES, Student, skip_for, student_of
+from layerskip.training.loop import schedule, train, windows_of
+from layerskip.training.losses import Judge, TrainingBatch
+from layerskip.training.students import Student
 from layerskip.vocabulary import ranked
 
 TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether it pays or not."""
 SAVE_SECONDS = 60.0
+RANK = 16
 PASSES = 2  # over the texts, where tokens are asked for
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the minutes that are asked for
 LEAST_JUDGING = 60.0
@@ -53,14 +55,11 @@ class Recipe:
     """The settings of a training.
 
     Attributes:
-        kind: of `layerskip.draft_weights.TRAINED`.
-        loss: of `LOSSES`.
-        skip: what the draft runs of the model: the draft to heal, perhaps from healed weights on,
-            or the exit that an exit block stands behind; by default what `skip_for` says.
+        kind, loss, optimizer: names of `layerskip.registry`.
+        skip: what the draft runs of the model; by default what the student's `skip_for` says.
         tokens: to train on, over all passes; None: as many as `minutes` allow.
         minutes: of texts, features, training and judging together.
         vocabulary: how many of the target's most frequent tokens the loss looks at.
-        optimizer: of `OPTIMIZERS`.
         rate: of learning, at most; by default the kind's own.
         window: tokens of a sequence; `rows` of them are a step.
 
@@ -95,10 +94,7 @@ class Recipe:
             raise ValueError(
                 f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
             )
-        if self.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
-            raise ValueError(
-                f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; take adamw"
-            )
+        named("optimizer", self.optimizer)([nn.Parameter(torch.ones(1, 1))], 0.0)  # if torch has it
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; initial weights by their hash, not by their path."""
@@ -142,15 +138,16 @@ class Training:
         started: float | None = None,
     ) -> None:
         started = time.monotonic() if started is None else started
-        chosen = skip_for(recipe.kind, recipe.skip, opened.num_layers)
+        self.student = self._student(recipe.kind)
+        chosen = self.student.skip_for(recipe.kind, recipe.skip, opened.num_layers)
         self.skip = replace(
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
         )
         if self.skip.trained is not None:
             opened.weights.deltas(self.skip.trained)  # refuses a wrong file now, not in an hour
-        rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
+        rate = self.student.rate if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
-        self.tap = self.skip.shared_prefix() if recipe.kind == "exit-block" else None
+        self.tap = self.skip.shared_prefix() if self.student.tapped else None
         self.opened, self.corpus, self.folder, self.work = opened, corpus, folder, folder / "work"
         opened.model.requires_grad_(False)
         self.half = half_is_fast(opened.device)
@@ -159,7 +156,7 @@ class Training:
         self.facts: dict[str, Any] = {}
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_same()
-        self._clock = self.work / "seconds.json"
+        self._clock, self._checkpoint = self.work / "seconds.json", self.work / "checkpoint.pt"
         self.seconds: dict[str, float] = dict.fromkeys(("texts", "features", "training"), 0.0)
         if self._clock.exists():
             self.seconds |= parse(self._clock.read_bytes())
@@ -188,20 +185,13 @@ class Training:
         prompts = len(self.corpus.known) + len(self.corpus.apart)
         return self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
 
+    def _student(self, kind: str) -> type[Student]:
+        student: type[Student] = named("student", kind)
+        return student
+
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""
-        recipe = self.recipe
-        if processes.first():
-            self._make_texts()
-        processes.wait()
-        texts = data.all_texts(self.work / "texts")
-        ids = features.windows([text.ids for text in texts], recipe.window)  # (N, T)
-        if len(ids) <= recipe.rows:
-            raise ValueError(
-                f"the texts hold {sum(len(text.ids) for text in texts)} tokens, too few for a "
-                f"step ({recipe.rows} windows of {recipe.window}) and a window kept apart; give "
-                "more prompts or texts"
-            )
+        ids, texts = self._windows()
         if processes.first():
             self._make_features(ids)
         processes.wait()
@@ -209,10 +199,25 @@ class Training:
         processes.wait()
         return SkipConfig.load(self.folder / TRAINED_FILE)
 
+    def _windows(self) -> tuple[Tensor, list[data.TrainingText]]:
+        """The texts, which are made where they are missing, and their windows (N, T)."""
+        if processes.first():
+            self._make_texts()
+        processes.wait()
+        texts, recipe = data.all_texts(self.work / "texts"), self.recipe
+        ids = features.windows([text.ids for text in texts], recipe.window)
+        if len(ids) <= recipe.rows:
+            raise ValueError(
+                f"the texts hold {sum(len(text.ids) for text in texts)} tokens, too few for a "
+                f"step ({recipe.rows} windows of {recipe.window}) and a window kept apart; give "
+                "more prompts or texts"
+            )
+        return ids, texts
+
     def clear(self) -> None:
         """Remove the files that only training needs; texts and times stay."""
         shutil.rmtree(self.work / "features", ignore_errors=True)
-        (self.work / "checkpoint.pt").unlink(missing_ok=True)
+        self._checkpoint.unlink(missing_ok=True)
 
     def _timed(self, stage: str, parts: Iterable[T]) -> Iterator[T]:
         """Iterate over a stage's parts, and add their seconds to those of earlier starts."""
@@ -228,7 +233,7 @@ class Training:
     def _make_texts(self) -> None:
         recipe = self.recipe
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
-        of_texts = FOR_TEXTS if recipe.kind == "healed" else FOR_TEXTS_OF_MODULES
+        of_texts = FOR_TEXTS_OF_MODULES if self.student.module else FOR_TEXTS
         left, spent = self.until - time.monotonic(), self.seconds["texts"]
         limit = of_texts * max(1.0, left + spent)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
@@ -273,47 +278,27 @@ class Training:
         return frequent.sort().values
 
     def _train(self, ids: Tensor, frequent: Tensor) -> None:
-        recipe, checkpoint = self.recipe, self.work / "checkpoint.pt"
-        laws = Laws(self.opened, frequent, recipe.loss, recipe.temperature)
-        student = student_of(
-            recipe.kind,
+        recipe = self.recipe
+        judge = Judge(self.opened, frequent, recipe.loss, recipe.temperature)
+        student = self.student(
             self.opened,
             self.skip,
             rank=recipe.rank,
             dtype=torch.bfloat16 if self.half else torch.float32,
             seed=recipe.seed,
         )
-        count = max(recipe.rows, len(ids) - max(1, min(APART, len(ids) // 16)))  # trained on
 
-        def step_loss(step: int) -> Tensor:
-            numbers = windows_of(count, recipe.rows, step, recipe.seed)
-            numbers = numbers[processes.rank() :: processes.count()]
-            with torch.autocast(self.opened.device.type, torch.bfloat16, enabled=self.half):
-                batch = self._batch(laws, ids, numbers)
-                return laws.distance(student(batch), batch)
+        def loss_of(numbers: list[int]) -> Tensor:
+            batch = self._batch(judge, ids, numbers)
+            return judge.distance(student(batch), batch)
 
-        a_step, whole = recipe.rows * ids.shape[1], 60 * (recipe.minutes or 0.0)
-        if not checkpoint.exists():
-            self._measure(0, student, laws, ids, range(count, len(ids)))
-        steps = train(
-            student,
-            optimizers_for(recipe.optimizer, student, recipe.rate or 0.0),
-            step_loss,
-            math.ceil((recipe.tokens or 1 << 50) / a_step),
-            schedule=schedule,
-            checkpoint=checkpoint,
-            total_seconds=self._budget(max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))),
-            save_seconds=SAVE_SECONDS,
-            log=self.curve,
-        )
-        for step, loss, share in self._timed("training", steps):
+        if not self._checkpoint.exists():
+            self._measure(0, student, judge, ids)
+        whole = 60 * (recipe.minutes or 0.0)
+        judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
+        for tokens, share in self._steps(student, ids, loss_of, judging):
             if min(share, 1.0) * POINTS >= len(self.curve):
-                self._measure(step * a_step, student, laws, ids, range(count, len(ids)))
-            left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
-            self.progress(
-                f"training: {step * a_step:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
-                share,
-            )
+                self._measure(tokens, student, judge, ids)
         self.facts |= {
             "tokens": self.curve[-1]["tokens"],  # measured after the last step, over all starts
             "text_tokens": ids.numel(),
@@ -324,35 +309,80 @@ class Training:
         if processes.first():
             self._write(student, frequent)
 
-    def _budget(self, judging: float) -> float:
+    def _steps(
+        self, module: nn.Module, ids: Tensor, loss_of: Callable[[list[int]], Tensor], judging: float
+    ) -> Iterator[tuple[int, float]]:
+        """Train a module on windows (N, T), but for those kept apart.
+
+        Args:
+            loss_of: of the windows of those numbers.
+            judging: seconds to leave for it.
+
+        Yields:
+            After each step, the tokens trained on, and the share that is done.
+        """
+        recipe, a_step = self.recipe, self.recipe.rows * ids.shape[1]
+
+        def step_loss(step: int) -> Tensor:
+            numbers = windows_of(self._apart(ids).start, recipe.rows, step, recipe.seed)
+            with self._precision():
+                return loss_of(numbers[processes.rank() :: processes.count()])
+
+        steps = train(
+            module,
+            named("optimizer", recipe.optimizer)(module.parameters(), recipe.rate),
+            step_loss,
+            math.ceil((recipe.tokens or 1 << 50) / a_step),
+            schedule=schedule,
+            checkpoint=self._checkpoint,
+            total_seconds=self.budget(judging),
+            save_seconds=SAVE_SECONDS,
+            log=self.curve,
+        )
+        for step, loss, share in self._timed("training", steps):
+            yield step * a_step, share
+            left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
+            self.progress(
+                f"training: {step * a_step:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
+                share,
+            )
+
+    def budget(self, judging: float) -> float:
         """Seconds of training over all starts, that leave so many for judging."""
         left = self.until - time.monotonic() + self.seconds["training"]
         return max(1.0, left - judging)
 
+    def _apart(self, ids: Tensor) -> range:
+        """The numbers of the windows (N, T) that are not trained on."""
+        count = len(ids) - max(1, min(APART, len(ids) // 16))
+        return range(max(self.recipe.rows, count), len(ids))
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.opened.device.type, torch.bfloat16, enabled=self.half)
+
     @torch.no_grad()
-    def _measure(
-        self, tokens: int, student: Student, laws: Laws, ids: Tensor, apart: Iterable[int]
-    ) -> None:
+    def _measure(self, tokens: int, student: Student, judge: Judge, ids: Tensor) -> None:
         """Add a point to the curve after so many tokens, from held-out windows."""
         losses, overlaps = [], []
-        with torch.autocast(self.opened.device.type, torch.bfloat16, enabled=self.half):
-            for number in apart:
-                batch = self._batch(laws, ids, [number])
+        with self._precision():
+            for number in self._apart(ids):
+                batch = self._batch(judge, ids, [number])
                 steps = student(batch)
-                losses.append(laws.distance(steps, batch).item())
-                overlaps.append(laws.overlaps(steps, batch))
-        mean = [sum(step) / len(losses) for step in zip(*overlaps, strict=True)]
-        self.curve.append({"tokens": tokens, "loss": sum(losses) / len(losses), "overlap": mean})
+                losses.append(judge.distance(steps, batch).item())
+                overlaps.append(judge.overlaps(steps, batch))
+        self.curve.append(
+            {"tokens": tokens, "loss": sum(losses) / len(losses), "overlap": means(overlaps)}
+        )
 
     def _write(self, student: Student, frequent: Tensor) -> None:
         """Write the draft's weights and its skip config to the folder."""
         kind, model = self.recipe.kind, self.opened.model
         weights = student.weights()
-        if kind != "healed" and len(frequent) < self.opened.vocabulary:
+        if self.student.module and len(frequent) < self.opened.vocabulary:
             weights[TOKENS] = frequent.int()
         trained = save_trained(self.folder / "draft.safetensors", weights, kind, model)
         low = self.skip.low
-        if low is None and trained.module and self.opened.execution == "native":
+        if low is None and self.student.module and self.opened.execution == "native":
             low = ROUNDED_MODULE
         replace(
             self.skip,
@@ -364,14 +394,19 @@ class Training:
             decoding=DecodingOptions(lookup=True),
         ).save(self.folder / TRAINED_FILE)
 
-    def _batch(self, laws: Laws, ids: Tensor, numbers: list[int]) -> TrainingBatch:
+    def _batch(self, judge: Judge, ids: Tensor, numbers: list[int]) -> TrainingBatch:
         """The data of a step, from the windows of those numbers."""
         device = self.opened.device
         some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)
         states, tapped = features.states_of(folder, numbers).to(device), None
         if self.tap is not None:
             tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
-        return laws.batch(some, states, tapped)
+        return judge.batch(some, states, tapped)
+
+
+def means(overlaps: list[list[float]]) -> list[float]:
+    """The mean of each step, over windows."""
+    return [sum(step) / len(overlaps) for step in zip(*overlaps, strict=True)]
 
 
 def half_is_fast(device: torch.device) -> bool:

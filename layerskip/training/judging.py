@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerskip.bench.methods import Engine, Method, Task
+from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import Totals, decoding_totals, measured_speedup, times_over
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.defaults import automatic_draft
+from layerskip.drafts import automatic_draft
 from layerskip.files.trainings import SCHEMA, check_record, read_training
 from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
@@ -142,35 +141,22 @@ def answers(
         opened,
         prompts,
         max_new_tokens=new_tokens,
-        law=_law(temperature),
+        law=law_of({"do_sample": temperature is not None, "temperature": temperature}),
         eos=end_tokens(opened.model),
         draft_length=draft_length,
     )
 
 
-def request_of(
-    opened: Sublayers,
-    ids: Tensor,
-    temperature: float | None,
-    *,
-    new_tokens: int = NEW_TOKENS,
-    seed: int = 0,
-    clock: Callable[[], float] | None = None,
-) -> Request:
-    """The request that answers one prompt (1, T) as text `seed` of `answers`."""
+def request_of(opened: Sublayers, ids: Tensor, temperature: float | None) -> Request:
+    """The request that answers one prompt (1, T) as the first text of `answers`."""
     return Request(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        law=_law(temperature),
-        keys=[stream_key(seed)],
+        max_new_tokens=NEW_TOKENS,
+        law=law_of({"do_sample": temperature is not None, "temperature": temperature}),
+        keys=[stream_key(0)],
         eos=end_tokens(opened.model),
-        clock=clock,
     )
-
-
-def _law(temperature: float | None) -> Law:
-    return law_of({"do_sample": temperature is not None, "temperature": temperature})
 
 
 def formula(survival: Sequence[float], costs: CostTable) -> float:
@@ -185,63 +171,43 @@ def formula(survival: Sequence[float], costs: CostTable) -> float:
 def _clock(
     training: Training, prompts: Sequence[Tensor], drafts: Mapping[str, SkipConfig]
 ) -> dict[str, dict[str, Any]]:
-    """Speedups over plain decoding, all methods in turn, each with lookups."""
+    """Speedups over plain decoding of the draft and of the one before, each with lookups, in turn.
+
+    By draft, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval over
+    prompts, `tokens_per_second`, `tokens` and `seconds_per_token` of each prompt, and how many of
+    the texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`; nothing
+    where every text ended with its first token.
+    """
     opened, temperature = training.opened, training.recipe.temperature
     task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=opened.execution)
-    methods = [Engine(opened.model, task)]
-    for name in (TRAINED, BEFORE):
-        methods.append(Engine(opened.model, task, name, drafts.get(name), lookup=True))
-    note = training.progress
-    return speedups(
+    engines = [
+        Engine(opened.model, task, name, drafts.get(name), lookup=True)
+        for name in (TRAINED, BEFORE)
+    ]
+    plain = Engine(opened.model, task)
+    decoded = decoded_records(
         opened.model,
         task,
-        methods,
+        [plain, *engines],
         prompts[:TIMED],
         repeats=REPEATS,
         until=training.until,
-        note=note,
-    )
-
-
-def speedups(
-    model: Any,
-    task: Task,
-    methods: Sequence[Method],
-    prompts: Sequence[Tensor],
-    *,
-    repeats: int,
-    until: float = math.inf,
-    note: Callable[[str, float], None],
-) -> dict[str, dict[str, Any]]:
-    """How much faster than plain decoding methods decode prompts (1, T), all in turn.
-
-    Args:
-        methods: plain decoding first.
-        until: as for `benchmark`.
-
-    Returns:
-        By method, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval
-        over prompts, `tokens_per_second`, `tokens` and `seconds_per_token` of each prompt, and how
-        many of the texts `compared` with those of plain decoding were `equal`, `near_ties` or
-        `faults`; nothing where every text ended with its first token.
-    """
-    decoded = decoded_records(
-        model, task, methods, prompts, repeats=repeats, until=until, note=note
+        note=training.progress,
     )
     timed: dict[str, dict[str, Any]] = {}
-    for method in methods[1:] if decoded else ():
-        own = decoding_totals(decoded, method.name)
-        texts = [each for each in decoded if each["method"] == method.name]
-        faults = [any(not d["near_tie"] for d in each["differences"]) for each in texts]
-        equal = [all(each["equal"]) for each in texts]
-        timed[method.name] = {
-            **times_over(own, decoding_totals(decoded, methods[0].name)),
-            "tokens": own.tokens.tolist(),
-            "seconds_per_token": (own.seconds / own.tokens).tolist(),
+    for engine in engines if decoded else ():
+        totals = decoding_totals(decoded, engine.name)
+        texts = [each for each in decoded if each["method"] == engine.name]
+        faults = sum(any(not d["near_tie"] for d in each["differences"]) for each in texts)
+        equal = sum(all(each["equal"]) for each in texts)
+        timed[engine.name] = {
+            **times_over(totals, decoding_totals(decoded, plain.name)),
+            "tokens": totals.tokens.tolist(),
+            "seconds_per_token": (totals.seconds / totals.tokens).tolist(),
             "compared": len(texts),
-            "equal": sum(equal),
-            "near_ties": len(texts) - sum(equal) - sum(faults),
-            "faults": sum(faults),
+            "equal": equal,
+            "near_ties": len(texts) - equal - faults,
+            "faults": faults,
         }
     return timed
 

@@ -1,4 +1,4 @@
-"""A training loop that survives a kill, and its optimizers.
+"""A training loop that survives a kill, and its optimizer.
 
 Randomness has no state: batches are functions of a seed and the step, so that a run resumed from a
 checkpoint equals the uninterrupted run.
@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +20,14 @@ from torch import Tensor, nn
 from layerskip.files.writing import replacing
 from layerskip.training.processes import agreed, average, average_gradients, first
 
-OPTIMIZERS = ("adamw", "muon")
-"""AdamW, or Muon (Jordan et al. 2024; torch 2.9) for matrices and AdamW for the rest."""
-MUON = 5.0
-"""Muon's rate over AdamW's: scaled to AdamW's size, its steps learn a fifth as much at first."""
 WARM_UP = 20
 """Steps until the full rate."""
 CLIP_NORM = 1.0
 
 
-def optimizers_for(name: str, module: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Optimizers of all of a module's parameters, at rates that are about equivalent."""
-    matrices = [each for each in module.parameters() if each.dim() == 2 and name == "muon"]
-    taken = {id(each) for each in matrices}
-    rest = [each for each in module.parameters() if id(each) not in taken]
-    found: list[torch.optim.Optimizer] = []
-    if matrices:
-        how: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}
-        found.append(torch.optim.Muon(matrices, lr=MUON * rate, **how))
-    if rest:
-        found.append(torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0))
-    return found
+def adamw(parameters: Iterable[nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
+    """AdamW for all parameters."""
+    return [torch.optim.AdamW([*parameters], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
 def train(

@@ -1,14 +1,14 @@
-"""Losses of a draft's next-token law against the target's.
+"""Losses that bring a draft's next-token distribution nearer to the target's.
 
 A drafted token is accepted with probability alpha = sum min(p, q) = 1 - TV(p, q), p the target's
-law and q the draft's. Drafts are trained to raise alpha, but TV alone has little gradient where the
-two are far apart.
+distribution and q the draft's. Drafts are trained to raise alpha, but TV alone has little gradient
+where the two are far apart.
 Letters: B windows, T tokens of one, H hidden width, V vocabulary, n tokens that a loss looks at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from layerskip.model.backend import finishing
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.sublayers import Sublayers
+from layerskip.registry import named
 from layerskip.training.processes import average
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -29,11 +30,6 @@ they predict."""
 
 ETA = 3.0  # of `lk`, as published for blocks that read the target's states
 DEEPER = 0.8  # weight of each later step, which matters only if those before it are right
-
-
-def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of logits (B, T, V) at labels (B, T)."""
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def divergences(logits: Tensor, target_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -50,53 +46,17 @@ def overlap(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor
     return 1 - divergences(logits, target_logits, temperature)[1]
 
 
-def distillation_loss(
-    logits: Tensor,
-    target_logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    total_variation: float = 0.0,
-) -> Tensor:
-    """(1 - w) KL(p || q) + w TV(p, q), w = `total_variation`: KL first, TV late."""
-    kl, tv = divergences(logits, target_logits, temperature)
-    return (1 - total_variation) * kl + total_variation * tv
-
-
-def lk(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
+def lk(logits: Tensor, target_logits: Tensor, _: Tensor | None, temperature: float) -> Tensor:
     """lambda KL(p || q) + (1 - lambda) TV, lambda = exp(-ETA alpha) of the batch (2602.23881)."""
     kl, tv = divergences(logits, target_logits, temperature)
     weight = torch.exp(-ETA * (1 - average(tv.detach())))
     return weight * kl + (1 - weight) * tv
 
 
-def kl(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
-    """KL(p || q)."""
-    return divergences(logits, target_logits, temperature)[0]
-
-
-def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
-    """TVD++ (Goel et al. 2024, 2403.00858): TV's policy gradient, the advantages normalised.
-
-    TV falls along E_q[r grad log q] with the reward r = 1 where p > q. Here the expectation is
-    taken over all of q, and r has its mean and its deviation under q taken out.
-    """
-    log_q = F.log_softmax(logits / temperature, -1)
-    q = log_q.detach().exp()
-    reward = (F.softmax(target_logits / temperature, -1) > q).to(q.dtype)
-    mean = (q * reward).sum(-1, keepdim=True)
-    advantage = (reward - mean) / ((mean * (1 - mean)).clamp(min=0).sqrt() + 1e-5)
-    return -(q * advantage * log_q).sum(-1).mean()
-
-
-def ce(logits: Tensor, _: Tensor, following: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy at the text's next tokens."""
-    total = F.cross_entropy(
-        (logits / temperature).flatten(0, -2), following.flatten(), ignore_index=-1, reduction="sum"
-    )
-    return total / average((following >= 0).sum().to(total.dtype))
-
-
-LOSSES: dict[str, Loss] = {"lk": lk, "kl": kl, "tvd++": tvd_plus, "ce": ce}
+def of_steps(losses: Sequence[Tensor]) -> Tensor:
+    """The loss of a draft from those of its steps: their weighted mean (see `DEEPER`)."""
+    weights = losses[0].new_tensor([DEEPER**step for step in range(len(losses))])
+    return (weights * torch.stack([*losses])).sum() / weights.sum()
 
 
 @dataclass(frozen=True)
@@ -118,12 +78,12 @@ class TrainingBatch:
     following: Tensor
 
 
-class Laws:
-    """Laws of hidden states over some tokens, by the frozen norm and head, and their distance.
+class Judge:
+    """Compares a draft's hidden states with the target's, by the frozen norm and head.
 
     Args:
         tokens: the tokens that the loss looks at, (n,).
-        loss: of `LOSSES`.
+        loss: its name.
     """
 
     def __init__(self, model: Sublayers, tokens: Tensor, loss: str, temperature: float) -> None:
@@ -132,7 +92,8 @@ class Laws:
         self.places = torch.full((model.vocabulary,), -1)  # of a token
         self.places[tokens] = torch.arange(len(tokens))
         self.places = self.places.to(model.device)
-        self.loss, self.temperature = LOSSES[loss], temperature
+        self.loss: Loss = named("loss", loss)
+        self.temperature = temperature
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states (B, T, H), with gradients: float32, (B, T, n)."""
@@ -146,16 +107,21 @@ class Laws:
         return TrainingBatch(ids, states, tapped, self.logits(states), following)
 
     def distance(self, steps: DraftStates, batch: TrainingBatch) -> Tensor:
-        """The loss of a draft's steps, a scalar: their weighted mean (see DEEPER)."""
-        losses = []
-        for hidden, ahead in steps:
-            target, following = batch.target[:, ahead:], batch.following[:, ahead:]
-            losses.append(self.loss(self.logits(hidden), target, following, self.temperature))
-        weights = losses[0].new_tensor([DEEPER**n for n in range(len(losses))])
-        return (weights * torch.stack(losses)).sum() / weights.sum()
+        """The loss of a draft's steps, a scalar."""
+        return of_steps(
+            [
+                self.loss(
+                    self.logits(hidden),
+                    batch.target[:, ahead:],
+                    batch.following[:, ahead:],
+                    self.temperature,
+                )
+                for hidden, ahead in steps
+            ]
+        )
 
     def overlaps(self, steps: DraftStates, batch: TrainingBatch) -> list[float]:
-        """For each step of a draft, the mean overlap of its laws with the target's."""
+        """For each step of a draft, the mean overlap of its distributions with the target's."""
         return [
             overlap(self.logits(hidden), batch.target[:, ahead:], self.temperature).item()
             for hidden, ahead in steps

@@ -1,6 +1,5 @@
 """The source that drafts with a second model of the same vocabulary.
 
-The text is the target's whatever is drafted; a model of another vocabulary only drafts badly.
 Callers that have the tokenizers compare the vocabularies (see `layerskip.vocabulary`).
 Letters: R rows of a pass, T tokens, H hidden width, V vocabulary of the target.
 """
@@ -11,6 +10,7 @@ import math
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.steps import Steps, Texts, stacked
 from layerskip.model.branches import Branches
+from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
 
@@ -35,12 +36,14 @@ class Assistant(Source):
         self.max_positions = model.max_positions
 
     def open(self, batch: Batch) -> State:
-        """Its state in a batch.
-
-        Raises:
-            ValueError: the second model's positions cannot hold the batch.
-        """
         return _State(self.model, batch)
+
+    name = "assistant"
+
+    @property
+    def words(self) -> str:
+        path = getattr(self.model.model, "name_or_path", "")
+        return f"a second model, {path}" if path else "a second model"
 
     @property
     def key(self) -> Hashable:
@@ -54,11 +57,24 @@ class Assistant(Source):
         return self.model.key_bytes()
 
     def own_bytes(self) -> float:
-        own = (part.number for part in self.model.parts if part.writes)
-        return math.fsum(self.model.key_bytes(own).values())
+        return math.fsum(slot_bytes(self.model).values())
 
     def steps(self, texts: Texts, *, follow: bool) -> Steps:
         return _Steps(texts, self.model)
+
+
+def slot_bytes(model: Sublayers) -> dict[int | None, float]:
+    """Bytes of a token's keys and values in a model's cache, as `Architecture.key_bytes`.
+
+    Of a model that runs whole they are those of a pass over one token.
+    """
+    if model.parts:
+        return model.key_bytes(part.number for part in model.parts if part.writes)
+    hidden, step = model.first_pass(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    model.run(hidden, step, range(model.num_sublayers))
+    cache: RowCache = step.cache
+    buffers = (*cache.keys.values(), *cache.values.values())
+    return {None: sum(each.nbytes / each.shape[2] for each in buffers)}
 
 
 def common(raw: Tensor, target: Sublayers) -> Tensor:
@@ -77,8 +93,6 @@ def known(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Tensor:
 
 
 class _State(Following):
-    """A second model's keys and values."""
-
     def __init__(self, model: Sublayers, batch: Batch) -> None:
         super().__init__(batch)
         try:
@@ -116,7 +130,7 @@ class _State(Following):
         """Feed the last `count` tokens of every row; raw logits after the last, (R, any)."""
         model = self.model
         starts, missing, tokens = self.latest(count)
-        if not self.cache.apart:  # to see tokens again changes nothing
+        if not self.cache.partial:  # to see tokens again changes nothing
             missing = [range(each.stop) for each in missing]
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
@@ -128,9 +142,9 @@ class _State(Following):
             known(tokens, model, self.batch.model),
             missing,
             run,
-            apart=self.cache.apart,
+            partial=self.cache.partial,
         )
-        self.cache.settled = True
+        self.cache.prefilled = True
         return self.head(last[None], None)[0]
 
     def _feed(
@@ -146,8 +160,6 @@ class _State(Following):
 
 
 class _Steps(Steps):
-    """Steps of a second model, which reads the texts once."""
-
     def __init__(self, texts: Texts, model: Sublayers) -> None:
         caches = []
         for text in texts.texts:

@@ -1,9 +1,6 @@
 """The interface of sources of drafts: a `Source`, and its `State` in one batch.
 
-A source proposes tokens for the rows of a batch. Its proposals never change the text, only the
-speed. The loop, the passes, the timing and the replays use these two classes only. So a new kind of
-source is one new file, perhaps a user's own: `docs/sources.md` has one.
-
+Proposals never change the text, only the speed. `docs/sources.md` has a source of a user's own.
 Letters: R rows of a pass, T tokens, H hidden width of the target, V its vocabulary.
 """
 
@@ -11,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,14 +24,12 @@ class Batch(Protocol):
     """What a state may read of its batch; only the engine changes it.
 
     Attributes:
-        model: the target.
         prompts: token ids of each row, pads left out, (length,) each.
         emitted: tokens that each row has emitted.
         rows: the rows that take part in passes, in order, and the place of each in a pass.
         lengths: per row, the tokens whose keys and values are exact; the row's last emitted token
             is not among them: the next pass feeds it.
         total, slots: the most tokens of a row, and of its keys and values.
-        rotary: the target's rotary angles of all places.
         cache: the target's keys and values; behind a row's `lengths` they are of rejected drafts.
     """
 
@@ -90,7 +85,6 @@ class Proposal(NamedTuple):
     """What a row may draft in its next round.
 
     Attributes:
-        length: how many tokens, at most.
         tokens: the tokens, if they are known without a pass of any model; else `State.step` is
             called.
         match: for known tokens, how many tokens the row's history has in common with their source.
@@ -134,10 +128,10 @@ class Source(ABC):
 
     Attributes:
         prior: the expected acceptance before any token was verified.
-        longest: the most tokens that it drafts in a round, if there is a limit.
         max_positions: the most tokens that a row may have, if there is a limit.
-        skip: the skip config that it is made of, if there is one.
         exit_layer: if it is a plain early exit, after how many layers.
+        prefix: how many of the target's first sublayers its steps run exactly.
+        keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
     """
 
     prior: float = PRIOR
@@ -145,6 +139,18 @@ class Source(ABC):
     max_positions: int | None = None
     skip: SkipConfig | None = None
     exit_layer: int | None = None
+    prefix: int = 0
+    keeps_texts = False
+
+    @property
+    def name(self) -> str:
+        """What records and reports call it."""
+        return type(self).__name__
+
+    @property
+    def words(self) -> str:
+        """Where its drafts come from, for a person to read."""
+        return f"by {self.name}"
 
     @property
     @abstractmethod
@@ -171,8 +177,8 @@ class Source(ABC):
         return 0.0
 
     @property
-    def known(self) -> bool:
-        """Whether its tokens are known without a pass of any model."""
+    def step_free(self) -> bool:
+        """Whether its tokens are drafted without a pass of any model."""
         return not self.step_bytes()
 
     def timed(self) -> Source:
@@ -196,6 +202,16 @@ class Source(ABC):
         )
 
 
+class RowDrafts(Protocol):
+    """What drafts for one row without steps."""
+
+    def find(self, longest: int) -> Proposal:
+        """What the row may draft next, at most so many tokens."""
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens that the row has emitted."""
+
+
 class State:
     """A source's state for the rows of one batch.
 
@@ -205,14 +221,12 @@ class State:
         kept: how many of the target's sublayers its steps run in all.
         tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
         whole_prompts: whether those of prompts' tokens before the last are needed, too.
-        longest: as in `Source`, for this batch.
         wide: whether `step` takes several tokens of a row at once, with the branches of
             `batch.cache`: then they are (R, T), and so are its logits, (R, T, V). Without a prefix
             only.
         best: how many of the best tokens of a place may be verified, where branches are asked for.
         everywhere: whether what it says of a place is the same, whatever was drafted before it.
         reads_logits: whether `read` is called.
-        caches: keys and values of its own, whose rows lie where the batch's do.
     """
 
     prefix = 0
@@ -232,7 +246,6 @@ class State:
 
     @property
     def batch(self) -> Batch:
-        """The batch, which lives at least as long as the state is used."""
         batch = self._batch()
         assert batch is not None
         return batch
@@ -286,3 +299,25 @@ class State:
     def keep(self, places: Sequence[int], length: int) -> int:
         """Drop all rows but those at these places of a pass, as `RowCache.keep`."""
         return 0
+
+
+class RowsState(State):
+    """The state of a source that keeps something of its own for each row.
+
+    Args:
+        start: makes that of a row, by its number, when a text takes the row.
+    """
+
+    def __init__(self, batch: Batch, start: Callable[[int], RowDrafts]) -> None:
+        super().__init__(batch)
+        self.start = start
+        self.rows = [start(row) for row in range(len(batch.prompts))]
+
+    def begin(self, row: int) -> None:
+        self.rows[row] = self.start(row)
+
+    def offer(self, row: int, most: int) -> Proposal:
+        return self.rows[row].find(most)
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        self.rows[row].extend(emitted)

@@ -21,8 +21,6 @@ class ChainCache(RowCache):
     start, and its own slot of each step, inside the layer's window.
 
     Args:
-        known: the texts' own keys and values, a row each.
-        texts: row there of each group's text, (B,).
         starts: place of each chain's first fed token, (B, G).
         steps: the most tokens a chain feeds.
     """
@@ -45,7 +43,6 @@ class ChainCache(RowCache):
         return (self.starts + self._fed() - 1).to(device)
 
     def _fed(self) -> int:
-        """Tokens of each chain so far, the one fed next included."""
         return (self.end - self.known) // self.group
 
     def update(
@@ -79,7 +76,6 @@ class ChainCache(RowCache):
 
         Args:
             chosen: which of the B G chains, (B', G'), of one text in each group.
-            steps: the most tokens a chain feeds in all.
         """
         texts = self.texts[chosen[:, 0] // self.group]  # (B',)
         new = ChainCache(self.source, texts, self.starts.flatten()[chosen], steps)

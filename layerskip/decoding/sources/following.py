@@ -1,8 +1,6 @@
 """States with keys and values of their own, which catch up with the batch when they draft.
 
-Second models and trained modules have keys and values of all tokens. When they draft in a round,
-the first step catches up with what each row has emitted since they drafted last (at first, with its
-prompt). So they cost nothing while others draft. Rolling back lowers a number; rejected drafts are
+So they cost nothing while others draft. Rolling back lowers a number; rejected drafts are
 overwritten before anything reads them.
 Letters: R rows of a pass, T tokens, H hidden width.
 """
@@ -24,11 +22,7 @@ _PADDING = 64  # tokens of padding in such a pass that cost less than another pa
 
 
 class Following(State):
-    """A state that has seen some tokens of every row.
-
-    Attributes:
-        seen: per row, how many of its first tokens the state holds.
-    """
+    """A state that has seen, per row, so many of its first tokens."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -47,7 +41,6 @@ class Following(State):
         return max(1, *(lengths[row] + 1 - self.seen[row] for row in self.batch.rows))
 
     def see(self) -> None:
-        """Mark the last emitted token of every row as seen, where nothing else is missing."""
         for row in self.batch.rows:
             self.seen[row] = self.batch.lengths[row] + 1
 
@@ -79,7 +72,7 @@ def in_chunks(
     run: Callable[[Tensor, range, list[int]], Tensor],
     *,
     inside: Container[int] = (),
-    apart: bool = True,
+    partial: bool = True,
 ) -> Tensor:
     """Run many tokens through a model in chunks: each row's as far as it has any.
 
@@ -87,8 +80,7 @@ def in_chunks(
         tokens: (R, T), of which each row's indices in `places` are run.
         run: takes a chunk (r, t), its rows, and the index of each row's first token in it; returns
             states (r, t, H).
-        inside: where no chunk may begin.
-        apart: whether a chunk may be of some rows only; else all must begin at one index.
+        partial: whether a chunk may be of some rows only; else all must begin at one index.
 
     Returns:
         The hidden states of the last tokens, (R, H).
@@ -98,9 +90,9 @@ def in_chunks(
     most = _most(model, tokens.shape[1])
     while any(first < end for first, end in zip(firsts, ends, strict=True)):
         # in step, so that caches need not hold what one row is ahead of the others
-        groups = _groups(firsts, ends, tokens.shape[1], most) if apart else [range(len(tokens))]
+        groups = _groups(firsts, ends, tokens.shape[1], most) if partial else [range(len(tokens))]
         for rows in groups:
-            most_here = most if apart else max(1, most // len(tokens))
+            most_here = most if partial else max(1, most // len(tokens))
             count = min(most_here, max(ends[row] - firsts[row] for row in rows))
             while firsts[rows[0]] + count in inside:
                 count += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from layerskip.decoding.laws import Stateful
-from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 
 _SURE = 1 << 20  # tokens in common: more than any lookup has
@@ -17,48 +17,29 @@ class Forced(Source):
     """Drafts what processors with a state leave no choice about.
 
     A processor may know that by itself: by a method `forced()`, which returns tokens, perhaps none.
-
-    Args:
-        processors: those of every row.
     """
 
-    key = "forced"
+    key = name = "forced"
 
     def __init__(self, processors: Sequence[Stateful]) -> None:
         self.processors = processors
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, self.processors)
+        vocabulary = batch.model.vocabulary
+        return RowsState(batch, lambda _: ForcedRow(self.processors, vocabulary))
 
     def timed(self) -> Source:
         return Lookup().timed()
 
 
-class _State(State):
-    def __init__(self, batch: Batch, processors: Sequence[Stateful]) -> None:
-        super().__init__(batch)
-        self.rows = [ForcedRow(processors, batch.model.vocabulary) for _ in batch.prompts]
-
-    def offer(self, row: int, most: int) -> Proposal:
-        return self.rows[row].find(most)
-
-    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        self.rows[row].extend(emitted)
-
-
 class ForcedRow:
-    """The new tokens of a row, as processors see them.
-
-    Args:
-        vocabulary: V.
-    """
+    """The new tokens of a row, as processors see them."""
 
     def __init__(self, processors: Sequence[Stateful], vocabulary: int) -> None:
         self._states = [each.start() for each in processors]
         self._vocabulary = vocabulary
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens that the row has emitted."""
         for token in tokens:
             for state in self._states:
                 state.advance(token)

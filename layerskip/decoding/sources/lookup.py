@@ -1,16 +1,14 @@
 """The source that looks drafts up: what followed when the same words occurred before.
 
-A row's history is its prompt without pads and its emitted tokens. The match is the longest suffix
-of it that occurred before, in the history or in other texts; the draft is what followed there.
-Matches are found by suffix automata (Blumer et al. 1985), which cost a few microseconds a token
-however long the history is.
+The match is the longest suffix of a row's history that occurred before, there or in other texts. It
+is found by suffix automata (Blumer et al. 1985), in microseconds a token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
 
 _END = -1  # marks the end of every other text; not a token
 _ANCESTORS = 64  # states whose place is updated for a token; only loops have more
@@ -23,8 +21,6 @@ class Automaton:
     the longest suffix of them that also ends at other places.
 
     Attributes:
-        tokens: the sequence.
-        match: length of the longest suffix that occurred before.
         behind: the place after its latest earlier occurrence (in loops a late one).
         following, link, length, end: for every state its transitions, its link, the length of its
             longest substring, and where that last ended (-1: only at the end of a text).
@@ -97,7 +93,12 @@ class Lookup(Source):
             self.others.append(_END)
         self._largest = max(self.others.tokens, default=_END)
 
-    key = "lookup"
+    key = name = "lookup"
+
+    @property
+    def words(self) -> str:
+        also = " and in the texts given" if self.others.tokens else ""
+        return f"looked up in the text so far{also}"
 
     def open(self, batch: Batch) -> State:
         if self._largest >= batch.model.vocabulary:
@@ -105,11 +106,14 @@ class Lookup(Source):
                 f"texts to look drafts up in must hold token ids of the model's vocabulary, 0.."
                 f"{batch.model.vocabulary - 1}, got {self._largest}; encode them with its tokenizer"
             )
-        texts = [prompt.tolist() for prompt in batch.prompts]
-        # what a row's encoder has read comes first, in its place
-        for row, read in enumerate(batch.model.read[: len(texts)]):
-            texts[row] = [*read.tolist(), *texts[row]]
-        return _State(batch, self, [self.row(text) for text in texts])
+        prompts, read = batch.prompts, batch.model.read
+
+        def start(row: int) -> LookupRow:
+            # what a row's encoder has read comes first, in its place
+            before = read[row].tolist() if row < len(read) else []
+            return self.row([*before, *prompts[row].tolist()])
+
+        return RowsState(batch, start)
 
     def row(self, prompt: Sequence[int]) -> LookupRow:
         """The history of a row, which begins with its prompt."""
@@ -121,24 +125,7 @@ class Lookup(Source):
         return _Echo()
 
 
-class _State(State):
-    def __init__(self, batch: Batch, lookup: Lookup, rows: list[LookupRow]) -> None:
-        super().__init__(batch)
-        self.lookup, self.rows = lookup, rows
-
-    def offer(self, row: int, most: int) -> Proposal:
-        return self.rows[row].find(most)
-
-    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        self.rows[row].extend(emitted)
-
-    def begin(self, row: int) -> None:
-        self.rows[row] = self.lookup.row(self.batch.prompts[row].tolist())
-
-
 class _Echo(Source):
-    """Always offers a draft: token 0, as often as allowed."""
-
     key = "echo"
 
     def open(self, batch: Batch) -> State:
@@ -151,11 +138,7 @@ class _EchoState(State):
 
 
 class LookupRow:
-    """A row's history, and the match of its end in the other texts.
-
-    Args:
-        own: whether its own history is looked up, too.
-    """
+    """A row's history, and the match of its end in the other texts."""
 
     def __init__(self, lookup: Lookup, *, own: bool = True) -> None:
         self._lookup, self._looks_at_own = lookup, own
@@ -163,7 +146,6 @@ class LookupRow:
         self._state = self._match = 0  # in the other texts
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens that the row has emitted."""
         others = self._lookup.others
         for token in tokens:
             if self._looks_at_own:

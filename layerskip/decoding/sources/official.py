@@ -1,9 +1,8 @@
 """The source that drafts with an official assistant, which reads the target's keys and values.
 
-A step takes the newest token, embedded by the target, and a state h; it gives logits and the h of
-the next step. The first h is the target's state behind its final norm where the newest token was
-drawn. All steps of a round have the newest token's position, and see the accepted tokens before it.
-They write nothing, so there is nothing to catch up with, and nothing to roll back.
+A step takes the newest token, embedded by the target, and a state h (at first the target's own,
+behind its final norm); it gives logits and the h of the next step. All steps of a round have the
+newest token's position, and see the accepted tokens before it. They write nothing.
 Letters: B rows or groups of chains, G chains of a group, T tokens of a pass, R rows of a pass, H
 hidden width of the target, W that of the assistant, K candidates, V vocabulary.
 """
@@ -20,18 +19,14 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.chain_cache import ChainCache
 from layerskip.decoding.sources.steps import Steps, Texts, states_behind
-from layerskip.model.architecture import LayerParts, read_bytes
+from layerskip.model.architecture import read_bytes
 from layerskip.model.cache import RowCache
+from layerskip.model.family import LayerParts
 from layerskip.model.sublayers import Pass, Sublayers
 
 
 class Official(Source):
     """A Gemma 4 assistant (see `layerskip.model.assistants`), with an execution of its own.
-
-    Args:
-        target: the opened model that it drafts for.
-        model: the opened assistant.
-        tokens: the only ones to draft; None: all.
 
     Raises:
         ValueError: it is another model's assistant; or its dtype or device is another one.
@@ -56,6 +51,15 @@ class Official(Source):
             self.allowed[[*tokens]] = True
         self.model = model
         self.head = model.weights.head()
+
+    name = "assistant"
+
+    @property
+    def words(self) -> str:
+        path = getattr(self.model.model, "name_or_path", "")
+        return (
+            f"the model's official assistant, {path}" if path else "the model's official assistant"
+        )
 
     @property
     def key(self) -> Hashable:
@@ -90,7 +94,7 @@ class Official(Source):
         return raw, self.own.post_projection(normed)
 
     def _of_candidates(self, normed: Tensor) -> Tensor:
-        """Logits of the tokens of the likeliest centroids, (B, T, W) to (B, T, V); else -inf."""
+        """Logits of the likeliest centroids' tokens, (B, T, W) to (B, T, V); else -inf."""
         centroids = self.centroids
         best = centroids.centroids(normed).topk(centroids.centroid_intermediate_top_k).indices
         by_centroid = centroids.token_ordering.view(centroids.num_centroids, -1)
@@ -111,20 +115,25 @@ class _State(State):
         super().__init__(batch)
         self.source, model = source, source.model
         self.tap: int = batch.model.num_sublayers
-        # One place before the newest token: so it sees what was accepted before, at its own angle.
-        self.rotary = model.rotary(batch.slots, batch.total, first=1)
         self.cache = RowCache(len(batch.prompts), batch.cache.slots, model.windows)
-        self.cache.settled = True
+        self.resized()
+        self.cache.prefilled = True
         self.wide = batch.model.branches
         self.pass_: Pass  # of the round
         self.carried: Tensor  # h behind each of its tokens that have been fed, (R, N, H)
+
+    def resized(self) -> None:
+        batch = self.batch
+        # One place before the newest token: so it sees what was accepted before, at its own angle.
+        self.rotary = self.source.model.rotary(batch.slots, batch.total, first=1)
+        self.cache.slots = batch.cache.slots
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         batch, model = self.batch, self.source.model
         if not offset:
             places = [batch.lengths[row] for row in batch.rows]
             self.cache.borrow(batch.cache, self.source.sources)
-            self.cache.place([place - 1 for place in places], 1)
+            self.cache.place([place - 1 for place in places], 1, rows=range(len(places)))
             self.pass_ = Pass(model, self.cache, self.rotary)
             before = batch.model.decoder.norm(batch.tapped(self.tap, places, 1, before=1))
             held = before[:, :0]  # (R, offset, H)
@@ -209,5 +218,4 @@ def _sources(target: Sublayers) -> dict[str, LayerParts]:
 
 
 def _shape(part: LayerParts) -> tuple[int, int, int | None]:
-    """How many heads of keys a layer reads, how wide they are, and its window."""
     return *part.heads, part.window

@@ -46,16 +46,7 @@ class Texts(Protocol):
 
 
 class Steps(ABC):
-    """A source's steps for chains, and the state of the chains in progress.
-
-    Args:
-        source: the texts that chains begin in.
-        model: the model that computes.
-        caches: the texts' keys and values, for every cache that the steps write.
-
-    Attributes:
-        longest: the most tokens that it drafts, if there is a limit.
-    """
+    """A source's steps for chains, and the state of the chains in progress."""
 
     longest: int | None = None
 
@@ -74,7 +65,6 @@ class Steps(ABC):
         """Raw logits (B, G, V) of a step.
 
         Args:
-            tokens: the tokens fed, (B, G).
             rows: their places among all P, (B, G), while a chain follows its text.
         """
         for cache in self.caches:

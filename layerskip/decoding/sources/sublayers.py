@@ -35,6 +35,8 @@ class SublayerDraft(Source):
         if whole and skip.low is None and skip.trained is None and skip.experts is None:
             self.exit_layer = self.prefix // 2
 
+    name = "sublayers"
+
     @property
     def key(self) -> Hashable:
         return key_of(self.skip)

@@ -1,8 +1,7 @@
-"""Sources that draft with trained modules.
+"""Sources that draft with trained modules, which read hidden states of the target.
 
-They read hidden states of the target (see `Batch.tapped`). A block behind an exit reads the states
-there, which are exact for every accepted token. The others read the target's last states, which do
-not exist for the tokens that they draft.
+A block behind an exit reads the states there, which are exact for every accepted token. The others
+read the target's last states, which do not exist for the tokens that they draft.
 Letters: B groups of chains, G chains of a group, R rows of a pass, T tokens, H hidden width, V
 vocabulary.
 """
@@ -10,7 +9,6 @@ vocabulary.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -21,28 +19,23 @@ from torch.nn.utils.rnn import pad_sequence
 from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR_MODULE
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.decoding.sources.steps import Steps, Texts, read, states_behind
-from layerskip.decoding.sources.sublayers import SharedSteps, key_of
+from layerskip.decoding.sources.steps import Steps, Texts, states_behind
+from layerskip.decoding.sources.sublayers import key_of
 from layerskip.model.architecture import read_bytes
 from layerskip.model.backend import Block
-from layerskip.model.blocks import ExitBlock, FeatureBlock, Heads, Streams
-from layerskip.model.branches import Branches
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.registry import named
 
-_BEST = 8  # of a place; what they say first is wrong more often than not
-_TOGETHER = 64  # the most tokens that streams see in the pass that drafts
+BEST = 8  # of a place; what they say first is wrong more often than not
 
 
 class TrainedDraft(Source):
     """The trained module that a resolved skip config names.
 
     Attributes:
-        block: the module.
         own: the blocks that a step runs in the module's cache: its layer, if it has one, and the
             draft's head.
-        prefix: how many of the target's sublayers a step runs before it.
 
     Raises:
         ValueError: it does not belong to this model, or does not fit its skip config.
@@ -57,28 +50,29 @@ class TrainedDraft(Source):
         block, sublayers, _ = model.weights.module(skip)
         self.block: Any = block
         self.own: list[Block] = [*sublayers, model.weights.head(skip)]
-        self.max_positions = model.max_positions
-        self._kinds = next(kinds for kind, *kinds in _KINDS if isinstance(block, kind))
-        if isinstance(block, ExitBlock):
+        self.max_positions, self.longest = model.max_positions, block.count
+        assert skip.trained is not None
+        self._state: Any = named("state", skip.trained.kind)
+        if block.behind_exit:
             self.prefix = skip.shared_prefix()
             if len(skip.kept()) > self.prefix:
                 raise ValueError(
                     "an exit block stands behind an early exit: its skip config must have an "
                     "exit_layer, and leave out or round nothing before it"
                 )
-        elif isinstance(block, Heads | Streams):
-            self.longest = block.count
+
+    name = "sublayers"
 
     @property
     def key(self) -> Hashable:
         return key_of(self.skip)
 
     def open(self, batch: Batch) -> State:
-        state: State = self._kinds[0](batch, self)
+        state: State = self._state(batch, self)
         return state
 
     def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        steps: Steps = self._kinds[1](texts, self, follow=follow)
+        steps: Steps = self._state.replayed(texts, self, follow=follow)
         return steps
 
     def step_bytes(self) -> Sequence[float]:
@@ -100,88 +94,7 @@ class TrainedDraft(Source):
         return 0.0 if heads is None else 2.0 * math.prod(heads) * self.model.dtype.itemsize
 
 
-class _Layered(Following):
-    """A module with a decoder layer, whose keys and values lie in a cache of their own."""
-
-    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
-        super().__init__(batch)
-        self.block = draft.block
-        slots = batch.model.backend.capacity(batch.slots)
-        self.cache = RowCache(len(batch.prompts), slots, (self.block.layer.window,))
-        self.caches = [self.cache]
-        self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
-
-    @abstractmethod
-    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
-        """The layer's inputs for tokens (R, T) from those places on, (R, T, H).
-
-        Args:
-            rows: of a pass, if it is of some.
-        """
-
-    def catch_up(self) -> Tensor:
-        """Feed all tokens that are known; states after the last ones, (R, H)."""
-        starts, missing, tokens = self.latest(self.missing())
-
-        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
-            places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
-            return self.advance(self.inputs(places, chunk, rows), places, self.blocks, rows)
-
-        last = in_chunks(self.batch.model, tokens, missing, run)  # (R, H)
-        self.cache.settled = True
-        return last
-
-    def advance(
-        self,
-        inputs: Tensor,
-        starts: Sequence[int],
-        blocks: Sequence[Block],
-        rows: range | None = None,
-        branches: Branches | None = None,
-    ) -> Tensor:
-        """Run inputs (R, T, H) of tokens from those places on through blocks."""
-        batch, rows = self.batch, rows or range(len(starts))
-        self.cache.place(starts, inputs.shape[1], rows=rows, branches=branches)
-        step = Pass(batch.model, self.cache, batch.rotary)
-        return batch.model.backend.run(inputs, step, blocks)
-
-    def places(self, offset: int) -> list[int]:
-        """The place in each row of the token of step `offset`."""
-        return [self.batch.lengths[row] + offset for row in self.batch.rows]
-
-    def keep(self, places: Sequence[int], length: int) -> int:
-        return self.cache.keep(places, length)
-
-
-class _ExitSteps(SharedSteps):
-    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
-        super().__init__(texts, draft.prefix, (), follow=follow)
-        self.own, states = draft.own, states_behind(texts, draft.prefix)
-        window = draft.block.layer.window
-        own = read(texts, states, self.own[:-1], window, lambda tokens, states: states)
-        self.texts = (*self.texts, own)
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        return self.run(super().compute(step, tokens, rows), self.own, cache=1)
-
-
-class _Exit(_Layered):
-    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
-        super().__init__(batch, draft)
-        self.prefix = self.tap = self.kept = draft.prefix
-
-    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
-        return self.batch.tapped(self.prefix, starts, tokens.shape[1], rows=rows)
-
-    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        if not offset:
-            if self.missing() > 1:
-                return self.head(self.catch_up()[None], None)[0]
-            self.see()
-        return self.advance(hidden, self.places(offset), self.own)[:, 0]
-
-
-class _FedSteps(Steps):
+class FedSteps(Steps):
     """Steps over the target's last state of the token before each chain's first."""
 
     def __init__(self, texts: Texts, states: Sequence[Tensor], *caches: RowCache) -> None:
@@ -196,90 +109,7 @@ class _FedSteps(Steps):
         self.carried = [self.before[tuple(at)]]  # (B, G, H)
 
 
-class _FeatureSteps(_FedSteps):
-    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
-        self.block, self.longest, (*self.own, self.head) = draft.block, draft.longest, draft.own
-        model, states = texts.model, states_behind(texts, texts.model.num_sublayers)
-
-        def fed(tokens: Tensor, states: Tensor) -> Tensor:
-            features = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
-            inputs: Tensor = self.block.join(features, model.embed(tokens))
-            return inputs
-
-        window = self.block.layer.window
-        super().__init__(texts, states, read(texts, states, self.own, window, fed))
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        out = self.run(self.block.join(self.carried[0], self.model.embed(tokens)), self.own)
-        self.carried = [out]
-        return self.head(out, None)
-
-
-class _Features(_Layered):
-    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
-        super().__init__(batch, draft)
-        self.tap: int = batch.model.num_sublayers
-        self.best, self.wide = _BEST, batch.model.branches and not self.everywhere
-        self.features: Tensor  # of the round's tokens that have been fed, (R, N, H)
-
-    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
-        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
-        inputs: Tensor = self.block.join(features, self.batch.model.embed(tokens))
-        return inputs
-
-    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        if offset:
-            branches = self.batch.cache.branches
-            held = self.features[:, :offset]
-            before = held[:, -1:] if branches is None else branches.before(held)  # (R, T, H)
-            inputs = self.block.join(before, hidden)  # (R, T, H)
-            new = self.advance(inputs, self.places(offset), self.blocks, branches=branches)
-            self.features = torch.cat([held, new], 1)
-        else:
-            self.features = new = self.catch_up()[:, None]  # (R, 1, H)
-        raw = self.head(new.flatten(0, 1)[None], None)[0]  # (R * T, V)
-        return raw if tokens.dim() == 1 else raw.unflatten(0, tokens.shape)
-
-    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        # its own drafts were fed with its own features, not with the target's
-        super().commit(row, emitted, min(steps, 1))
-
-
-class _StreamSteps(_FeatureSteps):
-    """Computes step by step what decoding computes in one pass."""
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        if not step:  # (B, G, K, H)
-            self.carried = [self.block.fed(self.carried[0], self.model.embed(tokens))]
-        return self.head(self.run(self.carried[0][:, :, step], self.own), None)
-
-
-class _Streams(_Features):
-    everywhere = True
-
-    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
-        super().__init__(batch, draft)
-        # places behind the longest draft have no slots, and are not needed
-        self.longest = self.count = min(self.block.count, batch.slots - batch.total - 1)
-
-    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        if not offset:
-            shortest = min(self.batch.lengths[row] for row in self.batch.rows) + 1
-            if not self.cache.settled or self.missing() > min(shortest, _TOGETHER):
-                self.catch_up()
-            starts, _, known = self.latest(self.missing())
-            features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
-            ahead = self.block.streams(features, hidden)[
-                :, 0, : self.count - 1
-            ]  # (R, up to K - 1, H)
-            inputs = torch.cat([self.inputs(starts, known), ahead], 1)
-            out = self.advance(inputs, starts, self.blocks)
-            self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
-        # a round's last step may come after the last draft
-        return self.raw[:, min(offset, self.count - 1)]
-
-
-class _HeadSteps(_FedSteps):
+class HeadsSteps(FedSteps):
     def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
         super().__init__(texts, states_behind(texts, texts.model.num_sublayers))
         self.block, (self.head,), self.longest = draft.block, draft.own, draft.longest
@@ -290,12 +120,15 @@ class _HeadSteps(_FedSteps):
         return self.head(self.carried[0][:, :, step], None)
 
 
-class _Heads(State):
+class HeadsState(State):
+    """Drafts all tokens in one pass."""
+
     everywhere = True
+    replayed = HeadsSteps
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)
-        self.best, self.block, self.longest = _BEST, draft.block, draft.longest
+        self.best, self.block, self.longest = BEST, draft.block, draft.longest
         (self.project,) = draft.own
         self.tap: int = batch.model.num_sublayers
 
@@ -308,12 +141,3 @@ class _Heads(State):
             self.raw = self.project(self.block(features, hidden)[:, 0], None)  # (R, K, V)
         # a round's last step may come after the last draft
         return self.raw[:, min(offset, self.raw.shape[1] - 1)]
-
-
-# The kinds of modules: each one's state, and its steps. `Streams` are `FeatureBlock`s, too.
-_KINDS: list[tuple[type, Any, Any]] = [
-    (Heads, _Heads, _HeadSteps),
-    (Streams, _Streams, _StreamSteps),
-    (FeatureBlock, _Features, _FeatureSteps),
-    (ExitBlock, _Exit, _ExitSteps),
-]

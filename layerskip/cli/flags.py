@@ -1,0 +1,412 @@
+"""The flags of commands, one line each: name, type and help. Every heavy import waits."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.models import OptionInfo
+
+from layerskip.config import LowPrecision, SkipConfig
+from layerskip.files.reading import read_text
+from layerskip.registry import ControllerName
+
+if TYPE_CHECKING:
+    from layerskip.bench.methods import Task
+    from layerskip.checkpoints import Loaded
+
+
+def flag(
+    text: str, metavar: str | None = None, *names: str, default: Any = None, **limits: Any
+) -> Any:
+    """A flag with its help text; `names` only where its name is not that of the parameter."""
+    return typer.Option(default, *names, metavar=metavar, help=text, **limits)
+
+
+def switch(name: str, text: str) -> Any:
+    """A flag without a value, off by default."""
+    return typer.Option(False, name, help=text)
+
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File of prompts; or spec-bench: 36 questions; or copying: 9 requests whose answers "
+        "repeat their text.  [default: prompts shipped with the model]",
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Put each prompt into the chat template, as a user message.")
+]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Generate at most N tokens."),
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of sampling.")]
+DrawnSeed = Annotated[
+    int | None, typer.Option(metavar="N", help="Seed of sampling.  [default: a new one a text]")
+]
+MaxRows = Annotated[int, typer.Option(min=1, metavar="N", help="Decode at most N texts at once.")]
+Memory = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="GB", help="Memory for keys and values of texts in progress."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print results, warnings and errors only.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A group of flags: commands have a parameter for each group, and get the values in it."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # of groups that are made without the command line
+            value = getattr(self, each.name)
+            if isinstance(value, OptionInfo):
+                object.__setattr__(self, each.name, value.default)
+
+
+@dataclass(frozen=True)
+class Loading(Flags):
+    """Which model, and how it runs."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hub id, local folder, a shipped model (demo-llama, demo-gemma2, demo-gemma4), or "
+            "one that `make checkpoints` has made (smollm2, gemma3-270m)."
+        ),
+    ] = "demo-llama"
+    device: str = flag("auto, cpu, cuda, cuda:1, ...", "NAME", default="auto")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = flag(
+        "Type of the weights; auto: as in the checkpoint, float32 for shipped models on the CPU.",
+        default="auto",
+    )
+    trust_remote_code: bool = switch("--trust-remote-code", "Run code that the checkpoint brings.")
+    execution: Literal["auto", "modules", "fused", "native", "compiled"] = flag(
+        "How the layers run: modules: by transformers; fused: with fewer kernels; native: one C++ "
+        "call a pass (CPU; built once, in half a minute); compiled: by torch.compile, which takes "
+        "minutes in every run.",
+        default="auto",
+    )
+    threads: int | None = flag("CPU threads.  [default: the fastest number, measured]", "N", min=1)
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The arguments of `checkpoints.load`."""
+        names = ("device", "dtype", "trust_remote_code")
+        return {"name": self.model, **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class Skip(Flags):
+    """The model's own draft."""
+
+    skip: str | None = flag("JSON file of a skip config.", "FILE")
+    exit_layer: int | None = flag("Draft with layers 0 to E-1: an early exit.", "E")
+
+    def given(self) -> SkipConfig | None:
+        """The skip config; asked before the model is loaded, so that errors come at once."""
+        if self.skip is not None and self.exit_layer is not None:
+            raise ValueError("give --skip or --exit-layer, not both")
+        if self.exit_layer is not None:
+            return SkipConfig.early_exit(self.exit_layer)
+        return None if self.skip is None else SkipConfig.load(self.skip)
+
+
+@dataclass(frozen=True)
+class Sources(Flags):
+    """What drafts, beside what a skip config names."""
+
+    low_precision: Literal["8", "4", "none"] | None = flag(
+        "Draft with weights rounded to so many bits.  [default: as the skip config says; without "
+        "one 8, where that is fast]"
+    )
+    window: int | None = flag(
+        "In long texts, drafts read only the first few tokens and so many of the last; 0: all.  "
+        "[default: as the skip config says; without one 1024, where drafts are in 8 bits]",
+        "TOKENS",
+        min=0,
+    )
+    lookup: bool | None = flag(
+        "Draft what followed the same words earlier in the text.  [default: as the skip config "
+        "says; without one --lookup]",
+        None,
+        "--lookup/--no-lookup",
+    )
+    lookup_file: Path | None = flag("Look drafts up in this UTF-8 text, too.", "FILE")
+    laws: Path | None = flag(
+        "Draft trees of the tokens that the model found likely after the same words, in this file "
+        "of `layerskip laws` and in the text so far.",
+        "FILE",
+    )
+    keep_laws: bool = switch("--keep-laws", "Add to the file of --laws what the model finds now.")
+    assistant: str | None = flag(
+        "Draft with a second model of the same vocabulary, or with the assistant of a Gemma 4.",
+        "MODEL",
+    )
+    draft_memory: float | None = flag(
+        "Memory for the copies of weights that drafts need.  [default: half of what is free]",
+        "GB",
+        min=0,
+    )
+
+    @property
+    def idle(self) -> dict[str, Any]:
+        """The flags for `warn_idle`."""
+        values = {each.name: getattr(self, each.name) for each in fields(Sources)}
+        del values["keep_laws"]  # refused without --laws
+        if self.lookup is False:
+            values |= {"lookup": None, "no_lookup": True}
+        return values
+
+    @property
+    def memory(self) -> int | None:
+        """--draft-memory in bytes."""
+        return None if self.draft_memory is None else int(self.draft_memory * 1e9)
+
+    def text(self) -> str | None:
+        """The text of --lookup-file; read before the model is, so that errors come at once."""
+        if self.lookup_file is None:
+            return None
+        if self.lookup is False:
+            raise ValueError("give --lookup-file or --no-lookup, not both")
+        return text_in("--lookup-file", self.lookup_file)
+
+    def changed(self, skip: SkipConfig) -> SkipConfig:
+        """The skip config with the window and the precision that are asked for."""
+        if self.window is not None and self.window != (skip.window or 0):
+            skip = replace(skip, window=self.window or None, costs=None)
+        if self.low_precision is None:
+            return skip
+        bits: Any = self.low_precision
+        low = None if bits == "none" else LowPrecision(bits=int(bits))  # type: ignore[arg-type]
+        if low == skip.low:
+            return skip
+        if skip.trained is not None and (low is not None or not skip.trained.module):
+            raise ValueError(
+                f"--low-precision {bits} is not what this skip config's weights were trained for; "
+                "leave it out"
+            )
+        return replace(skip, low=low, costs=None)
+
+    def refuse_keeping(self, command: str) -> None:
+        """Refuse --keep-laws in a command that may run in several processes."""
+        if self.keep_laws:
+            raise ValueError(
+                f"{command} may run in several processes, which would overwrite each other's laws:"
+                " leave out --keep-laws, and make the file with `layerskip laws`"
+            )
+
+
+@dataclass(frozen=True)
+class Pace(Flags):
+    """Settings of `LayerSkipDecoding` that the command line hands on as they are."""
+
+    max_draft_length: int | None = flag("Draft at most N tokens a round.", "N", min=1)
+    threshold: float | None = flag(
+        "Confidence at which a draft ends, for controllers that have a threshold.",
+        "P",
+        min=0,
+        max=1,
+    )
+    branches: bool | None = flag(
+        "Also verify second-best tokens of drafts, where they are expected to pay; `benchmark` "
+        "then measures drafts with and without.  [default: as the skip config says]",
+        None,
+        "--branches/--no-branches",
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name."""
+        return {each.name: getattr(self, each.name) for each in fields(Pace)}
+
+
+@dataclass(frozen=True)
+class DraftFlags(Sources, Skip):
+    """Everything that may draft."""
+
+
+@dataclass(frozen=True)
+class Decoding(Pace, DraftFlags):
+    """How to decode: what drafts, how long, and whether at all."""
+
+    controller: ControllerName | None = flag(
+        "What decides how long to draft.  [default: expected-gain]"
+    )
+    no_draft: bool = switch("--no-draft", "Decode plainly.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"controller": self.controller, **super().settings}
+
+    @property
+    def pace(self) -> dict[str, Any]:
+        """The settings for `warn_idle`."""
+        values = self.settings
+        return values | ({"branches": None, "no_branches": True} if self.branches is False else {})
+
+
+@dataclass(frozen=True)
+class Sampling(Flags):
+    """The distribution that tokens are drawn from."""
+
+    do_sample: bool = switch("--do-sample", "Sample, instead of taking the likeliest token.")
+    temperature: float | None = flag(
+        "Temperature of sampling.  [default: the model's setting, else 1]", "T"
+    )
+    top_p: float | None = flag(
+        "Sample from the likeliest tokens with this total probability.  [default: the model's "
+        "setting, else all]",
+        "P",
+        min=0,
+        max=1,
+    )
+    top_k: int | None = flag(
+        "Sample from the K likeliest tokens; 0: from all.  [default: the model's setting, else 50, "
+        "as in transformers]",
+        "K",
+        min=0,
+    )
+    acceptance: Literal["coupled", "rejection"] | None = flag(
+        "Rule by which sampling accepts drafts.  [default: coupled]"
+    )
+
+    def check(self, seed: int | None = None) -> None:
+        """Refuse a temperature that is none; warn of flags without an effect."""
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"--temperature must be positive and finite, got {self.temperature}; for the "
+                "likeliest tokens leave out --temperature and --do-sample"
+            )
+        if not self.do_sample:
+            given = {**self.settings, "acceptance": self.acceptance, "seed": seed}
+            warn_idle(given, "without --do-sample")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Temperature, top-p and top-k; None: the model's setting."""
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
+        """What a benchmark asks of every method, the model's settings filled in."""
+        from layerskip.bench.methods import Task
+        from layerskip.requests import sampling_of
+
+        law = sampling_of(model, **self.settings) if self.do_sample else {}
+        return Task(
+            max_new_tokens,
+            self.do_sample,
+            **law,
+            acceptance=self.acceptance or "coupled",
+            seed=seed,
+            execution=execution,
+        )
+
+
+@dataclass(frozen=True)
+class Wording(Flags):
+    """How a text begins, where it ends, and which words it prefers."""
+
+    system: str | None = flag("System message for prompts without one; implies --chat.", "TEXT")
+    stop: list[str] | None = flag("End the text after this string; repeatable.", "TEXT")
+    repetition_penalty: float | None = flag(
+        "Above 1, tokens that the text already has become less likely.", "X"
+    )
+    min_p: float | None = flag(
+        "Sample tokens with at least this share of the likeliest one's probability.",
+        "P",
+        min=0,
+        max=1,
+    )
+
+    def check(self, do_sample: bool) -> None:
+        """Refuse values that mean nothing; warn of a flag without an effect."""
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                "--repetition-penalty must be positive and finite (1 is off), got "
+                f"{self.repetition_penalty}"
+            )
+        if not all(self.stop or ()):
+            raise ValueError("--stop is empty; give the text to end at")
+        if not do_sample:
+            warn_idle({"min_p": self.min_p}, "without --do-sample")
+
+    def settings(self, tokenizer: Any) -> dict[str, Any]:
+        """The arguments of `layerskip.generate`."""
+        ends = {"stop_strings": self.stop, "tokenizer": tokenizer} if self.stop else {}
+        given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p}
+        return ends | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Form(Flags):
+    """The form that a text keeps to."""
+
+    json_schema: Path | None = flag("Write JSON that follows the schema in this file.", "FILE")
+    regex: str | None = flag("Write text that matches a regular expression.", "PATTERN")
+
+    def check(self) -> None:
+        """Refuse both at once, and a file that cannot be read, before anything is loaded."""
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("give --json-schema or --regex, not both")
+        self._schema()
+
+    def _schema(self) -> str | None:
+        if self.json_schema is None:
+            return None
+        try:
+            return self.json_schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise ValueError(
+                f"--json-schema {self.json_schema} cannot be read: {reason}"
+            ) from error
+
+    def processors(self, loaded: Loaded) -> list[Any]:
+        """Logits processors, one at most."""
+        schema = self._schema()
+        if schema is None and self.regex is None:
+            return []
+        from layerskip.grammars import json_schema, regex
+        from layerskip.requests import end_tokens
+
+        eos = sorted(end_tokens(loaded.model)) or None
+        if schema is not None:
+            return [json_schema(schema, loaded.tokenizer, eos=eos)]
+        assert self.regex is not None
+        return [regex(self.regex, loaded.tokenizer, eos=eos)]
+
+
+def seconds_given(timeout: float | None, minutes: float | None) -> float | None:
+    """The time for a whole command; None where neither flag says one."""
+    if timeout is not None and minutes is not None:
+        raise ValueError("give --timeout SECONDS or --minutes M, not both")
+    for name, value, unit in (("timeout", timeout, "seconds"), ("minutes", minutes, "minutes")):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} must be more than 0 {unit} and finite, got {value}")
+    return timeout if minutes is None else 60 * minutes
+
+
+def text_in(name: str, path: Path) -> str:
+    """The text of a file that a flag names."""
+    try:
+        text = read_text(path).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} {path} is not UTF-8: {error}") from error
+    if not text:
+        raise ValueError(f"{name} {path} is empty; there is nothing in it")
+    return text
+
+
+def warn_idle(flags: dict[str, Any], reason: str) -> None:
+    """Warn about each flag that was given and has no effect."""
+    for name, value in flags.items():
+        if value is not None:
+            warnings.warn(f"--{name.replace('_', '-')} has no effect {reason}", stacklevel=2)

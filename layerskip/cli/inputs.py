@@ -1,0 +1,59 @@
+"""What commands read and where they write: prompts and folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from layerskip.named import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
+from layerskip.prompts import Prompt, by_category, read_prompts
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of --output; refuse what cannot be written to, before anything is loaded."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output {folder} is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--output {folder} cannot be written to")
+
+
+def given_prompts(path: Path | None, model: str) -> list[Prompt]:
+    """The prompts of a file, else those shipped with the model."""
+    if path is not None:
+        return read_given(path)
+    if model not in SHIPPED:
+        raise ValueError(
+            "--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line, "
+            f"a few dozen of them, or {' or '.join(NAMED_PROMPTS)} (only "
+            f"{' and '.join(SHIPPED)} come with prompts)"
+        )
+    return shipped_prompts(None)
+
+
+def read_given(path: Path) -> list[Prompt]:
+    """The prompts of a file, of the sample of that name, or of standard input, which is "-"."""
+    if str(path) == "-":
+        path = Path("/dev/stdin")
+    return read_prompts(path if path.exists() else NAMED_PROMPTS.get(str(path), path))
+
+
+def spoken(prompts: Sequence[Prompt], chat: bool, system: str | None = None) -> list[Prompt]:
+    """The prompts, for the chat template where --chat or a system message was given."""
+    if system is not None:
+        return [prompt.as_chat().with_system(system) for prompt in prompts]
+    return [prompt.as_chat() if chat else prompt for prompt in prompts]
+
+
+def shipped_prompts(per_category: int | None) -> list[Prompt]:
+    """The first few prompts of each category; None takes all."""
+    return first_of_each(read_prompts(SHIPPED_PROMPTS), per_category)
+
+
+def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """The first so many prompts of each category; None takes all."""
+    return [prompt for each in by_category(prompts).values() for prompt in each[:limit]]

@@ -1,0 +1,168 @@
+"""The model of costs: what a pass takes, from the bytes it reads and a machine's few numbers.
+
+A pass reads the weights once, and the keys and values of every row's text. More tokens cost
+arithmetic as well: a pass over n tokens takes `growth(n)` times as long, a short ladder of factors,
+as there is no sharp bend between the two limits (v(2) of 1.2, v(8) of 1.55 and v(16) of 3.3 were
+seen on one machine, 1.05, 1.1 and 1.8 on another). What a pass takes beside is spread over its
+bytes; what a further row takes beside is a constant.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from layerskip.costs.speculation import CostTable, keys_read, rising
+
+READ = 2e10  # bytes a second at which weights are read, where nothing has been timed
+_TOKENS = 16  # of a row, up to which tables hold passes
+
+
+class Place(NamedTuple):
+    """Where passes are timed: with how many rows, behind how many tokens of each."""
+
+    rows: int
+    context: int
+
+
+Work = tuple[Hashable | None, int]
+"""What is timed: (None, n), a pass over n tokens of every row; (source's key, 0), a step of it."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that passes of a model, and steps of a source, read.
+
+    Attributes:
+        weights: of a pass, by its tokens; more than one number for mixtures of experts.
+        keys: keys and values of a token of each row (see `keys_read`).
+        draft, draft_keys: the same of a step of the source; 0 where tokens are looked up.
+        prefix: weights of the sublayers that steps have carried their tokens through already.
+    """
+
+    weights: Sequence[float]
+    keys: Mapping[int | None, float]
+    draft: float = 0.0
+    draft_keys: Mapping[int | None, float] = field(default_factory=dict)
+    prefix: float = 0.0
+
+    def of(self, tokens: int) -> float:
+        """Bytes of the weights that a pass over so many tokens in all reads."""
+        return self.weights[min(tokens, len(self.weights)) - 1]
+
+
+N = TypeVar("N", int, float)
+
+
+def on_line(points: Mapping[N, float], place: float) -> float:
+    """A value on straight lines between points: the first one before them, the last line beyond."""
+    places = sorted(points)
+    if len(places) == 1 or place <= places[0]:
+        return points[places[0]]
+    high = min(bisect_left(places, place), len(places) - 1)
+    low, end = places[high - 1], places[high]
+    return points[low] + (points[end] - points[low]) * (place - low) / (end - low)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The numbers of a machine, for one model, dtype and number of threads.
+
+    Attributes:
+        byte, key_byte: seconds for a byte of weights in a pass over one token, and of keys.
+        row: seconds that each further row takes beside its tokens.
+        growth: by tokens of all rows, by what factor weights take longer than for one token.
+        key_growth: the same of keys, by tokens of a row.
+        steps: by source and rows, by what factor its steps take longer than by their bytes.
+    """
+
+    byte: float = 1 / READ
+    key_byte: float = 1 / READ
+    row: float = 0.0
+    growth: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    key_growth: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    steps: Mapping[Hashable, Mapping[int, float]] = field(default_factory=dict)
+    timed: bool = False
+
+    def seconds(
+        self, traffic: Traffic, tokens: int, rows: int, context: int, prefix: float = 0.0
+    ) -> float:
+        """Seconds of a pass over so many tokens of every row, behind so many each.
+
+        Args:
+            prefix: bytes of the weights that the pass carries but one of a row's tokens through.
+        """
+        count = rows * tokens
+        weights = (traffic.of(count) - prefix) * on_line(self.growth, count)
+        weights += prefix * on_line(self.growth, rows)
+        keys = rows * keys_read(traffic.keys, context) * on_line(self.key_growth, tokens)
+        beside = self.row * (rows - 1)
+        return max(self.byte * weights + beside, self.byte * traffic.of(1)) + self.key_byte * keys
+
+    def step(self, traffic: Traffic, source: Hashable, rows: int, context: int) -> float:
+        """Seconds of a draft step; 0 where the source takes none."""
+        factors = self.steps.get(source, {rows: 1.0})
+        near = min(factors, key=lambda timed: abs(math.log(timed / rows)))
+        weights = traffic.draft * on_line(self.growth, rows) * factors[near]
+        keys = rows * keys_read(traffic.draft_keys, context)
+        return self.byte * weights + self.key_byte * keys
+
+    def table(self, traffic: Traffic, source: Hashable, context: int, rows: int) -> CostTable:
+        """The costs of a source's rounds; a longer pass is never cheaper."""
+        plain = self.seconds(traffic, 1, rows, context)
+        flat = len(self.growth) == len(traffic.weights) == 1
+        verify = [1.0]
+        for tokens in range(2, 2 if flat else _TOKENS + 1):
+            seconds = self.seconds(traffic, tokens, rows, context, traffic.prefix)
+            verify.append(max(verify[-1], seconds / plain))
+        draft = self.step(traffic, source, rows, context) / plain
+        return CostTable(draft, tuple(verify), "measured" if self.timed else "analytic", plain)
+
+
+def fitted(
+    seconds: Mapping[Place, Mapping[Work, float]], traffic: Mapping[Hashable, Traffic]
+) -> Rates:
+    """The rates behind the seconds of work by place: of a plain pass at the first one at least."""
+    first, *others = sorted(seconds)
+    whole = next(iter(traffic.values()))
+    byte = seconds[first][None, 1] / whole.of(1)
+
+    def passes(place: Place) -> dict[int, float]:
+        return dict(sorted((n, each) for (_, n), each in seconds[place].items() if n))
+
+    def grown(times: Mapping[int, float], rows: int, beside: float = 0.0) -> dict[int, float]:
+        """By tokens in all; a longer pass is never cheaper, except by noise."""
+        values = [(each - beside) / (byte * whole.of(rows * n)) for n, each in times.items()]
+        return dict(zip((rows * n for n in times), rising(values), strict=True))
+
+    growth = grown(passes(first), 1)
+    growth = {n: each / growth[1] for n, each in growth.items()}
+    row, key_byte, key_growth = 0.0, byte, {1: 1.0}
+    for place in others:
+        rows, times = place.rows, passes(place)
+        if 1 not in times:
+            continue
+        if place.context == first.context:
+            expected = byte * whole.of(rows) * on_line(growth, rows)
+            row = (times[1] - expected) / (rows - 1)
+            longest = max(growth)
+            more = grown(times, rows, row * (rows - 1))
+            growth |= {n: max(each, growth[longest]) for n, each in more.items() if n > longest}
+        elif Place(rows, first.context) in seconds:
+            near = passes(Place(rows, first.context))
+            more = {n: each - near[n] for n, each in times.items() if n in near}
+            spread = keys_read(whole.keys, place.context) - keys_read(whole.keys, first.context)
+            if more.get(1, 0.0) > 0.0 and spread > 0.0:
+                key_byte = more[1] / (rows * spread)
+                values = rising([each / more[1] for each in more.values()])
+                key_growth = {n: max(1.0, each) for n, each in zip(more, values, strict=True)}
+    steps: dict[Hashable, dict[int, float]] = {}
+    for place, times_of in seconds.items():
+        for (source, tokens), each in times_of.items():
+            if not tokens and source in traffic and place.context == first.context:
+                usual = byte * traffic[source].draft * on_line(growth, place.rows)
+                steps.setdefault(source, {})[place.rows] = each / usual
+    return Rates(byte, key_byte, row, growth, key_growth, steps, timed=True)

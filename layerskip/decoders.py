@@ -1,0 +1,133 @@
+"""From settings to a decoder: the drafts of a model, what they cost, and the controller."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from layerskip.costs.speculation import Costs, CostTable
+from layerskip.decoding.controllers import Controller, Fixed, make_controller
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.forced import Forced
+from layerskip.drafts import Drafts, choose_drafts
+from layerskip.model.opening import sublayers_of
+from layerskip.requests import sampling_of, warpers
+from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
+from layerskip.timing.analytic import by_bytes
+from layerskip.timing.tables import cost_tables, stored
+
+
+def make_decoder(model: Any, settings: Settings, request: Request) -> tuple[Decoder, Costs | None]:
+    """The engine, ready to run a request on a model, and the costs that its controller uses."""
+    opened = sublayers_of(model, settings.execution)
+    if request.encoded is not None:
+        opened = opened.reading(request.encoded)
+    sampling, cached = request.law.do_sample, settings.cached
+    drafts = choose_drafts(opened, settings, rejection=request.rejection and sampling)
+    if settings.enabled and request.law.stateful:
+        drafts = replace(drafts, sources=[Forced(request.law.stateful), *drafts.sources])
+    if not drafts.sources:
+        return Decoder(opened, [], Fixed(), request, max_draft_length=0, cached=cached), None
+    costs = costs_of(settings, drafts, request)
+    if settings.branches:
+        warn_of_branches(drafts, request)
+    controller = controller_of(settings, drafts.sources, costs, sampling=sampling)
+    longest = settings.max_draft_length or LONGEST_DRAFT
+    decoder = Decoder(
+        drafts.model, drafts.sources, controller, request, max_draft_length=longest, cached=cached
+    )
+    return decoder, costs[-1]
+
+
+def prepare(
+    model: Any,
+    settings: Settings,
+    *,
+    rows: int = 1,
+    context: int = 0,
+    seconds: float = 2.0,
+    **sampling: Any,
+) -> CostTable | None:
+    """Make copies of weights and measure costs; see `LayerSkipDecoding.prepare`."""
+    drafts = choose_drafts(sublayers_of(model, settings.execution), settings)
+    if not drafts.sources or settings.controller != DEFAULT_CONTROLLER:
+        return None
+    opened = drafts.model
+    ids = torch.ones(rows, 4, dtype=torch.long, device=opened.device)  # (B, 4)
+    law = law_of(opened.model, rows, (), **({"do_sample": False} | sampling))
+    keys = [stream_key(0, row) for row in range(rows)]
+    most = max(2, context)
+    request = Request(ids, torch.ones_like(ids), max_new_tokens=most, law=law, keys=keys)
+    with torch.no_grad():
+        tables = cost_tables(opened, drafts.sources, request, seconds=seconds)
+    return tables[-1].at(context, rows)
+
+
+def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[Costs | None]:
+    """The costs of each source for a request; None where the controller does not need them.
+
+    They are the given ones, or those of the skip config; else they are measured when a round first
+    asks for them. Where a text depends on its drafts they are computed from bytes, as measured
+    costs would let a clock decide the text.
+    """
+    model, sources, rows = drafts.model, drafts.sources, request.input_ids.shape[0]
+    given = settings.costs
+    if given is None and settings.skip is not None and settings.assistant is None:
+        given = stored(settings.skip, model, rows)
+    if given is not None:
+        return [replace(given, draft=0.0) if each.step_free else given for each in sources]
+    if settings.controller != DEFAULT_CONTROLLER:
+        return [None] * len(sources)
+    if request.rejection and request.law.do_sample:
+        return [by_bytes(model, source) for source in sources]
+    return cost_tables(model, sources, request)
+
+
+def controller_of(
+    settings: Settings, sources: Sequence[Source], costs: Sequence[Costs | None], **how: Any
+) -> Controller:
+    """The controller; if it is given by name, one made for these sources and their costs."""
+    if not isinstance(settings.controller, str):
+        return settings.controller
+    return make_controller(
+        settings.controller,
+        max_draft_length=settings.max_draft_length,
+        threshold=settings.threshold,
+        costs=[table or CostTable(1.0, (1.0,)) for table in costs],
+        priors=[source.prior for source in sources],
+        branches=settings.branches,
+        now=time.perf_counter,
+        **how,
+    )
+
+
+def warn_of_branches(drafts: Drafts, request: Request | None = None) -> None:
+    """Say why second-best tokens are not verified, though they were asked for."""
+    law = None if request is None else request.law
+    reason = None
+    if not drafts.model.branches:
+        reason = "as this model runs whole: a pass of it has no branches"
+    elif all(source.step_free for source in drafts.sources):
+        reason = "as no draft takes steps of a model"
+    elif request is not None and request.rejection and request.law.do_sample:
+        reason = "under the rejection rule, which accepts one draft of a place"
+    elif law is not None and law.reads_history:
+        reason = "beside logits processors that read the text, each branch of which is another one"
+    if reason is not None:
+        warnings.warn(f"branches has no effect {reason}", stacklevel=2)
+
+
+def law_of(
+    model: Any, rows: int, processors: Sequence[Any], *, do_sample: bool, **sampling: Any
+) -> Law:
+    """The law of processors and sampling arguments, as `model.generate()` makes it."""
+    sampled = warpers(**sampling_of(model, **sampling)) if do_sample else ()
+    return Law([*processors, *sampled], do_sample=do_sample, rows=rows)

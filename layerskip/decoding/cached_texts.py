@@ -1,0 +1,224 @@
+"""Keys and values of finished texts, in a tree of segments, for later texts that begin alike.
+
+Layers with windows hold only what was held when a text was kept. So prompts of such models are
+kept at their end, too, and where they were found to differ from a text that is held.
+Letters: H key-value heads, n slots, D head width.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.passes import Filling, Part, Passes
+from layerskip.model.fingerprint import fingerprint
+from layerskip.model.sublayers import Sublayers
+
+
+class _Segment:
+    """Some tokens of a text, and what slots `first` .. `end` - 1 hold.
+
+    Attributes:
+        parts: by name (..., n, D), as of `Passes.parts`.
+        used: when it was last used; the larger, the later.
+    """
+
+    def __init__(self, before: _Segment | None, first: int, tokens: Sequence[int]) -> None:
+        self.before, self.first, self.tokens = before, first, tokens
+        self.parts: dict[Part, Tensor] = {}
+        self.following: dict[int, _Segment] = {}
+        self.used = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def whole(self) -> int:
+        """The first slot from which on every part holds something."""
+        return self.end - min(part.shape[-2] for part in self.parts.values())
+
+    def up_to(self, end: int) -> dict[Part, Tensor]:
+        """Its parts up to a slot, views."""
+        left = self.end - end
+        return {
+            name: part[..., : max(0, part.shape[-2] - left), :] for name, part in self.parts.items()
+        }
+
+
+class CachedTexts:
+    """Keys and values of texts of one model, within a number of bytes.
+
+    What was used least recently is dropped first. Any number of threads may use it.
+    """
+
+    def __init__(self, memory: int) -> None:
+        if memory < 0:
+            raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}")
+        self.memory = memory
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._first = _Segment(None, 0, ())
+        self._of: tuple[Any, ...] = ()
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """How many texts are held, those that are the beginning of another one not counted."""
+        with self._lock:
+            return sum(not each.following for each in self._all())
+
+    def clear(self) -> None:
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._first = _Segment(None, 0, ())
+        self.nbytes = 0
+
+    def check(self, model: Sublayers) -> object:
+        """Drop everything if it is of another model, or of other weights.
+
+        Returns:
+            What `keep` must be given for texts of these weights.
+        """
+        of = _state(model)
+        with self._lock:
+            if of != self._of:
+                self._clear()
+                self._of = of
+            return self._first
+
+    def start(
+        self, tokens: Sequence[int], window: int, needed: set[Part]
+    ) -> tuple[list[Filling], int]:
+        """What is known of a prompt, all but its last token; and how many of its tokens are known.
+
+        Args:
+            window: the longest sliding window of layers that do not hold all slots; 0: none.
+            needed: names of parts without which nothing is of use.
+        """
+        with self._lock:
+            usable, same, whole = 0, 0, 0
+            path: list[tuple[_Segment, int]] = []
+            for segment, end in self._path(tokens[:-1]):
+                if not needed <= segment.parts.keys():
+                    break
+                self._touch(segment)
+                path.append((segment, end))
+                same = end
+                if segment.whole > segment.first:
+                    whole = segment.whole
+                if not whole or end - whole >= window:
+                    usable = len(path)
+            # the tensors stay what they are, whatever becomes of the tree
+            return [Filling(end, segment.up_to(end)) for segment, end in path[:usable]], same
+
+    def keep(self, weights: object, passes: Passes, row: int, length: int) -> None:
+        """Keep what the first slots of a row hold, if there is room for it.
+
+        Args:
+            weights: what `check` returned; if everything was dropped since, nothing is kept.
+        """
+        tokens = passes.tokens(row, length)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if weights is not self._first:
+                return
+            path = [*self._path(tokens)]
+            last, same = path[-1] if path else (self._first, 0)
+            for segment, _ in path:
+                self._touch(segment)
+            if same < last.end:
+                last = self._split(last, same)
+            if same == length:  # but perhaps more of its slots
+                for name, part in passes.parts(row, last.first, length):
+                    held = last.parts.get(name)
+                    if held is None or held.shape[-2] < part.shape[-2]:
+                        self._set(last, name, part)
+                return
+            new = _Segment(last, same, tokens[same:])
+            self._touch(new)
+            parts = dict(passes.parts(row, same, length))
+            if self._make_room(sum(part.nbytes for part in parts.values()), last):
+                last.following[tokens[same]] = new
+                for name, part in parts.items():
+                    self._set(new, name, part)
+
+    def _set(self, segment: _Segment, name: Part, part: Tensor) -> None:
+        before = segment.parts.get(name)
+        segment.parts[name] = part.clone()
+        self.nbytes += part.nbytes - (0 if before is None else before.nbytes)
+
+    def _split(self, segment: _Segment, end: int) -> _Segment:
+        """Cut a segment in two; returns the first of them."""
+        assert segment.before is not None
+        count = end - segment.first
+        first = _Segment(segment.before, segment.first, segment.tokens[:count])
+        first.used = segment.used
+        for name, part in segment.parts.items():
+            here = max(0, part.shape[-2] - len(segment.tokens) + count)
+            # copies, so that each can be dropped alone
+            first.parts[name] = part[..., :here, :].clone()
+            segment.parts[name] = part[..., here:, :].clone()
+        segment.before.following[segment.tokens[0]] = first
+        segment.before, segment.first, segment.tokens = first, end, segment.tokens[count:]
+        first.following[segment.tokens[0]] = segment
+        return first
+
+    def _make_room(self, nbytes: int, last: _Segment) -> bool:
+        """Drop what was used least recently, but not what leads to a segment."""
+        leading = {last}
+        while (before := last.before) is not None:
+            leading.add(last := before)
+        while self.nbytes + nbytes > self.memory:
+            ends = [each for each in self._all() if not each.following and each not in leading]
+            if not ends:
+                return False
+            oldest = min(ends, key=lambda each: each.used)
+            assert oldest.before is not None
+            del oldest.before.following[oldest.tokens[0]]
+            self.nbytes -= oldest.nbytes
+        return True
+
+    def _path(self, tokens: Sequence[int]) -> Iterator[tuple[_Segment, int]]:
+        segment, at = self._first, 0
+        while at == segment.end and at < len(tokens) and tokens[at] in segment.following:
+            segment = segment.following[tokens[at]]
+            rest = tokens[at : segment.end]
+            pairs = zip(segment.tokens, rest, strict=False)
+            at += next((i for i, (a, b) in enumerate(pairs) if a != b), len(rest))
+            yield segment, at
+
+    def _all(self) -> Iterator[_Segment]:
+        left = [*self._first.following.values()]
+        while left:
+            yield (segment := left.pop())
+            left += segment.following.values()
+
+    def _touch(self, segment: _Segment) -> None:
+        self._clock += 1
+        segment.used = self._clock
+
+
+def _state(model: Sublayers) -> tuple[Any, ...]:
+    """What keys and values depend on besides tokens: equal while the model is the same.
+
+    Changes in place raise a weight's version; those through `.data` show in its hash, which reads
+    some of its numbers. Switched adapters show in their modules.
+    """
+    inner = model.model
+    weights = [*inner.parameters(), *inner.buffers()]
+    versions = tuple(0 if each.is_inference() else each._version for each in weights)
+    adapters = [
+        (str(each.active_adapters), each.disable_adapters, str(getattr(each, "scaling", None)))
+        for each in inner.modules()
+        if hasattr(each, "active_adapters") and hasattr(each, "disable_adapters")
+    ]
+    return model.backend, fingerprint(inner), versions, tuple(adapters)

@@ -1,0 +1,333 @@
+"""A model as the target of rounds: its passes, and the draws of the rows' laws.
+
+Letters: R rows of a pass, N positions, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens, certainty
+from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.seats import Seat
+from layerskip.decoding.sources.base import Proposal, State
+from layerskip.decoding.target import Ask, Mark, Node, Said, Verdict
+from layerskip.model.branches import along, depths
+from layerskip.model.cache import on_device
+
+
+class LiveTarget:
+    """The target of rounds that a model computes.
+
+    Args:
+        seats: by row; those of `passes.rows` are taken.
+        draws: of the rows' laws, by row; those of rows with one law are the same.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        seats: Sequence[Seat],
+        draws: Sequence[Draws],
+        *,
+        joint: bool,
+    ) -> None:
+        self.passes, self.seats, self.draws = passes, seats, draws
+        self._joint = draws[0] if joint else None
+        # not of `self`, which holds the passes
+        passes.score = lambda row, *place: draws[row].scores(row, *place)
+        self._feed: Tensor  # (R, 1) tokens that the next step of a chain feeds
+        self._beside: tuple[Tensor, Tensor] | None = None  # rows without steps, and their tokens
+        self._parents: list[list[int]] = []  # of what steps have fed, where there are branches
+
+    @property
+    def states(self) -> Sequence[State]:
+        return self.passes.states
+
+    @property
+    def rows(self) -> Mapping[int, int]:
+        return self.passes.rows
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return self.passes.lengths
+
+    @property
+    def branches(self) -> bool:
+        # processors would have to read a text for every branch, and the rejection rule is of one
+        # draft
+        if not self.passes.model.branches:
+            return False
+        return not any([self.draws[row].contextual for row in self.passes.rows])
+
+    def room(self, row: int) -> int:
+        return self.passes.cache.slots - self.passes.lengths[row]
+
+    def offer(self, source: int, row: int, most: int) -> Proposal:
+        return self.passes.states[source].offer(row, most)
+
+    def allowed(self, row: int, tokens: Sequence[int]) -> int:
+        count, draws = 0, self.draws[row]
+        with draws.ending():
+            count = draws.allowed(row, tokens, self.passes.model.vocabulary)
+        return count
+
+    def _by_law(
+        self, raw: Tensor, positions: Sequence[Position], *, native: bool
+    ) -> Iterator[tuple[Draws, list[int], Tensor, list[Position]]]:
+        """The draws of some positions, the numbers of those that they draw together, and these.
+
+        Args:
+            native: whether native calls draw, where there are any: of several laws at once.
+        """
+        groups: dict[object, tuple[Draws, list[int]]] = {}
+        for i, (row, _) in enumerate(positions):
+            draws = self.draws[row]
+            groups.setdefault(draws.alike if native else draws, (draws, []))[1].append(i)
+        for draws, some in groups.values():
+            part = raw if len(groups) == 1 else raw[some]  # (n, V)
+            yield draws, some, part, [positions[i] for i in some]
+
+    def _drawn(self, raw: Tensor, positions: Sequence[Position], ask: Ask) -> Drawn:
+        """Draw from a draft's raw logits (N, V); nothing for texts that this ends."""
+        if self._joint is not None:
+            return self._joint.draft(raw, positions, ask.signal, best=ask.best)
+        tokens = torch.full((len(raw), max(2, ask.best)), -1, device=raw.device)  # (N, best)
+        sure = torch.zeros(len(raw), device=raw.device)  # (N,)
+        native = ask.signal != "probability"
+        for draws, some, part, where in self._by_law(raw, positions, native=native):
+            with draws.ending():
+                drawn = draws.draft(part, where, ask.signal, best=ask.best)
+                tokens[some, 0] = drawn.tokens
+                if drawn.confidences is not None:
+                    sure[some] = drawn.confidences
+                if drawn.others is not None:
+                    tokens[some, 1 : 1 + drawn.others.shape[1]] = drawn.others
+        return Drawn(tokens[:, 0], sure, tokens[:, 1 : ask.best], [])
+
+    def draft(
+        self,
+        drafts: DraftedTokens,
+        rows: Sequence[int],
+        ask: Ask,
+        nodes: Mapping[int, Sequence[Node]] | None = None,
+    ) -> Said | None:
+        if not drafts.num_steps:
+            self._begin(drafts)
+        if nodes is not None:
+            return self._draft_nodes(drafts, nodes, ask)
+        places, step = self.passes.rows, drafts.num_steps
+        last = self._feed[:, 0]  # (R,)
+        raw = self.passes.draft_step(last, step, ask.source)  # (R, V)
+        here = None
+        if len(rows) < len(places):
+            # processors cannot be called for the other rows: their histories are shorter
+            here = on_device([places[row] for row in rows], raw.device)  # (N,)
+            raw, last = raw[here], last[here]  # (N, V), (N,)
+        positions = [(row, step) for row in rows]
+        drawn = self._drawn(raw, positions, ask)
+        drafts.steps.append((positions, drawn.tokens))
+        drafts.laws.extend(drawn.laws)
+        # the processors may forbid every token, and half precision may overflow
+        fed = torch.where(drawn.tokens < 0, last, drawn.tokens)  # (N,)
+        if here is not None:
+            fed = self._feed[:, 0].index_copy(0, here, fed)  # (R,)
+        self._feed = fed[:, None]
+        if self._beside is not None:
+            at, tokens = self._beside
+            column = min(step, tokens.shape[1] - 1)
+            self._feed = self._feed.index_copy(0, at, tokens[:, column : column + 1])
+        reads = ask.signal is not None or any(self.draws[row].reads_history for row in rows)
+        drafts.unread = not reads
+        if not reads:
+            return None
+        said = self._said(raw, drawn, ask)
+        for row, best in zip(rows, said.tokens, strict=True):
+            if best[0] >= 0:
+                self.seats[row].remember(step, best[0])
+        return said
+
+    def _begin(self, drafts: DraftedTokens) -> None:
+        """Begin a round's draft with every row's last token; rows without steps feed theirs."""
+        places, device = self.passes.rows, self.passes.model.device
+        self._feed = on_device([[self.seats[row].emitted[-1]] for row in places], device)
+        self._parents = [[] for _ in places]
+        self._beside = None
+        if drafts.step_free:
+            most = max(drafts.lengths)
+            rows = [row for row in places if row in drafts.step_free]
+            fed = [self._tokens(drafts, row, range(1, most + 1)) for row in rows]
+            at = on_device([places[row] for row in rows], device)  # (N,)
+            self._beside = at, on_device(fed, device)  # (N, most)
+
+    def _tokens(self, drafts: DraftedTokens, row: int, offsets: Iterable[int]) -> list[int]:
+        """A row's tokens at places after its last emitted one; the last again behind all."""
+        tokens = [self.seats[row].emitted[-1], *drafts.tokens[row]]
+        return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
+
+    def _said(self, raw: Tensor, drawn: Drawn, ask: Ask) -> Said:
+        """What was drawn from raw logits (N, V), on the host."""
+        values = [drawn.tokens]
+        if ask.signal is not None and drawn.confidences is not None:
+            values.append(drawn.confidences)
+            if ask.entropies:
+                values.append(certainty(raw)[1])
+        if ask.best > 1 and drawn.others is not None:
+            values += drawn.others.unbind(1)[: ask.best - 1]
+        tokens, *more = on_host(*values)
+        sure = more.pop(0) if ask.signal is not None else []
+        entropies = more.pop(0) if ask.signal is not None and ask.entropies else []
+        best = [[int(each) for each in ranked] for ranked in zip(tokens, *more, strict=True)]
+        return Said(best, sure, entropies)
+
+    def _draft_nodes(
+        self, drafts: DraftedTokens, nodes: Mapping[int, Sequence[Node]], ask: Ask
+    ) -> Said:
+        """Take a step of several tokens of a row; nothing follows the fillers of shorter rows."""
+        places, device = self.passes.rows, self.passes.model.device
+        size, fed = max(map(len, nodes.values())), len(self._parents[0])
+        tokens = []
+        for row, place in places.items():
+            taken, last = nodes.get(row, ()), self.seats[row].emitted[-1]
+            idle = size - len(taken)
+            self._parents[place] += [*(each.parent for each in taken), *[fed - 1] * idle]
+            tokens.append([*((each.path or (last,))[-1] for each in taken), *[last] * idle])
+        feed = on_device(tokens, device)  # (R, T)
+        if all(row == [*range(-1, fed)] for row in self._parents):  # no branches yet
+            raw = self.passes.draft_step(feed[:, 0], fed, ask.source)[:, None]  # (R, 1, V)
+        else:
+            raw = self.passes.draft_step(feed, fed, ask.source, self._parents)  # (R, T, V)
+        raw = raw.flatten(0, 1)  # (R * T, V)
+        at = [places[row] * size + i for row, taken in nodes.items() for i in range(len(taken))]
+        positions = [(row, len(each.path)) for row, taken in nodes.items() for each in taken]
+        raw = raw if at == [*range(len(raw))] else raw[on_device(at, device)]  # (N, V)
+        drawn = self._drawn(raw, positions, ask)
+        return self._said(raw, drawn, ask)
+
+    def verify(
+        self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
+    ) -> Verdict:
+        positions = drafts.positions(rows)
+        raw = self.passes.verify(
+            self._unfed(drafts), positions, drafts.branches(self.passes.rows)
+        )  # (N, V)
+        mark()
+        for row in drafts.step_free:
+            for offset, token in enumerate(drafts.tokens[row]):
+                self.seats[row].remember(offset, token)
+        return self.judge(raw, positions, drafts, keep=keep)
+
+    def _unfed(self, drafts: DraftedTokens) -> Tensor:
+        """The tokens that no step was fed, (R, T), as `Passes.verify` takes them."""
+        places, device, kept = self.passes.rows, self.passes.model.device, drafts.kept_steps
+        count = 1 + max(drafts.lengths) - kept
+        if not kept:
+            fed = [self._tokens(drafts, row, range(count)) for row in places]
+            return on_device(fed, device)
+        if count <= 1:  # 0 where nothing could be drawn at the last step
+            return self._feed
+        listed = drafts.step_free | drafts.chosen
+        some = [row for row in places if row in listed]
+        fed = [self._tokens(drafts, row, range(kept, kept + count)) for row in some]
+        at = on_device([places[row] for row in some], device)  # (N,)
+        return self._feed.repeat(1, count).index_copy(0, at, on_device(fed, device))
+
+    def judge(
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        drafts: DraftedTokens | None = None,
+        *,
+        keep: bool = False,
+    ) -> Verdict:
+        """Judge a round's drafts, or what follows prompts, by raw logits (N, V)."""
+        places = positions
+        if drafts is not None and drafts.parents:  # draws go by depth
+            deep = {row: depths(parents) for row, parents in drafts.parents.items()}
+            places = [(row, deep[row][at] if row in deep else at) for row, at in positions]
+        verified = self._verified(raw, places, drafts, keep=keep)
+        accepted = [] if verified.accepted is None else [verified.accepted]
+        steps = drafts.steps if drafts is not None and drafts.unread else []
+        target, *others = on_host(verified.drawn, *accepted, *(drawn for _, drawn in steps))
+        flags = others.pop(0) if accepted else []
+        drafted: list[list[int]] = [[] for _ in self.seats] if drafts is None else drafts.tokens
+        for (at, _), step in zip(steps, others, strict=True):
+            for (row, offset), token in zip(at, step, strict=True):
+                draft = drafted[row]
+                ended = draft and draft[-1] in self.seats[row].eos
+                if token >= 0 and offset == len(draft) and not ended:
+                    draft.append(int(token))
+        branches = {} if drafts is None else drafts.parents
+        tokens: list[list[int]] = [[] for _ in self.seats]
+        read: list[list[int]] = [[] for _ in self.seats]
+        here = [0 for _ in self.seats]  # the last node of each path; -1 behind the first rejected
+        for i, (row, node) in enumerate(positions):
+            if here[row] != node:
+                continue
+            token, draft = int(target[i]), drafted[row]
+            if row in branches:
+                here[row] = next(iter(along(branches[row], draft, [token], node)), -1)
+            else:
+                proposed = draft[node] if node < len(draft) else -1
+                stays = proposed >= 0 and bool(flags[i] if flags else proposed == token)
+                token, here[row] = (proposed, node + 1) if stays else (token, -1)
+            tokens[row].append(token)
+            read[row].append(i)
+        if self.passes.reads_logits:
+            seen = [(r, () if drafts is None else drafts.before(r, node)) for r, node in positions]
+            self.passes.read(raw, seen)
+        return Verdict(tokens, read, raw, verified.scores)
+
+    def _verified(
+        self,
+        raw: Tensor,
+        positions: Sequence[Position],
+        drafts: DraftedTokens | None,
+        *,
+        keep: bool,
+    ) -> VerifiedTokens:
+        """The decisions of all rows' laws on raw logits (N, V)."""
+        if self._joint is not None:
+            return self._joint.judge(raw, positions, drafts, keep=keep)
+        drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
+        for draws, some, part, where in self._by_law(raw, positions, native=True):
+            with draws.ending():
+                drawn[some] = draws.judge(part, where, drafts).drawn
+        return VerifiedTokens(None, drawn, None)
+
+    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
+        path: Sequence[int] = ()
+        if row in drafts.parents:
+            path = along(drafts.parents[row], drafts.tokens[row], emitted)
+        self.passes.commit(row, emitted, path)
+        self.draws[row].forget(self.seats[row])
+
+    def keep(self, rows: Sequence[int]) -> int:
+        return self.passes.keep(rows)
+
+    def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
+        assert verdict.raw is not None
+        at = on_device([*rows.values()], verdict.raw.device)  # (R,)
+        return on_host(*certainty(verdict.raw[at]))
+
+
+def on_host(*values: Tensor) -> list[list[Any]]:
+    """Tensors (n,) as numbers on the host: the only place where it waits for the device.
+
+    From another device they are copied together as int64, floats as the bits of float32.
+    """
+    if len(values) == 1 or values[0].device.type == "cpu":
+        return [each.tolist() for each in values]
+    bits = [
+        each.float().view(torch.int32).long() if each.is_floating_point() else each.long()
+        for each in values
+    ]
+    pieces = torch.cat(bits).cpu().split([len(each) for each in values])
+    return [
+        (piece.int().view(torch.float32) if each.is_floating_point() else piece).tolist()
+        for each, piece in zip(values, pieces, strict=True)
+    ]

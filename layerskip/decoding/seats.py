@@ -1,0 +1,96 @@
+"""A row of rounds: its text so far, and what ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+Stop = Callable[[int, Tensor], bool]
+_NOTHING = torch.empty(0)
+
+
+class Seat:
+    """The text of one row, whoever decodes it beside others.
+
+    Args:
+        prompt_length: tokens of its prompt, pads not counted.
+        limit: the most tokens that it emits, at least 1.
+        number: its row among those of its law.
+        history: pads and prompt, emitted and drafted tokens of the rows of its law, (B, W + slack).
+        width: W.
+        remembers: whether somebody reads the history.
+        stop: asked after every token with (number, that row's history (1, n)); True ends it.
+
+    Attributes:
+        reason: why the text has ended; None while it goes on.
+    """
+
+    reason: Reason | None = None
+
+    def __init__(
+        self,
+        emitted: list[int],
+        prompt_length: int,
+        limit: int,
+        *,
+        key: int = 0,
+        number: int = 0,
+        history: Tensor = _NOTHING,
+        width: int = 0,
+        remembers: bool = True,
+        eos: frozenset[int] = frozenset(),
+        stop: Stop | None = None,
+    ) -> None:
+        self.emitted, self.prompt_length, self.limit = emitted, prompt_length, limit
+        self.key, self.number, self.eos, self.stop = key, number, eos, stop
+        self.history, self.width, self.remembers = history, width, remembers
+
+    @property
+    def finished(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def left(self) -> int:
+        """How many tokens a round may draft for, the target's own included."""
+        return self.limit - len(self.emitted)
+
+    def remember(self, offset: int, token: int) -> None:
+        """Write a token into the history, `offset` places behind the emitted ones."""
+        if self.remembers:
+            self.history[self.number, self.width + len(self.emitted) + offset] = token
+
+    def emit(self, tokens: Sequence[int]) -> list[int]:
+        """Emit what the target has drawn, up to what ends the text; returns it.
+
+        Raises:
+            ValueError: there is no token to draw.
+        """
+        begin = len(self.emitted)
+        for token in tokens:
+            if token < 0:
+                raise ValueError(
+                    f"row {self.number} has no token to draw after {len(self.emitted)} new tokens: "
+                    "its scores are NaN or all -inf; check the checkpoint and dtype for NaN "
+                    "logits, or the logits processors for forbidding every token"
+                )
+            self.remember(0, token)
+            self.emitted.append(token)
+            self.reason = self.end(token)
+            if self.reason is not None:
+                break
+        return self.emitted[begin:]
+
+    def end(self, token: int) -> Reason | None:
+        """Why the text ends with the token that it has just emitted, if it does."""
+        stopped = token in self.eos
+        if self.stop is not None:
+            # called even at an end: criteria may count the tokens that they have seen
+            number = self.number
+            seen = self.history[number : number + 1, : self.width + len(self.emitted)]
+            stopped = self.stop(number, seen) or stopped  # (1, W + emitted)
+        full = len(self.emitted) >= self.limit
+        return "stop" if stopped else "length" if full else None

@@ -1,0 +1,97 @@
+"""What the default controller knows of one source of drafts: its costs and its acceptance."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from layerskip.costs.correction import CorrectedCosts
+from layerskip.costs.speculation import (
+    Costs,
+    CostTable,
+    expected_tokens,
+    optimal_draft_length,
+    speedup,
+)
+from layerskip.decoding.acceptance import Acceptance, CopyAcceptance
+from layerskip.decoding.controller import Offer
+
+_PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
+_HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
+
+
+class SourceGain:
+    """One of the sources: its costs, its acceptance so far, and when it is due for a probe.
+
+    Attributes:
+        most: tokens that a round drafts at most.
+        longest: tokens that may pay in a round; 0 where even an acceptance of .9 would not.
+        round_costs: by drafted tokens, what a round costs.
+        step_costs: by drafted tokens, what one more adds to that.
+        unused: rounds since the last one that drafted from it.
+    """
+
+    def __init__(self, costs: Costs, most: int, prior: float) -> None:
+        self.all_costs, self.most, self.prior = costs, most, prior
+        self.corrected = costs if isinstance(costs, CorrectedCosts) else None
+        self.costs: CostTable | None = None
+
+    def begin(self, context: int, rows: int) -> None:
+        """Take the costs of a round there."""
+        costs = self.all_costs.at(context, rows)
+        if costs is self.costs:
+            return
+        self.costs = costs
+        self.round_costs = [costs.round_cost(drafted) for drafted in range(self.most + 1)]
+        self.step_costs = [after - before for before, after in pairwise(self.round_costs)]
+        self.step = costs.draft
+        length = optimal_draft_length(_HOPE, costs, self.most)
+        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
+        self.longest = self.most if hope >= _LEAST_GAIN else 0
+
+    def reset(self, others: float) -> None:
+        """Forget everything; `others` is the share of a batch that is not a row's own."""
+        self.acceptance, self.copies = Acceptance(self.prior), CopyAcceptance()
+        self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
+        # A probe is due at once, since only the prior could advise against the first draft.
+        self.probe_interval = self.first_interval
+        self.unused = self.first_interval
+
+    def first_rate(self) -> tuple[float, float]:
+        """Tokens and target steps of a round of the best length, if the prior is right."""
+        assert self.costs is not None
+        length = optimal_draft_length(self.prior, self.costs, self.most)
+        return expected_tokens(self.prior, length), self.round_costs[length]
+
+    def cost(self, steps: int, looked_up: int) -> float:
+        """What a round of so many steps costs, where other rows verify so many looked-up tokens."""
+        longest = max(steps, looked_up)
+        return self.round_costs[longest] - (longest - steps) * self.step
+
+    def expected(self, offer: Offer, row: int, longest: int | None = None) -> list[float]:
+        """Tokens of a row that are expected to be accepted, of 0, 1, 2, ... that it may draft."""
+        most = min(offer.lengths[row], self.longest if longest is None else longest)
+        if row in offer.chances:
+            return [0.0, *accumulate(offer.chances[row][:most])]
+        survival, expected = 1.0, [0.0]
+        for drafted in range(most):
+            if offer.matches is None:
+                survival *= self.acceptance.next
+            else:
+                survival *= self.copies.acceptance(offer.matches[row] + drafted)
+            expected.append(expected[-1] + survival)
+        return expected
+
+    def is_due(self) -> bool:
+        """Whether it has not been used for so long that a probe is due."""
+        return self.unused >= self.probe_interval
+
+    def used(self, *, probing: bool, paid: bool) -> None:
+        """Note a round that drafted from it, whether as a probe, and whether that paid."""
+        self.acceptance.estimate()
+        self.unused = 0.0
+        if not probing:
+            self.probe_interval = self.first_interval
+        elif paid:
+            self.unused = self.probe_interval  # look again at once
+        else:
+            self.probe_interval *= 2

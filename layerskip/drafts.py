@@ -1,0 +1,258 @@
+"""What drafts for a model: one answer for every door.
+
+A skip config names the model's own draft. Without one, two sources need no training, search or
+data. Lookups cost nothing. The model itself with its weights in 8 bits needs memory for the copies,
+and pays where products with them are fast; of a long text it reads the first tokens and the last
+ones only, else it would read as many keys as the model. `expected-gain` finds out while decoding
+whether they pay on a text. Other sources that are given are added. Where only the way a model was
+loaded rules out 8 bits, a warning says what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.config import SINK, SkipConfig
+from layerskip.decoding.sources import second_model, source_of
+from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.base import Source
+from layerskip.environment import free_memory
+from layerskip.model.assistants import load_assistant
+from layerskip.model.opening import sublayers_of
+from layerskip.model.sublayers import ASKED, Sublayers
+from layerskip.settings import Settings
+from layerskip.vocabulary import warn_of_vocabularies
+
+WINDOW = 1024
+"""Tokens that the model's own draft sees of a long text (`SkipConfig.window`)."""
+
+SHARE = 0.5
+"""The share of free memory that copies may take by default."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What drafts for a model.
+
+    Attributes:
+        model: the target; the head that its own draft reads may be trimmed to a vocabulary.
+        sources: in the order in which rounds number them. Without any, decoding is plain.
+        skip: the skip config of the model's own draft, the last source; None if it has none.
+        reason: why the model does not draft in 8 bits by default.
+    """
+
+    model: Sublayers
+    sources: Sequence[Source] = ()
+    skip: SkipConfig | None = None
+    reason: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What records call the sources."""
+        return [source.name for source in self.sources]
+
+    @property
+    def words(self) -> list[str]:
+        """A description of each source; weights that were copied for it say how much they take."""
+        lines = [source.words for source in self.sources]
+        if self.skip is not None:
+            lines[-1] = skip_label(self.skip, self.skip.resolve(self.model.num_layers))
+            if nbytes := self.model.weights.nbytes(self.skip):
+                lines[-1] += f" ({in_words(nbytes)} of memory)"
+        return lines
+
+
+def choose_drafts(
+    model: Sublayers, settings: Settings, *, rejection: bool = False, warn: bool = True
+) -> Drafts:
+    """The sources of drafts for a model, with copies of weights that they need made.
+
+    Args:
+        rejection: texts depend on their drafts: those may not depend on how much memory is free.
+        warn: where the model could draft in 8 bits, had it been loaded in another way.
+
+    Raises:
+        ValueError: a source that does not fit the model.
+    """
+    if not settings.enabled:
+        return Drafts(model)
+    sources: list[Source] = [] if settings.lookup is None else [settings.lookup]
+    sources += settings.sources
+    if settings.assistant is not None:
+        sources.append(_second_model(model, settings))
+    skip, reason = settings.skip, None
+    if settings.automatic:
+        chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
+        skip, reason = chosen.skip, chosen.reason
+        if warn and sources == [settings.lookup]:
+            _warn_of_loading(model, chosen)
+    if skip is not None:
+        resolved = skip.resolve(model.num_layers)
+        own_hash = model.weights.fingerprint() if skip.model_hash else None
+        skip.warn_if_foreign(getattr(model.model, "name_or_path", None) or None, own_hash)
+        if settings.draft_vocabulary is not None:
+            model = model.trimmed(settings.draft_vocabulary)
+        model.weights.blocks(resolved)  # raises here, before anything is decoded
+        sources.append(source_of(model, resolved))
+    return Drafts(model, sources, skip, reason)
+
+
+def _second_model(target: Sublayers, settings: Settings) -> Source:
+    """The second model as a source, limited to the draft vocabulary."""
+    if isinstance(settings.assistant, str | os.PathLike):
+        loaded = load_assistant(settings.assistant, dtype=target.dtype)
+        settings.assistant = loaded.to(target.device)  # once for all calls
+    opened = sublayers_of(settings.assistant, settings.execution)
+    if opened.encoder:
+        opened = opened.reading_of(target)
+    source = second_model(target, opened, settings.draft_vocabulary)
+    if isinstance(source, Assistant):
+        warn_of_vocabularies(target.model, opened.model)
+    return source
+
+
+def explain_drafts(model: Any, settings: Settings) -> str:
+    """What drafts for a model, and why nothing better does; a line each."""
+    opened = sublayers_of(model, settings.execution)
+    lines = [f"passes: {opened.describe()}"]
+    if each := opened.cache_bytes(1000):
+        lines.append(f"keys and values: {in_words(round(each))} for 1,000 tokens of a text")
+    if not settings.enabled:
+        return "\n".join([*lines, "drafts: none, as enabled is False"])
+    rejection = settings.acceptance == "rejection"
+    drafts = choose_drafts(opened, settings, rejection=rejection, warn=False)
+    lines += [f"drafts: {words}" for words in drafts.words]
+    if drafts.reason is not None:
+        lines.append(f"no drafts by the model in 8 bits: {drafts.reason}")
+    if not opened.exact:
+        lines.append(
+            "texts equal plain decoding's up to near-ties: passes are not native, and "
+            "libraries sum in another order beside other tokens"
+        )
+    return "\n".join(lines)
+
+
+def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
+    """A few words for a draft, as it was asked for and as it is for its model."""
+    if skip.trained is not None and skip.trained.alone:
+        return skip.trained.words_with(skip.low)
+    label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
+    if not resolved.skipped():
+        label = "whole model"
+    elif skip.exit_layer is not None and not skip.attention and not skip.mlp:
+        label = f"exit {skip.exit_layer}"
+    low, vocabulary = resolved.low, skip.draft_vocabulary
+    if low is not None and not (skip.trained and skip.trained.module):
+        label += f", {low.words(len(resolved.kept()))}"
+    if resolved.experts is not None:
+        label += f", {resolved.experts} experts" if resolved.experts else ", no experts"
+    label += "" if resolved.window is None else f", window {resolved.window}"
+    label += "" if skip.trained is None else f", {skip.trained.words_with(low)}"
+    return label if vocabulary is None else f"{label}, vocabulary {len(vocabulary)}"
+
+
+class AutomaticDraft(NamedTuple):
+    """The draft that a model makes of itself by default, besides lookups.
+
+    Attributes:
+        skip: the model in 8 bits, with a window if its texts may be longer; None if there is none.
+        reason: why there is none, in words.
+        loading: loaded in another way the model has such a draft; `reason` says in which.
+    """
+
+    skip: SkipConfig | None
+    reason: str | None
+    loading: bool = False
+
+
+_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], AutomaticDraft]] = (
+    WeakKeyDictionary()
+)
+_warned: WeakSet[nn.Module] = WeakSet()
+
+
+def automatic_draft(
+    model: Sublayers, memory: int | None = None, *, by_memory: bool = True
+) -> AutomaticDraft:
+    """The automatic draft of a model; decided once, so that it stays the same.
+
+    Args:
+        memory: bytes that copies of weights may take; by default SHARE of what is free.
+        by_memory: False where the text depends on the drafts (under the rejection rule): then only
+            the model and `memory` decide, not the free memory.
+    """
+    decided = _decided.setdefault(model.model, {})
+    key = model.execution, memory, by_memory
+    if key not in decided:
+        decided[key] = _decide(model, memory, by_memory)
+    return decided[key]
+
+
+def _warn_of_loading(model: Sublayers, chosen: AutomaticDraft) -> None:
+    """Say, once for each model, what to load differently for drafts in 8 bits."""
+    if chosen.loading and model.model not in _warned:
+        _warned.add(model.model)
+        warnings.warn(f"lookups are the only drafts: {chosen.reason}", stacklevel=2)
+
+
+def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
+    sees = any(part.narrowed(WINDOW) is not part for part in model.parts)
+    window = WINDOW if sees and model.max_positions > WINDOW + SINK else None
+    skip = replace(SkipConfig.low_precision(8), window=window)
+    if model.execution != "native":
+        reason = _loaded_without(model)
+        if reason is not None:
+            return AutomaticDraft(None, reason, loading=memory != 0)
+        reason = f"products with 8 bits are fast in native passes, and these are {model.execution}"
+        return AutomaticDraft(None, reason)
+    nbytes = model.weights.nbytes(skip)
+    free = free_memory() if memory is None and by_memory else None
+    limit = memory if free is None else int(SHARE * free)
+    if limit is None or nbytes <= limit:
+        return AutomaticDraft(skip, None)
+    whose = "the limit" if free is None else "half of what is free"
+    reason = f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
+    return AutomaticDraft(None, reason)
+
+
+def _loaded_without(model: Sublayers) -> str | None:
+    """Why a model has no native passes, and what to do, if that is up to how it was loaded."""
+    if model.device.type != "cpu" or model.reason == ASKED:
+        return None
+    modules = [*model.model.modules()]
+    if any(isinstance(getattr(each, "base_layer", None), nn.Module) for each in modules):
+        return (
+            "it has unmerged adapters (LoRA), and 8 bits are fast with plain weights only; merge "
+            "them: model = model.merge_and_unload()"
+        )
+    packed = {
+        type(weight).__name__
+        for weight in model.model.parameters()
+        if type(weight) is not nn.Parameter or type(weight.data) is not Tensor
+    }
+    config = getattr(model.model.config, "quantization_config", None)
+    if packed or config is not None:
+        of = f" ({', '.join(sorted(packed))})" if packed else ""
+        return (
+            f"its weights are quantised{of}, and 8 bits are fast with plain weights only; load it "
+            "unquantised, with dtype='bfloat16'"
+        )
+    if model.dtype is torch.float16:
+        return (
+            "it is in float16, and 8 bits are fast in float32 or bfloat16 only; load it with "
+            "dtype='bfloat16'"
+        )
+    return None
+
+
+def in_words(nbytes: int) -> str:
+    """Bytes as text, in GB or MB."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

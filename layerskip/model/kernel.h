@@ -1,0 +1,560 @@
+// The kernels of attention: scores of some queries at a segment of slots, and values weighed by them.
+//
+// Keys are packed so that a vector has a piece of some slots' keys each: a score is the sum of four
+// numbers that lie side by side. `attention.h` says what segments and parts are.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "products.h"
+#include "sublayer.h"
+
+namespace {
+namespace attention {
+
+constexpr int64_t SEGMENT = 256;        // slots
+constexpr int64_t LINE = LANES;         // slots whose scores are computed together
+constexpr int64_t GROUPS = 4;           // vectors that hold their keys, a piece of 4 numbers each
+constexpr int64_t BLOCK = 96;           // queries that go through a text together, at most
+constexpr int ASKING = MANY_REGISTERS ? 6 : 3;  // queries whose scores are computed together
+constexpr int WEIGHING = 6;                     // and whose values are
+constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of a value
+constexpr int64_t FEW = LANES / 4;              // queries of which a vector has a piece each
+constexpr int64_t DISTANCE = 8 << 10;           // bytes between a few queries' reads and fetches
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+// The slots from first to last that a query sees, besides those below the layer's sink.
+struct Query {
+  int64_t first, last;
+};
+
+// What is fetched while the keys or values (slots, width) of a segment are read: what lies so many
+// slots further on; behind the last one what is read then.
+template <typename S>
+struct Ahead {
+  const S *rows, *then;
+  int64_t left, width;
+
+  Ahead(const S* rows, int64_t slots, int64_t width, int64_t distance, const S* then)
+      : rows(rows + distance * width), then(then), left(slots - distance), width(width) {}
+  Ahead behind(int64_t numbers) const {
+    Ahead moved = *this;
+    moved.rows += numbers, moved.then += numbers;
+    return moved;
+  }
+  const S* at(int64_t slot) const {
+    return slot < left ? rows + slot * width : then + (slot - left) * width;
+  }
+};
+
+inline int64_t up_to(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+// Numbers that a packed key, value or part of a query takes.
+inline int64_t padded(int64_t width) { return up_to(width, LANES); }
+inline int64_t part_size(int64_t width) { return padded(width) + 2; }
+
+// e^x for x <= 0, by Cephes' polynomial: 1 at 0, and 0 at minus infinity.
+inline Vec power(const Vec& x) {
+  // where it is cut the result is below all numbers, and still a product of powers of two
+  const Vec low(-200.0f), kept = at::vec::maximum(x, low);
+  const Vec n = (kept * Vec(1.44269504088896341f)).round();
+  const Vec r = at::vec::fmadd(n, Vec(2.12194440e-4f), at::vec::fmadd(n, Vec(-0.693359375f), kept));
+  Vec y(1.9875691500e-4f);
+  y = at::vec::fmadd(y, r, Vec(1.3981999507e-3f));
+  y = at::vec::fmadd(y, r, Vec(8.3334519073e-3f));
+  y = at::vec::fmadd(y, r, Vec(4.1665795894e-2f));
+  y = at::vec::fmadd(y, r, Vec(1.6666665459e-1f));
+  y = at::vec::fmadd(y, r, Vec(5.0000001201e-1f));
+  y = at::vec::fmadd(y, r * r, r + Vec(1.0f));
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_scalef_ps(y, n);
+#else
+  using Ints = at::vec::Vectorized<int32_t>;
+  const Vec some = at::vec::maximum(n, Vec(-126.0f));
+  const Ints exponent = (at::vec::convert_to_int_of_same_size<float>(some) + Ints(127)) << Ints(23);
+  return Vec::blendv(y * at::vec::cast<float>(exponent), Vec(0.0f), n < Vec(-126.0f));
+#endif
+}
+
+// The pieces of 4 numbers of LANES / 4 rows: one vector holds the first piece of every row, the next
+// one the second.
+inline void pieces(const float* const* rows, float* to, int64_t stride) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 a = _mm512_loadu_ps(rows[0]), b = _mm512_loadu_ps(rows[1]);
+  const __m512 c = _mm512_loadu_ps(rows[2]), d = _mm512_loadu_ps(rows[3]);
+  const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), ba = _mm512_shuffle_f32x4(a, b, 0xee);
+  const __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44), dc = _mm512_shuffle_f32x4(c, d, 0xee);
+  _mm512_storeu_ps(to, _mm512_shuffle_f32x4(ab, cd, 0x88));
+  _mm512_storeu_ps(to + stride, _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  _mm512_storeu_ps(to + 2 * stride, _mm512_shuffle_f32x4(ba, dc, 0x88));
+  _mm512_storeu_ps(to + 3 * stride, _mm512_shuffle_f32x4(ba, dc, 0xdd));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256 a = _mm256_loadu_ps(rows[0]), b = _mm256_loadu_ps(rows[1]);
+  _mm256_storeu_ps(to, _mm256_permute2f128_ps(a, b, 0x20));
+  _mm256_storeu_ps(to + stride, _mm256_permute2f128_ps(a, b, 0x31));
+#else
+  for (int64_t k = 0; k < LANES / 4; ++k)
+    for (int64_t r = 0; r < LANES / 4; ++r) std::copy_n(rows[r] + 4 * k, 4, to + k * stride + 4 * r);
+#endif
+}
+
+// A piece of 4 numbers, again and again.
+inline Vec repeated(const float* piece) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_broadcast_f32x4(_mm_loadu_ps(piece));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(piece));
+#else
+  float all[LANES];
+  for (int64_t i = 0; i < LANES; ++i) all[i] = piece[i % 4];
+  return Vec::loadu(all);
+#endif
+}
+
+// The sums of pieces of four vectors: number 4 r + g is that of piece r of vector g.
+inline Vec piece_sums(const Vec (&x)[GROUPS]) {
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const __m512d low = _mm512_castps_pd(ab), high = _mm512_castps_pd(cd);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+  const __m256d low = _mm256_castps_pd(ab), high = _mm256_castps_pd(cd);
+  return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(low, high)),
+                       _mm256_castpd_ps(_mm256_unpackhi_pd(low, high)));
+#else
+  float all[LANES];
+  for (int64_t g = 0; g < GROUPS; ++g) {
+    float some[LANES];
+    x[g].store(some);
+    for (int64_t r = 0; r < LANES; r += 4)
+      all[r + g] = (some[r] + some[r + 2]) + (some[r + 1] + some[r + 3]);
+  }
+  return Vec::loadu(all);
+#endif
+}
+
+// A vector's first `count` pieces, one every SEGMENT numbers.
+inline void store_pieces(const Vec& x, int64_t count, float* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm_storeu_ps(to, _mm512_castps512_ps128(x));
+  if (count > 1) _mm_storeu_ps(to + SEGMENT, _mm512_extractf32x4_ps(x, 1));
+  if (count > 2) _mm_storeu_ps(to + 2 * SEGMENT, _mm512_extractf32x4_ps(x, 2));
+  if (count > 3) _mm_storeu_ps(to + 3 * SEGMENT, _mm512_extractf32x4_ps(x, 3));
+#else
+  float some[LANES];
+  x.store(some);
+  for (int64_t r = 0; r < std::min(count, LANES / 4); ++r)
+    std::copy_n(some + 4 * r, 4, to + r * SEGMENT);
+#endif
+}
+
+// The kernels, for keys and values of S, by pairs or widened.
+template <typename S, bool PAIRS>
+struct Kernel {
+  static constexpr int64_t PACK = PAIRS ? 2 : 1;  // numbers of S in what is multiplied at once
+
+  // Numbers of a key that are multiplied, in whole pieces.
+  static int64_t depth(int64_t width) { return up_to((width + PACK - 1) / PACK, 4); }
+
+  static Vec add(const Vec& sums, const Vec& a, const Vec& b) {
+    return PAIRS ? add_pairs(sums, a, b) : at::vec::fmadd(a, b, sums);
+  }
+
+  // A query x (width,) in the form that is multiplied: rounded to S anyway.
+  static void pack_query(const float* x, int64_t width, float* to) {
+    std::fill_n(to, depth(width), 0.0f);
+    if constexpr (PAIRS) {
+      S* numbers = reinterpret_cast<S*>(to);
+      for (int64_t i = 0; i < width; ++i) numbers[i] = static_cast<S>(x[i]);
+    } else {
+      std::copy_n(x, width, to);
+    }
+  }
+
+  // A line of keys, of which there are `count`: vector (i, g) has the pieces i of keys g, g + 4 ...
+  // `rest` is room for them as rows.
+  static void pack_keys(const S* keys, int64_t count, int64_t width, float* rest, float* to) {
+    const int64_t deep = depth(width);
+    const float* from = reinterpret_cast<const float*>(keys);
+    int64_t stride = width / PACK;
+    if (count < LINE || stride != deep || deep % LANES || !(PAIRS || std::is_same_v<S, float>)) {
+      stride = padded(deep);
+      std::fill_n(rest, LINE * stride, 0.0f);
+      for (int64_t s = 0; s < count; ++s) {
+        const S* key = keys + s * width;
+        if constexpr (PAIRS)
+          std::memcpy(rest + s * stride, key, width * sizeof(S));
+        else
+          for (int64_t i = 0; i < width; i += LANES)
+            widened(key + i, width - i).store(rest + s * stride + i);
+      }
+      from = rest;
+    }
+    for (int64_t i = 0; i < deep; i += LANES)
+      for (int64_t g = 0; g < GROUPS; ++g) {
+        const float* rows[LANES / 4];
+        for (int64_t r = 0; r < LANES / 4; ++r) rows[r] = from + (4 * r + g) * stride + i;
+        pieces(rows, to + (i * GROUPS / 4 + g) * LANES, GROUPS * LANES);
+      }
+  }
+
+  // Values (count, width): (count / PACK, padded width), of pairs in the order of `place`.
+  static void pack_values(const S* values, int64_t count, int64_t width, float* to) {
+    const int64_t wide = padded(width);
+    for (int64_t s = 0; s < count; s += PACK) {
+      const S* value = values + s * width;
+      float* row = to + s / PACK * wide;
+      if constexpr (PAIRS) {
+        const bool both = s + 1 < count;
+        int64_t i = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+        for (; both && i + 2 * LANES <= width; i += 2 * LANES) {
+          const __m512i a = _mm512_loadu_si512(value + i), b = _mm512_loadu_si512(value + width + i);
+          _mm512_storeu_si512(row + i, _mm512_unpacklo_epi16(a, b));
+          _mm512_storeu_si512(row + i + LANES, _mm512_unpackhi_epi16(a, b));
+        }
+#endif
+        S* pairs = reinterpret_cast<S*>(row);
+        for (; i < wide; ++i) {
+          const int64_t at = place(i, width);
+          pairs[2 * i] = at < width ? value[at] : S(0.0f);
+          pairs[2 * i + 1] = at < width && both ? value[width + at] : S(0.0f);
+        }
+      } else {
+        for (int64_t i = 0; i < wide; i += LANES)
+          widened(value + i, std::max<int64_t>(0, width - i)).store(row + i);
+      }
+    }
+  }
+
+  // Which number of a value lies at a place of what `pack_values` makes of it.
+  static int64_t place(int64_t i, int64_t width) {
+    const int64_t first = i / (2 * LANES) * 2 * LANES, j = i - first;
+    if (!PAIRS || first + 2 * LANES > width) return i;
+    return first + j % LANES / 4 * 8 + j / LANES * 4 + j % 4;
+  }
+
+  // Scores of COUNT queries at a line of slots.
+  template <int COUNT>
+  static void ask(const float* keys, int64_t deep, const float* q, float scale, float* out) {
+    Vec sums[COUNT][GROUPS];
+#pragma GCC unroll 6
+    for (int j = 0; j < COUNT; ++j)
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g) sums[j][g] = Vec(0.0f);
+    for (int64_t i = 0; i < deep; i += 4) {
+      Vec some[GROUPS];
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g)
+        some[g] = held(Vec::loadu(keys + (i * GROUPS / 4 + g) * LANES));
+#pragma GCC unroll 6
+      for (int j = 0; j < COUNT; ++j) {
+        const Vec x = repeated(q + j * deep + i);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUPS; ++g) sums[j][g] = add(sums[j][g], some[g], x);
+      }
+    }
+#pragma GCC unroll 6
+    for (int j = 0; j < COUNT; ++j) (piece_sums(sums[j]) * Vec(scale)).store(out + j * SEGMENT);
+  }
+
+  // Whether keys can be multiplied as they lie.
+  static bool as_they_lie(int64_t width) {
+    return (PAIRS || std::is_same_v<S, float>) && width % (LANES * PACK) == 0;
+  }
+
+  // At most FEW packed queries piece by piece: a vector has the same one of each.
+  static void pack_few(const float* q, int64_t count, int64_t deep, float* to) {
+    const float* rows[FEW];
+    for (int64_t i = 0; i < deep; i += LANES) {
+      for (int64_t r = 0; r < FEW; ++r) rows[r] = q + std::min(r, count - 1) * deep + i;
+      pieces(rows, to + i * FEW, LANES);
+    }
+  }
+
+  // Scores of at most FEW queries at a line of slots, in the order of `ask`. Keys are read where
+  // they lie, each piece for all queries at once: for so few packing keys costs more than it saves.
+  // As many bytes from `next` on are fetched meanwhile.
+  static void ask_few(const float* keys, int64_t deep, const float* q, int64_t count, float scale,
+                      const S* next, float* out) {
+    constexpr int64_t SLOTS = 2 * GROUPS;
+    const char* fetched = reinterpret_cast<const char*>(next);
+    for (int64_t s = 0; s < LINE; s += SLOTS, keys += SLOTS * deep) {
+      Vec sums[2][GROUPS];
+#pragma GCC unroll 8
+      for (int k = 0; k < SLOTS; ++k) sums[k / GROUPS][k % GROUPS] = Vec(0.0f);
+      for (int64_t i = 0; i < deep; i += 4, fetched += 128) {
+        __builtin_prefetch(fetched, 0, 2);
+        __builtin_prefetch(fetched + 64, 0, 2);
+        const Vec x = held(Vec::loadu(q + i * FEW));
+#pragma GCC unroll 8
+        for (int k = 0; k < SLOTS; ++k) {
+          Vec& sum = sums[k / GROUPS][k % GROUPS];
+          sum = add(sum, repeated(keys + k * deep + i), x);
+        }
+      }
+#pragma GCC unroll 2
+      for (int g = 0; g < 2; ++g)
+        store_pieces(piece_sums(sums[g]) * Vec(scale), count, out + s + GROUPS * g);
+    }
+  }
+
+  // What `pack_values` makes of two slots' values, WIDE vectors of it.
+  template <int WIDE>
+  static void paired(const S* values, int64_t width, Vec* out) {
+#if defined(CPU_CAPABILITY_AVX512)
+#pragma GCC unroll 4
+    for (int v = 0; v < WIDE; v += 2) {
+      const __m512i a = _mm512_loadu_si512(values + v * LANES);
+      const __m512i b = _mm512_loadu_si512(values + width + v * LANES);
+      out[v] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b));
+      out[v + 1] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b));
+    }
+#endif
+  }
+
+  // Values of some slots, weighed for COUNT queries: WIDE vectors of each. LIE: they are pairs that
+  // nobody has packed. AHEAD: as many numbers are fetched meanwhile. `more`: they are added to what
+  // is there.
+  template <int COUNT, int WIDE, bool LIE, bool AHEAD>
+  static void weigh(const float* values, int64_t stride, int64_t steps, const float* powers,
+                    float* out, int64_t out_stride, Ahead<S> ahead, bool more) {
+    Vec sums[COUNT][WIDE];
+#pragma GCC unroll 6
+    for (int j = 0; j < COUNT; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < WIDE; ++v)
+        sums[j][v] = more ? Vec::loadu(out + j * out_stride + v * LANES) : Vec(0.0f);
+    for (int64_t s = 0; s < steps; ++s) {
+      Vec some[WIDE];
+      if constexpr (AHEAD) {
+        const S* next = ahead.at(s * PACK);
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDE; ++v) __builtin_prefetch(next + v * LANES * PACK, 0, 2);
+      }
+      if constexpr (LIE) {
+        paired<WIDE>(reinterpret_cast<const S*>(values + s * stride), stride, some);
+      } else {
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDE; ++v) some[v] = held(Vec::loadu(values + s * stride + v * LANES));
+      }
+#pragma GCC unroll 6
+      for (int j = 0; j < COUNT; ++j) {
+        const Vec by(powers[j * SEGMENT + s]);
+#pragma GCC unroll 4
+        for (int v = 0; v < WIDE; ++v) sums[j][v] = add(sums[j][v], some[v], by);
+      }
+    }
+#pragma GCC unroll 6
+    for (int j = 0; j < COUNT; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < WIDE; ++v) sums[j][v].store(out + j * out_stride + v * LANES);
+  }
+
+  template <int WIDE, bool LIE, bool AHEAD>
+  static void weigh_all(int count, const float* values, int64_t stride, int64_t steps,
+                        const float* powers, float* out, int64_t out_stride, Ahead<S> ahead,
+                        bool more) {
+    switch (count) {
+#define SOME(N)                                                                                 \
+  case N:                                                                                       \
+    weigh<N, WIDE, LIE, AHEAD>(values, stride, steps, powers, out, out_stride, ahead, more);    \
+    break;
+      SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
+#undef SOME
+    }
+  }
+
+  // Scores as powers of their difference to the largest one, which is returned with their sum. Where
+  // those of the whole text are known, they are used instead, and probabilities come out.
+  static std::pair<float, float> soften(const Sublayer& layer, const Query& query, int64_t begin,
+                                        int64_t end, const float* known, float* scores) {
+    // slots that are not seen, from `begin` on; of the sink's, too, none behind the query's own
+    const int64_t sink = std::min(layer.sink, query.last + 1);
+    const int64_t none = std::clamp<int64_t>(sink - begin, 0, end - begin);
+    const int64_t first = std::clamp<int64_t>(query.first - begin, none, end - begin);
+    const int64_t last = std::clamp<int64_t>(query.last + 1 - begin, none, end - begin);
+    const Vec scale(static_cast<float>(layer.scale)), cap(static_cast<float>(layer.softcap));
+    for (int64_t s = 0; layer.eager && s < end - begin; s += LANES) {
+      Vec some = in_s(in_s(Vec::loadu(scores + s)) * scale);
+      if (layer.softcap > 0) some = in_s(in_s(in_s(some / cap).tanh()) * cap);
+      some.store(scores + s);
+    }
+    std::fill(scores + none, scores + first, NEVER);
+    std::fill(scores + last, scores + (end - begin), NEVER);
+    Vec most(NEVER);
+    for (int64_t s = 0; s < end - begin; s += LANES)
+      most = at::vec::maximum(most, Vec::loadu(scores + s));
+    float largest =
+        at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, most);
+    if (largest == NEVER) return {NEVER, 0.0f};
+    if (known) largest = known[0];
+    Vec sums(0.0f);
+    for (int64_t s = 0; s < end - begin; s += LANES) {
+      Vec some = power(Vec::loadu(scores + s) - Vec(largest));
+      sums = sums + some;
+      if (known) some = some / Vec(known[1]);
+      // probabilities are rounded before they weigh values
+      if constexpr (PAIRS)
+        store_rounded(some, reinterpret_cast<S*>(scores) + s);
+      else
+        in_s(some).store(scores + s);
+    }
+    return {largest, sum(sums)};
+  }
+
+  static Vec in_s(const Vec& x) {
+    if constexpr (std::is_same_v<S, float>) {
+      return x;
+    } else {
+      S some[LANES];
+      store_rounded(x, some);
+      return widened(some);
+    }
+  }
+
+  static void store_rounded(const Vec& x, S* to) {
+    if constexpr (std::is_same_v<S, float>) {
+      x.store(to);
+    } else if constexpr (PAIRS) {
+      store_rounded_pairs(x, to);
+    } else {
+      at::vec::convert_from_float<S>(x, x).store(to, static_cast<int>(LANES));
+    }
+  }
+
+  static void fetch(const S* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(S)) __builtin_prefetch(from + i, 0, 2);
+  }
+
+  // Parts of a block of queries at slots begin to end of one segment, which begin a line of it.
+  // `keys` and `values` lie at slot begin, `q` is packed, and parts are those of `part_size`.
+  // `known`, if anything, has the largest score of each query, and the sum of its powers; without
+  // `weighing` these are all that is computed. From slot `shared` on, which begins a line, too,
+  // queries see what `own` gathers for some of them (see `Attention::Own`).
+  template <typename Own>
+  static void run(const Sublayer& layer, const Query* queries, int64_t count, const float* q,
+                  const S* keys, const S* values, int64_t begin, int64_t shared, int64_t end,
+                  const Own& own, const float* known, bool weighing, float* room, float* parts) {
+    const int64_t width = layer.width, wide = padded(width), deep = depth(width);
+    const int64_t slots = shared - begin;
+    float *line = room, *rest = line + LINE * wide, *others = rest + LINE * wide;
+    float* scores = others + SEGMENT * wide;
+    S* gathered = reinterpret_cast<S*>(scores + BLOCK * SEGMENT);
+    const float scale = layer.eager ? 1.0f : static_cast<float>(layer.scale);
+    const bool few = MANY_REGISTERS && count <= FEW && as_they_lie(width);
+    if (few) pack_few(q, count, deep, others);
+    // many queries compute for longer than memory takes for a segment: it is fetched whole
+    const int64_t near = up_to(DISTANCE / (width * static_cast<int64_t>(sizeof(S))), LINE);
+    const int64_t distance = count <= WEIGHING ? std::min(slots, near) : slots;
+    // scores of queries from .. to at some slots, which lie `place` behind the first one
+    const auto ask_all = [&](const S* keys, const S* values, int64_t slots, int64_t place,
+                             int64_t from, int64_t to) {
+      const Ahead<S> ahead(keys, slots, width, distance, values);
+      for (int64_t s = 0; s < slots; s += LINE) {
+        // memory is kept busy: while keys are read their values are fetched, and then the next keys
+        if (few && values && s + LINE <= slots) {
+          ask_few(reinterpret_cast<const float*>(keys + s * width), deep, others, count, scale,
+                  ahead.at(s), scores + s);
+          continue;
+        }
+        if (values) fetch(ahead.at(s), LINE * width);
+        pack_keys(keys + s * width, std::min(LINE, slots - s), width, rest, line);
+        for (int64_t j = from; j < to; j += ASKING) {
+          const float* x = q + j * deep;
+          float* out = scores + j * SEGMENT + place + s;
+          switch (std::min<int64_t>(ASKING, to - j)) {
+#define SOME(N) \
+  case N: ask<N>(line, deep, x, scale, out); break;
+            SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
+#undef SOME
+          }
+        }
+      }
+    };
+    ask_all(keys, values, slots, 0, 0, count);
+    own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t token) {
+      own.gather(own.keys, token, shared, more, width, gathered);
+      ask_all(gathered, nullptr, more, slots, from, to);
+    });
+    const int64_t size = part_size(width);
+    const auto soften_all = [&](int64_t from, int64_t to, int64_t slots) {
+      for (int64_t j = from; j < to; ++j) {
+        float* part = parts + j * size;
+        const auto [most, total] =
+            soften(layer, queries[j], begin, begin + up_to(slots, LINE),
+                   known ? known + 2 * j : nullptr, scores + j * SEGMENT);
+        part[0] = most, part[1] = total;
+      }
+    };
+    if (shared == end) soften_all(0, count, slots);
+    own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t) {
+      soften_all(from, to, slots + more);
+    });
+    if (!weighing) return;
+    // what queries from .. to make of values that lie `place` behind the first one, which they add
+    // to what they made of those before
+    const auto weigh_some = [&](const S* values, int64_t slots, int64_t place, int64_t from,
+                                int64_t to, const S* next) {
+      const float* rows = reinterpret_cast<const float*>(values);
+      const Ahead<S> ahead(values, slots, width, distance, next);
+      int64_t lying = 0;  // slots whose values are read once, where they lie
+      if (PAIRS && MANY_REGISTERS && next && to - from <= WEIGHING && width % (SPAN * LANES) == 0)
+        lying = slots / PACK * PACK;
+      for (int64_t i = 0; lying && i < wide; i += SPAN * LANES)
+        weigh_all<SPAN, true, true>(to - from, reinterpret_cast<const float*>(values + i), wide,
+                                    lying / PACK, scores + from * SEGMENT + place / PACK,
+                                    parts + from * size + 2 + i, size, ahead.behind(i * PACK),
+                                    place > 0);
+      if (lying == slots) return;
+      if (!std::is_same_v<S, float> || width != wide) {
+        pack_values(values + lying * width, slots - lying, width, others);
+        rows = others;
+      }
+      const int64_t steps = (slots - lying + PACK - 1) / PACK;
+      for (int64_t j = from; j < to; j += WEIGHING) {
+        const int some = static_cast<int>(std::min<int64_t>(WEIGHING, to - j));
+        const float* powers = scores + j * SEGMENT + (place + lying) / PACK;
+        if (j > from) next = nullptr;  // of the segment behind, once
+        for (int64_t i = 0; i < wide;) {
+          float* out = parts + j * size + 2 + i;
+          const bool span = i + SPAN * LANES <= wide;
+          const bool fetches = next && !lying;
+          const auto weigh =
+              span ? (fetches ? weigh_all<SPAN, false, true> : weigh_all<SPAN, false, false>)
+                   : (fetches ? weigh_all<1, false, true> : weigh_all<1, false, false>);
+          weigh(some, rows + i, wide, steps, powers, out, size, ahead.behind(i * PACK),
+                place + lying > 0);
+          i += (span ? SPAN : 1) * LANES;
+        }
+      }
+    };
+    if (slots) weigh_some(values, slots, 0, 0, count, shared == end ? keys + slots * width : nullptr);
+    own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t token) {
+      if (!more) return;
+      own.gather(own.values, token, shared, more, width, gathered);
+      weigh_some(gathered, more, slots, from, to, nullptr);
+    });
+  }
+};
+
+// What `apply` makes of the kernels for keys and values of S on this CPU.
+template <typename S, typename Apply>
+auto with_kernel(const Apply& apply) {
+  if constexpr (PARTS<S> == 2)
+    if (has_pairs()) return apply(Kernel<S, true>());
+  return apply(Kernel<S, false>());
+}
+
+}  // namespace attention
+}  // namespace

@@ -1,0 +1,506 @@
+// A forward pass over sublayers in one call, on a CPU.
+//
+// The arithmetic of the library's modules, in its order, with float32 sums; in bfloat16 models
+// numbers are rounded where the library rounds them. One team of threads (torch's own) carries a
+// pass: rows of a product are split over it, what is small every thread computes for itself (of many
+// tokens a share), and between products the team waits for its last thread.
+// Letters: B rows, T tokens of each, n = B T, H hidden width, N heads, K key-value heads, D head
+// width, R rotary width, S slots of the cache, I width of the MLP, L layers, P width of a layer's own
+// inputs, E experts, V vocabulary.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "attention.h"
+#include "given.h"
+#include "integers.h"
+#include "pointwise.h"
+#include "products.h"
+#include "stamps.h"
+#include "team.h"
+
+namespace {
+
+template <typename S>
+class Pass : Given {
+ public:
+  Pass(const std::vector<const Sublayer*>& sublayers, const Tensor& hidden, const Cache& cache,
+       const std::vector<Angles>& angles, const std::optional<Tensor>& layer_inputs)
+      : Given(sublayers, hidden, cache, angles, layer_inputs) {
+    check_all<S>();
+    for (const Sublayer* each : sublayers) {
+      int64_t outputs = each->outputs();
+      if (each->mixture && each->mixture->top) {
+        const Mixture& mixture = *each->mixture;
+        pieces_.push_back({&mixture.router, 0, mixture.count(), Phase::experts});
+        wide_ = std::max(wide_, mixture.top * std::max(mixture.inner(), width_));
+        wide_ = std::max(wide_, mixture.count());
+        top_ = std::max(top_, mixture.top);
+        deep_ = std::max(deep_, mixture.inner());
+      }
+      if (each->kind == Kind::mlp && each->inputs.size() == 1) {
+        // gate and up lie one behind the other
+        pieces_.push_back({&each->inputs[0], 0, outputs / 2, Phase::gates});
+        pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2, Phase::gates});
+      } else {
+        const Phase phase = each->kind == Kind::attention ? Phase::queries
+                            : each->kind == Kind::mlp     ? Phase::gates
+                            : each->kind == Kind::head    ? Phase::head
+                                                          : Phase::other;
+        for (const Matrix& matrix : each->inputs)
+          pieces_.push_back({&matrix, 0, matrix.rows(), phase});
+      }
+      if (each->kind == Kind::attention) outputs = each->projected();
+      if (each->kind == Kind::mlp) outputs /= 2;
+      if (each->kind != Kind::head) wide_ = std::max(wide_, outputs);
+      deep_ = std::max(deep_, width_);
+      if (each->output) {
+        pieces_.push_back({&*each->output, 0, width_,
+                           each->kind == Kind::attention ? Phase::mixing : Phase::down});
+        deep_ = std::max(deep_, each->output->columns());
+      }
+      if (each->tail && each->tail->gate) {
+        const int64_t inner = each->tail->gate->rows();
+        pieces_.push_back({&*each->tail->gate, 0, inner, Phase::other});
+        pieces_.push_back({&*each->tail->projection, 0, width_, Phase::other});
+        wide_ = std::max(wide_, inner), deep_ = std::max(deep_, inner);
+      }
+    }
+    const Sublayer& last = *sublayers.back();
+    if (last.kind == Kind::layer_inputs) {
+      out_ = at::empty(layer_inputs->sizes(), hidden.options());  // (B, T, L, P)
+    } else if (last.kind == Kind::head) {
+      const int64_t vocabulary = last.inputs[0].rows();
+      out_ = at::empty({rows_, count_, vocabulary}, hidden.options());  // (B, T, V)
+    } else {
+      out_ = at::empty(hidden.sizes(), hidden.options());  // (B, T, H)
+    }
+  }
+
+  Tensor run() {
+    const int threads = team();
+    divided_ = threads > 1 && tokens_ >= DIVIDED;
+    chosen_.resize(tokens_ * top_), weights_.resize(tokens_ * top_);
+    int64_t parts = 0, attending = 0;
+    for (const Sublayer* each : sublayers_)
+      if (each->kind == Kind::attention) {
+        const attention::Attention<S> here{*each, cache_.places};
+        parts = std::max(parts, lines(here.shared_room()));
+        attending = std::max(attending, lines(here.own_room()));
+      }
+    // of all threads: the wide products of all tokens, what attention gives, a sublayer's output
+    // and the parts of attention
+    const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_) + parts;
+    // of each thread, or of all that divide the tokens
+    const int64_t states = (top_ ? 3 : 2) * lines(tokens_ * width_) +
+                           lines(tokens_ * packed_width(deep_));
+    const int64_t needed = shared + (divided_ ? 1 : threads) * states + threads * attending;
+    // kept by the calling thread from pass to pass: fresh memory costs a page fault every 4 KiB
+    static thread_local Tensor kept;
+    Tensor room = kept;
+    if (!room.defined() || room.numel() < needed) room = at::empty({needed}, at::kFloat);
+    if (needed <= MOST_KEPT) kept = room;
+    float* base = static_cast<float*>(room.data_ptr());
+    first_ = base, second_ = first_ + lines(tokens_ * wide_);
+    result_ = second_ + lines(tokens_ * wide_), parts_ = result_ + lines(tokens_ * width_);
+    Meeting meeting;
+    const auto worker = [&](int number, int of) {
+      float* own_attending = base + shared + number * attending;
+      float* hidden = base + shared + threads * attending + (divided_ ? 0 : number * states);
+      float* normed = hidden + lines(tokens_ * width_);
+      float* packed = normed + lines(tokens_ * width_);
+      float* gathered = packed + lines(tokens_ * packed_width(deep_));
+      Worker me{number, of, meeting, hidden, normed, own_attending, packed, gathered};
+      me.tokens = mine(me, tokens_);
+      work(me);
+      me.meet();  // here, and not at the end of OpenMP's team, where threads spin
+    };
+#ifdef _OPENMP
+    if (threads > 1) {
+      const auto start = Clock::now();
+#pragma omp parallel num_threads(threads)
+      worker(omp_get_thread_num(), omp_get_num_threads());
+      crew.note(Clock::now() - start, Clock::duration(meeting.slept.load()));
+      return out_;
+    }
+#endif
+    worker(0, 1);
+    return out_;
+  }
+
+ private:
+  // Rows of a matrix that one product takes.
+  struct Piece {
+    const Matrix* matrix;
+    int64_t first, rows;
+    Phase phase;
+  };
+
+  struct Worker {
+    int number, of;
+    Meeting& meeting;
+    // every thread's own, or all threads', where they divide the tokens
+    float *hidden, *normed;  // (n, H) each
+    float* attending;        // room for attention, always its own
+    float* packed;           // inputs of a product
+    float* gathered;         // (n, H) inputs of an expert
+    Range tokens{0, 0};      // that it norms, packs and adds to
+    const float* taken = nullptr;  // the same as they were
+    std::vector<float> small;      // what a delta's inner part makes of them
+    size_t done = 0;         // products
+    std::vector<int64_t> pairs;    // of a token and an expert: places in both, by expert
+    std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
+    Stamps stamps{};
+
+    const uint8_t *soon = nullptr, *until = nullptr;  // of the next product: not yet fetched
+
+    void meet() {
+      const Phase before = stamps.enter(Phase::waiting);
+      meeting.wait(of, [this] {
+        for (int i = 0; i < 4 && soon < until; ++i, soon += 64) __builtin_prefetch(soon, 0, 2);
+      });
+      stamps.enter(before);
+    }
+    Range share(int64_t rows) const { return ::share(rows, number, of); }
+  };
+
+  static constexpr int64_t MOST_KEPT = 4 << 20;  // numbers of room between passes
+  // From so many tokens on threads divide what they do to each one, and meet once more for every
+  // product; of fewer tokens every thread does all of it for itself.
+  static constexpr int64_t DIVIDED = 24;
+  // Who waits for others fetches what it reads next, up to so many bytes: they stay in its cache.
+  static constexpr int64_t FETCHED = 256 << 10;
+  static int64_t lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
+
+  int team() const {
+    if (at::in_parallel_region()) return 1;
+    // below that waiting for each other costs more than it saves
+    int64_t bytes = 0;
+    for (const Piece& piece : pieces_) bytes += piece.rows * piece.matrix->row_bytes();
+    for (const Sublayer* each : sublayers_)
+      if (each->mixture)
+        bytes += each->mixture->top * each->mixture->expand.rows() / each->mixture->count() *
+                 each->mixture->expand.row_bytes();
+    return bytes * tokens_ < (1 << 18) ? 1 : crew.threads(at::get_num_threads());
+  }
+
+  // Where a worker's rows of a product begin.
+  const uint8_t* begins(const Worker& me, const Piece& piece) const {
+    const Matrix& matrix = *piece.matrix;
+    const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
+    return weight + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
+  }
+
+  // The tokens of so many that a worker norms and packs.
+  Range mine(const Worker& me, int64_t tokens) const {
+    if (!divided_) return {0, tokens};
+    return {tokens * me.number / me.of, tokens * (me.number + 1) / me.of};
+  }
+
+  // Where threads divide the tokens: what each has made of its own is there for all.
+  void meet_divided(Worker& me) const {
+    if (divided_) me.meet();
+  }
+
+  // Make x (n, columns) the inputs of the products that are next in `pieces_`; a worker's own tokens
+  // are there.
+  void take(Worker& me, const float* x) const { take(me, *pieces_[me.done].matrix, x, tokens_); }
+
+  // Make x (tokens, columns) the inputs of products with a matrix.
+  void take(Worker& me, const Matrix& matrix, const float* x, int64_t tokens) const {
+    me.stamps.enter(Phase::packing);
+    me.taken = x;
+    const Range own = mine(me, tokens);
+    if (matrix.bits) {
+      integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed, own.first,
+                             own.last);
+    } else {
+      pack_inputs<S>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
+    }
+    meet_divided(me);
+  }
+
+  // The worker's rows of the product that is next, with the inputs taken last.
+  template <typename O>
+  void multiply(Worker& me, O* out, int64_t stride) const {
+    const Piece& piece = pieces_[me.done++];
+    const uint8_t* then = upcoming(me, piece);
+    multiply(me, piece, then, tokens_, out, stride);
+    if (me.done == pieces_.size()) return;
+    const Range next = me.share(pieces_[me.done].rows);
+    const int64_t bytes = (next.last - next.first) * pieces_[me.done].matrix->row_bytes();
+    me.soon = then + AHEAD, me.until = then + std::min(bytes, FETCHED);
+  }
+
+  // What is read behind a piece, if nothing but `pieces_` is.
+  const uint8_t* upcoming(const Worker& me, const Piece& piece) const {
+    if (me.done < pieces_.size()) return begins(me, pieces_[me.done]);
+    const Range mine = me.share(piece.rows);
+    return begins(me, piece) + (mine.last - mine.first) * piece.matrix->row_bytes();
+  }
+
+  // The worker's rows of a product; `then` is what is read after them.
+  template <typename O>
+  void multiply(Worker& me, const Piece& piece, const uint8_t* then, int64_t tokens, O* out,
+                int64_t stride) const {
+    const Matrix& matrix = *piece.matrix;
+    const Range mine = me.share(piece.rows);
+    me.stamps.enter(piece.phase, (mine.last - mine.first) * matrix.row_bytes());
+    const int64_t columns = matrix.columns();
+    const uint8_t* weight = begins(me, piece);
+    if (!matrix.bits) {
+      const S* bias = numbers<S>(matrix.bias);
+      if (bias) bias += piece.first;
+      const S* rows = reinterpret_cast<const S*>(weight) - mine.first * columns;
+      product(rows, bias, mine.first, mine.last, columns, me.packed, tokens, out, stride,
+              reinterpret_cast<const S*>(then));
+      return;
+    }
+    if (matrix.rank()) {
+      me.small.resize(tokens * matrix.rank());
+      shrink(matrix, me.taken, tokens, me.small.data());
+    }
+    rounded_product<S>(matrix, piece.first, mine, weight, me.packed, me.small.data(), tokens, then,
+                       out, stride);
+  }
+
+  void work(Worker& me) {
+    float *hidden = me.hidden, *normed = me.normed;
+    const S* given = static_cast<const S*>(hidden_.const_data_ptr());
+    for (int64_t i = me.tokens.first * width_; i < me.tokens.last * width_; ++i)
+      hidden[i] = static_cast<float>(given[i]);
+    int64_t attention = 0;
+    for (const Sublayer* each : sublayers_) {
+      const float* x = hidden;
+      if (each->before) {
+        norm_all(me, *each->before, hidden, normed);
+        x = normed;
+      }
+      if (each->kind == Kind::layer_inputs) return combine(me, *each, x);
+      if (each->kind == Kind::head) return head(me, *each, x);
+      if (each->kind == Kind::attention) {
+        attend_all(me, *each, x, attention++);
+        add(me, second_, each->after, each->times);
+      } else if (each->mixture) {
+        mix(me, *each, x);
+      } else if (each->kind == Kind::mlp) {
+        expand(me, *each, x);
+        add(me, first_, each->after, each->times);
+      }
+      if (each->tail) finish(me, *each->tail);
+    }
+    const Range numbers = divided_ ? Range{me.tokens.first * width_, me.tokens.last * width_}
+                                   : me.share(tokens_ * width_);
+    S* out = static_cast<S*>(out_.data_ptr());
+    for (int64_t i = numbers.first; i < numbers.last; ++i) out[i] = static_cast<S>(hidden[i]);
+  }
+
+  // The norms of the worker's tokens, (n, H).
+  void norm_all(Worker& me, const Norm& norm, const float* x, float* out) const {
+    me.stamps.enter(Phase::norm);
+    for (int64_t t = me.tokens.first; t < me.tokens.last; ++t)
+      normalise<S>(norm, x + t * width_, width_, out + t * width_);
+  }
+
+  // All of what the product that is next makes of x: `result_`.
+  void finish_product(Worker& me, const float* x) const {
+    me.meet();
+    take(me, x);
+    multiply(me, result_, width_);
+    me.meet();
+  }
+
+  // Add to the hidden states what the product that is next makes of x.
+  void add(Worker& me, const float* x, const std::optional<Norm>& after, double times) const {
+    finish_product(me, x);
+    add_result(me, result_, after, times);
+  }
+
+  void add_result(Worker& me, const float* result, const std::optional<Norm>& after,
+                  double times) const {
+    if (after) {
+      norm_all(me, *after, result, me.normed);
+      result = me.normed;
+    }
+    me.stamps.enter(Phase::residual);
+    const int64_t first = me.tokens.first * width_, last = me.tokens.last * width_;
+    add_to<S>(me.hidden + first, result + first, static_cast<float>(times), last - first);
+  }
+
+  void choose(Worker& me, const Mixture& mixture, const float* x);
+  void run_experts(Worker& me, const Mixture& mixture, const float* x) const;
+  void mix(Worker& me, const Sublayer& layer, const float* x);
+
+  // A layer's tail.
+  void finish(Worker& me, const Tail& tail) const {
+    if (tail.gate) {
+      const int64_t layers = layer_inputs_->size(2), inner = layer_inputs_->size(3);
+      const Range mine = me.share(inner);
+      take(me, me.hidden);
+      multiply(me, first_, inner);
+      const S* given = numbers<S>(layer_inputs_) + tail.layer * inner + mine.first;
+      for (int64_t t = 0; t < tokens_; ++t)
+        activate<S>(tail.gelu, first_ + t * inner + mine.first, given + t * layers * inner,
+                    mine.last - mine.first);
+      add(me, first_, tail.norm, 1);
+    }
+    if (tail.scalar) {
+      const float by = static_cast<float>(numbers<S>(tail.scalar)[0]);
+      for (int64_t i = me.tokens.first * width_; i < me.tokens.last * width_; ++i)
+        me.hidden[i] = rounded<S>(me.hidden[i] * by);
+    }
+  }
+
+  // The inputs of all layers: a projection of what tokens are embedded as, and what each token has
+  // for itself.
+  void combine(Worker& me, const Sublayer& layer, const float* x) const {
+    const int64_t layers = layer_inputs_->size(2), inner = layer_inputs_->size(3);
+    take(me, x);
+    multiply(me, first_, layers * inner);
+    me.meet();
+    const float scale = static_cast<float>(layer.scale), times = static_cast<float>(layer.times);
+    const S* given = numbers<S>(layer_inputs_);
+    S* out = static_cast<S*>(out_.data_ptr());
+    for (int64_t unit = me.number; unit < tokens_ * layers; unit += me.of) {
+      float* mine = first_ + unit * inner;
+      for (int64_t i = 0; i < inner; ++i) mine[i] = rounded<S>(mine[i] * scale);
+      if (layer.after) normalise<S>(*layer.after, mine, inner, mine);
+      for (int64_t i = 0; i < inner; ++i) {
+        const float sum = rounded<S>(mine[i] + static_cast<float>(given[unit * inner + i]));
+        out[unit * inner + i] = static_cast<S>(sum * times);
+      }
+    }
+  }
+
+  void head(Worker& me, const Sublayer& layer, const float* x) const {
+    const int64_t vocabulary = out_.size(2);
+    const Range mine = me.share(vocabulary);
+    S* out = static_cast<S*>(out_.data_ptr());
+    take(me, x);
+    multiply(me, out, vocabulary);
+    if (layer.divisor != 1) {
+      const float by = static_cast<float>(layer.divisor);
+      for (int64_t t = 0; t < tokens_; ++t)
+        for (int64_t i = t * vocabulary + mine.first; i < t * vocabulary + mine.last; ++i)
+          out[i] = static_cast<S>(static_cast<float>(out[i]) / by);
+    }
+    if (layer.softcap > 0) {
+      const float cap = static_cast<float>(layer.softcap);
+      for (int64_t t = 0; t < tokens_; ++t) {
+        S* logits = out + t * vocabulary;
+        float some[LANES];
+        for (int64_t i = mine.first; i < mine.last; i += LANES) {
+          const int64_t here = std::min(LANES, mine.last - i);
+          for (int64_t j = 0; j < here; ++j)
+            some[j] = rounded<S>(static_cast<float>(logits[i + j]) / cap);
+          widened(some, here).tanh().store(some);
+          for (int64_t j = 0; j < here; ++j)
+            logits[i + j] = static_cast<S>(rounded<S>(some[j]) * cap);
+        }
+      }
+    }
+  }
+
+  void expand(Worker& me, const Sublayer& layer, const float* x) const {
+    const int64_t inner = layer.output->columns();
+    const Range mine = me.share(inner);
+    take(me, x);
+    multiply(me, first_, inner);
+    multiply(me, second_, inner);
+    me.stamps.enter(Phase::activation);
+    for (int64_t t = 0; t < tokens_; ++t)
+      activate<S>(layer.gelu, first_ + t * inner + mine.first, second_ + t * inner + mine.first,
+                  mine.last - mine.first);
+  }
+
+  // Rotate a query or key at a place.
+  static void turn(const Angles& angles, int64_t place, float* x) {
+    const int64_t rotary = angles.cos.size(2), at = place * rotary;
+    if (angles.cos.scalar_type() == at::kFloat)
+      rotate<S>(x, numbers<float>(angles.cos) + at, numbers<float>(angles.sin) + at, rotary);
+    else
+      rotate<S>(x, numbers<S>(angles.cos) + at, numbers<S>(angles.sin) + at, rotary);
+  }
+
+  void attend_all(Worker& me, const Sublayer& layer, const float* x, int64_t number) const {
+    const int64_t heads = layer.heads, kv = layer.kv_heads, width = layer.width;
+    const int64_t stride = layer.projected();
+    int64_t offset = 0;
+    take(me, x);
+    for (const Matrix& matrix : layer.inputs) {
+      multiply(me, first_ + offset, stride);
+      offset += matrix.rows();
+    }
+    me.meet();
+    me.stamps.enter(Phase::rotation);
+    const bool q_whole = of_all(layer.q_norm, width), k_whole = of_all(layer.k_norm, width);
+    if (q_whole || k_whole) {
+      for (int64_t unit = me.number; unit < 2 * tokens_; unit += me.of) {
+        float* mine = first_ + unit / 2 * stride;
+        if (unit % 2 == 0 && q_whole) normalise<S>(*layer.q_norm, mine, heads * width, mine);
+        mine += heads * width;
+        if (unit % 2 == 1 && k_whole) normalise<S>(*layer.k_norm, mine, kv * width, mine);
+      }
+      me.meet();
+    }
+    const Tensor &keys = cache_.keys[number], &values = cache_.values[number];
+    S* key_slots = static_cast<S*>(keys.data_ptr());      // (B, K, S, D)
+    S* value_slots = static_cast<S*>(values.data_ptr());  // (B, K, S, D)
+    const int64_t slots = keys.size(2), *bases = cache_.bases_of(number);
+    const Angles& angles = angles_[layer.angles];
+    const int64_t turned = heads + (layer.writes() ? kv : 0);  // heads that rotate
+    const bool alike = layer.alike();
+    for (int64_t unit = me.number; unit < tokens_ * turned; unit += me.of) {
+      const int64_t token = unit / turned, head = unit % turned;
+      const int64_t row = token / count_, place = cache_.places.position(row, token % count_);
+      float* x = first_ + token * stride + head * width;
+      if (head < heads) {
+        if (layer.q_norm && !q_whole) normalise<S>(*layer.q_norm, x, width, x);
+        turn(angles, place, x);
+        continue;
+      }
+      float* value = x + kv * width;
+      if (alike) std::copy_n(x, width, value);
+      if (layer.v_norm) normalise<S>(*layer.v_norm, value, width, value);
+      if (layer.k_norm && !k_whole) normalise<S>(*layer.k_norm, x, width, x);
+      turn(angles, place, x);
+      const int64_t slot = cache_.places.slot(row, token % count_) - (bases ? bases[row] : 0);
+      const int64_t at = ((row * kv + head - heads) * slots + slot) * width;
+      for (int64_t i = 0; i < width; ++i) {
+        key_slots[at + i] = static_cast<S>(x[i]);
+        value_slots[at + i] = static_cast<S>(value[i]);
+      }
+    }
+    me.meet();
+    me.stamps.enter(Phase::attention);
+    attention::Attention<S> attention{layer, cache_.places};
+    attention.queries = first_, attention.stride = stride, attention.out = second_;
+    attention.keys = key_slots, attention.values = value_slots;
+    attention.slots = slots, attention.bases = bases, attention.parts = parts_;
+    attention.run(me.number, me.of, me.attending, [&] { me.meet(); });
+  }
+
+  std::vector<Piece> pieces_;  // products of the pass, in order
+  Tensor out_;
+  bool divided_ = false;          // threads divide the tokens
+  int64_t top_ = 0;               // the most experts of a token
+  std::vector<int64_t> chosen_;   // (n, top) experts
+  std::vector<float> weights_;    // (n, top)
+  int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
+  float* parts_ = nullptr;        // of attention
+  float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each
+  float* result_ = nullptr;       // (n, H)
+};
+
+}  // namespace

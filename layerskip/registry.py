@@ -1,0 +1,91 @@
+"""What users choose by name, and where each name's class lives.
+
+Modules are imported when a name is asked for. So the core offers what `layerskip.research` holds
+without importing it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal, get_args
+
+ControllerName = Literal[
+    "fixed",
+    "confidence",
+    "adaptive-threshold",
+    "heuristic",
+    "entropy",
+    "classifier",
+    "target-confidence",
+    "expected-gain",
+]
+CONTROLLERS: tuple[str, ...] = get_args(ControllerName)
+WITH_THRESHOLD = ("confidence", "adaptive-threshold", "entropy", "classifier", "target-confidence")
+"""The controllers that have a threshold."""
+
+LossName = Literal["lk", "kl", "tvd++", "ce"]
+LOSSES: tuple[str, ...] = get_args(LossName)
+OptimizerName = Literal["adamw", "muon"]
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
+TrainedKind = Literal["healed", "exit-block", "feature-block", "heads", "streams"]
+TRAINED: dict[str, str] = {
+    "healed": "healed",
+    "exit-block": "a trained block",
+    "feature-block": "a trained block over features",
+    "heads": "trained heads",
+    "streams": "trained streams",
+}
+"""Kinds of trained drafts, in words: corrections of rounded weights, or modules of their own."""
+ALONE = ("feature-block", "heads", "streams")
+"""The modules that draft without any of the model's sublayers."""
+StudentName = Literal["healed", "exit-block", "feature-block", "heads", "streams", "assistant"]
+STUDENTS: tuple[str, ...] = get_args(StudentName)
+
+Role = Literal["controller", "loss", "optimizer", "student", "module", "state", "source", "store"]
+PLACES: dict[Role, dict[str, str]] = {
+    "controller": {
+        "fixed": "decoding.controllers:Fixed",
+        "confidence": "decoding.controllers:Confidence",
+        "adaptive-threshold": "decoding.controllers:AdaptiveThreshold",
+        "heuristic": "research.stop_rules:Heuristic",
+        "entropy": "research.stop_rules:Entropy",
+        "classifier": "research.stop_rules:Classifier",
+        "target-confidence": "research.stop_rules:TargetConfidence",
+        "expected-gain": "decoding.expected_gain:ExpectedGain",
+        "expected-gain-trees": "research.tree_gain:TreeGain",
+    },
+    "loss": {
+        "lk": "training.losses:lk",
+        "kl": "research.training:kl",
+        "tvd++": "research.training:tvd_plus",
+        "ce": "research.training:ce",
+    },
+    "optimizer": {"adamw": "training.loop:adamw", "muon": "research.training:muon"},
+    "student": {
+        "healed": "research.students:Healing",
+        "exit-block": "research.students:ExitStudent",
+        "feature-block": "research.students:FeatureStudent",
+        "heads": "training.students:HeadsStudent",
+        "streams": "research.students:StreamsStudent",
+    },
+    "module": {
+        "exit-block": "research.blocks:ExitBlock",
+        "feature-block": "research.blocks:FeatureBlock",
+        "heads": "model.blocks:Heads",
+        "streams": "research.blocks:Streams",
+    },
+    "state": {
+        "exit-block": "research.block_states:ExitState",
+        "feature-block": "research.block_states:FeatureState",
+        "heads": "decoding.sources.trained:HeadsState",
+        "streams": "research.block_states:StreamsState",
+    },
+    "source": {"laws": "research.logit_lookup:LogitLookup"},
+    "store": {"laws": "research.stored_logits:StoredLogits"},
+}
+
+
+def named(role: Role, name: str) -> Any:
+    """What a name stands for, imported now."""
+    module, _, attribute = PLACES[role][name].partition(":")
+    return getattr(import_module(f"layerskip.{module}"), attribute)

@@ -1,0 +1,146 @@
+"""A recorded target: what the drafts and the target said along the texts of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from layerskip.decoding.draws import DraftedTokens
+from layerskip.decoding.planning import in_common
+from layerskip.decoding.sources.base import Batch, Proposal, State
+from layerskip.decoding.target import Ask, Mark, Node, Said, Verdict
+from layerskip.model.branches import along
+from layerskip.replay.drafts import Replay
+from layerskip.replay.drawing import NOTHING
+from layerskip.replay.live import Live, TextBatch
+
+
+class _TextDraft:
+    """What a replayed draft proposes from every start of a text."""
+
+    def __init__(self, replay: Replay, text: int) -> None:
+        rows = replay.texts[text]
+        tokens, ends = replay.tokens[rows], replay.ends[rows]  # (starts, J)
+        eos = torch.tensor([*replay.trace.eos], dtype=torch.long)
+        # behind a wrong token a followed draft has any, which ends nothing
+        unlike = ~ends & torch.isin(tokens, eos)
+        self.tokens = tokens.masked_fill(unlike, replay.trace.model.vocabulary).tolist()
+        self.margins = replay.margins[rows].tolist()
+        self.confidences = replay.confidences[rows].tolist()
+        self.entropies = replay.entropies[rows].tolist()
+        self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
+        self.longest = replay.longest
+        self.match = None if replay.matched is None else replay.matched[rows].tolist()
+        offered = (tokens >= 0) & (ends.long().cumsum(1) == ends)
+        self.lengths = offered.sum(1).tolist()
+
+    def offer(self, start: int, most: int) -> Proposal:
+        if self.match is None:
+            return Proposal(min(most, self.longest or most))
+        return Proposal.of(self.tokens[start][: min(most, self.lengths[start])], self.match[start])
+
+
+class RecordedTarget:
+    """The texts of a trace as the target of rounds."""
+
+    def __init__(self, sources: Sequence[Replay | Live], texts: Sequence[int]) -> None:
+        self.trace = trace = sources[0].trace
+        self.texts = [trace.texts[text] for text in texts]
+        self.batch = batch = TextBatch(trace, self.texts)
+        self.lengths = batch.lengths
+        self.branches = trace.model.branches and not batch.draws.contextual
+        self.drafts = [
+            [_TextDraft(each, text) for text in texts] if isinstance(each, Replay) else []
+            for each in sources
+        ]
+        learners: list[State | None] = [
+            each.source.open(cast(Batch, batch)) if isinstance(each, Live) else None
+            for each in sources
+        ]
+        self.states, self._learners = learners, [each for each in learners if each is not None]
+        self._readers = [state for state in self._learners if state.reads_logits]
+        self._logits = [trace.logits(text) for text in self.texts if self._readers]
+        self.tokens = [text.tokens[text.prompt :].tolist() for text in self.texts]
+        self._read({row: tokens[:1] for row, tokens in enumerate(self.tokens)})
+        for row, tokens in enumerate(self.tokens):
+            batch.commit(self._learners, row, batch.seats[row].emit(tokens[:1]))
+
+    @property
+    def rows(self) -> Mapping[int, int]:
+        return self.batch.rows
+
+    def room(self, row: int) -> int:
+        # the cache has a slot for every token and every draft, so that it never limits
+        return self.trace.max_new_tokens + 1
+
+    def _start(self, row: int) -> int:
+        return len(self.batch.emitted[row]) - 1
+
+    def offer(self, source: int, row: int, most: int) -> Proposal:
+        if (state := self.states[source]) is not None:
+            return state.offer(row, most)
+        return self.drafts[source][row].offer(self._start(row), most)
+
+    def allowed(self, row: int, tokens: Sequence[int]) -> int:
+        return self.batch.draws.allowed(row, tokens, self.trace.model.vocabulary)
+
+    def draft(
+        self,
+        drafts: DraftedTokens,
+        rows: Sequence[int],
+        ask: Ask,
+        nodes: Mapping[int, Sequence[Node]] | None = None,
+    ) -> Said:
+        step, tables = drafts.num_steps, self.drafts[ask.source]
+        self._source = ask.source
+        places = [(tables[row], self._start(row)) for row in rows]
+        told = "margins" if ask.signal == "margin" else "confidences"
+        return Said(
+            [[draft.tokens[start][step]] for draft, start in places],
+            [getattr(draft, told)[start][step] for draft, start in places],
+            [draft.entropies[start][step] for draft, start in places],
+        )
+
+    def verify(
+        self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
+    ) -> Verdict:
+        mark()
+        tokens: list[list[int]] = [[] for _ in self.texts]
+        for row in rows:
+            start, drafted = self._start(row), drafts.tokens[row]
+            following = self.tokens[row][start + 1 :]
+            if row in drafts.parents:
+                agreeing = len(along(drafts.parents[row], drafted, following))
+            elif row in drafts.step_free:
+                agreeing = in_common(drafted, following)
+            elif drafted:
+                agreeing = min(len(drafted), self.drafts[self._source][row].agreeing[start])
+            else:
+                agreeing = 0
+            tokens[row] = [*following, NOTHING][: agreeing + 1]
+        left = {row: self.texts[row].starts - self._start(row) for row in rows}
+        self._read({row: tokens[row][: left[row]] for row in rows})
+        return Verdict(tokens, [[*range(len(each))] for each in tokens])
+
+    def _read(self, emitted: Mapping[int, Sequence[int]]) -> None:
+        """Show the states that read logits what the target has computed along the texts."""
+        if not self._readers:
+            return
+        seen = [(row, tokens[:i]) for row, tokens in emitted.items() for i in range(len(tokens))]
+        before = [len(self.batch.emitted[row]) + len(drafted) for row, drafted in seen]
+        raw = [self._logits[row][at] for (row, _), at in zip(seen, before, strict=True)]
+        for state in self._readers:
+            state.read(torch.stack(raw), seen)  # (N, V)
+
+    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
+        self.batch.commit(self._learners, row, emitted)
+
+    def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
+        places = [self.trace.offsets[self.texts[row].number] + self._start(row) - 1 for row in rows]
+        return [[numbers[place] for place in places] for numbers in self.trace.certainties]
+
+    def keep(self, rows: Sequence[int]) -> int:
+        self.batch.rows = {row: place for place, row in enumerate(rows)}
+        return 0

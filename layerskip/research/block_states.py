@@ -1,0 +1,202 @@
+"""How trained blocks draft: their states, which have keys and values of their own, and replays.
+
+A block behind an exit reads the target's states there, which are exact for every accepted token.
+The others read the target's last states, which do not exist for the tokens that they draft.
+Letters: B groups of chains, G chains of a group, R rows of a pass, T tokens, H hidden width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.sources.base import Batch
+from layerskip.decoding.sources.following import Following, in_chunks
+from layerskip.decoding.sources.steps import Texts, read, states_behind
+from layerskip.decoding.sources.sublayers import SharedSteps
+from layerskip.decoding.sources.trained import BEST, FedSteps, TrainedDraft
+from layerskip.model.backend import Block
+from layerskip.model.branches import Branches
+from layerskip.model.cache import RowCache
+from layerskip.model.sublayers import Pass
+
+_TOGETHER = 64  # the most tokens that streams see in the pass that drafts
+
+
+class _Layered(Following):
+    """A module with a decoder layer, whose keys and values lie in a cache of their own."""
+
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch)
+        self.block = draft.block
+        slots = batch.model.backend.capacity(batch.slots)
+        self.cache = RowCache(len(batch.prompts), slots, (self.block.layer.window,))
+        self.caches = [self.cache]
+        self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
+
+    @abstractmethod
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        """The layer's inputs for tokens (R, T) from those places on, (R, T, H).
+
+        Args:
+            rows: of a pass, if it is of some.
+        """
+
+    def catch_up(self) -> Tensor:
+        """Feed all tokens that are known; states after the last ones, (R, H)."""
+        starts, missing, tokens = self.latest(self.missing())
+
+        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
+            places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
+            return self.advance(self.inputs(places, chunk, rows), places, self.blocks, rows)
+
+        last = in_chunks(self.batch.model, tokens, missing, run)  # (R, H)
+        self.cache.prefilled = True
+        return last
+
+    def advance(
+        self,
+        inputs: Tensor,
+        starts: Sequence[int],
+        blocks: Sequence[Block],
+        rows: range | None = None,
+        branches: Branches | None = None,
+    ) -> Tensor:
+        """Run inputs (R, T, H) of tokens from those places on through blocks."""
+        batch, rows = self.batch, rows or range(len(starts))
+        self.cache.place(starts, inputs.shape[1], rows=rows, branches=branches)
+        step = Pass(batch.model, self.cache, batch.rotary)
+        return batch.model.backend.run(inputs, step, blocks)
+
+    def places(self, offset: int) -> list[int]:
+        """The place in each row of the token of step `offset`."""
+        return [self.batch.lengths[row] + offset for row in self.batch.rows]
+
+    def keep(self, places: Sequence[int], length: int) -> int:
+        return self.cache.keep(places, length)
+
+
+class ExitSteps(SharedSteps):
+    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
+        super().__init__(texts, draft.prefix, (), follow=follow)
+        self.own, states = draft.own, states_behind(texts, draft.prefix)
+        window = draft.block.layer.window
+        own = read(texts, states, self.own[:-1], window, lambda tokens, states: states)
+        self.texts = (*self.texts, own)
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        return self.run(super().compute(step, tokens, rows), self.own, cache=1)
+
+
+class ExitState(_Layered):
+    """Drafts behind an exit."""
+
+    replayed = ExitSteps
+
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
+        self.prefix = self.tap = self.kept = draft.prefix
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        return self.batch.tapped(self.prefix, starts, tokens.shape[1], rows=rows)
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            if self.missing() > 1:
+                return self.head(self.catch_up()[None], None)[0]
+            self.see()
+        return self.advance(hidden, self.places(offset), self.own)[:, 0]
+
+
+class FeatureSteps(FedSteps):
+    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
+        self.block, self.longest, (*self.own, self.head) = draft.block, draft.longest, draft.own
+        model, states = texts.model, states_behind(texts, texts.model.num_sublayers)
+
+        def fed(tokens: Tensor, states: Tensor) -> Tensor:
+            features = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
+            inputs: Tensor = self.block.join(features, model.embed(tokens))
+            return inputs
+
+        window = self.block.layer.window
+        super().__init__(texts, states, read(texts, states, self.own, window, fed))
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        out = self.run(self.block.join(self.carried[0], self.model.embed(tokens)), self.own)
+        self.carried = [out]
+        return self.head(out, None)
+
+
+class FeatureState(_Layered):
+    """Drafts from the target's last states, and then from its own."""
+
+    replayed = FeatureSteps
+
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
+        self.tap: int = batch.model.num_sublayers
+        self.best, self.wide = BEST, batch.model.branches and not self.everywhere
+        self.features: Tensor  # of the round's tokens that have been fed, (R, N, H)
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
+        inputs: Tensor = self.block.join(features, self.batch.model.embed(tokens))
+        return inputs
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if offset:
+            branches = self.batch.cache.branches
+            held = self.features[:, :offset]
+            before = held[:, -1:] if branches is None else branches.before(held)  # (R, T, H)
+            inputs = self.block.join(before, hidden)  # (R, T, H)
+            new = self.advance(inputs, self.places(offset), self.blocks, branches=branches)
+            self.features = torch.cat([held, new], 1)
+        else:
+            self.features = new = self.catch_up()[:, None]  # (R, 1, H)
+        raw = self.head(new.flatten(0, 1)[None], None)[0]  # (R * T, V)
+        return raw if tokens.dim() == 1 else raw.unflatten(0, tokens.shape)
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        # its own drafts were fed with its own features, not with the target's
+        super().commit(row, emitted, min(steps, 1))
+
+
+class StreamsSteps(FeatureSteps):
+    """Computes step by step what decoding computes in one pass."""
+
+    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        if not step:  # (B, G, K, H)
+            self.carried = [self.block.fed(self.carried[0], self.model.embed(tokens))]
+        return self.head(self.run(self.carried[0][:, :, step], self.own), None)
+
+
+class StreamsState(FeatureState):
+    """Drafts all tokens in one pass of its layer."""
+
+    everywhere = True
+    replayed = StreamsSteps
+
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
+        # places behind the longest draft have no slots, and are not needed
+        self.longest = self.count = min(self.block.count, batch.slots - batch.total - 1)
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            shortest = min(self.batch.lengths[row] for row in self.batch.rows) + 1
+            if not self.cache.prefilled or self.missing() > min(shortest, _TOGETHER):
+                self.catch_up()
+            starts, _, known = self.latest(self.missing())
+            features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
+            ahead = self.block.streams(features, hidden)[
+                :, 0, : self.count - 1
+            ]  # (R, up to K - 1, H)
+            inputs = torch.cat([self.inputs(starts, known), ahead], 1)
+            out = self.advance(inputs, starts, self.blocks)
+            self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
+        # a round's last step may come after the last draft
+        return self.raw[:, min(offset, self.count - 1)]

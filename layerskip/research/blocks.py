@@ -1,0 +1,232 @@
+"""Trained blocks of papers, and the drafts that they make.
+
+- `ExitBlock`: a decoder layer behind an early exit (Kangaroo, Liu et al. 2024, arXiv 2404.18911);
+- `FeatureBlock`: a decoder layer over the model's last hidden state and the token that followed it,
+  fed with its own output where it runs ahead (EAGLE, Li et al. 2024, arXiv 2401.15077);
+- `Streams`: several tokens in one pass of such a layer, in which learned streams after the last
+  token attend to the text (the n-stream attention of ProphetNet, Qi et al. 2020, arXiv 2001.04063).
+Letters: B rows, T tokens, H hidden width, K streams.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.model.architecture import Architecture
+from layerskip.model.backend import Backend, Block
+from layerskip.model.blocks import DraftModule, linear_of, scaled
+from layerskip.model.cache import additive, causal
+from layerskip.model.modules import Modules
+
+
+class _WholeTexts:
+    """A pass over whole texts from their first token on, without a cache, for training.
+
+    Args:
+        hidden: the inputs, (B, T K, H).
+        streams: K. Every token has its own place and K - 1 places ahead of it, the streams. They
+            see the text up to the token and each other; other tokens do not see them.
+
+    Attributes:
+        rope, slots: as in `Step`.
+    """
+
+    cache = blocks = None
+
+    def __init__(self, model: Architecture, hidden: Tensor, streams: int = 1) -> None:
+        count, device = hidden.shape[1] // streams, hidden.device
+        every = torch.arange(count * streams, device=device)
+        tokens, ahead = every // streams, every % streams  # (T K,) each
+        places = tokens + ahead
+        self.slots = places[None]  # (1, T K)
+        self.rope = model.angles(hidden, places[None])
+        text = (ahead == 0) & (tokens <= tokens[:, None])  # (T K, T K)
+        same = tokens == tokens[:, None]
+        seen = {w: causal(places[None], places, w) & (text | same) for w in model.distinct_windows}
+        self._masks: dict[int | None, Tensor | None] = {
+            window: additive(mask, hidden.dtype) if model.eager else mask  # (1, 1, T K, T K)
+            for window, mask in seen.items()
+        }
+        if not model.eager and streams == 1:
+            for window in self._masks:  # the kernel is causal, and faster, without a mask
+                if window is None or window >= count:
+                    self._masks[window] = None
+
+    def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
+        """As in `Step`; trained layers have no sink."""
+        return self._masks[window]
+
+
+class Layer(nn.Module):
+    """An extra decoder layer, built like one of a model's.
+
+    It attends like the model's layers with full attention, if there are any.
+
+    Args:
+        model: whose layers it is like.
+        like: the layer whose weights it begins with; the last one by default.
+    """
+
+    def __init__(self, model: Architecture, like: int | None = None) -> None:
+        super().__init__()
+        self.architecture = model
+        # one with keys and values of its own, in the way of the full layers if there are any
+        writing = [part for part in model.parts if part.writes]
+        full = [part for part in writing if part.kind == "full_attention"]
+        part = (full or [each for each in writing if each.kind == writing[-1].kind])[-1]
+        built = deepcopy(part.module)  # what a layer computes may depend on its kind
+        begin = built if like is None else model.layers[like]
+        values = dict(begin.named_parameters())
+        for name, parameter in built.named_parameters():
+            # storage of its own: the model's may hold several weights together
+            owner = built.get_submodule(name.rpartition(".")[0])
+            value = nn.Parameter(values[name].detach().clone(), parameter.dtype.is_floating_point)
+            setattr(owner, name.rpartition(".")[2], value)
+        built.self_attn.layer_idx = 0  # in a cache of its own
+        self.built = built.eval()
+        self.parts = model.parts_of(0, built, part.window, part.kind)
+        self.kind, self.window = part.kind, part.window
+
+    def sublayers(self, backend: Any, bits: int | None = None) -> tuple[Block, Block]:
+        """Its attention and its MLP, as a backend computes them, rounded or exact."""
+        blocks: tuple[Block, Block] = backend.extra_layer(self.parts, bits)
+        return blocks
+
+    def forward(self, hidden: Tensor, streams: int = 1) -> Tensor:
+        """Hidden states (B, T, H) of whole texts to as many; tokens see those before them.
+
+        With streams (B, T K, H), as for `_WholeTexts`.
+        """
+        step: Any = _WholeTexts(self.architecture, hidden, streams)
+        for block in self._differentiable:
+            hidden = block(hidden, step)
+        return hidden
+
+    @cached_property
+    def _differentiable(self) -> tuple[Block, Block]:
+        return self.sublayers(Modules(self.architecture))
+
+
+class _Layered(DraftModule):
+    """A module with a decoder layer.
+
+    Attributes:
+        layer: it.
+    """
+
+    layer: Layer
+
+    @classmethod
+    def like(cls, model: Architecture, weights: dict[str, Tensor]) -> Self:
+        return cls(model)
+
+    def __init__(self, model: Architecture, like: int | None = None) -> None:
+        super().__init__()
+        self.layer = Layer(model, like)
+
+    def sublayers(self, backend: Backend, bits: int | None = None) -> tuple[Block, ...]:
+        return self.layer.sublayers(backend, bits)
+
+
+class ExitBlock(_Layered):
+    """A decoder layer behind an early exit, with keys and values of its own.
+
+    Args:
+        like: the layer whose weights it begins with; the last one by default.
+    """
+
+    behind_exit = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """For training: states of whole texts at the exit, (B, T, H), to states for the head.
+
+        Position t has seen tokens 0 to t and predicts token t + 1.
+        """
+        out: Tensor = self.layer(hidden)
+        return out
+
+
+class FeatureBlock(_Layered):
+    """A decoder layer over a token and the last hidden state of the token before it.
+
+    Its output predicts the token's own last hidden state (before the final norm), so that it can
+    be fed with its output instead of the model's. At first it passes the state on unchanged: on
+    demo-gemma2 that gains .04 of overlap after 100,000 tokens, on SmolLM2 nothing.
+
+    Args:
+        like: the layer whose weights it begins with, except the outputs of attention and MLP,
+            which begin as zeros; the last one by default.
+    """
+
+    def __init__(self, model: Architecture, like: int | None = None) -> None:
+        super().__init__(model, like)
+        self.fuse = linear_of(model, 2, 1)
+        with torch.no_grad():
+            self.fuse.weight.copy_(torch.eye(*self.fuse.weight.shape))
+            for name, parameter in self.layer.built.named_parameters():
+                if "o_proj" in name or "down_proj" in name:  # of experts, too
+                    parameter.zero_()
+
+    def join(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """The layer's inputs: both in the scale of the features, (..., H) each."""
+        pair, scale = scaled(features, embedded)
+        out: Tensor = self.fuse(pair) * scale
+        return out
+
+    def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """For training, of whole texts, (B, T, H) each to (B, T, H).
+
+        Position t holds token t: its embedding, and the last hidden state of token t - 1 (zeros
+        before the first; in later passes perhaps the block's own). It predicts token t + 1.
+        """
+        out: Tensor = self.layer(self.join(features, embedded))
+        return out
+
+
+class Streams(FeatureBlock):
+    """Predicts K tokens in one pass: a `FeatureBlock` with K - 1 streams after the last token.
+
+    A stream gets the same inputs, combined with weights of its own. Its position is further on. It
+    sees the text and the streams before it, and predicts the token after its position.
+
+    Args:
+        count: K.
+        like: the layer whose weights it begins with; the last one by default.
+    """
+
+    def __init__(self, model: Architecture, count: int = 4, like: int | None = None) -> None:
+        super().__init__(model, like)
+        self.ahead = linear_of(model, 2, count - 1)
+        nn.init.zeros_(self.ahead.weight)  # copies of the token would pull its weights away
+        self.count = count
+
+    @classmethod
+    def like(cls, model: Architecture, weights: dict[str, Tensor]) -> Self:
+        further = len(weights.get("ahead.weight", ())) // model.config.hidden_size
+        return cls(model, 1 + max(1, further))
+
+    def streams(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """The inputs of the streams ahead of a token, (..., H) each to (..., K - 1, H)."""
+        pair, scale = scaled(features, embedded)
+        each = self.ahead(pair).unflatten(-1, (-1, features.shape[-1]))  # (..., K - 1, H)
+        out: Tensor = each * scale[..., None, :]
+        return out
+
+    def fed(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """The inputs of a token and its streams, (..., H) each to (..., K, H)."""
+        first = self.join(features, embedded)[..., None, :]  # (..., 1, H)
+        return torch.cat([first, self.streams(features, embedded)], -2)
+
+    def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """For training, of whole texts, (B, T, H) each to (B, T, K, H).
+
+        Position t is as in `FeatureBlock`; stream k (from 0) predicts token t + 1 + k.
+        """
+        fed = self.fed(features, embedded)  # (B, T, K, H)
+        out: Tensor = self.layer(fed.flatten(1, 2), self.count).view_as(fed)
+        return out

@@ -1,0 +1,260 @@
+"""The source that looks stored logits up: what the target said after the same few tokens.
+
+It keeps the target's best scores at every place that it has computed, also behind drafts that it
+rejected. A draft takes those behind the longest suffix that it has seen before, and draws from them
+by the distribution and the noise of its own place: what the target would draw now, not what it drew
+then.
+
+Letters: N positions, K tokens kept of each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from heapq import heappop, heappush, nlargest
+from itertools import count, groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from torch import Tensor
+
+from layerskip.decoding.acceptance import CopyAcceptance
+from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.decoding.sources.lookup import NOTHING, Lookup
+from layerskip.model.branches import along
+from layerskip.research.stored_logits import SUFFIX, Numbers, StoredLogits, Tokens, best_of
+
+_LEAST = 0.02  # chance of a token to be accepted
+_OF_A_TEXT = 2**12  # places that each text keeps where texts come and go
+
+# For the best tokens of a place: by the tokens in common, by the margin of the scores, and of those
+# behind the best one by rank.
+_SUFFIX_PRIOR = (0.22, 0.44, 0.59, 0.7)
+_MARGIN_EDGES = (0.5, 1.5, 4.0)
+_MARGIN_FACTORS = (0.6, 0.85, 1.1, 1.35)
+_RANK_PRIOR = (0.2, 0.1, 0.05, 0.03, 0.02, 0.015, 0.01)
+_WEIGHT = 8.0
+
+
+class LogitLookup(Source):
+    """Looks up what the target has said.
+
+    Args:
+        laws: where logits are stored, also for later calls; by default every call begins with none.
+        branches: the most tokens that are drafted behind one, 8 at most.
+        lookup: tokens looked up in texts join the trees, each as one of the best behind its node.
+        known: of earlier texts, looked up, too, and left as they are; perhaps of a file.
+        longest: the most tokens of a tree.
+        beside: whether what the target said behind drafts that it rejected is stored, too.
+    """
+
+    key, name = "lookup-laws", "laws"
+    words = "trees of laws, those of earlier texts too"
+
+    def __init__(
+        self,
+        laws: StoredLogits | None = None,
+        branches: int = 3,
+        lookup: Lookup | None = None,
+        *,
+        known: StoredLogits | None = None,
+        longest: int = 16,
+        beside: bool = True,
+    ) -> None:
+        self.laws, self.branches, self.lookup = laws, branches, lookup
+        self.nodes, self.beside = longest, beside
+        self.keeps_texts = laws is not None
+        self.fixed = [] if known is None else [known]
+
+    def open(self, batch: Batch) -> State:
+        stored = StoredLogits() if self.laws is None else self.laws
+        for each in (stored, *self.fixed):
+            each.check(batch.model)
+        return _State(batch, stored, self)
+
+    def timed(self) -> Source:
+        return Lookup().timed()
+
+
+class _Best(NamedTuple):
+    """The best tokens behind a node of a tree.
+
+    Attributes:
+        suffix: how many tokens their place has in common with the node's.
+        margin: of the scores of the best two.
+    """
+
+    tokens: list[int]
+    suffix: int
+    margin: float
+
+
+class _Tree(NamedTuple):
+    """What was last offered to a row: what each node follows, its token, the best behind nodes."""
+
+    parents: list[int]
+    tokens: list[int]
+    best: dict[int, _Best]
+
+
+class _State(State):
+    reads_logits = True
+
+    def __init__(self, batch: Batch, stored: StoredLogits, source: LogitLookup) -> None:
+        super().__init__(batch)
+        self.source = source
+        self.stored = [stored for _ in batch.prompts]  # where each row's are added
+        self.copies = None if source.lookup is None else source.lookup.open(batch)
+        self.copy_acceptance, self.acceptance = CopyAcceptance(), BestAcceptance()
+        self._copied: dict[int, Proposal] = {}  # by row, what was last looked up in texts
+        self._trees: dict[int, _Tree] = {}
+        self._read: dict[int, list[tuple[list[int], Tokens, Numbers]]] = {}  # by row, in this round
+        self.ends = [prompt[-SUFFIX:].tolist() for prompt in batch.prompts]
+
+    def offer(self, row: int, most: int) -> Proposal:
+        tree, chances = _Tree([], [], {}), list[float]()
+        # the most promising first: chance, order, parent, token, the context behind it, its depth
+        waiting: list[tuple[float, int, int, int, list[int], int]] = []
+        copied = NOTHING if self.copies is None or not most else self.copies.offer(row, most)
+        self._copied[row] = copied
+        copy, match = list(copied.tokens or ()), copied.match or 0
+        trunk = 0  # the last node of the tree that is of the copy's beginning
+
+        def grow(node: int, chance: float, context: list[int], depth: int) -> None:
+            rates: dict[int, float] = {}
+            best = self._best(row, depth, context)
+            if best is not None:
+                tree.best[node] = best
+                rates.update(zip(best.tokens, self.acceptance.chances(best), strict=False))
+            if node == trunk and depth < len(copy):
+                rate = self.copy_acceptance.acceptance(match + depth)
+                rates[copy[depth]] = max(rate, rates.get(copy[depth], 0.0))
+            for token, rate in rates.items():
+                if chance * rate >= _LEAST:
+                    after = [*context, token][-SUFFIX:]
+                    heappush(waiting, (-chance * rate, next(order), node, token, after, depth + 1))
+
+        order = count()
+        if most:
+            grow(0, 1.0, self.ends[row], 0)
+        while waiting and len(chances) < min(most, self.source.nodes):
+            less, _, parent, token, context, depth = heappop(waiting)
+            tree.parents.append(parent)
+            tree.tokens.append(token)
+            chances.append(-less)
+            if parent == trunk and copy[depth - 1 : depth] == [token]:
+                trunk = len(chances)
+            if len(chances) < most:
+                grow(len(chances), -less, context, depth)
+        self._trees[row] = tree
+        if not chances:
+            return NOTHING
+        common = max(match, tree.best[0].suffix if 0 in tree.best else 0)
+        return Proposal.of(tree.tokens, common, tree.parents, chances)
+
+    def _best(self, row: int, depth: int, context: list[int]) -> _Best | None:
+        tables = [self.stored[row], *self.source.fixed]
+        places = [(*table.find(context), table) for table in tables]
+        suffix, place, table = max(places, key=itemgetter(0))  # of equals the first
+        if not suffix:
+            return None
+        tokens = table.tokens[place].tolist()  # (K,)
+        scores = self.batch.scores(row, depth, tokens, table.logits[place].tolist())
+        branches = self.source.branches
+        best = nlargest(max(2, branches), range(len(scores)), scores.__getitem__)
+        if not best:
+            return None
+        margin = scores[best[0]] - scores[best[1]] if len(best) > 1 else math.inf
+        return _Best([tokens[i] for i in best[:branches]], suffix, margin)
+
+    def _learn(self, row: int, emitted: Sequence[int]) -> None:
+        """Count which of the tokens behind the nodes on the text's path were right."""
+        copied = self._copied.pop(row, NOTHING)
+        for depth, (ours, came) in enumerate(zip(copied.tokens or (), emitted, strict=False)):
+            self.copy_acceptance.observe((copied.match or 0) + depth, ours == came)
+            if ours != came:
+                break
+        tree, here = self._trees.pop(row, _Tree([], [], {})), 0
+        for token in emitted:
+            if here not in tree.best:
+                return
+            best = tree.best[here]
+            rank = best.tokens.index(token) if token in best.tokens else None
+            self.acceptance.observe(best, rank)
+            here = next(iter(along(tree.parents, tree.tokens, [token], here)), -1)
+
+    def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
+        tokens, logits = best_of(raw)
+        for row, places in groupby(range(len(seen)), lambda i: seen[i][0]):
+            at = [*places]
+            if self.source.beside:
+                contexts = [[*self.ends[row], *seen[i][1]] for i in at]
+                self.stored[row].keep(contexts, tokens[at], logits[at])
+            else:
+                self._read[row] = [([*seen[i][1]], tokens[i], logits[i]) for i in at]
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        for drafted, tokens, logits in self._read.pop(row, ()):
+            # behind an end of text nothing is said
+            if len(drafted) < len(emitted) and drafted == [*emitted[: len(drafted)]]:
+                self.stored[row].keep([[*self.ends[row], *drafted]], tokens[None], logits[None])
+        self._learn(row, emitted)
+        if self.copies is not None:
+            self.copies.commit(row, emitted, steps)
+        self.ends[row] = [*self.ends[row], *emitted][-SUFFIX:]
+
+    def begin(self, row: int) -> None:
+        self.stored[row] = StoredLogits(_OF_A_TEXT)
+        self.ends[row] = self.batch.prompts[row][-SUFFIX:].tolist()
+        self._trees.pop(row, None)
+        self._copied.pop(row, None)
+        if self.copies is not None:
+            self.copies.begin(row)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in {*self.stored, *self.source.fixed})
+
+
+class BestAcceptance:
+    """Estimates of which of the best tokens behind a context that was seen before is the next one.
+
+    The best one's chance depends on the suffix in common and on the margin between its score and
+    the second one's; that of each further one, if it is not the best, on its rank alone.
+    """
+
+    def __init__(self) -> None:
+        self._won = [
+            [_WEIGHT * min(0.97, prior * factor) for factor in _MARGIN_FACTORS]
+            for prior in _SUFFIX_PRIOR
+        ]
+        self._seen = [[_WEIGHT] * len(_MARGIN_FACTORS) for _ in _SUFFIX_PRIOR]
+        self._others = [_WEIGHT * prior for prior in _RANK_PRIOR]
+        self._missed = _WEIGHT
+
+    def chances(self, best: _Best) -> list[float]:
+        """Those of the tokens, the best one's first."""
+        row, column = self._bin(best)
+        first = self._won[row][column] / self._seen[row][column]
+        rest = (1.0 - first) / self._missed
+        return [first, *(rest * won for won in self._others)][: len(best.tokens)]
+
+    def observe(self, best: _Best, rank: int | None) -> None:
+        """Count the rank of the token that came, 0 for the best, None for none of them."""
+        row, column = self._bin(best)
+        self._won[row][column] += rank == 0
+        self._seen[row][column] += 1.0
+        if rank != 0:
+            self._missed += 1.0
+            if rank is not None and rank <= len(self._others):
+                self._others[rank - 1] += 1.0
+
+    @staticmethod
+    def _bin(best: _Best) -> tuple[int, int]:
+        return min(best.suffix, len(_SUFFIX_PRIOR)) - 1, bisect_right(_MARGIN_EDGES, best.margin)
+
+
+LookupLaws = LogitLookup
+"""The name until 0.1."""

@@ -1,0 +1,94 @@
+"""What a batch that rows join and leave is asked, and what it tells; no model, no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from layerskip.decoding.seats import Reason
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One text to write.
+
+    Attributes:
+        do_sample, temperature, top_k, top_p, min_p: the law, as of `layerskip.decode`.
+        seed: of sampling; the text is that of `layerskip.decode` with `seeds=[seed]`.
+        eos: tokens that end the text; None: the model's own.
+        stop: asked after every token with (0, history (1, n)), as of `Request`; True ends the text.
+        processors: run before temperature and the others; of this task alone.
+        predicted: token ids that the text probably has (or nearly): looked up as drafts.
+        top_logprobs: of every token, how many of the largest log-probabilities of the law before
+            warpers are told, beside its own; None: none at all.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+    eos: frozenset[int] | None = None
+    stop: Callable[[int, Any], bool] | None = None
+    processors: Sequence[Any] = ()
+    predicted: Sequence[int] = ()
+    top_logprobs: int | None = None
+    speculate: bool = True
+
+
+@dataclass
+class Counts:
+    """Of one task so far.
+
+    Attributes:
+        drafted, accepted: tokens drafted from any source, and those of them that were emitted.
+        predicted, predicted_accepted: those of them that came from `TextRequest.predicted`.
+        queued, first, seconds: from its submission to its first pass, to its first token, to its
+            last token.
+    """
+
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    predicted: int = 0
+    predicted_accepted: int = 0
+    rounds: int = 0
+    queued: float = 0.0
+    first: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a task has come to since the last piece: the tokens of a round, or its end.
+
+    Attributes:
+        logprobs: of each, its own and the largest ones as {token: log-probability}, if asked for.
+        reason: why the text has ended; None while it goes on.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[dict[int, float], ...] = ()
+    reason: Reason | None = None
+    error: str | None = None
+    counts: Counts = field(default_factory=Counts)
+
+    def then(self, other: Piece) -> Piece:
+        """This piece and the next one as one."""
+        return replace(
+            other,
+            tokens=self.tokens + other.tokens,
+            logprobs=self.logprobs + other.logprobs,
+        )
+
+
+def in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+class QueueFull(ValueError):
+    """As many tasks wait as may; try again later."""

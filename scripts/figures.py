@@ -1,0 +1,79 @@
+"""Check the figures of README against records of benchmarks; `make figures`.
+
+    python scripts/figures.py runs/benchmark/smollm2-greedy.jsonl ...    # takes them up, and checks
+    python scripts/figures.py                                            # checks
+
+After each figure in README a comment, which no page shows, says which one it is:
+
+    2.84 (2.69-2.99)<!-- smollm2-greedy plain/generate -->
+
+The first word is the run, the name of its file. The second is the figure: `plain` is tokens a
+second, `plain/generate` a ratio, `:decode` and `:prefill` that of a part of the time; `@4000` is of
+prompts of so many tokens. What records say is kept in docs/figures.json, with command and machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from layerskip.analysis.labels import machine_words
+from layerskip.analysis.runs import ALL, Run, load_runs
+from layerskip.analysis.tables import speedup
+from layerskip.files.writing import write_text
+
+ROOT = Path(__file__).parent.parent
+ENDS = ("speedup", "low", "high")
+README, STORED = ROOT / "README.md", ROOT / "docs" / "figures.json"
+NUMBER = r"(\d[\d,]*(?:\.\d+)?)"
+INTERVAL = rf"(?: \({NUMBER}(?:-| to ){NUMBER}\))?"
+MARKED = re.compile(rf"{NUMBER}{INTERVAL}\**<!-- (\S+) (\S+) -->")
+RATIO = re.compile(r"\d\.\d\d \(\d\.\d\d(?:-| to )\d\.\d\d\)(?!\**<!-- )")
+
+
+def figures_of(run: Run) -> dict[str, Any]:
+    """What a run says: its command, its machine, and its figures with their intervals."""
+    header, figures = run.header, dict[str, list[float]]()
+    for row in speedup(run).to_dict("records"):
+        if row["category"] not in (ALL, *run.contexts) or row["batch_size"] != run.batch_sizes[0]:
+            continue
+        context = run.contexts.get(row["category"])
+        at = "" if context is None else f"@{context}"
+        ratio = f"{row['method']}/{row['over']}"
+        figures[f"{row['method']}{at}"] = [row["tokens_per_second"]]
+        figures[f"{ratio}{at}"] = [row[name] for name in ENDS]
+        figures[f"{ratio}:prefill{at}"] = [row["prefill_speedup"]]
+        figures[f"{ratio}:decode{at}"] = [row[f"decode_{name}"] for name in ENDS]
+    machine = f"{header['environment']['cpu']['model']}, {machine_words(header)}"
+    told = {"command": " ".join(header["argv"]), "machine": machine, "created": header["created"]}
+    return told | {"figures": {name: [x for x in of if x == x] for name, of in figures.items()}}
+
+
+def wrong(text: str, stored: dict[str, Any]) -> list[str]:
+    """What figures of a text are not those of the records, and what ratios are of none."""
+    lines = [f"{match[0]} names no record" for match in RATIO.finditer(text)]
+    for *shown, run, name in MARKED.findall(text):
+        recorded = stored.get(run, {}).get("figures", {}).get(name, [])
+        told = [number.replace(",", "") for number in shown if number]
+        places = [len(number.partition(".")[2]) for number in told]
+        rounded = [f"{value:.{n}f}" for value, n in zip(recorded, places, strict=False)]
+        if rounded != told:
+            lines.append(f"{run} {name}: README says {' '.join(told)}, records {rounded or 'none'}")
+    return lines
+
+
+def main() -> None:
+    stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+    if files := [Path(name) for name in sys.argv[1:]]:
+        stored |= {run_of.stem: figures_of(load_runs([run_of])[0]) for run_of in files}
+        write_text(STORED, json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
+    lines = wrong(README.read_text(encoding="utf-8"), stored)
+    print("\n".join(lines) or f"README's figures are those of {len(stored)} runs")
+    raise SystemExit(bool(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Where the trials of a search are kept: a journal file, a database, or memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sqlite3
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+from layerskip.files.records import redacted
+
+LOCK_SECONDS = 5
+"""A lock on a journal that is older than this is of a process that was killed while it wrote."""
+BEAT_SECONDS, SILENT_SECONDS = 20, 120
+"""Optuna's heartbeats in databases: how often a worker sends one, and after how long a silence its
+trial is failed."""
+
+
+def check_storage(storage: str | os.PathLike[str]) -> None:
+    """Refuse, by a ValueError, a storage that cannot be opened, before anything slow is done."""
+    with quiet(), readable_errors(f"cannot open the storage {storage}"):
+        optuna.get_all_study_names(open_storage(storage))
+
+
+def open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
+    """The storage of a database URL, of a journal file's path, or of this process (None)."""
+    if storage is None:
+        return InMemoryStorage()
+    text = os.fspath(storage)
+    if "://" not in text:
+        Path(text).parent.mkdir(parents=True, exist_ok=True)
+        return JournalStorage(_Journal(text))
+    options: dict[str, Any] = {"pool_pre_ping": True}  # servers close idle connections
+    if text.startswith("sqlite"):
+        options = {"connect_args": {"timeout": 60, "factory": _SqliteConnection}}
+    text = re.sub("^postgres(ql)?://", "postgresql+psycopg://", text)  # the extra's driver
+    database = RDBStorage(
+        text,
+        engine_kwargs=options,
+        heartbeat_interval=BEAT_SECONDS,
+        grace_period=SILENT_SECONDS,
+    )
+    return optuna.storages.get_storage(database)
+
+
+class _Journal(JournalFileBackend):
+    """Optuna's journal, for writers that may be killed at any moment.
+
+    Half a line that a killed process left, at which Optuna's reader fails, is cut off before the
+    next is written. Only a finished trial waits for the disk; Optuna's parameters all do.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.lock = path, JournalFileSymlinkLock(path, grace_period=LOCK_SECONDS)
+        super().__init__(path, lock_obj=self.lock)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        self.lock.acquire()
+        try:
+            with open(self.path, "r+b") as journal:
+                size = journal.seek(0, os.SEEK_END)
+                journal.seek(max(0, size - 1))
+                if journal.read(1) not in (b"\n", b""):
+                    journal.seek(0)
+                    journal.truncate(journal.read().rfind(b"\n") + 1)
+                journal.seek(0, os.SEEK_END)
+                journal.write(lines.encode())
+                journal.flush()
+                if any(log.get("values") for log in logs):
+                    os.fsync(journal.fileno())
+        finally:
+            self.lock.release()
+
+
+class _SqliteConnection(sqlite3.Connection):
+    """As safe as the default, without waiting for the disk at each of a trial's parameters."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.execute("PRAGMA journal_mode=WAL")
+        self.execute("PRAGMA synchronous=NORMAL")
+
+
+@contextlib.contextmanager
+def readable_errors(what: str, errors: type[Exception] = Exception) -> Iterator[None]:
+    """Raise a storage's errors as ValueErrors of one line, without passwords."""
+    try:
+        yield
+    except errors as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        # Not chained: the driver's own message may hold the password.
+        raise ValueError(redacted(f"{what}: {reason}")) from None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Optuna's log and its warnings: about experimental features, and about heartbeats."""
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            warnings.filterwarnings("ignore", "Heartbeat of storage is supposed")
+            yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)

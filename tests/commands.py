@@ -1,0 +1,42 @@
+"""Runs commands in this process, and reads what they say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from typer.testing import CliRunner
+
+from layerskip.cli.main import app
+
+
+def run(*arguments: Any, columns: int = 100, stdin: str | bytes | None = None) -> Any:
+    """Run a command; the result has exit_code, stdout and stderr."""
+    environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, env=environment)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(*arguments: Any) -> str:
+    """The one line that a refused command says; it writes no result."""
+    result = run(*arguments, "--quiet")
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("layerskip: error: ")
+    return line.removeprefix("layerskip: error: ")
+
+
+def warned(result: Any) -> list[str]:
+    """The warnings of a command."""
+    prefix = "layerskip: warning: "
+    lines = result.stderr.splitlines()
+    return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+
+
+def document(result: Any) -> dict[str, Any]:
+    """The JSON document of a command that has succeeded."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])

@@ -1,0 +1,146 @@
+"""Requests, decoders and a look at their caches, for tests of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import torch
+from models import (
+    WINDOW,
+    Erratic,
+    lively_model,
+    ragged,
+)
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
+from layerskip.decoding.passes import Passes
+from layerskip.decoding.rounds import Round
+from layerskip.model.sublayers import Sublayers
+
+SKIPS = models.SKIPS | {"nothing": SkipConfig()}
+
+
+LENGTHS = (WINDOW + 5, 3, 6)
+
+
+def request(
+    lengths: tuple[int, ...] = LENGTHS,
+    *,
+    new_tokens: int = 20,
+    sample: bool = False,
+    processors: tuple[Any, ...] = (),
+    **settings: Any,
+) -> Request:
+    ids, mask = ragged(lengths, seed=1)
+    rows = len(lengths)
+    return Request(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        law=Law(processors, do_sample=sample, rows=rows),
+        keys=[stream_key(row) for row in range(rows)],
+        **settings,
+    )
+
+
+def decoder(
+    model: Any,
+    asked: Request,
+    *,
+    skip: str = "early exit",
+    controller: Any = None,
+    longest: int = 4,
+    execution: str = "auto",
+) -> Decoder:
+    return Decoder(
+        Sublayers(model, execution=execution),
+        SKIPS[skip].resolve(model.config.num_hidden_layers),
+        controller or Fixed(longest),
+        asked,
+        max_draft_length=longest,
+    )
+
+
+@torch.no_grad()
+def play(decoder: Decoder) -> list[Round]:
+    return list(decoder.rounds())
+
+
+@torch.no_grad()
+def check_caches(family: str, skip: str, execution: str, device: str = "cpu") -> None:
+    """Decode a batch and a row, both with ends, and look at the cache after every round."""
+    model = lively_model(family).to(device)
+    text = greedy_text(model, LENGTHS, 5)
+    # the library's eager attention has a float32 softmax, whatever the dtype of the model, and its
+    # norms are float32, in which compiled code may round otherwise than the prefill did
+    # (or kernels on a GPU, by their shapes)
+    exact = family != "gemma2" and execution != "compiled" and device == "cpu"
+    tolerance = 1e-9 if exact else 1e-5
+    rejected = ended_early = False
+    for asked, controller in (
+        (request(new_tokens=14, eos=frozenset({text[1][4]})), Erratic()),
+        (request((4,), new_tokens=14), Fixed(3)),
+    ):
+        run, ran = (
+            decoder(model, asked, skip=skip, controller=controller, execution=execution)
+            for _ in range(2)
+        )
+        play(ran)
+        fresh = prefilled(ran)
+        for round_ in run.rounds():
+            check_cache(run, fresh, tolerance)
+            rejected |= any(a < d for a, d in zip(round_.accepted, round_.drafted, strict=True))
+            ended_early |= any(round_.finished) and not all(round_.finished)
+        assert max(run.passes.lengths) > WINDOW
+    assert rejected == (skip != "nothing")
+    assert ended_early
+
+
+def prefilled(run: Decoder) -> list[tuple[list[int], Passes]]:
+    """Prompt and emitted tokens of every row, and passes that has read them all at once."""
+    found = []
+    for prompt_ids, emitted in zip(run.passes.prompts, run.emitted, strict=True):
+        text = torch.cat([prompt_ids.cpu(), torch.tensor(emitted)])
+        fresh = Passes(run.passes.model, [], [text], max_new_tokens=1, max_draft_length=0)
+        fresh.prefill()
+        found.append((text.tolist(), fresh))
+    return found
+
+
+def check_cache(
+    run: Decoder, prefilled: list[tuple[list[int], Passes]], tolerance: float = 1e-9
+) -> None:
+    """Every row's slots hold what a prefill of its prompt and emitted tokens writes there."""
+    passes = run.passes
+    for row, place in passes.rows.items():
+        text, fresh = prefilled[row]
+        length = passes.lengths[row]
+        # the last emitted token is fed by the next pass
+        assert [*passes.prompts[row].tolist(), *run.emitted[row]] == text[: length + 1]
+        layers = range(passes.model.num_layers)
+        for name in ("keys", "values"):
+            ours, theirs = getattr(passes.cache, name), getattr(fresh.cache, name)
+            for layer in layers:
+                bases = [each.cache.held(layer)[0] for each in (passes, fresh)]
+                # sliding layers may have dropped what is far behind
+                assert max(bases) <= max(0, length - (passes.cache.windows[layer] or length))
+                have = ours[layer][place, :, max(bases) - bases[0] : length - bases[0]]  # (H, T, D)
+                want = theirs[layer][0, :, max(bases) - bases[1] : length - bases[1]]
+                torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+
+
+def held(run: Decoder) -> int:
+    """Bytes of all keys and values."""
+    cache = run.passes.cache
+    return sum(b.untyped_storage().nbytes() for b in (*cache.keys.values(), *cache.values.values()))
+
+
+def greedy_text(model: Any, lengths: tuple[int, ...], new_tokens: int) -> list[list[int]]:
+    run = decoder(model, request(lengths, new_tokens=new_tokens), longest=0)
+    play(run)
+    return run.emitted

@@ -1,0 +1,52 @@
+"""A source that guesses, now and then wrongly, with branches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.model.branches import ROOT, depths
+
+NODES = 9
+
+
+def tree(draw: random.Random, nodes: int = NODES) -> list[int]:
+    """The parents of a random tree, the root's included."""
+    return [ROOT, *(draw.randint(max(0, node - 4), node - 1) for node in range(1, nodes))]
+
+
+def path_of(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root to one, both included."""
+    path = [node]
+    while parents[path[0]] != ROOT:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+class Guesses(Source):
+    """Trees around the true text: of every depth it has the right token, or it has not."""
+
+    key = "guesses"
+
+    def __init__(self, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
+        self.texts, self.seed = texts, seed
+
+    def open(self, batch: Batch) -> State:
+        return _Guesses(batch, self.texts, random.Random(self.seed))
+
+
+class _Guesses(State):
+    def __init__(self, batch: Batch, texts: Sequence[Sequence[int]], draw: random.Random) -> None:
+        super().__init__(batch)
+        self.texts, self.draw = texts, draw
+
+    def offer(self, row: int, most: int) -> Proposal:
+        rest = self.texts[row][len(self.batch.emitted[row]) :]
+        parents, tokens = tree(self.draw, most + 1)[1:], list[int]()
+        for depth, parent in zip(depths(parents)[1:], parents, strict=True):
+            known = depth <= len(rest) and self.draw.random() < 0.8
+            own = rest[depth - 1] if known else self.draw.randrange(2, self.batch.model.vocabulary)
+            before = zip(parents, tokens, strict=False)
+            tokens.append(0 if (parent, own) in before else own)
+        return Proposal.of(tokens, 3, parents)

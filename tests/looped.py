@@ -1,0 +1,81 @@
+"""A model of so few tokens that its texts repeat some stretches, its texts and traces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from models import lively_model, near, ragged
+from torch import Tensor
+
+from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import stream_key
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay.trace import Trace, take_trace
+
+LENGTHS = (13, 3, 6)
+
+
+ENDS = frozenset({4})
+
+
+@functools.cache
+def model_of(family: str = "llama", vocab_size: int = 12) -> Any:
+    """A model of so few tokens that its texts repeat some stretches."""
+    return lively_model(family, vocab_size=vocab_size)
+
+
+@functools.cache
+def second_of(family: str = "llama", vocab_size: int = 12, noise: float = 0.5) -> Any:
+    return near(model_of(family, vocab_size), noise)
+
+
+def decoded(
+    drafts: Sequence[DraftOrSkip],
+    controller: Any,
+    *,
+    execution: str = "auto",
+    each: Callable[[Decoder], Any] = lambda run: None,
+    **how: Any,
+) -> Decoder:
+    """Decode ragged prompts to the end, and do something after each round; the finished decoder."""
+    model = how.pop("model", None) or model_of()
+    ids, mask = prompts(model)
+    request = Request(
+        ids,
+        mask,
+        how.pop("new_tokens", 40),
+        Law(how.pop("processors", ()), do_sample=how.pop("sample", False), rows=len(ids)),
+        [stream_key(row) for row in range(len(ids))],
+        **how,
+    )
+    opened = Sublayers(model, execution)
+    run = Decoder(opened, drafts, controller, request, max_draft_length=6)
+    run.played = []  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for round_ in run.rounds():
+            run.played.append(round_)  # type: ignore[attr-defined]
+            each(run)
+    return run
+
+
+def prompts(model: Any) -> tuple[Tensor, Tensor]:
+    ids, mask = ragged(LENGTHS, seed=3)
+    return torch.where(mask.bool(), ids % (model.config.vocab_size - 2) + 2, ids), mask
+
+
+@functools.cache
+def traced(sample: bool, ended: bool) -> Trace:
+    ids, mask = prompts(model_of())
+    return take_trace(
+        model_of(),
+        [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
+        max_new_tokens=40,
+        law=Law((), do_sample=sample, rows=1),
+        seeds=range(len(ids)),
+        eos=ENDS if ended else frozenset(),
+        draft_length=6,
+    )

@@ -1,0 +1,96 @@
+"""Made-up machines: a clock that passes in a model's blocks only, by a truth that is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+from torch import Tensor
+
+from layerskip.config import SkipConfig
+from layerskip.model.sublayers import Sublayers
+
+
+class Machine:
+    """A backend on which a pass takes the larger of its bytes and its arithmetic, and a constant.
+
+    Args:
+        model: what `opened` computes.
+        bend: tokens from which on arithmetic takes longer than reading weights.
+        rest: what every pass and step takes beside, as a share of what weights take.
+        keys: how much dearer a byte of keys is than one of weights.
+        noise: the spread of times; one in a hundred takes five times as long where there is any.
+    """
+
+    def __init__(
+        self, model: Any, *, bend: float, rest: float = 0.1, keys: float = 1.0, noise: float = 0.0
+    ) -> None:
+        inner = Sublayers(model)
+        self.inner, self.blocks = inner.backend, [*inner.blocks, inner.head]
+        self.opened: Any = copy(inner)
+        self.opened.backend = self
+        read = inner.weight_bytes()
+        self.weights = [*read["sublayers"], read["head"]]
+        self.keys = [keys * sum(inner.key_bytes([i]).values()) for i in range(inner.num_layers)]
+        self.bend, self.rest, self.noise = bend, rest * sum(self.weights), noise
+        self.time, self.draws = 0.0, random.Random(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def now(self) -> float:
+        return 1e-9 * self.time
+
+    def run(self, hidden: Tensor, step: Any, blocks: Sequence[Any]) -> Tensor:
+        rows, tokens = hidden.shape[:2]
+        seconds = sum(self._seconds(block, rows, tokens, step.cache.start) for block in blocks)
+        if self.noise:
+            seconds *= 1.0 + abs(self.draws.gauss(0.0, self.noise))
+            seconds *= 5.0 if self.draws.random() < 0.01 else 1.0
+        self.time += seconds
+        return self.inner.run(hidden, step, blocks)
+
+    def _seconds(self, block: Any, rows: int, tokens: int, context: int) -> float:
+        for number, each in enumerate(self.blocks):
+            if each is block:
+                return self.part(number, rows, tokens, context)
+        return self.low
+
+    @property
+    def low(self) -> float:
+        """Of any block in low precision."""
+        return 0.4 * (sum(self.weights) + self.rest) / len(self.weights)
+
+    def part(self, number: int, rows: int, tokens: int, context: int) -> float:
+        """Of a sublayer, or of the head and what is beside."""
+        seconds = self.weights[number] * max(1.0, rows * tokens / self.bend)
+        if number == len(self.weights) - 1:
+            return seconds + self.rest
+        return seconds + (number % 2 == 0) * rows * context * self.keys[number // 2]
+
+    def draft(self, skip: SkipConfig, context: int, rows: int = 1) -> float:
+        """The true cost of a draft step, in target steps."""
+        kept = [*skip.kept(), len(self.weights) - 1]
+        seconds = (self.part(number, rows, 1, context) for number in kept)
+        return sum(seconds) / self.seconds(1, rows, context)
+
+    def verify(self, tokens: int, skip: SkipConfig, context: int, rows: int = 1) -> float:
+        """The true cost of a pass that verifies drafts, in target steps."""
+        prefix = skip.shared_prefix()
+        return self.seconds(tokens, rows, context, prefix) / self.seconds(1, rows, context)
+
+    def seconds(self, tokens: int, rows: int, context: int, prefix: int = 0) -> float:
+        """Of a pass, one token of which is carried through so many sublayers."""
+        counts = [1 if number < prefix else tokens for number in range(len(self.weights))]
+        parts = (self.part(number, rows, count, context) for number, count in enumerate(counts))
+        return sum(parts)
+
+
+MACHINES: dict[str, dict[str, float]] = {
+    "memory": {"bend": 40},
+    "Zen 4": {"bend": 9},
+    "Intel": {"bend": 5, "keys": 3},
+    "launches": {"bend": 12, "rest": 1.0},
+}

@@ -1,0 +1,151 @@
+"""Sampled texts of a model of few tokens, and how well they follow its law."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from models import Fickle, lively_model
+from scipy import stats
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from layerskip.config import SkipConfig
+from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import (
+    stream_key,
+)
+from layerskip.model.sublayers import Sublayers
+
+VOCABULARY, NEW_TOKENS, TEXTS = 5, 3, 1500
+LEVEL = 1e-6  # of every statistical test here
+
+
+def redraw_from_the_target(p: Tensor, q: Tensor) -> Tensor:
+    """A known mistake: after a rejection, draw from p instead of the residual."""
+    return p
+
+
+def accept_always(p: Tensor, q: Tensor) -> Tensor:
+    """A known mistake: take every drafted token."""
+    return torch.ones_like(p)
+
+
+PROMPT = [1, 3, 2, 4]
+
+
+PROCESSORS: dict[str, list[Any]] = {
+    "none": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top-k": [TopKLogitsWarper(3)],
+    "top-p": [TemperatureLogitsWarper(1.3), TopPLogitsWarper(0.8)],
+    "min-p": [MinPLogitsWarper(0.15)],
+    "repetition penalty": [RepetitionPenaltyLogitsProcessor(1.8)],
+}
+
+
+# the last sublayers bend this model's laws: leaving them out makes a poor draft
+SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5))
+
+
+@functools.cache
+def small_model() -> Any:
+    model = lively_model("llama", vocab_size=VOCABULARY)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.4)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(3)
+    return model
+
+
+@functools.cache
+def exact_law(processors: str) -> dict[tuple[int, ...], float]:
+    """Probability of every text, by the model's own forward pass and the library's processors."""
+    texts = torch.tensor([PROMPT])
+    chances = torch.ones(1)
+    for _ in range(NEW_TOKENS):
+        with torch.no_grad():
+            scores = small_model()(texts).logits[:, -1].float()  # (N, V)
+        for processor in PROCESSORS[processors]:
+            scores = processor(texts, scores)
+        chances = (chances[:, None] * scores.softmax(-1)).flatten()
+        next_tokens = torch.arange(VOCABULARY).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(VOCABULARY, 0), next_tokens], 1)
+    new = map(tuple, texts[:, len(PROMPT) :].tolist())
+    return dict(zip(new, chances.tolist(), strict=True))
+
+
+def sample_texts(
+    processors: str,
+    *,
+    rejection: bool,
+    drafts: Any = SKIP.resolve(6),  # noqa: B008
+    fickle: bool = False,
+    vocabulary: Sequence[int] | None = None,
+    execution: str = "auto",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+    rows: int = 500,
+) -> tuple[Counter[tuple[int, ...]], list[tuple[int, int]]]:
+    """Counts of texts over seeds 0, 1, ..., in batches; of each draft drafted and accepted tokens.
+
+    Args:
+        drafts: of the small model; `fickle` takes any of several for a round, or none.
+        vocabulary: tokens that are drafted; None: all.
+    """
+    counts: Counter[tuple[int, ...]] = Counter()
+    drafted: list[tuple[int, int]] = []
+    model = Sublayers(copy.deepcopy(small_model()).to(device, dtype), execution)
+    if vocabulary is not None:
+        model = model.trimmed(vocabulary)
+    for first in range(0, TEXTS, rows):
+        run = Decoder(
+            model,
+            drafts,
+            Fickle(first) if fickle else Fixed(2),
+            Request(
+                torch.tensor([PROMPT]).expand(rows, -1),
+                torch.ones(rows, len(PROMPT), dtype=torch.long),
+                NEW_TOKENS,
+                Law(PROCESSORS[processors], do_sample=True, rows=rows),
+                [stream_key(first + row) for row in range(rows)],
+                rejection=rejection,
+            ),
+            max_draft_length=2,
+        )
+        with torch.no_grad():
+            for _ in run.rounds():
+                pass
+        counts.update(map(tuple, run.emitted))
+        here = [(one.num_draft_tokens, one.num_accepted_tokens) for one in run.stats.sources]
+        before = drafted or [(0, 0)] * len(here)
+        drafted = [(a + c, b + d) for (a, b), (c, d) in zip(before, here, strict=True)]
+    return counts, drafted
+
+
+def p_value(counts: Counter[tuple[int, ...]], processors: str) -> float:
+    """Chi-square against the exact law, texts expected under 5 times pooled; 0 if impossible."""
+    law = exact_law(processors)
+    if any(law[text] == 0 for text in counts):
+        return 0.0
+    expected = np.array([law[text] * TEXTS for text in law])
+    seen = np.array([counts.get(text, 0) for text in law])
+    rare = expected < 5
+    cells = [(seen[~rare], expected[~rare])]
+    if expected[rare].sum() > 0:
+        cells.append((seen[rare].sum(keepdims=True), expected[rare].sum(keepdims=True)))
+    observed, wanted = (np.concatenate(part) for part in zip(*cells, strict=True))
+    return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)

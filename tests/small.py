@@ -1,0 +1,169 @@
+"""Small random models of any type of the library, and decoding them with every kind of draft."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from models import VOCABULARY, Erratic
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+
+from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.costs.speculation import CostTable
+
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
+NEW_TOKENS = 12
+EIGHT = SkipConfig.low_precision(8)
+BATCHES = {"one": (13,), "ragged": (13, 5, 9)}
+_SIZES = {  # what configurations call their sizes
+    32: "hidden_size n_embd d_model embed_dim embedding_size",
+    48: "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
+    "intermediate_size_mlp",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
+    "num_key_value_heads num_experts_per_tok moe_topk zero_expert_num",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads floor_scale "
+    "decoder_attention_heads num_experts num_local_experts n_routed_experts rotary_dim",
+    128: "max_position_embeddings n_positions max_seq_len max_target_positions",
+    16: "moe_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank "
+    "relative_attention_max_distance",
+    8: "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim sliding_window window_size "
+    "attention_chunk_size query_pre_attn_scalar relative_attention_num_buckets d_kv",
+    1: "first_k_dense_replace n_group topk_group n_shared_experts decoder_start_token_id "
+    "bos_token_id",
+    0: "pad_token_id",
+    3: "eos_token_id",
+    VOCABULARY: "vocab_size",
+}
+SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
+_TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+_MORE: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v3": {"v_head_dim": 12, "num_key_value_heads": 4},  # narrower than its keys
+    "gemma3n_text": {
+        **_TYPES,
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "altup_num_inputs": 3,
+        "activation_sparsity_pattern": [0.5, 0.0],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    # eager attention in float64 makes NaN of pads that see no token
+    "t5gemma": {"encoder": {"sliding_window": 32, **_CAPS}, "decoder": _CAPS},
+}
+_TRIES: tuple[set[str], ...] = (  # sizes left at their defaults: some follow from others
+    *(set(), {"head_dim"}, {"num_key_value_heads"}, {"head_dim", "num_key_value_heads"}),
+    *({"qk_rope_head_dim", "head_dim"}, {"layer_types"}),
+)
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """Arguments that make a configuration of this class tiny, and those of its parts."""
+    values: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        part = getattr(config, name, None)
+        if hasattr(part, "to_dict") and isinstance(value, dict) and "model_type" in value:
+            values[name] = _values(part)
+        elif name == "sliding_window" and value is None:
+            continue  # it has none
+        elif name in SMALL and name not in config.attribute_map:
+            values[name] = SMALL[name]
+        elif name == "layer_types" and value:
+            values[name] = (list(dict.fromkeys(value)) * 2)[:2]
+    return values
+
+
+@functools.cache
+def small_model(kind: str, seed: int = 0, **more: Any) -> Any:
+    """A model of a type with two layers, in float64; its weights are large, so its text varies.
+
+    It is of the first of `_TRIES` that makes one.
+    """
+    made = CONFIG_MAPPING[kind]
+    values = _values(made())
+    for name, value in _MORE.get(kind, {}).items():
+        values[name] = {**values[name], **value} if name in ("encoder", "decoder") else value
+    errors: list[Exception] = []
+    for left_out in _TRIES:
+        some = {name: value for name, value in values.items() if name not in left_out}
+        try:
+            return _built(made(**some | more), seed)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _built(config: Any, seed: int) -> Any:
+    config._experts_implementation = "eager"  # others have no float64
+    encoder = config.is_encoder_decoder
+    classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
+    if encoder:
+        config.tie_word_embeddings = False  # tied heads tend to repeat the last token
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = classes[type(config)](config).double().eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                size = 1.0 if encoder and ("embed" in name or "shared" in name) else 0.15
+                if config.model_type in ("t5", "umt5"):  # whose head is tied in any case
+                    size = 0.5
+                noise = torch.randn_like(weight)
+                weight.copy_(size * noise) if weight.dim() > 1 else weight.add_(0.1 * noise)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad():
+        model(ids, **({"decoder_input_ids": ids} if encoder else {}))
+    how = {"eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+    model.generation_config.update(**how)
+    if encoder:
+        model.generation_config.decoder_start_token_id = 1
+    return model
+
+
+def alone(model: Any, ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """New tokens of the library's own greedy decoding, of every row of a batch alone."""
+    how = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    rows = [row[real][None] for row, real in zip(ids, mask.bool(), strict=True)]
+    texts = [model.generate(row, attention_mask=torch.ones_like(row), **how) for row in rows]
+    return [text[0, -NEW_TOKENS:].tolist() for text in texts]
+
+
+def decoded(model: Any, inputs: tuple[Tensor, Tensor], *, sample: bool = False, **how: Any) -> Any:
+    """What `generate()` gives for prompts and their mask."""
+    return model.generate(
+        inputs[0],
+        attention_mask=inputs[1],
+        custom_generate=LayerSkipDecoding(costs=COSTS, **how),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=sample,
+        return_dict_in_generate=True,
+    )
+
+
+def every_draft(model: Any, *own: SkipConfig) -> list[dict[str, Any]]:
+    """Settings of every kind of draft."""
+    erratic = {"max_draft_length": 5, "lookup": False}
+    return [
+        {"lookup": True},
+        {**erratic, "controller": Erratic(), "assistant": model},
+        *({**erratic, "controller": Erratic(1), "skip": each} for each in own),
+    ]
+
+
+def new_tokens(out: Any) -> list[list[int]]:
+    """The new tokens of every row."""
+    return out.sequences[:, -NEW_TOKENS:].tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,291 @@
+"""Stored logits looked up: what is found, that drafts draw as the target would, and the text."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import kinds
+import pytest
+import torch
+from covering import covering
+from looped import traced
+from models import Fickle, seated
+from sampling import LEVEL, p_value, sample_texts
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from layerskip import LogitLookup, Lookup, Session, SkipConfig, StoredLogits
+from layerskip.decoding.draws import Draws
+from layerskip.decoding.laws import Law
+from layerskip.decoding.noise import NoiseBlocks, accept_uniform, gumbel_noise
+from layerskip.generation import generate
+from layerskip.model.sublayers import Sublayers
+from layerskip.replay.drafts import replay
+from layerskip.research.logit_lookup import BestAcceptance, _Best
+from layerskip.research.stored_logits import largest_of
+
+# ---------------------------------------------------------------------------------------------
+# What is kept.
+
+
+@pytest.mark.parametrize("size", [5, 32, 64, 1000, 4097])
+def test_the_largest_are_those_of_topk(size: int) -> None:
+    values = torch.randn(7, size, generator=torch.Generator().manual_seed(size))  # (N, V)
+    found, at = largest_of(values, 32)
+    want = values.topk(min(32, size))
+    assert torch.equal(found, want.values)
+    assert torch.equal(at, want.indices)
+
+
+def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_dropped() -> None:
+    drawn = random.Random(0)
+    text, most = [drawn.randrange(3) for _ in range(300)], 20
+    laws = StoredLogits(most)
+    for end in range(1, len(text)):
+        context = text[max(0, end - 6) : end]
+        match, place = laws.find(context)
+        best = (0, -1)
+        for earlier in range(max(1, end - most), end):  # the latest so many are held
+            common = 0
+            while common < min(4, earlier) and text[earlier - 1 - common] == text[end - 1 - common]:
+                common += 1
+            best = max(best, (common, earlier))
+        assert match == best[0]
+        if match:  # the token that was the likeliest there says which place it is
+            assert int(laws.logits[place, 0]) == best[1]
+        laws.add([context], torch.full((1, 40), float(end)))
+
+
+def test_laws_of_another_model_are_dropped() -> None:
+    laws = StoredLogits()
+    one, another = (Sublayers(kinds.model_of(family)) for family in ("llama", "qwen2"))
+    laws.check(one)
+    laws.add([[1, 2]], torch.randn(1, 9))
+    laws.check(one)
+    assert laws.find([1, 2])[0] == 2
+    laws.check(another)
+    assert laws.find([1, 2]) == (0, -1)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is drawn of it.
+
+PROCESSORS: dict[str, Any] = {
+    "softmax": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top-k": [TemperatureLogitsWarper(0.9), TopKLogitsWarper(5)],
+    "top-p": [TopPLogitsWarper(0.8)],
+    "all": [TemperatureLogitsWarper(1.2), TopKLogitsWarper(9), TopPLogitsWarper(0.7)],
+}
+
+
+def draws_of(processors: list[Any], *, sample: bool = True, rejection: bool = False) -> Draws:
+    law = Law(processors, do_sample=sample, rows=2)
+    return Draws(law, seated([7, 8], [3, 2], [[1], [1, 4]], 3), rejection=rejection)
+
+
+def drawn(draws: Draws, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+    scores = draws.scores(row, offset, tokens.tolist(), raw.tolist())
+    return int(tokens[max(range(len(scores)), key=scores.__getitem__)])
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_all_tokens_of_a_law_draw_what_the_target_draws(processors: str, sample: bool) -> None:
+    draws = draws_of(PROCESSORS[processors], sample=sample)
+    raw = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))  # (N, V)
+    positions = [(i % 2, i // 2) for i in range(40)]
+    values, tokens = raw.sort(descending=True)
+    for _ in range(2):  # where the noise is not there in blocks yet, and where it is
+        ours = [
+            drawn(draws, row, offset, mine, theirs)
+            for (row, offset), mine, theirs in zip(positions, tokens, values, strict=True)
+        ]
+        assert ours == draws.judge(raw, positions).drawn.tolist()
+
+
+def test_a_few_tokens_noise_is_that_of_all() -> None:
+    blocks, tokens = NoiseBlocks(), [3, 900, 41]
+    whole = gumbel_noise([5], [17], 1000)[0]  # (V,)
+    assert blocks.of_tokens(5, 17, tokens) == pytest.approx(whole[tokens].tolist(), rel=1e-5)
+    blocks.at([5], [17], torch.zeros(1, 1000))
+    assert blocks.of_tokens(5, 17, tokens) == whole[tokens].tolist()
+
+
+@pytest.mark.parametrize(
+    "processor", [RepetitionPenaltyLogitsProcessor(1.1), MinPLogitsWarper(0.1)]
+)
+def test_laws_that_are_more_than_a_few_numbers_draw_nothing(processor: Any) -> None:
+    assert not draws_of([processor]).scores(0, 0, [3, 1], [2.0, 1.0])
+
+
+def test_under_the_rejection_rule_the_likeliest_is_drafted() -> None:
+    draws = draws_of([], rejection=True)
+    few = torch.arange(20), -torch.arange(20) / 100
+    assert {drawn(draws, 0, offset, *few) for offset in range(9)} == {0}
+
+
+# ---------------------------------------------------------------------------------------------
+# Decoding.
+
+BESIDE: dict[str, tuple[Any, ...]] = {
+    "alone": (),
+    "lookup": (Lookup(),),
+    "lookup, an exit": (Lookup(), SkipConfig.early_exit(2)),
+}
+TEXTS = covering(
+    tuple(BESIDE),
+    tuple(kinds.LAWS),
+    ("modules", "fused"),
+    ("llama", "gemma2", "gemma3", "qwen2"),
+    tuple(kinds.CONTROLLERS),
+    (False, True),
+)
+
+
+@pytest.mark.parametrize("law", kinds.LAWS)
+def test_the_text_is_that_of_the_target(law: str) -> None:
+    drafted = accepted = 0
+    for beside, _, execution, family, controller, ended in (t for t in TEXTS if t[1] == law):
+        drafts = LogitLookup(), *BESIDE[beside]
+        made = kinds.CONTROLLERS[controller]()
+        out = kinds.decoded(
+            kinds.model_of(family), drafts, law, made, execution, ended, new=kinds.NEW
+        )
+        new = out.sequences[:, max(kinds.LENGTHS) :].tolist()
+        assert new == kinds.wanted(family, law, ended)
+        drafted += out.stats.sources[0].num_draft_tokens
+        accepted += out.stats.sources[0].num_accepted_tokens
+    if law == "history":  # of which few tokens say nothing
+        assert not drafted
+    else:
+        assert drafted / 20 < accepted < drafted
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("law", ["greedy", "coupled"])
+def test_native_texts_are_those_of_native_plain_decoding(law: str) -> None:
+    model, (ids, mask) = kinds.model_of("gemma3", torch.bfloat16), kinds.prompts()
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": kinds.NEW, **kinds.LAWS[law]}
+    plain = generate(model, ids, enabled=False, execution="native", **how).sequences
+    out = kinds.decoded(model, (LogitLookup(), Lookup()), law, Fickle(2), "native", new=kinds.NEW)
+    assert torch.equal(out.sequences, plain)
+    assert out.stats.sources[0].num_accepted_tokens
+
+
+def again(laws: StoredLogits, seed: int = 5) -> Any:
+    """Sampled texts of a model of a few tokens, and their counts."""
+    model, (ids, mask) = kinds.model_of("llama"), kinds.prompts()
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": True}
+    how |= {"sources": [LogitLookup(laws)], "lookup": False, "draft_memory": 0, "top_k": 0}
+    return generate(model, ids, controller="fixed", max_draft_length=4, seed=seed, **how)
+
+
+def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    laws = StoredLogits()
+    first, second, third = again(laws), again(laws), again(laws, seed=6)
+    assert torch.equal(first.sequences, second.sequences)
+    assert not torch.equal(first.sequences, third.sequences)
+    share = [
+        out.stats.num_accepted_tokens / out.stats.num_draft_tokens for out in (first, second, third)
+    ]
+    assert share[1] > max(share[0], share[2]) + 0.2
+    # the negative control: with the noise of another place fewer are right, and the text stays
+    scores = Draws.scores
+    monkeypatch.setattr(
+        Draws, "scores", lambda self, row, at, *law: scores(self, row, at + 1, *law)
+    )
+    wrong = again(laws)
+    assert torch.equal(first.sequences, wrong.sequences)
+    assert wrong.stats.num_accepted_tokens / wrong.stats.num_draft_tokens < share[1] - 0.2
+
+
+def test_a_session_drafts_from_the_laws_of_earlier_calls() -> None:
+    laws, model, (ids, mask) = StoredLogits(), kinds.model_of("llama"), kinds.prompts()
+    session = Session(model, sources=[LogitLookup(laws)], lookup=False, draft_memory=0)
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "controller": "fixed"}
+    one, other = (session.generate(ids, do_sample=False, **how) for _ in range(2))
+    assert torch.equal(one.sequences, other.sequences)
+    assert other.stats.num_rounds < one.stats.num_rounds
+
+
+def peeking(self: Draws, row: int, offset: int, tokens: list[int], raw: Any) -> list[float]:
+    """A known mistake: a draft knows the number that accepts it."""
+    small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
+    chosen = 0 if small else len(tokens) - 1
+    return [float(place == chosen) for place in range(len(tokens))]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_texts_follow_the_targets_law_by_the_rejection_rule(
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if wrong:
+        monkeypatch.setattr(Draws, "scores", peeking)
+    how: dict[str, Any] = {"rejection": True, "rows": 100}
+    counts, ((drafted, accepted),) = sample_texts(
+        "none", drafts=(LogitLookup(StoredLogits()),), **how
+    )
+    assert 0.1 * drafted < accepted < drafted
+    assert (p_value(counts, "none") < LEVEL) is wrong
+
+
+def test_a_replay_refuses_them_by_name() -> None:
+    with pytest.raises(TypeError, match="LogitLookup cannot be replayed"):
+        replay(traced(False, False), LogitLookup())
+
+
+def test_chances_learn_which_of_the_best_tokens_comes() -> None:
+    """Of a law's best tokens each rank's share is found, apart by suffix and by margin."""
+    drawn, rates = random.Random(3), BestAcceptance()
+    for _ in range(4000):
+        suffix, margin = drawn.randint(1, 6), drawn.choice((0.1, 2.0))
+        first = 0.9 if suffix > 3 and margin > 1 else 0.3
+        rank = 0 if drawn.random() < first else drawn.choice((1, 1, 2, None))
+        rates.observe(_Best([1, 2, 3], suffix, margin), rank)
+    assert rates.chances(_Best([1, 2, 3], 5, 3.0)) == pytest.approx([0.9, 0.05, 0.025], abs=0.03)
+    assert rates.chances(_Best([1, 2, 3], 9, 0.2)) == pytest.approx([0.3, 0.35, 0.175], abs=0.03)
+    assert rates.chances(_Best([1], 1, 3.0)) == pytest.approx([0.3], abs=0.08)
+
+
+def test_a_tree_grows_where_it_promises_most() -> None:
+    """A node's chance is at most that of the one it follows, and they fall."""
+    laws = StoredLogits()
+    likely, torn = torch.full((40,), -9.0), torch.full((40,), -9.0)
+    likely[7], torn[3], torn[4] = 5.0, 2.0, 1.9
+    laws.add([[1], [7]], torch.stack([likely, torn]))
+    batch: Any = _AsBatch()  # which states hold weakly
+    state = LogitLookup(laws).open(batch)
+    for i in range(60):  # the text goes on as the laws say
+        state.offer(0, 6)
+        state.commit(0, [7, 3 if i % 3 else 4, 1], 0)
+    found = state.offer(0, 6)
+    assert list(found.tokens or ())[:3] == [7, 3, 4]
+    assert list(found.parents or ())[:3] == [0, 1, 1]
+    chances = list(found.chances or ())
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 0.9
+    for _ in range(600):  # and then it does not
+        state.offer(0, 6)
+        state.commit(0, [50, 1], 0)
+    assert (state.offer(0, 6).chances or [0.0])[0] < 0.3
+
+
+class _AsBatch:
+    """What a state reads of a batch of one row, whose text is token 1."""
+
+    prompts = (torch.tensor([1]),)
+    model = SimpleNamespace(weights=SimpleNamespace(fingerprint=lambda: "it"), vocabulary=40)
+
+    def scores(self, row: int, offset: int, tokens: list[int], raw: list[float]) -> list[float]:
+        return raw

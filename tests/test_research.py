@@ -1,0 +1,49 @@
+"""What lives beside the core: no core file imports `layerskip.research`, or names what is in it."""
+
+from pathlib import Path
+
+import pytest
+
+from layerskip import registry
+
+PACKAGE = Path(registry.__file__).parent
+REGISTRY = Path(registry.__file__)
+RESEARCH = [*(PACKAGE / "research").glob("*.py")]
+ROOMS = [PACKAGE, *(PACKAGE.parent / room for room in ("search", "analysis"))]
+NAMES = {REGISTRY, PACKAGE / "__init__.py"}  # which say where names live
+CORE = {path for room in ROOMS for path in room.rglob("*.py")} - {*NAMES, *RESEARCH}
+WORDS = {
+    "stop rules": """"heuristic" "entropy" "classifier" "target-confidence" SVIP DISCO Heuristic
+        Entropy Classifier TargetConfidence""",
+    "losses and optimisers": '"kl" "tvd++" "ce" TVD tvd_plus "muon" Muon',
+    "several drafts": "SpecTr k_seq without_replacement AcceptTests",
+    "trees": "Grower GrownTrees TreeGain LaterAcceptance see_rank see_instead tree_gain",
+    "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState EAGLE ProphetNet",
+    "stored logits": "LogitLookup LookupLaws StoredLogits stored_logits logit_lookup",
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_no_core_file_names_what_is_research(what: str) -> None:
+    assert [
+        f"{path}:{number} {word}"
+        for path in CORE
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for word in WORDS[what].split()
+        if word in line
+    ] == []
+
+
+def test_research_has_these_words() -> None:
+    """So that none passes because it is written differently."""
+    held = "\n".join(path.read_text(encoding="utf-8") for path in (REGISTRY, *RESEARCH))
+    assert [word for words in WORDS.values() for word in words.split() if word not in held] == []
+
+
+def test_every_name_stands_for_something() -> None:
+    for role, names in registry.PLACES.items():
+        assert all(callable(registry.named(role, name)) for name in names)
+    assert registry.PLACES["controller"].keys() >= set(registry.CONTROLLERS)
+    assert tuple(registry.PLACES["loss"]) == registry.LOSSES
+    assert tuple(registry.PLACES["optimizer"]) == registry.OPTIMIZERS
+    assert (*registry.PLACES["student"], "assistant") == registry.STUDENTS
