@@ -92,7 +92,7 @@ REFUSED = {
         ({"baseline": "other"}, "baseline must be one of the methods (plain, self), got 'other'"),
     ],
     "RECORD": [
-        ({"kind": "header"}, "a second header: these are two runs in one file"),
+        ({"kind": "header"}, "a second header: two runs in one file"),
         ({"kind": "words"}, "kind must be one of record, trace, cost, got 'words'"),
         ({"method": "other"}, "method must be one of the header's (plain, self), got 'other'"),
         ({"prompts": [1]}, "prompts[0] must be a string"),

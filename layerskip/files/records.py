@@ -119,7 +119,7 @@ def _run(path: Path, data: bytes) -> Run | None:
                 continue
             kind = line.get("kind")
             if kind == "header":
-                raise ValueError("a second header: two runs in one file; give each its own")
+                raise ValueError("a second header: two runs in one file; each needs its own file")
             if kind not in by_kind:
                 allowed = ", ".join(by_kind)
                 raise ValueError(f"kind must be one of {allowed}, got {shown(kind)}")

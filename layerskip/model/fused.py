@@ -1,9 +1,9 @@
 """The "fused" backend: sublayers with plain weights, computed in few kernels.
 
 It does the arithmetic of the library's modules in the same order and dtypes, but without module
-calls: on a small model most of a decoding step is launches and Python. The weights are the model's own, joined where `joined` has joined them. Models with hooks,
-adapters, quantised weights, several devices or patched forwards are refused (see `plain`); the
-"modules" backend serves them.
+calls: on a small model most of a decoding step is launches and Python. The weights are the model's
+own, joined where `joined` has joined them. Models with hooks, adapters, quantised weights, several
+devices or patched forwards are refused (see `plain`); the "modules" backend serves them.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
 D head width, R rotary width (R <= D).
 """
