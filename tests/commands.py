@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 from typer.testing import CliRunner
 
 from layerskip.cli.main import app
+
+PROMPT = "w5 w7 w96 w20"  # for the tiny tokenizer of `checkpoints.py`
 
 
 def run(*arguments: Any, columns: int = 100, stdin: str | bytes | None = None) -> Any:
@@ -40,3 +46,16 @@ def document(result: Any) -> dict[str, Any]:
     """The JSON document of a command that has succeeded."""
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def process(*arguments: Any, **kwargs: Any) -> subprocess.Popen[str]:
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "layerskip", *map(str, arguments)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
+    # a shell's background jobs ignore SIGINT, and their children would, too
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, env=environment, **kwargs)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,8 +1,11 @@
 """Settings that every test shares: repeatable random cases, one thread a process, no network."""
 
+import json
 import os
+import random
 import zlib
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +57,16 @@ def built() -> None:
     reason = extension.refusal()
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """A file of nine prompts of several lengths."""
+    draw = random.Random(0)
+    lines = [
+        {"id": f"a{n}", "prompt": "def f(x):\n" * draw.randint(1, 9) + f"  return {n}"}
+        for n in range(9)
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

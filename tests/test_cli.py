@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from checkpoints import CHAT, save_checkpoint, tiny_tokenizer
-from commands import document, refused, run, warned
+from commands import PROMPT, document, process, refused, run, warned
 from models import tiny_model
 
 from layerskip import __version__
@@ -36,20 +35,7 @@ from layerskip.model.sublayers import EXECUTIONS, Sublayers
 from layerskip.prompts import Prompt
 from layerskip.registry import CONTROLLERS
 
-PROMPT = "w5 w7 w96 w20"
 DRAFT = ("--exit-layer", "3", "--controller", "fixed")
-
-
-def process(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
-    command = [sys.executable, "-m", "layerskip", *map(str, arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
-    # a shell's background jobs ignore SIGINT, and their children would, too
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(command, env=environment, **kwargs)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

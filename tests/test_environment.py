@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_cli import run
+from commands import run
 
 import layerskip
 from layerskip.environment import environment, git_revision, render

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from commands import document, refused, run
 from models import Erratic, Fickle, lively_model, prompt, pure
-from test_cli import document, refused, run
 from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessor
 

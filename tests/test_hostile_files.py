@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from commands import PROMPT, refused
 from kinds import deltas, skip_of
 from models import prompt, tiny_model
 from safetensors.torch import save
-from test_cli import PROMPT, refused
 
 import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig

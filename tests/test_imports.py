@@ -243,3 +243,14 @@ def test_exports_come_from_their_homes():
         assert getattr(layerskip, name) is getattr(importlib.import_module(home), name)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         layerskip.nothing  # noqa: B018
+
+
+def test_no_test_module_imports_another():
+    """What several of them use is in a module that is no test, so that none runs twice."""
+    tests = Path(__file__).parent
+    names = {path.stem for path in tests.glob("test_*.py")}
+    for path in tests.glob("*.py"):
+        parts = {
+            p for name in imported(path.read_text("utf-8"), "tests.x") for p in name.split(".")
+        }
+        assert parts & names == set(), path.name

@@ -14,7 +14,7 @@ import sampling
 import torch
 import transformers
 from checkpoints import save_checkpoint
-from commands import document, refused, run
+from commands import PROMPT, document, refused, run
 from covering import covering
 from kinds import CONTROLLERS, COSTS, ENDS, FEW, LAWS, LENGTHS, decoded, prompts
 from models import VOCABULARY as WORDS
@@ -54,7 +54,6 @@ from layerskip.replay.trace import Trace, take_trace
 pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
 
 NEW = 24
-PROMPT = "w5 w7 w96 w20"
 
 
 # ---------------------------------------------------------------------------------------------

@@ -13,14 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
-from test_run import SAMPLED, given, rows, run, settled, started
+from answers import SAMPLED, rows, run, settled, started
 
 import layerskip
 from layerskip.checkpoints import encode, load
 from layerskip.prompts import Prompt
 from layerskip.text import decode_text
-
-__all__ = ["given"]  # a fixture
 
 pytestmark = [
     pytest.mark.ray,

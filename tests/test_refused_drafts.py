@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from commands import PROMPT, refused
 from kinds import skip_of
 from models import tiny_model
 from safetensors.torch import save
-from test_cli import PROMPT, refused
 
 from layerskip import SkipConfig
 from layerskip.checkpoints import load

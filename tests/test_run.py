@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run as command
+from answers import FLAGS, SAMPLED, rows, run, settled, started
 from filelock import FileLock
 
 import layerskip
@@ -23,42 +22,7 @@ from layerskip.prompts import read_prompts
 from layerskip.serving.files import open_answers, open_part
 from layerskip.text import decode_text
 
-FLAGS = ("--execution", "fused", "--exit-layer", "3", "-n", "8", "--max-rows", "3")
-SAMPLED = ("--do-sample", "--temperature", "0.9", "--top-k", "20", "--seed", "5")
 ERROR = {"id": "a3", "error": "earlier"}
-
-
-@pytest.fixture
-def given(tmp_path: Path) -> Path:
-    """Prompts of several lengths."""
-    draw = random.Random(0)
-    lines = [
-        {"id": f"a{n}", "prompt": "def f(x):\n" * draw.randint(1, 9) + f"  return {n}"}
-        for n in range(9)
-    ]
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def run(given: Path, output: Path, *flags: str) -> Any:
-    return command("run", "demo-llama", given, "--output", output, *FLAGS, *flags)
-
-
-def rows(output: Path) -> dict[str, dict[str, Any]]:
-    """Rows by id, none of them twice."""
-    found = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len({row["id"] for row in found}) == len(found)
-    return {row["id"]: row for row in found}
-
-
-def settled(output: Path) -> dict[str, dict[str, Any]]:
-    """Rows by id without what depends on who was beside them: how much was drafted."""
-    counts = {"drafted", "accepted"}
-    return {
-        id_: {name: value for name, value in row.items() if name not in counts}
-        for id_, row in rows(output).items()
-    }
 
 
 def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_path):
@@ -257,17 +221,6 @@ def test_processes_of_torchrun_write_the_file_of_one(given, tmp_path):
     assert "1 prompts failed" in done.stderr
     assert settled(output) == settled(whole)
     assert not list(tmp_path.glob("out.*"))
-
-
-def started(given: Path, output: Path, *flags: str) -> subprocess.Popen[str]:
-    """A run in a process of its own."""
-    command = [sys.executable, "-m", "layerskip", "run", "demo-llama", str(given)]
-    command += ["--output", str(output), *FLAGS, *flags]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

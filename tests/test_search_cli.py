@@ -19,11 +19,11 @@ import optuna
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from commands import document, process, refused, run, warned
 from cost_records import MACHINES
 from models import lively_model
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from test_cli import document, process, refused, run, warned
 
 from layerskip.cli.search import default_positions
 from layerskip.cli.terminal import Talk

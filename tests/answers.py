@@ -1,0 +1,39 @@
+"""Runs of prompt files with the demo model, and the rows that they write."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from commands import process
+from commands import run as command
+
+FLAGS = ("--execution", "fused", "--exit-layer", "3", "-n", "8", "--max-rows", "3")
+SAMPLED = ("--do-sample", "--temperature", "0.9", "--top-k", "20", "--seed", "5")
+
+
+def run(given: Path, output: Path, *flags: str) -> Any:
+    return command("run", "demo-llama", given, "--output", output, *FLAGS, *flags)
+
+
+def rows(output: Path) -> dict[str, dict[str, Any]]:
+    """Rows by id, none of them twice."""
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len({row["id"] for row in found}) == len(found)
+    return {row["id"]: row for row in found}
+
+
+def settled(output: Path) -> dict[str, dict[str, Any]]:
+    """Rows by id without what depends on who was beside them: how much was drafted."""
+    counts = {"drafted", "accepted"}
+    return {
+        id_: {name: value for name, value in row.items() if name not in counts}
+        for id_, row in rows(output).items()
+    }
+
+
+def started(given: Path, output: Path, *flags: str) -> subprocess.Popen[str]:
+    """A run in a process of its own."""
+    return process("run", "demo-llama", given, "--output", output, *FLAGS, *flags, stdout=None)
