@@ -1,0 +1,67 @@
+"""How many lines each room may have: who needs more raises a number here, where a reviewer sees it.
+
+Lines of code and comments count, blank ones do not. Rooms are those of `docs/life-of-a-token.md`.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = {
+    "words: configs, drafts' weights, prompts, text": 1_000,
+    "files": 900,
+    "costs": 700,
+    "timing": 800,
+    "model": 5_500,
+    "model/native": 3_700,
+    "decoding": 3_600,
+    "decoding/sources": 1_400,
+    "doors": 2_000,
+    "serving": 2_100,
+    "bench": 1_800,
+    "replay": 1_450,
+    "research": 1_650,
+    "training": 1_500,
+    "cli": 2_900,
+    "search": 2_300,
+    "analysis": 2_200,
+    "scripts": 1_450,
+}
+WHOLE = 36_000  # all but tests, C++ included
+TESTS = 25_500
+WORDS = ("config", "draft_weights", "environment", "named", "prompts", "registry", "text")
+
+
+def room(path: Path) -> str:
+    """The room of a source file, given by its path in the repository."""
+    top, *rest = path.parts
+    if top != "layerskip":
+        return top
+    if path.suffix != ".py":
+        return "model/native"
+    if len(rest) == 1:
+        return next(iter(ROOMS)) if path.stem in WORDS else "doors"
+    return "decoding/sources" if rest[:2] == ["decoding", "sources"] else rest[0]
+
+
+def lines() -> dict[str, int]:
+    """Lines of code and comments by room, tests among them."""
+    counts = dict.fromkeys([*ROOMS, "tests"], 0)
+    for top in ("layerskip", "search", "analysis", "scripts", "tests"):
+        for path in (ROOT / top).rglob("*"):
+            if path.suffix in (".py", ".cpp", ".h"):
+                text = path.read_text(encoding="utf-8")
+                filled = (line for line in text.splitlines() if line.strip())
+                counts[room(path.relative_to(ROOT))] += len([*filled])
+    return counts
+
+
+def test_no_room_is_fuller_than_its_table_says() -> None:
+    counts = lines()
+    assert all(counts.values())
+    assert {name: counts[name] for name, most in ROOMS.items() if counts[name] > most} == {}
+
+
+def test_the_house_keeps_to_its_lines() -> None:
+    counts = lines()
+    assert counts.pop("tests") <= TESTS
+    assert sum(counts.values()) <= WHOLE
