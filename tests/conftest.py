@@ -5,6 +5,7 @@ import os
 import random
 import zlib
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,30 @@ def given(tmp_path: Path) -> Path:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+SIZES = {
+    "spare": "model.cache.SPARE",
+    "rounded_up": "model.cache.rounded_up",
+    "piece": "decoding.passes.PIECE",
+    "chunk": "decoding.sources.following.chunk_size",
+    "noise": "decoding.noise.BLOCK",
+    "of_a_text": "research.logit_lookup.OF_A_TEXT",
+    "piece_learnt": "research.stored_logits.PIECE",
+    "together": "research.block_states.TOGETHER",
+    "texts": "replay.trace.ROWS",
+    "traced_logits": "replay.trace.LOGITS",
+    **{name: f"replay.chains.{name.upper()}" for name in ("chains", "groups", "regroup", "logits")},
+    "draws": "bench.lawtest.DRAWS",
+}
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Changes how much some code does at once, so that tiny cases cross the edges of its pieces."""
+
+    def change(**values: Any) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(f"layerskip.{SIZES[name]}", value)
+
+    return change

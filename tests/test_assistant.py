@@ -14,7 +14,6 @@ from models import VOCABULARY, Fickle, lively_model
 
 import layerskip
 from layerskip import Lookup, SkipConfig
-from layerskip.bench import lawtest
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
@@ -84,8 +83,8 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused() -> None:
         decoded((Assistant(Sublayers(short)),), Fixed())
 
 
-def test_check_passes_with_an_assistant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lawtest, "DRAWS", 256)
+def test_check_passes_with_an_assistant(sizes: Any) -> None:
+    sizes(draws=256)
     model, other = model_of(vocab_size=VOCABULARY), second_of(vocab_size=VOCABULARY)
     ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
     report = check(model, ids, None, assistant=Sublayers(other), max_new_tokens=12)

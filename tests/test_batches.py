@@ -341,14 +341,14 @@ def test_mixed_up_rows_would_be_seen(llama: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @torch.no_grad()
 def test_prefill_in_chunks_is_the_prefill(
-    family: str, execution: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+    family: str, execution: str, chunk: int, sizes: Any
 ) -> None:
     """Rows whose prompts end in the first, a middle and the last chunk, and at a chunk's end."""
     model = lively_model(family)
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
     whole = decoder(model, asked, execution=execution)
     logits = whole.passes.prefill()  # (B, V)
-    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: chunk * 4)
+    sizes(chunk=lambda *_: chunk * 4)
     run = decoder(model, asked, execution=execution)
     # the library's eager attention has a float32 softmax, whatever the dtype of the model
     tolerance = 1e-5 if family == "gemma2" else 1e-9

@@ -14,7 +14,6 @@ from torch import Tensor
 from layerskip import SkipConfig
 from layerskip.decoding.passes import Passes
 from layerskip.generation import generate
-from layerskip.model import cache
 from layerskip.model.cache import RowCache
 from layerskip.model.extension import refusal
 from layerskip.model.sublayers import Sublayers
@@ -35,9 +34,9 @@ def seen(held: RowCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize("more", [1, 40])
-def test_trimmed_buffers_hold_all_that_is_seen(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimmed_buffers_hold_all_that_is_seen(more: int, sizes: Any) -> None:
     """Rows that advance at their own rates, roll back, and leave."""
-    monkeypatch.setattr(cache, "_MORE", more)
+    sizes(spare=more)
     draws, rows, slots = random.Random(more), 3, 300
     trims, whole = (RowCache(rows, slots, WINDOWS, trims=trims) for trims in (True, False))
     lengths, moves = [0] * rows, set()
@@ -130,9 +129,9 @@ def test_8000_tokens_take_what_the_formula_says(family: str, known: bool) -> Non
 @pytest.mark.parametrize("execution", ["modules", "fused", NATIVE])
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral"])
 def test_texts_across_windows_are_those_of_transformers(
-    family: str, execution: str, monkeypatch: pytest.MonkeyPatch
+    family: str, execution: str, monkeypatch: pytest.MonkeyPatch, sizes: Any
 ) -> None:
-    monkeypatch.setattr(cache, "_MORE", 4)
+    sizes(spare=4)
     made: list[Passes] = []
     keep = Passes.__init__
 
@@ -161,9 +160,8 @@ def bases(opened: Sublayers, prompts: Sequence[Tensor]) -> list[int]:
     return [passes.cache.held(layer)[0] for layer in range(opened.num_layers)]
 
 
-def test_compiled_passes_keep_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MORE", 1)
-    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: 8)
+def test_compiled_passes_keep_every_slot(sizes: Any) -> None:
+    sizes(spare=1, chunk=lambda *_: 8)
     opened = Sublayers(lively_model("mistral"), "fused")
     assert min(bases(opened, [prompt(60)[0]])) > 30
     assert max(bases(opened, [prompt(60)[0], prompt(3)[0]])) == 0  # a row that still sees slot 0

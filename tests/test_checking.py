@@ -8,7 +8,6 @@ import pytest
 import torch
 from models import lively_model, prompt, tiny_model
 
-from layerskip.bench import lawtest
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.checks import LEVEL, check, compare, deviation
 from layerskip.bench.comparison import Along, along, resolutions
@@ -33,9 +32,9 @@ def compared(model, prompts, task):
 
 
 @pytest.fixture
-def few_draws(monkeypatch):
+def few_draws(sizes):
     """Where the sampled law is not the point, which takes the longest."""
-    monkeypatch.setattr(lawtest, "DRAWS", 64)
+    sizes(draws=64)
 
 
 def logits(seed, size=40, scale=2.0):
@@ -49,9 +48,9 @@ def logits(seed, size=40, scale=2.0):
         ("gemma2", torch.float32, SkipConfig(attention=(0, 3), mlp=(2,))),
     ],
 )
-def test_a_correct_engine_passes(monkeypatch, family, dtype, skip):
+def test_a_correct_engine_passes(sizes, family, dtype, skip):
     if family == "gemma2":
-        monkeypatch.setattr(lawtest, "DRAWS", 256)
+        sizes(draws=256)
     model = tiny_model(family, dtype=dtype)
     said = []
     report = check(model, PROMPTS, skip, max_new_tokens=16, note=said.append)

@@ -18,7 +18,6 @@ from commands import PROMPT, document, process, refused, run, warned
 from models import tiny_model
 
 from layerskip import __version__
-from layerskip.bench import lawtest
 from layerskip.bench import plans as planning
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
@@ -61,9 +60,9 @@ def save_skip(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def few_draws(monkeypatch):
+def few_draws(sizes):
     """Of the check's tests of laws, which have tests of their own."""
-    monkeypatch.setattr(lawtest, "DRAWS", 64)
+    sizes(draws=64)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -26,10 +26,8 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay import chains as chains_module
 from layerskip.replay import drafts as drafts_module
 from layerskip.replay import drawing, exits
-from layerskip.replay import trace as trace_module
 from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.drawing import NOTHING, Drawn, TextPlaces, propose
 from layerskip.replay.exits import THRESHOLDS, agreement, exit_trace
@@ -332,14 +330,11 @@ def equal(ours: Replay, theirs: Replay) -> None:
 
 
 @pytest.mark.parametrize("skip", SKIPS)
-def test_chunks_change_nothing(skip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_nothing(skip: str, sizes: Any) -> None:
     trace = small_trace()
     whole, followed = replay(trace, SKIPS[skip]), follow(trace, SKIPS[skip])[0]
     equal(replay(trace, SKIPS[skip]), whole)
-    monkeypatch.setattr(chains_module, "_CHAINS", 8)
-    monkeypatch.setattr(chains_module, "_GROUPS", (3, 1))
-    monkeypatch.setattr(trace_module, "_ROWS", 2)
-    monkeypatch.setattr(trace_module, "_LOGITS", 1)
+    sizes(chains=8, groups=(3, 1), texts=2, traced_logits=1)
     equal(replay(trace, SKIPS[skip]), whole)
     equal(follow(trace, SKIPS[skip])[0], followed)
     again = small_trace.__wrapped__()

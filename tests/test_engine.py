@@ -45,7 +45,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.passes import Passes, Position
-from layerskip.model import cache, compiled
+from layerskip.model import compiled
 from layerskip.model.sublayers import Sublayers
 
 EXECUTIONS = ["modules", "fused", pytest.param("compiled", marks=pytest.mark.slow)]
@@ -149,13 +149,12 @@ def test_a_long_text_holds_few_slots_beyond_its_own(execution: str) -> None:
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_buffers(sizes: Any) -> None:
     """Buffers have next to no room to spare, so that a text crosses many edges."""
-    monkeypatch.setattr(cache, "_MORE", 1)
-    monkeypatch.setattr(cache, "rounded_up", lambda slots: slots)
+    sizes(spare=1, rounded_up=lambda slots: slots)
 
 
-@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.usefixtures("small_buffers")
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.no_grad()
@@ -183,8 +182,8 @@ def test_texts_across_growing_buffers(family: str, execution: str) -> None:
 
 
 @pytest.mark.slow
-def test_growing_buffers_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MORE", 1)
+def test_growing_buffers_compile_nothing(sizes: Any) -> None:
+    sizes(spare=1)
     model = lively_model("llama", num_hidden_layers=2)
 
     def run(new_tokens: int) -> Decoder:

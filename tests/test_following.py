@@ -17,7 +17,6 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import steps as steps_module
 from layerskip.decoding.sources.chain_cache import ChainCache
-from layerskip.replay import chains as chains_module
 from layerskip.replay.drafts import Replay, astray, follow, replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, take_trace
@@ -168,7 +167,7 @@ def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case:
 
 
 @pytest.mark.parametrize(
-    ("case", "skip", "sizes"),
+    ("case", "skip", "most"),
     covering(
         ("greedy windows", "windows", "rejection"),
         ("an odd prefix", "no prefix", "one MLP"),
@@ -176,18 +175,15 @@ def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case:
     ),
 )
 def test_chunks_and_groups_change_nothing(
-    case: str, skip: str, sizes: tuple[int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    case: str, skip: str, most: tuple[int, tuple[int, ...]], sizes: Any
 ) -> None:
     """Also where groups change after every step, whatever is left of them."""
-    chains, groups = sizes
-    monkeypatch.setattr(chains_module, "_CHAINS", chains)
-    monkeypatch.setattr(chains_module, "_GROUPS", groups)
-    monkeypatch.setattr(chains_module, "_REGROUP", 1.0)
-    monkeypatch.setattr(chains_module, "_LOGITS", 700)  # of the noise
+    chains, groups = most
+    sizes(chains=chains, groups=groups, regroup=1.0, logits=700)  # of the noise
     assert agree(followed_alone(traced(case), SKIPS[skip]), replayed(case, skip))
 
 
-def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
     seen = []
 
     class Watched(ChainCache):
@@ -196,7 +192,7 @@ def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(known, texts, starts, steps)
 
     monkeypatch.setattr(steps_module, "ChainCache", Watched)
-    monkeypatch.setattr(chains_module, "_LOGITS", 40 * 97)  # of 97 tokens: two groups of 16
+    sizes(logits=40 * 97)  # of 97 tokens: two groups of 16
     followed = followed_alone(traced("windows"), SKIPS["no prefix"])
     assert max(seen) == 32
     assert agree(followed, replayed("windows", "no prefix"))
@@ -248,8 +244,8 @@ def test_processors_that_read_the_text(acceptance: str) -> None:
 
 
 @pytest.mark.parametrize("chains", [512, 16])
-def test_following_ends_when_it_is_enough(chains: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains_module, "_CHAINS", chains)
+def test_following_ends_when_it_is_enough(chains: int, sizes: Any) -> None:
+    sizes(chains=chains)
     trace, skip = traced("windows"), SKIPS["an odd prefix"]
     told: list[list[float]] = []
 

@@ -28,7 +28,6 @@ from torch import Tensor
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.checkpoints import load
-from layerskip.decoding.sources import following
 from layerskip.model.sublayers import Sublayers
 
 
@@ -116,13 +115,13 @@ def test_sampled_rows_equal_themselves_alone(kind: str) -> None:
 @pytest.mark.parametrize("execution", ["auto", *slow("modules")])
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "mistral3"])
 def test_prompts_longer_than_a_pass(
-    kind: str, execution: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, execution: str, monkeypatch: pytest.MonkeyPatch, sizes: Any
 ) -> None:
     """A pass of the prefill never ends inside a picture whose tokens see each other."""
     model = conditional(kind, LARGE)
     inputs = inputs_of(model, kind, (44, 20, 60), ((3, 20), (1,), (0, 30)), LARGE)
     want = run(model, inputs)
-    monkeypatch.setattr(following, "_most", lambda *_: 15)  # five tokens of each row
+    sizes(chunk=lambda *_: 15)  # five tokens of each row
     passes = []
     feed = Sublayers.feed
 

@@ -84,9 +84,8 @@ def model() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _to_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: 512 // 8)
-    monkeypatch.setattr("layerskip.decoding.noise._BLOCK", 2**18 // 64)
+def _to_scale(sizes: Any) -> None:
+    sizes(chunk=lambda *_: 512 // 8, noise=2**18 // 64)
 
 
 def cache_bytes(model: Any, tokens: int) -> int:
@@ -129,8 +128,8 @@ def test_less_than_3_percent_beside_model_and_cache(model: Any, execution: str, 
     assert beside < 0.03 + library
 
 
-def test_a_prompt_in_one_piece_would_be_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: 8 * PROMPT)
+def test_a_prompt_in_one_piece_would_be_seen(model: Any, sizes: Any) -> None:
+    sizes(chunk=lambda *_: 8 * PROMPT)
     assert overhead(model, 4, execution="fused", do_sample=False) > 0.1
 
 

@@ -32,7 +32,6 @@ from torch import Tensor
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
-from layerskip.bench import lawtest
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import draws
@@ -45,7 +44,6 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.official import Official
 from layerskip.environment import _compiler
 from layerskip.files.records import read_run
-from layerskip.model import cache
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, simulate
@@ -248,7 +246,7 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(dtype: torch
     ],
 )
 def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
-    family: str, execution: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    family: str, execution: str, dtype: torch.dtype, sizes: Any
 ) -> None:
     model, (ids, mask) = target_of(family, dtype=dtype), prompts()
     second = assistant_of(family, dtype=dtype)
@@ -256,7 +254,7 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
     how |= {"do_sample": True, "seed": 3, "top_k": 0, "execution": execution, "draft_memory": 0}
     found = []
     for more in (256, 4):
-        monkeypatch.setattr(cache, "_MORE", more)
+        sizes(spare=more)
         out = layerskip.generate(model, ids, assistant=second, controller=Fickle(3), **how)
         found.append((out.sequences.tolist(), out.rounds))
     assert found[0] == found[1]
@@ -444,8 +442,8 @@ def test_a_step_reads_its_own_weights_and_of_the_head_what_centroids_choose() ->
         assert source.key == source_of("gemma4", centroids).key
 
 
-def test_check_passes_with_an_assistant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lawtest, "DRAWS", 256)
+def test_check_passes_with_an_assistant(sizes: Any) -> None:
+    sizes(draws=256)
     ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
     second = Sublayers(assistant_of("gemma4", True))
     report = check(target_of("gemma4"), ids, None, assistant=second, max_new_tokens=12)

@@ -20,9 +20,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import layerskip
 from layerskip import Proposal, SkipConfig, Source, State
-from layerskip.decoding import passes
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.research import logit_lookup
 from layerskip.research.logit_lookup import LogitLookup
 from layerskip.research.stored_logits import StoredLogits
 from layerskip.serving import scheduler
@@ -287,17 +285,17 @@ def test_encoder_decoders_are_refused_by_their_reason() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_layers_with_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "_PIECE", 8)
+def test_layers_with_windows(family: str, sizes: Any) -> None:
+    sizes(piece=8)
     long = [*range(VOCABULARY)]
     model = lively_model(family)
     for seed in range(4):
         schedule(model, seed, [long, long[:60], [*long[:80], 1], []], memory=400_000)
 
 
-def test_layers_with_windows_hold_little_in_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_windows_hold_little_in_every_row(sizes: Any) -> None:
     """A text that joins at slot 0 beside long ones takes no more."""
-    monkeypatch.setattr(passes, "_PIECE", 8)
+    sizes(piece=8)
     model = lively_model("gemma3")
     serving = Serving(model, max_rows=2, **SETTINGS)
     tasks = [TextRequest([*range(97)] * 2, 12), TextRequest([3, 4, 5], 40)]
@@ -341,9 +339,9 @@ def test_laws_of_a_file_draft_what_a_text_will_say(model: Any, sampled: bool) ->
     assert len(laws) == 43  # nobody has added to them
 
 
-def test_a_text_learns_its_own_laws_and_forgets_others(model: Any, monkeypatch: Any) -> None:
+def test_a_text_learns_its_own_laws_and_forgets_others(model: Any, sizes) -> None:
     """As many at most as a text may; of a seat they are the present text's."""
-    monkeypatch.setattr(logit_lookup, "_OF_A_TEXT", 30)
+    sizes(of_a_text=30)
     how: dict[str, Any] = {"controller": "fixed", "lookup": False, **SETTINGS}
     serving = Serving(model, max_rows=1, sources=[LogitLookup()], **how)
     used, accepted = [], []

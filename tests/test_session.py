@@ -17,7 +17,6 @@ from torch import Tensor
 import layerskip
 from layerskip import Session, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.model import cache
 
 COSTS = CostTable(0.3, (1.0, 1.05, 1.1, 1.2, 1.3))
 LARGE = 1 << 24
@@ -25,9 +24,9 @@ TURNS = 6
 
 
 @pytest.fixture(autouse=True)
-def _trims_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _trims_often(sizes: Any) -> None:
     """Layers with windows drop what they need not hold as soon as they can."""
-    monkeypatch.setattr(cache, "_MORE", 1)
+    sizes(spare=1)
 
 
 def how(**more: Any) -> dict[str, Any]:
@@ -83,12 +82,12 @@ def test_a_chat_of_six_turns(family: str, execution: str, built: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_native_numbers_are_the_same_bit_by_bit(
-    family: str, dtype: torch.dtype, built: None, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, built: None, sizes: Any
 ) -> None:
     """However prompts are cut."""
     model = lively_model(family, dtype=dtype)
     session = Session(model, memory=LARGE)
-    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: 64)
+    sizes(chunk=lambda *_: 64)
     ids = prompt(150)
     for turn in range(3):
         settings = how(output_logits=True)
@@ -116,10 +115,10 @@ def test_samples_of_a_prompt_carry_its_last_token_only(
 
 @pytest.mark.parametrize(("family", "known"), [("llama", (0, 40, 40)), ("gemma3", (0, 0, 40))])
 def test_documents_with_the_same_instructions(
-    family: str, known: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    family: str, known: tuple[int, ...], sizes: Any
 ) -> None:
     """Windows of the place where two texts part are kept when the second one comes."""
-    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: 16)
+    sizes(chunk=lambda *_: 16)
     session = Session(lively_model(family), memory=LARGE)
     instructions = prompt(40)
     for number, expected in enumerate(known):
@@ -329,8 +328,8 @@ def test_several_threads_share_a_session() -> None:
     assert session.nbytes <= session.memory
 
 
-def test_progress_tells_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layerskip.decoding.sources.following._most", lambda *_: 20)
+def test_progress_tells_what_is_read(sizes: Any) -> None:
+    sizes(chunk=lambda *_: 20)
     session = Session(lively_model("llama"), memory=LARGE)
     told: list[tuple[int, int]] = []
     session.generate(prompt(50), **how(progress=lambda *each: told.append(each)))

@@ -47,10 +47,10 @@ def test_what_is_learnt_is_what_the_model_says() -> None:
 
 
 def test_long_texts_are_read_in_pieces_that_see_what_came_before(
-    monkeypatch: pytest.MonkeyPatch,
+    sizes: Any,
 ) -> None:
     model, told = kinds.model_of("llama"), []
-    monkeypatch.setattr("layerskip.research.stored_logits._PIECE", 16)
+    sizes(piece_learnt=16)
     laws, text = StoredLogits(), (list(range(2, 24)) * 3)[:50]
     laws.learn(model, text, lambda *done: told.append(done))
     assert told == [(16, 50), (32, 50), (48, 50), (50, 50)]

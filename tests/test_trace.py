@@ -26,9 +26,7 @@ from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
 from layerskip.registry import CONTROLLERS
-from layerskip.replay import chains as chains_module
 from layerskip.replay import drafts as drafts_module
-from layerskip.replay import trace as trace_module
 from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.exits import agreement, best_exit, default_exits, exit_trace, what_if
@@ -351,13 +349,9 @@ def test_drafts_that_find_nothing_to_draw() -> None:
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_chunks_and_paths_change_nothing(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_paths_change_nothing(execution: str, sizes: Any) -> None:
     _, whole = replayed(2, "scattered")
-    monkeypatch.setattr(chains_module, "_GROUPS", (3,))
-    monkeypatch.setattr(chains_module, "_CHAINS", 6)
-    monkeypatch.setattr(chains_module, "_LOGITS", 700)
-    monkeypatch.setattr(trace_module, "_ROWS", 2)
-    monkeypatch.setattr(trace_module, "_LOGITS", 1)
+    sizes(groups=(3,), chains=6, logits=700, texts=2, traced_logits=1)
     family, temperature, eos = CASES[2]
     trace = take_trace(
         Sublayers(lively_model(family), execution=execution),

@@ -198,11 +198,11 @@ def test_states_are_those_of_whole_texts_where_drafts_branch(mixture: str, folde
 
 @pytest.mark.parametrize("together", [0, 2, 64])
 def test_streams_draft_the_same_in_however_many_passes_they_catch_up(
-    together: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    together: int, folder: Path, sizes: Any
 ) -> None:
     drafts = drafts_of("lookup, streams", folder)
     whole = decoded(drafts, Fickle(3), sample=True)
-    monkeypatch.setattr(states, "_TOGETHER", together)
+    sizes(together=together)
     run = decoded(drafts, Fickle(3), sample=True)
     assert run.emitted == whole.emitted
     assert run.stats.sources == whole.stats.sources

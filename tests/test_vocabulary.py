@@ -28,7 +28,6 @@ from transformers import SuppressTokensLogitsProcessor
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.bench import lawtest
 from layerskip.bench.checks import check, state_of
 from layerskip.bench.methods import Engine, Task
 from layerskip.config import DecodingOptions, LowPrecision
@@ -250,7 +249,7 @@ def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
         assert any(c == 0.0 for r in rounds for c in r.confidences[0])  # no logit was its own
 
 
-def test_a_check_drafts_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_drafts_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
     made: list[int] = []
     trimmed = Sublayers.trimmed
 
@@ -261,7 +260,7 @@ def test_a_check_drafts_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Sublayers, "trimmed", counted)
     options = DecodingOptions(draft_vocabulary=SOME[:9], enabled=False, controller="fixed")
     skip = SkipConfig(exit_layer=4, decoding=options)
-    monkeypatch.setattr(lawtest, "DRAWS", 256)
+    sizes(draws=256)
     report = check(lively_model("llama"), [prompt(5), prompt(8)], skip, max_new_tokens=8)
     assert report.passed
     assert len(made) == 1 + 2 * 2

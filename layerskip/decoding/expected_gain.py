@@ -14,7 +14,7 @@ from layerskip.decoding.source_gain import SourceGain
 
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
-_BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
+BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
 _SHOWN = 8  # looked-up tokens of a round that is to show what many cost
 AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
 _LOSS_ALLOWED = 2.0  # target steps per row
@@ -134,7 +134,7 @@ class ExpectedGain(Controller):
     def _start(self) -> None:
         """Expect what costs and priors say."""
         others = 1.0 - 1.0 / len(self._rows)
-        self._least_rate = 1.0 + _BATCH_RATE * others
+        self._least_rate = 1.0 + BATCH_RATE * others
         for source in self._sources:
             source.reset(others)
         # lookups have no prior

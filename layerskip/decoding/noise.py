@@ -100,7 +100,7 @@ def gumbel_noise(
 
 
 TILE = 2**17  # elements of noise that a CPU makes at once
-_AHEAD, _BLOCK = 8, 2**20  # places made ahead for a row, elements for all rows: at most
+_AHEAD, BLOCK = 8, 2**20  # places made ahead for a row, elements for all rows: at most
 
 
 def at_once(values: Tensor, most: int = 2**20) -> int:
@@ -130,7 +130,7 @@ class NoiseBlocks:
         ]
         if any(place not in made for made, _, place in asked):
             vocabulary = scores.shape[-1]
-            ahead = max(1, min(_AHEAD, _BLOCK // (vocabulary * len(set(keys)))))
+            ahead = max(1, min(_AHEAD, BLOCK // (vocabulary * len(set(keys)))))
             missing = dict.fromkeys(
                 (key, later)
                 for made, key, place in asked

@@ -26,7 +26,7 @@ from layerskip.model.cache import LINE, RowCache, on_device
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
 
-_PIECE = 256  # tokens of a prompt that are run at a time, at least, where there are windows
+PIECE = 256  # tokens of a prompt that are run at a time, at least, where there are windows
 Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
@@ -408,7 +408,7 @@ class Passes:
         self.model.check_lengths([1], total)
         self.total = total
         window = self.cache.window
-        self.piece = min(max(_PIECE, window // 2), 2 * _PIECE) if window else sys.maxsize
+        self.piece = min(max(PIECE, window // 2), 2 * PIECE) if window else sys.maxsize
         behind = window + self.slack
         # and a pass may begin a line behind its base
         span = behind + max(self.piece, self.slack) + LINE if window else 0

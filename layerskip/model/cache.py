@@ -21,7 +21,7 @@ from torch import Tensor
 from layerskip.model.branches import Branches
 from layerskip.model.pages import Pages
 
-_MORE = 256  # slots that buffers grow by, at least
+SPARE = 256  # slots that buffers grow by, at least
 LINE = 16  # bases are a multiple: native passes sum slots by so many
 
 
@@ -122,7 +122,7 @@ class RowCache:
     def reserve(self, slots: int) -> None:
         """Make room for so many slots; buffers that are too small also get some more."""
         if slots >= self.size and self.size < self.slots:
-            more = slots + max(slots // (16 if self.trims else 2), _MORE)
+            more = slots + max(slots // (16 if self.trims else 2), SPARE)
             more = more + 1 if self.trims else capacity(more)
             length, self.size = self.size, min(more, self.slots)
             self._renew({*self.keys} - self.trimmed, slice(None), 0, length)
@@ -139,7 +139,7 @@ class RowCache:
         # one slot more than the first query sees: an assistant begins one before
         base = max(self.base, (lowest - self._window) // LINE * LINE)
         needed = self.top - base  # other rows may be ahead of the pass
-        span = min(needed + max(needed // 8, _MORE // 4), self.slots - base)
+        span = min(needed + max(needed // 8, SPARE // 4), self.slots - base)
         if self.end > self.base + self.span or 5 * span < 4 * self.span:
             first, held = base - self.base, self.span
             self.bases, self.span = [base] * self.rows, span

@@ -26,11 +26,11 @@ Survival = Sequence[float]
 Vocabularies = Sequence[Tensor | None]  # tokens to draw on each text, (texts, V) bool; None: all
 Enough = Callable[[Sequence[Survival]], Sequence[bool]]
 
-_GROUPS = (16, 8, 4)  # chains that share one copy of their text's keys and values; copies cost, too
-_CHAINS = 512  # of one pass, at most
-_LOGITS = 2**24  # elements of one pass's logits, or of noise made at once, at most
+GROUPS = (16, 8, 4)  # chains that share one copy of their text's keys and values; copies cost, too
+CHAINS = 512  # of one pass, at most
+LOGITS = 2**24  # elements of one pass's logits, or of noise made at once, at most
 _TILE = 2**20  # logits that are drawn from at once on a CPU: what is made of them stays in caches
-_REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
+REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
 
 
 class ChainDrafts(NamedTuple):
@@ -100,10 +100,10 @@ class Chains:
         drafts = [ChainDrafts.nothing(*shape) for _ in self.vocabularies]
         if not all(shape):
             return drafts
-        size = next((s for s in reversed(_GROUPS) if s >= len(self.chains)), _GROUPS[0])
+        size = next((s for s in reversed(GROUPS) if s >= len(self.chains)), GROUPS[0])
         groups = self._grouped(range(len(self.chains)), size)
         vocabulary = self.trace.model.vocabulary
-        together = max(1, min(_CHAINS, _LOGITS // vocabulary) // size)
+        together = max(1, min(CHAINS, LOGITS // vocabulary) // size)
         parts = -(-len(groups) // together)
         lengths = [self.steps] * len(drafts)
         for part in range(parts):  # each has chains from all over the texts
@@ -170,7 +170,7 @@ class Chains:
                 alive = (left[going_on] == 0).any(0)  # (A,)
                 if not alive.any():
                     break
-                if int(alive.sum()) <= _REGROUP * layout.numel():
+                if int(alive.sum()) <= REGROUP * layout.numel():
                     kept = begun[alive].tolist()
                     layout = self._regrouped(layout, kept, steps, step + 1)
         return lengths
@@ -228,8 +228,8 @@ class Chains:
 
     def _regrouped(self, layout: Tensor, kept: Sequence[int], steps: int, fed: int) -> Tensor:
         """The chains to be kept, in groups of a size that leaves few places empty."""
-        groups = min((self._grouped(kept, size) for size in _GROUPS), key=_places_taken)
-        if _places_taken(groups) > _REGROUP * layout.numel():
+        groups = min((self._grouped(kept, size) for size in GROUPS), key=_places_taken)
+        if _places_taken(groups) > REGROUP * layout.numel():
             return layout
         at = {chain: index for index, chain in enumerate(layout.flatten().tolist())}
         self.draft.regroup(
@@ -265,7 +265,7 @@ class _SharedNoise:
         wanted = [(text.key, place + j + 1) for text, place, _ in chains for j in range(steps)]
         made = {pair: row for row, pair in enumerate(dict.fromkeys(wanted))}
         self.rows = torch.tensor([made[pair] for pair in wanted]).view(len(chains), steps)  # (A, J)
-        pairs, many = list(made), max(1, _LOGITS // vocabulary)  # making takes room
+        pairs, many = list(made), max(1, LOGITS // vocabulary)  # making takes room
         pieces = []
         for first in range(0, len(pairs), many):
             keys, places = zip(*pairs[first : first + many], strict=True)

@@ -45,8 +45,8 @@ from layerskip.requests import check_tokens
 DRAFT_LENGTH = 8
 """Tokens that a trace lets any draft look ahead, where nobody says otherwise."""
 
-_ROWS = 16  # texts decoded together
-_LOGITS = 2**24  # elements of one chunk of logits, at most (but a few places always go together)
+ROWS = 16  # texts decoded together
+LOGITS = 2**24  # elements of one chunk of logits, at most (but a few places always go together)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def take_trace(
     rejection = law.do_sample and acceptance == "rejection"
     keys = [stream_key(seed) for seed in seeds]
     # processors that read the tokens so far would read pads; such texts are decoded one by one
-    together = 1 if law.reads_history else _ROWS
+    together = 1 if law.reads_history else ROWS
     texts: list[TraceText] = []
     caches: list[RowCache] = []
     for first in range(0, len(rows), together):
@@ -358,7 +358,7 @@ def _read(
 
 def _chunks(places: int, vocabulary: int) -> Iterator[slice]:
     """So many places in parts, for logits that take little room."""
-    size = max(16, _LOGITS // vocabulary)
+    size = max(16, LOGITS // vocabulary)
     return (slice(first, min(first + size, places)) for first in range(0, places, size))
 
 

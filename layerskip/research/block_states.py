@@ -24,7 +24,7 @@ from layerskip.model.branches import Branches
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass
 
-_TOGETHER = 64  # the most tokens that streams see in the pass that drafts
+TOGETHER = 64  # the most tokens that streams see in the pass that drafts
 
 
 class _Layered(Following):
@@ -188,7 +188,7 @@ class StreamsState(FeatureState):
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if not offset:
             shortest = min(self.batch.lengths[row] for row in self.batch.rows) + 1
-            if not self.cache.prefilled or self.missing() > min(shortest, _TOGETHER):
+            if not self.cache.prefilled or self.missing() > min(shortest, TOGETHER):
                 self.catch_up()
             starts, _, known = self.latest(self.missing())
             features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)

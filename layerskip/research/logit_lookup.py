@@ -27,7 +27,7 @@ from layerskip.model.branches import along
 from layerskip.research.stored_logits import SUFFIX, Numbers, StoredLogits, Tokens, best_of
 
 _LEAST = 0.02  # chance of a token to be accepted
-_OF_A_TEXT = 2**12  # places that each text keeps where texts come and go
+OF_A_TEXT = 2**12  # places that each text keeps where texts come and go
 
 # For the best tokens of a place: by the tokens in common, by the margin of the scores, and of those
 # behind the best one by rank.
@@ -206,7 +206,7 @@ class _State(State):
         self.ends[row] = [*self.ends[row], *emitted][-SUFFIX:]
 
     def begin(self, row: int) -> None:
-        self.stored[row] = StoredLogits(_OF_A_TEXT)
+        self.stored[row] = StoredLogits(OF_A_TEXT)
         self.ends[row] = self.batch.prompts[row][-SUFFIX:].tolist()
         self._trees.pop(row, None)
         self._copied.pop(row, None)

@@ -33,7 +33,7 @@ MOST = 2**14
 _KEPT = 32  # K
 _PLACE = 1024  # bytes of one, about
 _BLOCK = 64  # neighbouring tokens
-_PIECE = 512  # tokens of a text that are read together
+PIECE = 512  # tokens of a text that are read together
 _SCHEMA = "layerskip laws 1"
 
 Tokens = npt.NDArray[np.int32]
@@ -145,7 +145,7 @@ class StoredLogits:
                 f"a text must hold token ids of the model's vocabulary, 0..{opened.vocabulary - 1},"
                 f" got {min(text)} to {max(text)}; encode it with its tokenizer"
             )
-        longest = min(2 * _PIECE, opened.max_positions)
+        longest = min(2 * PIECE, opened.max_positions)
         for first in range(0, len(text), longest // 2):
             # each piece but the first begins with what the one before read, for context
             begin, end = max(0, first - longest // 2), min(first + longest // 2, len(text))

@@ -87,7 +87,7 @@ def in_chunks(
     """
     firsts, ends = [each.start for each in places], [each.stop for each in places]
     found: Tensor | None = None
-    most = _most(model, tokens.shape[1])
+    most = chunk_size(model, tokens.shape[1])
     while any(first < end for first, end in zip(firsts, ends, strict=True)):
         # in step, so that caches need not hold what one row is ahead of the others
         groups = _groups(firsts, ends, tokens.shape[1], most) if partial else [range(len(tokens))]
@@ -111,7 +111,7 @@ def in_chunks(
     return found
 
 
-def _most(model: Sublayers, slots: int) -> int:
+def chunk_size(model: Sublayers, slots: int) -> int:
     """Tokens of a pass over prompts, all rows together.
 
     Long passes keep a GPU busy, and their activations should be small compared with the weights.
