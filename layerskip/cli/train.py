@@ -1,4 +1,4 @@
-"""The train command: a draft for a frozen model, trained and judged.
+"""The train command: a draft for a frozen model, or the early exits of the model itself.
 
 Heavy imports wait until the flags are known to be right.
 """
@@ -6,10 +6,11 @@ Heavy imports wait until the flags are known to be right.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from layerskip.cli.flags import AsJson, Loading, Quiet, Seed, flag, seconds_given
+from layerskip.cli.flags import AsJson, Flags, Loading, Quiet, Seed, flag, seconds_given
 from layerskip.cli.inputs import make_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
@@ -17,6 +18,55 @@ from layerskip.config import SkipConfig
 from layerskip.registry import LossName, OptimizerName, StudentName
 
 MINUTES = 30.0
+_BAR = 20  # characters
+
+
+@dataclass(frozen=True)
+class ExitFlags(Flags):
+    """What only the training of exits has."""
+
+    exits: str | None = flag("Exits to train, as 4,8.  [default: all]", "LAYERS")
+    keep: float | None = flag(
+        "Weight of what the final layer's distribution moves away by.  [default: 1]", "W"
+    )
+    dropout: float | None = flag(
+        "How often the last layer is dropped in training; the first never.  [default: 0.1]", "P"
+    )
+    curriculum: Literal["rotational", "gradual", "all"] | None = flag(
+        "Exits of a step: one in eight in turn; from the deepest on; all.  [default: rotational]"
+    )
+    lora: int | None = flag(
+        "Train low-rank adapters of that rank, merged at the end (needs peft).  [default: all "
+        "weights]",
+        "RANK",
+        min=1,
+    )
+    steps: int | None = flag("Train so many steps.", "N", min=1)
+    rows: int | None = flag("Windows of a step.  [default: 4]", "B", min=1)
+    window: int | None = flag("Tokens of a window.  [default: 256]", "T", min=2)
+    init: Literal["checkpoint", "random"] | None = flag(
+        "Begin with the checkpoint, or with random weights.  [default: checkpoint]"
+    )
+    config: Path | None = flag(
+        "Shape of random weights: a config.json of transformers.  [default: MODEL's]", "FILE"
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, those that were given."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def layers(self) -> tuple[int, ...]:
+        """The exits; none for all."""
+        if self.exits in (None, "all"):
+            return ()
+        try:
+            return tuple(int(each) for each in str(self.exits).split(","))
+        except ValueError as error:
+            raise ValueError(
+                f"--exits must be layers with commas between, as 4,8, or all; got {self.exits!r}"
+            ) from error
 
 
 def train(
@@ -29,8 +79,13 @@ def train(
         "FILE",
     ),
     texts: Path | None = flag("Texts to train on as they are.", "FILE"),
+    recipe: Literal["draft", "exits"] = flag(
+        "draft: train something that drafts for the model, which stays as it is; exits: train the "
+        "model, so that its early layers draft well, and write a new checkpoint.",
+        default="draft",
+    ),
     draft: StudentName = flag(
-        "What is trained. healed: corrections of low precision; exit-block: a layer after an early "
+        "What drafts. healed: corrections of low precision; exit-block: a layer after an early "
         "exit; feature-block: a layer over the last hidden state and the token; heads: four tokens "
         "at once from those; streams: the same by a layer that looks ahead; assistant: a Gemma 4's "
         "assistant, further.",
@@ -45,7 +100,10 @@ def train(
         "Layers before an exit block.  [default: a quarter of them]", "E", min=1
     ),
     start: str | None = flag("The assistant to train further: a folder or a Hub id.", "NAME"),
-    loss: LossName = flag("The loss that training lowers.", default="lk"),
+    loss: LossName | None = flag(
+        "The loss that training lowers; ce is towards the text.  [default: lk, ce from random "
+        "weights]"
+    ),
     optimizer: OptimizerName = flag("The optimizer.", default="adamw"),
     rate: float | None = flag(
         "Largest learning rate; short trainings like a larger one.  [default: by kind]", "R"
@@ -58,6 +116,7 @@ def train(
     rank: int | None = flag("Rank of a healed draft's corrections.  [default: 16]", "R", min=1),
     temperature: float = flag("Temperature of the answers, as in serving.", "T", default=0.8),
     seed: Seed = 0,
+    of_exits: ExitFlags,
     loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -71,6 +130,21 @@ def train(
     started = time.monotonic()
     seconds = seconds_given(timeout, minutes)
     minutes = None if seconds is None else seconds / 60
+    if recipe == "exits":
+        given: dict[str, Any] = {"skip": skip, "exit_layer": exit_layer, "start": start}
+        given |= {"rank": rank, "tokens": tokens}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is of --recipe draft; leave it out")
+        shared = {"loss": loss, "rate": rate, "minutes": minutes}
+        shared |= {"optimizer": optimizer, "temperature": temperature, "seed": seed}
+        train_exits(
+            output, prompts, texts, of_exits, shared, loading, Talk(quiet), started, as_json
+        )
+        return
+    for name in of_exits.settings:
+        raise ValueError(f"--{name} is of --recipe exits; leave it out")
+    loss = loss or "lk"
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
     for option, value, kind in (
@@ -84,7 +158,7 @@ def train(
     if draft == "assistant" and (start is None or loss != "lk"):
         raise ValueError("--draft assistant needs --start NAME, and lowers --loss lk")
     file = prompts or texts
-    given = None if file is None else read_given(file)
+    asked = None if file is None else read_given(file)
     base = None if skip is None else SkipConfig.load(skip)
     if exit_layer is not None:
         base = SkipConfig.early_exit(exit_layer)
@@ -104,7 +178,7 @@ def train(
         talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
         together = processes.count()
-        recipe = Recipe(
+        settings = Recipe(
             kind=draft,
             loss=loss,
             optimizer=optimizer,
@@ -120,7 +194,7 @@ def train(
         corpus = Corpus(
             loaded.model,
             loaded.tokenizer,
-            given,
+            asked,
             answer=texts is None,
             temperature=temperature,
             seed=seed,
@@ -136,14 +210,16 @@ def train(
                 if official is None:
                     raise ValueError(f"--start must name an assistant of Gemma 4, got {start}")
                 place = str(official.folder or start)
-                trained = AssistantTraining(place, opened, corpus, recipe, output, **said).further()
+                trained = AssistantTraining(
+                    place, opened, corpus, settings, output, **said
+                ).further()
                 talk.progress("")
                 if processes.first():
                     print(_overlaps(trained))
                     if as_json:
                         print(to_json(trained))
                 return
-            training = Training(opened, corpus, recipe, output, **said)
+            training = Training(opened, corpus, settings, output, **said)
             record = read_record(output)
             if record is None:
                 training.run()
@@ -158,6 +234,96 @@ def train(
     talk.say(f"next: layerskip generate {loaded.name} --prompt TEXT{with_it}")
     if as_json:
         print(to_json(record))
+
+
+def train_exits(
+    output: Path,
+    prompts: Path | None,
+    texts: Path | None,
+    flags: ExitFlags,
+    shared: dict[str, Any],
+    loading: Loading,
+    talk: Talk,
+    started: float,
+    as_json: bool,
+) -> None:
+    """`layerskip train --recipe exits`."""
+    settings = flags.settings | {name: each for name, each in shared.items() if each is not None}
+    settings["exits"], config = flags.layers(), settings.pop("config", None)
+    random = settings.get("init") == "random"
+    if config is not None and not random:
+        raise ValueError("--config is of --init random; leave it out")
+    if random and texts is None:
+        raise ValueError("random weights have no answers of their own; give --texts FILE")
+    if random:
+        settings = {"loss": "ce", "keep": 0.0, "rate": 3e-3} | settings
+    if "steps" not in settings and "minutes" not in settings:
+        settings["minutes"] = MINUTES
+    asked = None if prompts is None else read_given(prompts)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output {output} is a file; give a folder")
+
+    from layerskip.training import processes
+    from layerskip.training.data import Corpus
+    from layerskip.training.exit_training import ExitRecipe, ExitTraining
+    from layerskip.training.exits import random_model
+
+    recipe = ExitRecipe(**settings)
+    with processes.process_group():
+        talk = talk if processes.first() else Talk(True)
+        loaded = open_model(loading, talk)
+        model, corpus = loaded.model, None
+        if random:
+            model = random_model(config, loaded.model, recipe.seed)
+        if texts is None or asked is not None:
+            corpus = Corpus(
+                model,
+                loaded.tokenizer,
+                asked,
+                temperature=recipe.temperature,
+                seed=recipe.seed,
+            )
+
+        def progress(what: str, share: float) -> None:
+            talk.progress(f"[{'#' * int(_BAR * share):<{_BAR}}] {what}")
+
+        training = ExitTraining(
+            model,
+            loaded.tokenizer,
+            corpus,
+            texts,
+            recipe,
+            output,
+            progress=progress,
+            say=talk.say,
+            started=started,
+        )
+        record = training.run()
+        if not processes.first():
+            return
+    talk.progress("")
+    print(_exits(record))
+    talk.say(f"next: layerskip benchmark {output} --prompts FILE")
+    if as_json:
+        print(to_json(record))
+
+
+def _exits(record: dict[str, Any]) -> str:
+    """What a training of exits brought, in words."""
+    from layerskip.training.exit_training import LARGEST_RISE, rise, table_of
+
+    risen, words = rise(record), ""
+    if risen > LARGEST_RISE and record["recipe"]["init"] != "random":
+        words = (
+            f"warning: the model's own loss rose by {risen:.3f} nats, more than {LARGEST_RISE:g}: "
+            "its texts are worse than before; train with a larger --keep or a smaller --rate\n"
+        )
+    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
+    notes = [
+        ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
+        ("best exit", f"{record['best']}, by a formula {record['promised']:.2f} times as fast"),
+    ]
+    return f"{words}{aligned(table_of(record))}\n{two_columns(notes)}"
 
 
 def _overlaps(record: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from layerskip.files.schema import (
     named,
     optional,
     version,
+    word,
 )
 
 SCHEMA = 1
@@ -57,6 +58,34 @@ def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file cannot be read, or a key is missing or wrong; names the two.
     """
     return read(path, "training", check_record)
+
+
+EXITS_SCHEMA = 1
+_EXITS = items(
+    has(exit=NUMBER, loss=NUMBER, agreement=SHARE, accepted=SHARE, overlap=SHARE), least=2
+)
+_EXIT_RECORD = has(
+    schema=version(EXITS_SCHEMA),
+    recipe=has(
+        kind=word("exits"), exits=items(integer(1), least=1), init=name_text, loss=name_text
+    ),
+    base=name_text,
+    model=Maybe(name_text),
+    **dict.fromkeys(("steps", "tokens", "text_tokens"), COUNT),
+    seconds=named(SECONDS),
+    curve=items(NUMBER),
+    before=_EXITS,
+    after=_EXITS,
+    best=integer(1),
+    promised=POSITIVE,
+)
+
+
+def check_exit_record(record: Any) -> None:
+    """`check_record` of a training of exits."""
+    _EXIT_RECORD(record, "")
+    if len(record["before"]) != len(record["after"]):
+        raise ValueError("before and after must have as many exits")
 
 
 def check_record(record: Any) -> None:

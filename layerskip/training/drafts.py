@@ -6,22 +6,19 @@ of them. `judging` measures the result.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
-from layerskip.files.schema import parse
-from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
@@ -29,6 +26,7 @@ from layerskip.registry import OPTIMIZERS, named
 from layerskip.training import data, features, processes
 from layerskip.training.loop import schedule, train, windows_of
 from layerskip.training.losses import Judge, TrainingBatch
+from layerskip.training.stages import Stages
 from layerskip.training.students import Student
 from layerskip.vocabulary import ranked
 
@@ -46,8 +44,6 @@ POINTS = 8  # of the curve, plus one before training
 ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
 """The precision of a module where products with rounded weights are fast: a step mostly reads
 the head. It is trained with exact weights, which makes hardly a difference."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,22 +100,19 @@ class Recipe:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"skip": skip}
 
 
-class Training:
+class Training(Stages):
     """A training in a folder.
 
     Args:
         opened: the model; its weights do not change, and get no gradients from now on.
         folder: for the files; empty, or of the same training.
-        progress: called with a stage in words and the share of it that is done.
-        say: called with notes for the user.
-        started: of `time.monotonic`, when the recipe's minutes began; by default they do now.
+        said: as for `Stages`: progress, say, started.
 
     Attributes:
         skip: the draft's resolved skip config.
         tap: after how many sublayers it reads states; None: after the last.
         curve: progress on held-out windows: points of `tokens` trained on, `loss`, and `overlap` by
             step of the draft.
-        until: of `time.monotonic`, when all should be done and judged.
         facts: what was trained, on how much, and how long it took; filled by `run`.
 
     Raises:
@@ -132,12 +125,8 @@ class Training:
         corpus: data.Corpus,
         recipe: Recipe,
         folder: Path,
-        *,
-        progress: Callable[[str, float], None] = lambda _what, _share: None,
-        say: Callable[[str], None] = lambda _text: None,
-        started: float | None = None,
+        **said: Any,
     ) -> None:
-        started = time.monotonic() if started is None else started
         self.student = self._student(recipe.kind)
         chosen = self.student.skip_for(recipe.kind, recipe.skip, opened.num_layers)
         self.skip = replace(
@@ -148,37 +137,14 @@ class Training:
         rate = self.student.rate if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if self.student.tapped else None
-        self.opened, self.corpus, self.folder, self.work = opened, corpus, folder, folder / "work"
+        self.opened, self.corpus = opened, corpus
+        stages = ("texts", "features", "training")
+        super().__init__(folder, self._identity(), stages, minutes=recipe.minutes, **said)
         opened.model.requires_grad_(False)
         self.half = half_is_fast(opened.device)
-        self.progress, self.say = progress, say
         self.curve: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
-        self.work.mkdir(parents=True, exist_ok=True)
-        self._check_same()
-        self._clock, self._checkpoint = self.work / "seconds.json", self.work / "checkpoint.pt"
-        self.seconds: dict[str, float] = dict.fromkeys(("texts", "features", "training"), 0.0)
-        if self._clock.exists():
-            self.seconds |= parse(self._clock.read_bytes())
-        self.until = math.inf
-        if recipe.minutes is not None:  # those of earlier starts count
-            self.until = started + 60 * recipe.minutes - sum(self.seconds.values())
-
-    def _check_same(self) -> None:
-        """Refuse a folder that holds another training."""
-        path, of = self.work / "recipe.json", self._identity()
-        now = json.loads(json.dumps(of))
-        if not path.exists():
-            if processes.first():
-                write_text(path, json.dumps(of, indent=2) + "\n")
-            return
-        before = parse(path.read_bytes())
-        other = [name for name in now if before.get(name) != now[name]]
-        if other:
-            raise ValueError(
-                f"{self.folder} holds a training with another {other[0]} "
-                f"({before.get(other[0])}, now {now[other[0]]}); name another folder"
-            )
+        self._checkpoint = self.work / "checkpoint.pt"
 
     def _identity(self) -> dict[str, Any]:
         """What makes a training this one."""
@@ -219,17 +185,6 @@ class Training:
         shutil.rmtree(self.work / "features", ignore_errors=True)
         self._checkpoint.unlink(missing_ok=True)
 
-    def _timed(self, stage: str, parts: Iterable[T]) -> Iterator[T]:
-        """Iterate over a stage's parts, and add their seconds to those of earlier starts."""
-        before = time.monotonic()
-        for part in parts:
-            now = time.monotonic()
-            self.seconds[stage] += now - before
-            before = now
-            if processes.first():
-                write_text(self._clock, json.dumps(self.seconds))
-            yield part
-
     def _make_texts(self) -> None:
         recipe = self.recipe
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
@@ -244,7 +199,7 @@ class Training:
             self.corpus, folder, tokens=enough, more=lambda: self.seconds["texts"] < limit
         )
         with self.corpus.short_after(time.monotonic() + limit - spent):
-            for total in self._timed("texts", made):
+            for total in self.timed("texts", made):
                 share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
                 self.progress(f"texts: {total:,} tokens", share)
         self.corpus.drawn_by = self.opened.model
@@ -254,7 +209,7 @@ class Training:
         there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         self._need(features.nbytes(self.opened, tokens, self.tap) - there, "features")
         made = features.compute(self.opened, ids, folder, tap=self.tap)
-        for done in self._timed("features", made):
+        for done in self.timed("features", made):
             read = done * ids.shape[1]
             self.progress(f"features: {read:,} of {tokens:,} tokens", read / tokens)
 
@@ -323,7 +278,7 @@ class Training:
         """
         recipe, a_step = self.recipe, self.recipe.rows * ids.shape[1]
 
-        def step_loss(step: int) -> Tensor:
+        def step_loss(step: int, _: float) -> Tensor:
             numbers = windows_of(self._apart(ids).start, recipe.rows, step, recipe.seed)
             with self._precision():
                 return loss_of(numbers[processes.rank() :: processes.count()])
@@ -339,7 +294,7 @@ class Training:
             save_seconds=SAVE_SECONDS,
             log=self.curve,
         )
-        for step, loss, share in self._timed("training", steps):
+        for step, loss, share in self.timed("training", steps):
             yield step * a_step, share
             left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
             self.progress(

@@ -16,9 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.tensor import DTensor
 
-from layerskip.files.writing import replacing
-from layerskip.training.processes import agreed, average, average_gradients, first
+from layerskip.files.writing import replace_folder, replacing
+from layerskip.training.processes import agreed, average, average_gradients, first, wait
+
+Optimizers = Sequence[torch.optim.Optimizer]
 
 WARM_UP = 20
 """Steps until the full rate."""
@@ -32,8 +37,8 @@ def adamw(parameters: Iterable[nn.Parameter], rate: float) -> list[torch.optim.O
 
 def train(
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    step_loss: Callable[[int], Tensor],
+    optimizers: Optimizers,
+    step_loss: Callable[[int, float], Tensor],
     total_steps: int,
     *,
     schedule: Callable[[int, float], float],
@@ -45,12 +50,13 @@ def train(
     """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss, share done).
 
     The end comes with `total_steps`, or with `total_seconds` of training, over all starts.
-    `step_loss(step)` builds the loss of a step from its number alone. Learning rates are multiplied
-    by `schedule(step, share)`, `share` being the part of the budget that is used up. Model,
+    `step_loss(step, share)` builds the loss of a step from its number, `share` being the part of
+    the budget that is used up. Learning rates are multiplied by `schedule(step, share)`. Model,
     optimizers, step and `log` (plain numbers that the caller adds between steps) are written to
     `checkpoint` every `save_seconds` and at the end, whole or not at all.
 
-    With several processes each has the loss of its own rows, and the first one writes.
+    With several processes each has the loss of its own rows, and the first one writes; of a model
+    whose weights are sharded (FSDP2) each writes its own, to a folder.
 
     Raises:
         FloatingPointError: the loss is not finite.
@@ -62,11 +68,10 @@ def train(
     step, before = 0, 0.0
     for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp") if first() else ():
         half.unlink()  # of a run that was killed while it wrote
+    shards = any(isinstance(each, DTensor) for each in model.parameters())
     if checkpoint.exists():
-        state = _read_checkpoint(checkpoint)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        read = _read_shards if shards else _read_checkpoint
+        state = read(model, optimizers, checkpoint)
         step, before, log[:] = state["step"], state["seconds"], state["log"]
     start = saved_at = time.monotonic()
     device = next(model.parameters()).device
@@ -76,12 +81,13 @@ def train(
         for optimizer, rates in zip(optimizers, base_rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-        loss = step_loss(step)
+        loss = step_loss(step, share)
         found = average(loss).item()
         if not math.isfinite(found):
             raise FloatingPointError(f"the loss is {found} at step {step}; lower the rates")
         torch.autograd.backward(loss)
-        average_gradients(model.parameters())
+        if not shards:
+            average_gradients(model.parameters())
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for optimizer in optimizers:
             optimizer.step()
@@ -90,28 +96,66 @@ def train(
         seconds = before + time.monotonic() - start
         share = agreed(max(step / total_steps, seconds / total_seconds), device)
         yield step, found, share  # before it is saved: the caller may log this step
-        if first() and (share >= 1 or time.monotonic() - saved_at >= save_seconds):
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "step": step,
-                "seconds": seconds,
-                "log": log,
-            }
-            with replacing(checkpoint) as partial:
-                buffer = io.BytesIO()  # so that a full disk raises OSError, not torch's own error
-                torch.save(state, buffer)
-                partial.write_bytes(buffer.getbuffer())
+        late = agreed(float(time.monotonic() - saved_at >= save_seconds), device)
+        if late or share >= 1:
+            facts = {"step": step, "seconds": seconds, "log": log}
+            if shards:
+                _write_shards(model, optimizers, facts, checkpoint)
+            elif first():
+                _write_checkpoint(model, optimizers, facts, checkpoint)
             saved_at = time.monotonic()
 
 
-def _read_checkpoint(path: Path) -> dict[str, Any]:
+def _write_checkpoint(
+    model: nn.Module, optimizers: Optimizers, facts: dict[str, Any], path: Path
+) -> None:
+    weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    with replacing(path) as partial:
+        buffer = io.BytesIO()  # so that a full disk raises OSError, not torch's own error
+        torch.save(facts | {"model": weights, "optimizers": states}, buffer)
+        partial.write_bytes(buffer.getbuffer())
+
+
+def _read_checkpoint(model: nn.Module, optimizers: Optimizers, path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"the checkpoint {path} is cut off or changed; remove it to train from the start"
         ) from error
+    model.load_state_dict(state["model"], strict=False)
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    return state
+
+
+def _shards_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    states = dcp_state.get_state_dict(model, optimizers)
+    return {"model": states[0], "optimizers": states[1]}
+
+
+def _write_shards(
+    model: nn.Module, optimizers: Optimizers, facts: dict[str, Any], path: Path
+) -> None:
+    """Each process writes its own part to a folder, which then takes the place of the old one."""
+    partial = path.with_name(f"{path.name}.new")
+    dcp.save(_shards_of(model, optimizers) | facts, checkpoint_id=partial)
+    wait()
+    if first():
+        replace_folder(partial, path)
+    wait()
+
+
+def _read_shards(model: nn.Module, optimizers: Optimizers, path: Path) -> dict[str, Any]:
+    state = _shards_of(model, optimizers) | {"step": 0, "seconds": 0.0, "log": []}
+    dcp.load(state, checkpoint_id=path)
+    dcp_state.set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizers"],
+    )
     return state
 
 

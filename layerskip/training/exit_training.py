@@ -1,0 +1,493 @@
+"""Continued training of a checkpoint, so that its early exits draft well: `train --recipe exits`.
+
+Three stages: texts, training, judging. The result is an ordinary checkpoint.
+Letters: B windows, T tokens of one, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.files.schema import parse
+from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
+from layerskip.files.writing import write_text
+from layerskip.model.fingerprint import fingerprint
+from layerskip.registry import named
+from layerskip.training import data, processes, token_files
+from layerskip.training.drafts import half_is_fast
+from layerskip.training.exits import ExitModel, enabled, exit_table, exit_weights, kept_layers
+from layerskip.training.judging import formula
+from layerskip.training.loop import schedule, train
+from layerskip.training.losses import divergences
+from layerskip.training.stages import Stages
+
+RECORD = "train.json"
+LARGEST_RISE = 0.02
+"""Nats that the final layer's loss may rise by without a warning: 2% of perplexity."""
+APART = 16
+"""Windows kept apart, to judge by."""
+FOR_TEXTS = 0.2
+SAVE_SECONDS = 60.0
+POINTS = 50  # of the curve, at most
+DRAFTED = 8  # tokens of a draft, at most, in the promise
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRecipe:
+    """The settings of a training of exits.
+
+    Attributes:
+        exits: the early exits to train, ascending, of 1..L-1; none: all.
+        loss: of an early exit (see `layerskip.registry`): towards the frozen model's distribution;
+            "ce" towards the text, and the final layer, too, as in LayerSkip.
+        keep: the weight of the final layer's divergence from the frozen model; 0: none is kept.
+        dropout: how often the last layer is dropped; earlier ones less (see `drop_rates`).
+        curriculum: which exits a step trains (see `enabled`).
+        lora: rank of low-rank adapters that are trained in place of all weights, and merged at the
+            end; None: all weights are trained.
+        init: "checkpoint", or "random" weights, which nothing of the model is kept of.
+        steps: to train; None: as many as `minutes` allow.
+        minutes: of texts, training and judging together.
+        rate: of learning, at most.
+        window: tokens of a sequence; `rows` of them are a step.
+
+    Raises:
+        ValueError: a value is out of range, or neither steps nor minutes are given.
+    """
+
+    exits: tuple[int, ...] = ()
+    loss: str = "lk"
+    keep: float = 1.0
+    dropout: float = 0.1
+    curriculum: str = "rotational"
+    lora: int | None = None
+    init: str = "checkpoint"
+    steps: int | None = None
+    minutes: float | None = None
+    rate: float = 3e-4
+    optimizer: str = "adamw"
+    temperature: float = 0.8
+    seed: int = 0
+    window: int = 256
+    rows: int = 4
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("keep", 0, math.inf),
+            ("dropout", 0, 1),
+            ("rate", 0, math.inf),
+        ):
+            value = getattr(self, name)
+            if not low <= value < high:
+                raise ValueError(f"{name} must be in {low}..{high}, got {value}")
+        if self.init == "random" and (self.loss != "ce" or self.lora is not None):
+            raise ValueError("random weights are trained towards the text: loss ce, without lora")
+        if self.steps is None and self.minutes is None:
+            raise ValueError("say how long to train: steps or minutes")
+
+    def for_model(self, layers: int) -> ExitRecipe:
+        """The recipe with its exits written out, ascending.
+
+        Raises:
+            ValueError: the model has no such exit.
+        """
+        exits = sorted({*(self.exits or range(1, layers))})
+        if not exits or exits[0] < 1 or exits[-1] >= layers:
+            raise ValueError(f"exits must be in 1..{layers - 1} for this model, got {exits}")
+        return replace(self, exits=tuple(exits))
+
+
+class ExitTraining(Stages):
+    """A training of a model's exits in a folder.
+
+    Args:
+        model: of an opened family; its weights change.
+        tokenizer: is written beside the checkpoint.
+        corpus: gives the model's own answers; None: there are none.
+        texts: a file of texts; None: none.
+        folder: for the checkpoint; empty, or of the same training.
+        said: as for `Stages`.
+
+    Raises:
+        ValueError: the model has no such exit, the texts are too short, the folder holds something
+            else, or peft is missing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        corpus: data.Corpus | None,
+        texts: Path | None,
+        recipe: ExitRecipe,
+        folder: Path,
+        **said: Any,
+    ) -> None:
+        self.module = ExitModel(model)
+        self.layers = self.module.num_layers
+        self.recipe = recipe = recipe.for_model(self.layers)
+        self.model, self.tokenizer, self.corpus, self.texts = model, tokenizer, corpus, texts
+        if recipe.lora is not None:
+            _peft()
+            if processes.count() > 1:
+                raise ValueError("--lora trains in one process; leave out torchrun, or --lora")
+        if corpus is None:
+            least = recipe.rows * processes.count() + 1
+            token_files.check_length(self._given(), least, recipe.window)
+        check_empty(folder)
+        self.dtype, self.device = model.dtype, model.device
+        self.base = fingerprint(model)
+        super().__init__(
+            folder,
+            self._identity(),
+            ("texts", "training", "judging"),
+            minutes=recipe.minutes,
+            **said,
+        )
+        self.half = half_is_fast(self.device)
+        self.losses: list[float] = []
+
+    def _identity(self) -> dict[str, Any]:
+        """What makes a training this one."""
+        corpus = self.corpus
+        return asdict(self.recipe) | {
+            "base": self.base,
+            "prompts": 0 if corpus is None else len(corpus.known) + len(corpus.apart),
+            "texts": None if self.texts is None else self.texts.stat().st_size,
+            "processes": processes.count(),
+        }
+
+    def _given(self) -> Iterator[list[int]]:
+        if self.texts is None:
+            return iter(())
+        return token_files.tokenised(token_files.documents(self.texts), self.tokenizer)
+
+    def run(self) -> dict[str, Any]:
+        """Run all stages; returns the record, which is kept in the folder beside the checkpoint."""
+        path = self.folder / RECORD
+        if not path.exists():
+            self._run()
+            processes.wait()
+        record: dict[str, Any] = parse(path.read_bytes())
+        return record
+
+    def _run(self) -> None:
+        recipe = self.recipe
+        if processes.first():
+            self._make_texts()
+        processes.wait()
+        tokens = token_files.token_file(self.work / token_files.TRAIN)
+        counts = parse((self.work / "tokens.json").read_bytes())
+        if min(len(tokens) // recipe.rows, counts[token_files.APART]) <= recipe.window:
+            raise ValueError(
+                f"the texts hold {len(tokens):,} tokens, too few for a step of {recipe.rows} "
+                f"windows of {recipe.window}; give more prompts or texts, or more minutes"
+            )
+        frozen = None
+        kept = recipe.init == "checkpoint" and (recipe.loss != "ce" or recipe.keep > 0)
+        if not self.half:
+            self.model.float()
+        if kept and recipe.lora is None:
+            frozen = ExitModel(deepcopy(self.model)).requires_grad_(False)
+        self.model.float()
+        adapted = None if recipe.lora is None else _adapted(self.model, recipe)
+        if processes.count() > 1:
+            for each in (self.module, frozen):
+                if each is not None:
+                    _shard(each, self.device)
+        before = self._judged("before")
+        self._train(tokens, frozen, adapted)
+        if adapted is not None:
+            adapted.merge_and_unload()
+        self._finish(before, len(tokens))
+
+    def _make_texts(self) -> None:
+        """Write the token files, where they are missing."""
+        recipe, work = self.recipe, self.work
+        if (work / "tokens.json").exists():
+            return
+        need = math.inf if recipe.steps is None else recipe.steps * recipe.rows * recipe.window
+        limit = FOR_TEXTS * 60 * (recipe.minutes or math.inf)
+        texts = self._given()
+        if self.corpus is not None:
+            half = need / 2 if self.texts is not None else need
+            made = data.collect(
+                self.corpus, work / "texts", tokens=half, more=lambda: self.seconds["texts"] < limit
+            )
+            for total in self.timed("texts", made):
+                done = max(total / half, self.seconds["texts"] / limit)
+                self.progress(f"texts: {total:,} tokens of answers", min(1.0, done))
+            answers = (text.ids for text in data.all_texts(work / "texts"))
+            texts = chain(answers, texts)
+        written = token_files.write_tokens(
+            texts,
+            work,
+            tokens=need,
+            length=recipe.window,
+            apart=APART,
+            more=lambda: self.seconds["texts"] < 2 * limit,
+        )
+        for total in self.timed("texts", written):
+            self.progress(f"texts: {total:,} tokens", min(1.0, total / need))
+
+    def _judged(self, name: str) -> list[dict[str, float]]:
+        """The table of all exits on windows kept apart, kept in a file."""
+        path = self.work / f"{name}.json"
+        if not path.exists():
+            self.progress(f"judging exits {name} training", 0.0)
+            tokens, length = (
+                token_files.token_file(self.work / token_files.APART),
+                self.recipe.window,
+            )
+            count = min(APART, (len(tokens) - 1) // length)
+            windows = torch.stack([token_files.window(tokens, n, length) for n in range(count)])
+            exits, at = range(1, self.layers + 1), self.recipe.temperature
+            with self._precision():
+                made = (exit_table(self.module, windows.to(self.device), exits, at) for _ in [0])
+                [rows] = self.timed("judging", made)
+            if processes.first():
+                write_text(path, json.dumps(rows))
+            processes.wait()
+        table: list[dict[str, float]] = parse(path.read_bytes())
+        return table
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
+
+    def _train(self, tokens: Any, frozen: ExitModel | None, adapted: Any) -> None:
+        """Train on a file of tokens (N,)."""
+        recipe, last = self.recipe, self.layers
+        loss_of, towards_text = named("loss", recipe.loss), recipe.loss == "ce"
+        at = 1.0 if towards_text else recipe.temperature
+        weights = [each for each in self.module.parameters() if each.requires_grad]
+
+        @torch.no_grad()
+        def original(ids: Tensor) -> Tensor | None:
+            if frozen is not None:
+                logits: Tensor = frozen(ids, (last,))[last]
+                return logits
+            if adapted is None:
+                return None
+            with adapted.disable_adapter():
+                return self.module(ids, (last,))[last]
+
+        def step_loss(step: int, share: float) -> Tensor:
+            batch = token_files.batch_at(tokens, step, recipe.rows, recipe.window, recipe.seed)
+            batch = batch[processes.rank() :: processes.count()].to(self.device)
+            ids, labels = batch[:, :-1], batch[:, 1:]
+            rate = recipe.dropout * (2**share - 1 if recipe.init == "random" else 1)
+            kept = kept_layers(last, rate, recipe.rows, recipe.seed, step)
+            kept = kept[:, processes.rank() :: processes.count()].to(self.device)
+            exits = enabled(recipe.exits, recipe.curriculum, step, share)
+            counts = exit_weights(exits, last, final=towards_text)
+            with self._precision():
+                target = original(ids)  # (B, T, V)
+                logits = self.module(ids, (*exits, last), kept)
+                losses = []
+                for each, weight in counts.items():
+                    mine = logits[each]
+                    losses.append(
+                        weight * loss_of(mine, mine if target is None else target, labels, at)
+                    )
+                if target is not None and recipe.keep:
+                    losses.append(recipe.keep * divergences(logits[last], target, 1.0)[0])
+            return torch.stack(losses).sum()
+
+        steps = train(
+            self.module,
+            named("optimizer", recipe.optimizer)(weights, recipe.rate),
+            step_loss,
+            recipe.steps or 1 << 40,
+            schedule=schedule,
+            checkpoint=self.work / "checkpoint.pt",
+            total_seconds=self._budget(),
+            save_seconds=SAVE_SECONDS,
+            log=self.losses,
+        )
+        a_step = recipe.rows * recipe.window
+        for step, loss, share in self.timed("training", steps):
+            self.losses.append(loss)
+            left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
+            self.progress(
+                f"training: step {step:,}, {step * a_step:,} tokens, loss {loss:.3f}, "
+                f"{left / 60:.0f} min left",
+                share,
+            )
+
+    def _budget(self) -> float:
+        """Seconds of training over all starts, that leave as many for judging as it took before."""
+        left = self.until - time.monotonic() + self.seconds["training"]
+        return max(1.0, left - 1.5 * self.seconds["judging"])
+
+    def _finish(self, before: list[dict[str, float]], text_tokens: int) -> None:
+        """Write the checkpoint and what came of it."""
+        if processes.count() == 1:
+            self.model.to(self.dtype).float()  # judged as it is written
+        after = self._judged("after")
+        state = _whole_state(self.module)
+        if not processes.first():
+            return
+        recipe = self.recipe
+        best, promised = best_exit(after)
+        record = {
+            "schema": EXITS_SCHEMA,
+            "recipe": asdict(recipe) | {"kind": "exits"},
+            "model": self.model.name_or_path or None,
+            "base": self.base,
+            "steps": len(self.losses),
+            "tokens": len(self.losses) * recipe.rows * recipe.window,
+            "text_tokens": text_tokens,
+            "seconds": self.seconds,
+            "curve": curve(self.losses),
+            "before": before,
+            "after": after,
+            "best": best,
+            "promised": promised,
+        }
+        check_exit_record(record)
+        partial = self.folder / ".checkpoint.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        state = {name: weight.to(self.dtype) for name, weight in state.items()}
+        self.model.to(self.dtype).save_pretrained(partial, state_dict=state)
+        self.tokenizer.save_pretrained(partial)
+        write_text(partial / "README.md", card(record))
+        exits = SkipConfig.early_exit(best)
+        replace(exits, decoding=DecodingOptions(lookup=True)).save(partial / "layerskip.json")
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+            file.chmod(0o644)  # the library makes weights private to their owner
+            file.replace(self.folder / file.name)  # the config, which makes it a checkpoint, last
+        partial.rmdir()
+        write_text(self.folder / RECORD, json.dumps(record, indent=2, allow_nan=False) + "\n")
+        shutil.rmtree(self.work)
+
+
+def best_exit(table: list[dict[str, float]]) -> tuple[int, float]:
+    """The early exit with the largest promise, and that: its expected speedup by the formula.
+
+    Taken are the shares accepted, the same at each depth, and costs by the number of layers.
+    """
+    layers = len(table)
+    promises = {}
+    for row in table[:-1]:
+        survival = [row["accepted"] ** depth for depth in range(1, DRAFTED + 1)]
+        costs = CostTable(row["exit"] / layers, (1.0,) * (DRAFTED + 1))
+        promises[int(row["exit"])] = formula(survival, costs)
+    best = max(promises, key=lambda each: promises[each])
+    return best, promises[best]
+
+
+def curve(losses: list[float]) -> list[float]:
+    """Mean losses of at most POINTS equal parts of a training."""
+    size = max(1, math.ceil(len(losses) / POINTS))
+    parts = (losses[first : first + size] for first in range(0, len(losses), size))
+    return [sum(part) / len(part) for part in parts]
+
+
+def rise(record: dict[str, Any]) -> float:
+    """By how many nats the final layer's loss rose."""
+    return float(record["after"][-1]["loss"] - record["before"][-1]["loss"])
+
+
+def table_of(record: dict[str, Any]) -> list[list[str]]:
+    """Each trained exit before and after: the cells of a table."""
+    trained = {*record["recipe"]["exits"], record["best"], len(record["after"])}
+    lines = [["exit", "loss", "after", "agreement", "after", "accepted", "after"]]
+    for before, after in zip(record["before"], record["after"], strict=True):
+        if after["exit"] in trained:
+            pairs = ((before[name], after[name]) for name in ("loss", "agreement", "accepted"))
+            lines.append([f"{after['exit']:.0f}", *(f"{v:.3f}" for pair in pairs for v in pair)])
+    return lines
+
+
+def card(record: dict[str, Any]) -> str:
+    """The model card: what was done, and what came of it."""
+    recipe = record["recipe"]
+    lines = table_of(record)
+    rows = "\n".join("| " + " | ".join(line) + " |" for line in lines[1:])
+    head = "| " + " | ".join(lines[0]) + " |\n" + "|---" * len(lines[0]) + "|"
+    begun = record["model"] or "a model of no name"
+    begun = f"random weights of the shape of {begun}" if recipe["init"] == "random" else begun
+    return f"""---
+library_name: transformers
+tags: [layerskip, early-exit]
+---
+
+# Trained for early exits
+
+Begun with {begun} ({record["base"]}); the terms of that model and of the texts hold for this one.
+Trained by `layerskip train --recipe exits`: {record["steps"]:,} steps, {record["tokens"]:,} tokens,
+loss `{recipe["loss"]}`, weight {recipe["keep"]:g} of the final layer's divergence from the
+original, layer dropout up to {recipe["dropout"]:g}, {recipe["curriculum"]} curriculum, learning
+rate {recipe["rate"]:g}, seed {recipe["seed"]}.
+
+On texts kept apart, before and after; the last row is the model itself. "accepted" is the share of
+tokens that an exit drafts right under shared noise, at temperature {recipe["temperature"]:g}.
+
+{head}
+{rows}
+
+`layerskip.json` names exit {record["best"]}. It loads in transformers and in any server as before.
+"""
+
+
+def check_empty(folder: Path) -> None:
+    """Refuse a folder with something that is not a training.
+
+    Raises:
+        ValueError: there is.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        known = (folder / "work" / "recipe.json").exists() or (folder / RECORD).exists()
+        if not known:
+            raise ValueError(f"--output {folder} is not empty, and holds no training; name another")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("--lora needs peft, which is not installed: pip install peft") from error
+    return peft
+
+
+def _adapted(model: Any, recipe: ExitRecipe) -> Any:
+    """The model with low-rank adapters beside all linears of its layers; only those train."""
+    peft = _peft()
+    torch.manual_seed(recipe.seed)
+    rank = recipe.lora
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * (rank or 1), target_modules="all-linear")
+    return peft.get_peft_model(model, config)
+
+
+def _shard(module: ExitModel, device: torch.device) -> None:
+    """Spread weights, gradients and the optimizer's states over all processes (FSDP2)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (processes.count(),))
+    for layer in module.parts[2]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def _whole_state(module: ExitModel) -> dict[str, Tensor]:
+    """The weights of the model by name, gathered on the first process."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Tensor] = get_model_state_dict(module.model, options=options)
+    return state

@@ -1,0 +1,151 @@
+"""Texts of any size as files of token ids, which training reads window by window.
+
+Letters: B windows of a step, T tokens of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerskip.files.schema import parse_characters, text
+from layerskip.files.writing import replacing, write_text
+from layerskip.prompts import JSON_SUFFIXES
+from layerskip.training.loop import windows_of
+
+TRAIN, APART = "train.bin", "apart.bin"
+"""Token ids to train on, and those kept apart; 4 bytes each."""
+EVERY = 16
+"""One of so many documents is kept apart."""
+_LINES = 64  # of plain text: a document
+_TOGETHER = 32  # documents tokenised in one call
+
+
+def documents(path: Path) -> Iterator[str]:
+    """The texts of a file, one after the other: of JSON lines the `text`, else groups of lines.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is wrong.
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            if path.suffix in JSON_SUFFIXES:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield _text_of(line, path, number)
+                return
+            while lines := "".join(islice(file, _LINES)):
+                yield lines
+    except OSError as error:
+        raise ValueError(f"cannot read texts {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"texts {path} are not UTF-8: {error.reason}") from error
+
+
+def _text_of(line: str, path: Path, number: int) -> str:
+    try:
+        document = parse_characters(line)
+        if not isinstance(document, dict) or "text" not in document:
+            raise ValueError('a line must be an object with "text"')
+        return str(text(document["text"], "text"))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"texts {path}, line {number}: {error}") from error
+
+
+def tokenised(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
+    """The token ids of each text, with the token that ends a text behind it."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rest = iter(texts)
+    while some := list(islice(rest, _TOGETHER)):
+        for ids in tokenizer(some, verbose=False)["input_ids"]:
+            yield ids + end
+
+
+def split(texts: Iterable[list[int]], apart: int, length: int) -> Iterator[tuple[str, list[int]]]:
+    """Each text with the file that it is for: of the first and of every EVERY-th the first two
+    windows' length is kept apart, until so many windows are."""
+    kept = 0
+    for number, ids in enumerate(texts):
+        if number % EVERY == 0 and kept <= apart * length:
+            kept += len(ids[: 2 * length])
+            yield APART, ids[: 2 * length]
+        else:
+            yield TRAIN, ids
+
+
+def check_length(texts: Iterable[list[int]], windows: int, length: int) -> None:
+    """Refuse texts that do not fill so many windows and one kept apart; reads no further than that.
+
+    Raises:
+        ValueError: they are too short.
+    """
+    counts, need = {TRAIN: 0, APART: 0}, {TRAIN: windows * length + 1, APART: length + 1}
+    for name, ids in split(texts, 1, length):
+        counts[name] += len(ids)
+        if all(counts[each] >= need[each] for each in need):
+            return
+    raise ValueError(
+        f"the texts hold {sum(counts.values()):,} tokens, too few for {windows} windows of "
+        f"{length} to train on and one to judge by; give more, or shorten windows by --window T"
+    )
+
+
+def write_tokens(
+    texts: Iterable[list[int]],
+    folder: Path,
+    *,
+    length: int,
+    tokens: float,
+    apart: int,
+    more: Callable[[], bool] = lambda: True,
+) -> Iterator[int]:
+    """Write texts to the files TRAIN and APART of a folder, whole or not at all (see `split`).
+
+    Args:
+        tokens: to train on, at most.
+        more: asked now and then whether to go on.
+
+    Yields:
+        Tokens to train on so far, now and then.
+    """
+    counts = {TRAIN: 0, APART: 0}
+    with replacing(folder / TRAIN) as train, replacing(folder / APART) as kept:
+        files = {TRAIN: train.open("wb"), APART: kept.open("wb")}
+        try:
+            for number, (name, ids) in enumerate(split(texts, apart, length)):
+                files[name].write(np.asarray(ids, np.uint32).tobytes())
+                counts[name] += len(ids)
+                if number % _TOGETHER == 0:
+                    yield counts[TRAIN]
+                if counts[TRAIN] >= tokens or not more():
+                    break
+        finally:
+            for file in files.values():
+                file.close()
+    write_text(folder / "tokens.json", json.dumps(counts))
+
+
+def token_file(path: Path) -> np.ndarray:
+    """The token ids of a file, (N,), mapped and not read."""
+    return np.memmap(path, np.uint32, "r")
+
+
+def window(tokens: np.ndarray, number: int, length: int) -> Tensor:
+    """Window (T + 1,) of a number: they begin at multiples of T, and share their last token."""
+    ids = tokens[number * length : number * length + length + 1]
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def batch_at(tokens: np.ndarray, step: int, rows: int, length: int, seed: int = 0) -> Tensor:
+    """A step's windows (B, T + 1); every epoch has its own order."""
+    count = (len(tokens) - 1) // length
+    return torch.stack(
+        [window(tokens, number, length) for number in windows_of(count, rows, step, seed)]
+    )
