@@ -1,26 +1,22 @@
-"""Make the data and the tokenizer of the shipped models, from Python's own sources.
+"""Write the sources of Python's standard library as texts for `layerskip train --texts`.
 
-Reads every .py file of the standard library, holds 2.5% of them out by a hash of their path, trains
-a byte-level BPE tokenizer of 2048 entries on the rest and writes, under --work:
+    python scripts/build_data.py texts.jsonl
 
-    tokenizer/       PreTrainedTokenizerFast files (end of text 0, pad 1, no beginning of text)
-    train.npy        uint16 token ids, documents separated by the end-of-text token
-    heldout.npy      the same for the files held out
-    data.json        counts, and the version of Python that was read
+Files that the shipped models were not trained on (2.5% of them, by a hash of their paths) come
+where training keeps texts apart. The shipped models' tokenizer was trained on the others.
 """
 
 import argparse
 import hashlib
 import json
-import platform
+import random
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from layerskip.files.writing import replacing
+from layerskip.training.token_files import EVERY
 
-END, PAD = "<|endoftext|>", "<|pad|>"
 HELD_OUT_PER_MILLE = 25
 
 
@@ -46,62 +42,24 @@ def read_sources(root: Path) -> dict[str, str]:
     return sources
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocab_size` entries, special tokens included."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        padding_side="left",
-        model_max_length=512,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> np.ndarray:
-    """Token ids (N,) uint16 of the texts, each one followed by the end-of-text token."""
-    ids: list[int] = []
-    for text in texts:
-        ids += tokenizer(text, verbose=False)["input_ids"]
-        ids.append(tokenizer.eos_token_id)
-    return np.array(ids, dtype=np.uint16)
+def in_order(names: list[str]) -> Iterator[str]:
+    """The names shuffled, those held out at every EVERY-th place as long as there are any."""
+    random.Random(0).shuffle(names)
+    held_out = [name for name in names if is_held_out(name)]
+    train = [name for name in names if not is_held_out(name)]
+    for number in range(len(names)):
+        yield (held_out if held_out and (number % EVERY == 0 or not train) else train).pop()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=Path("runs/train"))
-    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("output", type=Path)
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-
     sources = read_sources(Path(sysconfig.get_paths()["stdlib"]))
-    held_out = [name for name in sources if is_held_out(name)]
-    train = [name for name in sources if not is_held_out(name)]
-    tokenizer = train_tokenizer([sources[name] for name in train], args.vocab_size)
-    tokenizer.save_pretrained(args.work / "tokenizer")
-    counts = {}
-    for split, names in (("train", train), ("heldout", held_out)):
-        texts = [sources[name] for name in names]
-        ids = encode(tokenizer, texts)
-        np.save(args.work / f"{split}.npy", ids)
-        counts[split] = {
-            "files": len(names),
-            "bytes": sum(len(text.encode()) for text in texts),
-            "tokens": len(ids),
-        }
-    facts = {"python": platform.python_version(), "splits": counts}
-    (args.work / "data.json").write_text(json.dumps(facts, indent=1))
-    print(json.dumps(facts))
+    with replacing(args.output) as partial, partial.open("w", encoding="utf-8") as file:
+        for name in in_order([*sources]):
+            file.write(json.dumps({"id": name, "text": sources[name]}) + "\n")
+    print(f"{len(sources):,} files, {sum(map(len, sources.values())) / 1e6:.1f}M characters")
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ ROOMS = {
     "bench": 1_800,
     "replay": 1_450,
     "research": 1_650,
-    "training": 1_500,
-    "cli": 2_900,
+    "training": 2_250,
+    "cli": 3_060,
     "search": 2_300,
     "analysis": 2_200,
     "scripts": 1_450,
 }
-WHOLE = 36_000  # all but tests, C++ included
-TESTS = 25_500
+WHOLE = 36_350  # all but tests, C++ included
+TESTS = 25_700
 WORDS = ("config", "draft_weights", "environment", "named", "prompts", "registry", "text")
 
 

@@ -1,4 +1,4 @@
-"""Exits as they are trained, a run that survives a kill, and what ships."""
+"""Batches, a run that survives a kill, and what ships."""
 
 import itertools
 import json
@@ -6,75 +6,38 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from models import prompt, tiny_model
+from models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
-from layerskip.training import loop
-from layerskip.training import recipes as training
-from layerskip.training.losses import divergences
+from layerskip.training import loop, token_files
+from layerskip.training.exits import ExitModel, exit_table
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
-FAMILIES = ["llama", "gemma", "gemma2", "gemma4"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exits_are_read_through_the_models_own_norm_and_head(family):
-    model = tiny_model(family)
-    tokens = prompt(20, rows=2)  # longer than Gemma 2's window
-    with torch.no_grad():
-        expected = model(tokens, output_hidden_states=True)
-        states = training.exit_states(model, tokens, [2, 6])
-    torch.testing.assert_close(states[2], model.model.norm(expected.hidden_states[2]))
-    torch.testing.assert_close(training.exit_logits(model, states[6]), expected.logits.float())
-
-
-def test_exit_quality_of_the_final_layer_is_the_models_own():
-    model = tiny_model("gemma2")
-    windows = prompt(14, rows=3)
-    rows = training.exit_quality(model, windows, temperatures=(1.0, 0.8))
-    assert [sorted(row) for row in rows] == [["agreement", "loss", "overlap@0.8", "overlap@1"]] * 6
-    final = rows[-1]
-    assert final["loss"] == pytest.approx(model(windows, labels=windows).loss.item(), rel=1e-5)
-    assert final["agreement"] == 1.0
-    assert final["overlap@1"] == pytest.approx(1.0)
-    with torch.no_grad():
-        states = training.exit_states(model, windows[:, :-1], [2, 6])
-        p, q = (training.exit_logits(model, states[e]).div(0.8).softmax(-1) for e in (6, 2))
-    assert rows[1]["overlap@0.8"] == pytest.approx(1 - 0.5 * (p - q).abs().sum(-1).mean().item())
-    assert rows[1]["agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).float().mean())
-
-
-# Batches and the loop
 
 
 def test_an_epoch_holds_every_window_once():
-    tokens = torch.arange(1001)
-    batches = [training.batch_at(tokens, step, 5, 10) for step in range(40)]
+    tokens = np.arange(1001, dtype=np.uint32)
+    batches = [token_files.batch_at(tokens, step, 5, 10) for step in range(40)]
     assert {batch.shape for batch in batches} == {(5, 11)}
     first, second = torch.cat(batches[:20]), torch.cat(batches[20:])
     for epoch in (first, second):
         assert sorted(epoch[:, 0].tolist()) == list(range(0, 1000, 10))
         assert torch.equal(epoch - epoch[:, :1], torch.arange(11).expand(100, 11))
     assert not torch.equal(first, second)
-    with pytest.raises(ValueError, match=r"fewer than one batch of 200"):
-        training.batch_at(tokens, 0, 200, 10)
 
 
 def learner(folder, total_steps=30, **options):
     """A tiny early-exit model on a text of period 7, and its training run so far unstarted."""
     model = tiny_model("llama", dtype=torch.float32, initializer_range=0.05)
-    tokens = (torch.arange(400) % 7) + 10
+    tokens = (np.arange(400) % 7) + 10
 
-    def step_loss(step):
-        batch = training.batch_at(tokens, step, 4, 16)
-        early = 1 + step % 5
-        states = training.exit_states(model, batch[:, :-1], [early, 6])
-        logits = [training.exit_logits(model, states[e]) for e in (early, 6)]
-        loss = training.label_loss(logits[1], batch[:, 1:])
-        return loss + sum(divergences(*logits, 1.0)) / 2
+    def step_loss(step, _):
+        batch = token_files.batch_at(tokens, step, 4, 16)
+        return model(batch, labels=batch).loss
 
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -121,7 +84,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     bad = loop.train(
         model,
         [torch.optim.SGD(model.parameters(), lr=0.1)],
-        lambda step: sum(p.sum() for p in model.parameters()) * math.nan,
+        lambda step, share: sum(p.sum() for p in model.parameters()) * math.nan,
         3,
         schedule=lambda step, share: 1.0,
         checkpoint=tmp_path / "checkpoint.pt",
@@ -147,9 +110,9 @@ def test_a_shipped_model_is_small_and_its_depth_pays(name):
     assert (tokenizer.padding_side, tokenizer.bos_token_id) == ("left", None)
     prompts = [p["prompt"] for p in shipped_prompts() if p["category"] == "code"][::4]
     tokens = torch.tensor(tokenizer(prompts, truncation=True, max_length=60)["input_ids"])
-    rows = training.exit_quality(model, tokens)
-    assert rows[-1]["loss"] < 3.2
-    assert rows[-1]["loss"] < rows[2]["loss"] - 0.2
+    [third, last] = exit_table(ExitModel(model), tokens, (3, model.config.num_hidden_layers), 1.0)
+    assert last["loss"] < 3.2
+    assert last["loss"] < third["loss"] - 0.2
 
 
 def shipped_prompts():

@@ -136,7 +136,7 @@ def train(
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is of --recipe draft; leave it out")
-        shared = {"loss": loss, "rate": rate, "minutes": minutes}
+        shared: dict[str, Any] = {"loss": loss, "rate": rate, "minutes": minutes}
         shared |= {"optimizer": optimizer, "temperature": temperature, "seed": seed}
         train_exits(
             output, prompts, texts, of_exits, shared, loading, Talk(quiet), started, as_json

@@ -283,7 +283,8 @@ class ExitTraining(Stages):
             if adapted is None:
                 return None
             with adapted.disable_adapter():
-                return self.module(ids, (last,))[last]
+                unadapted: Tensor = self.module(ids, (last,))[last]
+            return unadapted
 
         def step_loss(step: int, share: float) -> Tensor:
             batch = token_files.batch_at(tokens, step, recipe.rows, recipe.window, recipe.seed)
@@ -489,5 +490,5 @@ def _whole_state(module: ExitModel) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Tensor] = get_model_state_dict(module.model, options=options)
-    return state
+    state: Any = get_model_state_dict(module.model, options=options)
+    return dict(state)

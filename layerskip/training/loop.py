@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from layerskip.files.writing import replace_folder, replacing
@@ -140,7 +141,7 @@ def _write_shards(
 ) -> None:
     """Each process writes its own part to a folder, which then takes the place of the old one."""
     partial = path.with_name(f"{path.name}.new")
-    dcp.save(_shards_of(model, optimizers) | facts, checkpoint_id=partial)
+    save(_shards_of(model, optimizers) | facts, checkpoint_id=partial)
     wait()
     if first():
         replace_folder(partial, path)
@@ -149,7 +150,7 @@ def _write_shards(
 
 def _read_shards(model: nn.Module, optimizers: Optimizers, path: Path) -> dict[str, Any]:
     state = _shards_of(model, optimizers) | {"step": 0, "seconds": 0.0, "log": []}
-    dcp.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
     dcp_state.set_state_dict(
         model,
         optimizers,
