@@ -108,12 +108,6 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
         "mean_draft_length",
     ),
-    "sizes": (
-        "Sizes of trees",
-        "Rounds by how many tokens they drafted. Branching: the share of them in which a token was "
-        "followed by several. Depth: how many of the drafted tokens could be accepted, on average.",
-        "method drafted rounds branching depth accepted tokens_per_pass",
-    ),
     "decoding": (
         "Decoding",
         "Behind the first tokens: medians over calls, from the slowest call to the fastest. GB/s: "

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from layerskip.analysis import searches, tables, trainings, trees
+from layerskip.analysis import searches, tables, trainings
 from layerskip.analysis.drawing import (
     BLUE,
     GREEN,
@@ -55,7 +55,7 @@ def run_plots(run: Run) -> list[Plot]:
     return _existing(
         [*(contexts(run, size) for size in run.batch_sizes),
          *(speedups(run, size) for size in run.batch_sizes), positions(run), phases(run),
-         run_skip_map(run), sizes(run), trees.picture(run)]
+         run_skip_map(run)]
     )  # fmt: skip
 
 
@@ -164,21 +164,6 @@ def positions(run: Run) -> Plot | None:
     alt = f"Acceptance of the first, second, ... drafted token: {words}."
     where, what = "place in the draft", "accepted, if all before it were"
     return finished(axes, "positions", "Acceptance by position", alt, where, what)
-
-
-def sizes(run: Run) -> Plot | None:
-    """Tokens a pass by how many were drafted, in chains and trees."""
-    table = tables.sizes(run)
-    if not len(table):
-        return None
-    axes = new_axes(3.6)
-    form = "{drafted}: {tokens_per_pass:.2f} ({rounds})"
-    words = lines(axes, table, "method", "drafted", "tokens_per_pass", form)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    alt = f"Tokens a target pass by tokens drafted, in brackets the rounds: {words}."
-    drafted, emitted = "tokens drafted, in a chain or in a tree", "tokens a target pass"
-    return finished(axes, "sizes", "Tokens a pass by size", alt, drafted, emitted)
 
 
 def phases(run: Run) -> Plot:

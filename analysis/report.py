@@ -29,7 +29,7 @@ MARK = ".layerskip-report.json"
 
 
 RUN_TABLES = (
-    "speedup", "losslessness", "acceptance", "sources", "positions", "sizes", "phases",
+    "speedup", "losslessness", "acceptance", "sources", "positions", "phases",
     "decoding", "predictions", "repetition", "exits",
 )  # fmt: skip
 """The functions of `tables` that a report calls, in the page's order."""

@@ -26,30 +26,6 @@ FREE = frozenset({"lookup", "laws"})
 """The sources whose drafts cost no draft step."""
 
 
-@dataclass(frozen=True)
-class Tree:
-    """Drafted tokens with branches, numbered from 1 on."""
-
-    parents: Sequence[int]
-    """The number of the token that each one follows; 0 is the last token of the text."""
-    taken: Sequence[int]
-    """The tokens that were accepted, in order."""
-    words: Sequence[str] | None = None
-
-    @property
-    def end(self) -> int:
-        """The last token that was accepted; 0 where none was."""
-        return self.taken[-1] if self.taken else 0
-
-    @property
-    def depths(self) -> list[int]:
-        """How far the text's last token and each of these are from it."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return depths
-
-
 class Round(NamedTuple):
     """One row's part in one round: a line of `Run.rounds`."""
 
@@ -69,20 +45,8 @@ class Round(NamedTuple):
     wide: int
     source: int | None
     """The number of the method's source that it drafted from; None: it drafted nothing."""
-    tree: Tree | None
-    """What it drafted, where that had branches."""
-
-    @property
-    def depth(self) -> int:
-        """How many of the drafted tokens could be accepted, at most."""
-        return self.drafted if self.tree is None else max(self.tree.depths)
-
-    @property
-    def rejected(self) -> bool:
-        """Whether a drafted token was refused; a round that an end of text cut tells nothing."""
-        if self.tree is not None and self.tree.end not in self.tree.parents:
-            return False  # nothing was drafted after what was accepted
-        return self.accepted < self.drafted and self.emitted > self.accepted
+    depth: int
+    """How many of the drafted tokens could be accepted, at most; fewer than drafted in a tree."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +157,10 @@ class Run:
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
-        """A line for every `Round` of the drafting methods, with its `depth` and `rejected`."""
+        """A line for every `Round` of the drafting methods, and whether a token was `rejected`.
+
+        A round that an end of text cut rejects nothing.
+        """
         drafting = set(self.drafting)
         rounds = [
             each
@@ -201,9 +168,9 @@ class Run:
             if record["method"] in drafting
             for each in rounds_of(record, number, self.sources(record["method"]))
         ]
-        return pd.DataFrame(rounds, columns=Round._fields).assign(
-            depth=[each.depth for each in rounds], rejected=[each.rejected for each in rounds]
-        )
+        table = pd.DataFrame(rounds, columns=Round._fields)
+        refused = (table["accepted"] < table["depth"]) & (table["emitted"] > table["accepted"])
+        return table.assign(rejected=refused)
 
 
 def rounds_of(record: dict[str, Any], number: int, sources: Sequence[str]) -> Iterator[Round]:
@@ -225,20 +192,12 @@ def rounds_of(record: dict[str, Any], number: int, sources: Sequence[str]) -> It
                 for count, each in zip(drafted, by_row, strict=True)
             )
         wide = rounds["wide"][turn] if rounds.get("wide") else 0
+        depths = rounds["depths"][turn] if rounds.get("depths") else drafted
         for row, count in enumerate(drafted):
             accepted, emitted = (rounds[name][turn][row] for name in ("accepted", "emitted"))
             if emitted:
-                tree = _tree(rounds, turn, row)
                 counts = count, accepted, emitted, steps, wide
-                yield Round(number, turn, row, *place, *counts, by_row[row], tree)
-
-
-def _tree(rounds: dict[str, Any], turn: int, row: int) -> Tree | None:
-    if rounds.get("parents") is None or rounds["parents"][turn][row] is None:
-        return None
-    words = rounds.get("drafts")
-    parents, taken = (rounds[name][turn][row] for name in ("parents", "taken"))
-    return Tree(parents, taken, None if words is None else words[turn][row])
+                yield Round(number, turn, row, *place, *counts, by_row[row], depths[row])
 
 
 def _texts(record: dict[str, Any]) -> dict[str, float]:

@@ -126,23 +126,6 @@ def sources(run: Run) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def sizes(run: Run) -> pd.DataFrame:
-    """Tokens a pass by how many were drafted; empty where no method drafts trees."""
-    rounds = run.rounds.assign(branching=run.rounds["tree"].notna())
-    if not rounds["branching"].any():
-        return pd.DataFrame()
-    parts = [
-        rounds.groupby("drafted").agg(
-            rounds=("drafted", "size"),
-            **{name: (name, "mean") for name in ("branching", "depth", "accepted")},
-            tokens_per_pass=("emitted", "mean"),
-        ).reset_index().assign(**place)
-        for place, rounds in _groups(run, rounds, "method")
-    ]  # fmt: skip
-    table = pd.concat(parts, ignore_index=True)
-    return table[["method", *table.columns.drop("method")]]
-
-
 def positions(run: Run) -> pd.DataFrame:
     """Acceptance by place in the draft, all batch sizes together.
 

@@ -148,6 +148,15 @@ def test_acceptance_by_position(tmp_path):
     assert table["chain"].tolist() == [3 / 4, 1 / 4, 0]
 
 
+def test_positions_of_trees_go_by_depth(tmp_path):
+    """Of five tokens in a tree three could follow each other; nothing followed what was taken."""
+    told = made.rounds((5, 2, 3), (5, 0, 1)) | {"depths": [[2], [5]]}
+    lines = [made.record("plain"), made.record("self", new_tokens=[5], rounds=told)]
+    table = tables.positions(run_of(tmp_path, lines)).set_index("position")
+    assert table["reached"].tolist() == [2, 2, 1, 1, 1]
+    assert table["tried"].tolist() == [2, 1, 0, 0, 0]
+
+
 def test_finished_rows_of_a_batch_count_for_nothing(tmp_path):
     rounds = {
         "drafted": [[2, 1], [1, 0]],

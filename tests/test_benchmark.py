@@ -3,6 +3,7 @@
 import gc
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import run_files
@@ -21,7 +22,7 @@ from layerskip.bench.methods import (
     early_exit_peer,
 )
 from layerskip.bench.plans import price
-from layerskip.bench.runner import benchmark, interleaved, loops, repeated_share
+from layerskip.bench.runner import benchmark, depth, interleaved, loops, repeated_share
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, costs_key, key_of, read_run
@@ -222,32 +223,37 @@ def test_records_are_what_readers_take(model, tmp_path):
         assert len(record["texts"]) == len(record["prompt_texts"]) == record["batch_size"]
 
 
-def test_records_hold_trees_and_what_was_taken_of_them(tmp_path):
-    """Of every row by itself; their tokens are texts, and stand there where texts do."""
+def test_records_hold_how_deep_trees_were(tmp_path):
+    """As far as tokens could be accepted behind those that were, of every row by itself."""
     model, task = lively_model("llama", vocab_size=24), Task(40, do_sample=True, seed=3, top_k=0)
     method = Engine(model, task, "laws", sources=[LogitLookup()], controller="fixed")
     found = [PromptBatch(("1", "2"), (0, 1), "kind", *ragged((6, 4)))]
     found[0].input_ids.remainder_(24)
+    methods = [Engine(model, task), method]
     header = run_files.header(
-        law=task.law, batch_sizes=[2], methods=[Engine(model, task).describe(), method.describe()]
+        law=task.law, batch_sizes=[2], methods=[each.describe() for each in methods]
     )
-    for text in (None, str):
-        path = tmp_path / f"run-{text}.jsonl"
-        with RunWriter(path, header, None) as writer:
-            methods = [Engine(model, task), method]
-            recorded(model, task, methods, found, write=writer.write, text=text)
-        (record,) = [each for each in read_run(path).records if each["method"] == "laws"]
-        assert record["equal"] == [True, True]
-        rounds = record["rounds"]
-        shapes = [row for each in rounds["parents"] for row in each]
-        counts = [row for each in rounds["drafted"] for row in each]
-        taken = [len(row) for each in rounds["taken"] for row in each]
-        assert [len(each) for each in shapes if each] == [
-            count for count, each in zip(counts, shapes, strict=True) if each
-        ]
-        assert taken == [row for each in rounds["accepted"] for row in each]
-        assert any(each and set(range(len(each))) - set(each) for each in shapes)
-        assert ("drafts" in rounds) == (text is not None)
+    with RunWriter(tmp_path / "run.jsonl", header, None) as writer:
+        recorded(model, task, methods, found, write=writer.write)
+    records = read_run(tmp_path / "run.jsonl").records
+    (rounds,) = [each["rounds"] for each in records if each["method"] == "laws"]
+    counts = [
+        place
+        for places in zip(
+            *(rounds[name] for name in ("accepted", "depths", "drafted")), strict=True
+        )
+        for place in zip(*places, strict=True)
+    ]
+    assert any(deep < drafted for _, deep, drafted in counts)
+    assert any(accepted < deep for accepted, deep, _ in counts)
+
+
+def test_the_depth_of_a_tree_goes_on_from_what_was_taken():
+    # text -> 1 -> 2 -> 5, 1 -> 3, text -> 4
+    for taken, deepest in (([], 3), ([1], 3), ([1, 3], 2), ([4], 1), ([1, 2], 3)):
+        tree = SimpleNamespace(parents=[[0, 1, 1, 0, 2]], taken=lambda _, path=taken: path)
+        assert depth(tree, 0) == deepest
+    assert depth(SimpleNamespace(parents=[None], drafted=[4]), 0) == 4
 
 
 def test_a_step_of_two_tokens_is_counted_once(tmp_path):

@@ -42,11 +42,6 @@ def changed(line, **values):
     return line
 
 
-def tree(parents, taken):
-    """Changes of the record: its first round drafted a tree."""
-    return {"rounds__parents": [[parents], [None]], "rounds__taken": [[taken], [[]]]}
-
-
 def save(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -104,7 +99,7 @@ REFUSED = {
         ({"seconds__total": -1.0}, "seconds.total must be above 0, got -1.0"),
         ({"seconds__verify": ...}, "seconds.verify is missing"),
         ({"seconds__verify": 0.75}, "the parts of seconds must not exceed the total"),
-        ({"rounds__accepted": [[3], [0]]}, "accepted must not exceed rounds.drafted"),
+        ({"rounds__accepted": [[3], [0]]}, "rounds.accepted and rounds.depths must not exceed"),
         ({"rounds__emitted": [[1], [1]]}, "must add up to new_tokens, 4; got 3"),
         ({"rounds__confidences": [[0.5]]}, "rounds.confidences[0][0] must be a list"),
         ({"rounds__sources": [0]}, "rounds.sources must have 2 items, got 1"),
@@ -113,12 +108,8 @@ REFUSED = {
         ({"rounds__sources": [None, [0, 0]]}, "rounds.sources[1] must have 1 items, got 2"),
         ({"rounds__drafts": [[["a"]], [["b"]]]}, "drafts[0][0] must hold the 2 tokens drafted"),
         ({"rounds__drafts": [[["a", "b"]]]}, "rounds.drafts must have 2 items, got 1"),
-        ({"rounds__parents": [[[0, 0]], [None]]}, "rounds.taken belong together; one of them is"),
-        (tree([0, 2], [1]), "parents[0][0] must hold an earlier token for each of 2"),
-        (tree([0], [1]), "parents[0][0] must hold an earlier token for each of 2"),
-        (tree([0, 1], [2]), "taken[0][0] must hold the 1 accepted tokens, each behind the one"),
-        (tree([0, 0], [3]), "taken[0][0] must hold the 1 accepted tokens"),
-        (tree([0, 0], []), "taken[0][0] must hold the 1 accepted tokens"),
+        ({"rounds__depths": [[3], [1]]}, "rounds.accepted and rounds.depths must not exceed"),
+        ({"rounds__depths": [[0], [1]]}, "rounds.accepted and rounds.depths must not exceed"),
     ],
     "TRACE": [
         ({"what_if__rounds": [[[2]]]}, "what_if.rounds must have 3 items, got 1"),

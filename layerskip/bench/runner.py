@@ -21,6 +21,7 @@ from layerskip.bench.batches import PromptBatch, one_by_one
 from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import Clock, Decoded, Method, Task
 from layerskip.bench.reads import bytes_read
+from layerskip.decoding.rounds import Round
 from layerskip.files.records import Key
 from layerskip.model.compiled import compile_seconds
 
@@ -243,11 +244,8 @@ def record_of(
         rounds["emitted"] = [[len(tokens) for tokens in each.tokens] for each in after]
         rounds["signal"] = decoded.rounds[0].signal
         if any(parents for each in after for parents in each.parents):
-            rounds["parents"] = [[p and list(p) for p in each.parents] for each in after]
+            rounds["depths"] = [[depth(each, row) for row in range(batch.rows)] for each in after]
             rounds["wide"] = [each.wide for each in after]
-            rounds["taken"] = [list(map(each.taken, range(batch.rows))) for each in after]
-        if text is not None:
-            rounds["drafts"] = [[[text([t]) for t in row] for row in r.drafts] for r in after]
     compared = judge.compare(timed.method, [(batch, decoded.tokens)])
     differing = () if compared is None else compared.differences
     wrong = {difference.prompt for difference in differing}
@@ -277,6 +275,19 @@ def record_of(
         prompts = zip(batch.input_ids, batch.attention_mask, strict=True)
         record["prompt_texts"] = [text(ids[mask.bool()].tolist()) for ids, mask in prompts]
     return record
+
+
+def depth(round_: Round, row: int) -> int:
+    """How many tokens a row could have accepted at most: the longest path behind those it did."""
+    parents = round_.parents[row]
+    if parents is None:
+        return round_.drafted[row]
+    taken = round_.taken(row)
+    depths = {taken[-1] if taken else 0: len(taken)}
+    for node, parent in enumerate(parents, 1):
+        if parent in depths:
+            depths[node] = depths[parent] + 1
+    return max(depths.values())
 
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:

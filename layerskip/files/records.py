@@ -236,34 +236,13 @@ def _rounds(line: Line, sources: int) -> None:
         confidences=optional(items(items(items(NUMBER), rows))),
         sources=items(one_or_by_row, turns),
         **dict.fromkeys(("steps", "wide"), Maybe(items(COUNT, turns))),
-        drafts=Maybe(by_turn_and_row(items(text))),
-        parents=Maybe(by_turn_and_row(optional(items(COUNT)))),
-        taken=Maybe(by_turn_and_row(items(integer(1)))),
+        depths=Maybe(by_turn_and_row(COUNT)),
     )(rounds, "rounds")
-    trees = [name for name in ("parents", "taken") if rounds.get(name) is not None]
-    if len(trees) == 1:
-        raise ValueError("rounds.parents and rounds.taken belong together; one of them is missing")
     for turn, row in product(range(turns), range(rows)):
         drafted, accepted = (rounds[name][turn][row] for name in ("drafted", "accepted"))
-        where = f"[{turn}][{row}]"
-        if accepted > drafted:
-            raise ValueError("rounds.accepted must not exceed rounds.drafted")
-        if rounds.get("drafts") is not None and len(rounds["drafts"][turn][row]) != drafted:
-            raise ValueError(f"rounds.drafts{where} must hold the {drafted} tokens drafted")
-        if trees and rounds["parents"][turn][row] is not None:
-            parents, taken = (rounds[name][turn][row] for name in trees)
-            if len(parents) != drafted or any(each > node for node, each in enumerate(parents)):
-                raise ValueError(
-                    f"rounds.parents{where} must hold an earlier token for each of {drafted}"
-                )
-            steps = zip(taken, [0, *taken], strict=False)
-            if len(taken) != accepted or any(
-                node > drafted or parents[node - 1] != before for node, before in steps
-            ):
-                raise ValueError(
-                    f"rounds.taken{where} must hold the {accepted} accepted tokens, each behind "
-                    "the one before"
-                )
+        depth = rounds["depths"][turn][row] if rounds.get("depths") else drafted
+        if not accepted <= depth <= drafted:
+            raise ValueError("rounds.accepted and rounds.depths must not exceed rounds.drafted")
     for row, first in enumerate(line["first_tokens"]):
         counted = first + sum(emitted[row] for emitted in rounds["emitted"])
         if counted != line["new_tokens"][row]:
