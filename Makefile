@@ -10,13 +10,15 @@ SAMPLED := $(MODELS:%=$(RUNS)/%-sampled.jsonl)
 GREEDY := $(MODELS:%=$(RUNS)/%-greedy.jsonl)
 MEASURE := --repeats 1 --threads 1
 CHAT ?= --chat
-ASKED := --prompts spec-bench $(CHAT) --limit 1 --threads 2
-PEERS := --method plain --method self --method generate --method generate-prompt-lookup
-# A Python that has llama-cpp-python and this package, for figures beside llama.cpp.
+ASKED := --prompts spec-bench $(CHAT) --per-category 1 --threads 2
+PEERS := --method plain --method self --method generate
+# A Python that has this package, and llama-cpp-python for figures beside llama.cpp.
 LLAMA_PYTHON ?= $(BIN)/python
+LLAMA := $(shell $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null && \
+	echo --method llama.cpp --method llama.cpp-flash)
 
 .PHONY: demo test test-gpu test-oldest checkpoints benchmark benchmark-smollm2 benchmark-context
-.PHONY: speed figures lint picture
+.PHONY: speed figures lint
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -56,22 +58,18 @@ benchmark-smollm2: checkpoints
 	$(BIN)/layerskip report $(REAL) --output $(RUNS)/smollm2-report
 
 $(REAL_GREEDY): $(RUNS)/smollm2-%.jsonl:
-	if $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null; \
-	then $(LLAMA_PYTHON) scripts/compare.py llama-cpp smollm2 $(ASKED) --repeats 1 --dtype $* \
-		--new-tokens 64 --output $@; \
-	else $(BIN)/layerskip benchmark smollm2 $(ASKED) --repeats 1 --dtype $* --max-new-tokens 64 \
-		$(PEERS) --output $@; fi
+	$(LLAMA_PYTHON) -m layerskip benchmark smollm2 $(ASKED) --repeats 1 --dtype $* \
+		--max-new-tokens 64 $(PEERS) --method generate-prompt-lookup $(LLAMA) --output $@
 
 $(RUNS)/smollm2-sampled.jsonl:
 	$(BIN)/layerskip benchmark smollm2 $(ASKED) --repeats 1 --max-new-tokens 64 $(PEERS) \
-		--do-sample --temperature 0.8 --output $@
+		--method generate-prompt-lookup --do-sample --temperature 0.8 --output $@
 
 # Its speed by length of context, greedy and sampled, about twelve minutes on two quiet cores; beside
 # llama.cpp where the Python that LLAMA_PYTHON names has that and this package.
 CONTEXT_MODEL ?= smollm2
 CONTEXTS ?= 1000 4000 7500
-AT := $(CONTEXT_MODEL) --prompts spec-bench $(CHAT) $(CONTEXTS:%=--context %) --limit 1 --repeats 1 \
-	--warmup 0 --threads 2
+AT := $(CONTEXT_MODEL) $(ASKED) $(CONTEXTS:%=--context %) --repeats 1 --warmup 0
 LONG_GREEDY := $(RUNS)/context-bfloat16-greedy.jsonl $(RUNS)/context-float32-greedy.jsonl
 LONG_SAMPLED := $(RUNS)/context-bfloat16-sampled.jsonl $(RUNS)/context-float32-sampled.jsonl
 benchmark-context: $(if $(filter smollm2,$(CONTEXT_MODEL)),checkpoints,.venv/installed)
@@ -80,10 +78,8 @@ benchmark-context: $(if $(filter smollm2,$(CONTEXT_MODEL)),checkpoints,.venv/ins
 	$(BIN)/layerskip report $(LONG_GREEDY) $(LONG_SAMPLED) --output $(RUNS)/context-report
 
 $(LONG_GREEDY): $(RUNS)/context-%-greedy.jsonl:
-	if $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null; \
-	then $(LLAMA_PYTHON) scripts/compare.py llama-cpp $(AT) --dtype $* --new-tokens 64 --output $@; \
-	else $(BIN)/layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
-		--method plain --method self --method generate; fi
+	$(LLAMA_PYTHON) -m layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
+		$(PEERS) $(LLAMA)
 
 $(LONG_SAMPLED): $(RUNS)/context-%-sampled.jsonl:
 	$(BIN)/layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
@@ -92,10 +88,10 @@ $(LONG_SAMPLED): $(RUNS)/context-%-sampled.jsonl:
 .PHONY: $(SAMPLED) $(GREEDY) $(REAL) $(LONG_GREEDY) $(LONG_SAMPLED)
 .PRECIOUS: $(SAMPLED) $(GREEDY)
 $(SAMPLED): $(RUNS)/%-sampled.jsonl: .venv/installed
-	$(BIN)/layerskip benchmark $* --do-sample --temperature 0.8 --limit 4 $(MEASURE) --trace --output $@
+	$(BIN)/layerskip benchmark $* --do-sample --temperature 0.8 --per-category 4 $(MEASURE) --explain --output $@
 
 $(GREEDY): $(RUNS)/%-greedy.jsonl: .venv/installed
-	$(BIN)/layerskip benchmark $* --limit 3 $(MEASURE) --output $@
+	$(BIN)/layerskip benchmark $* --per-category 3 $(MEASURE) --output $@
 
 # Five ratios of a shipped model beside the limits in scripts/floors.json, in half a minute.
 speed: .venv/installed
@@ -104,10 +100,6 @@ speed: .venv/installed
 # README's figures beside docs/figures.json, which takes up the runs that are there.
 figures: .venv/installed
 	$(BIN)/python scripts/figures.py $(wildcard $(RUNS)/*.jsonl)
-
-# The README's picture of one round.
-picture: .venv/installed
-	$(BIN)/python scripts/picture.py docs/picture.png
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

@@ -126,8 +126,8 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     "exits": (
         "Exits",
         "Agreement of an exit's most likely token with the target's, match of samples, and what "
-        "its simulated rounds would gain at their best draft length and threshold.",
-        "exit agreement match speedup draft_length threshold acceptance",
+        "its replayed rounds would gain at their best draft length.",
+        "exit agreement match speedup draft_length acceptance_rate tokens_per_pass",
     ),
     "search-finalists": (
         "Finalists",

@@ -55,7 +55,7 @@ def run_plots(run: Run) -> list[Plot]:
     return _existing(
         [*(contexts(run, size) for size in run.batch_sizes),
          *(speedups(run, size) for size in run.batch_sizes), positions(run), phases(run),
-         run_skip_map(run)]
+         run_skip_map(run), *heat_maps(run)]
     )  # fmt: skip
 
 
@@ -192,6 +192,47 @@ def phases(run: Run) -> Plot:
         parts.append(f"{row['method']} {row['total']:.3g} ({', '.join(spent)})")
     alt = f"Milliseconds per new token, by phase: {'; '.join(parts)}."
     return finished(axes, "phases", "Where the time goes", alt, "milliseconds per new token")
+
+
+HEATED = {
+    "acceptance_rate": ("Acceptance", "of drafted tokens are accepted", "{:.2f}"),
+    "tokens_per_pass": ("Tokens a pass", "tokens a target pass", "{:.2f}"),
+    "speedup": ("Predicted speedup", "times plain decoding, priced", "{:.2f}"),
+}
+"""The numbers of a sweep that are drawn: title, what they count, and how they are written."""
+
+
+def heat_maps(run: Run) -> list[Plot]:
+    """Replayed decoding by exit and draft length, a map for each number; the best has a frame."""
+    table = tables.sweeps(run)
+    return [heat_map(table, name) for name in HEATED] if len(table) else []
+
+
+def heat_map(table: pd.DataFrame, name: str) -> Plot:
+    title, what, form = HEATED[name]
+    cells = table.pivot_table(index="draft_length", columns="exit", values=name)
+    values = cells.to_numpy()  # (lengths, exits)
+    axes = new_axes(1.4 + 0.3 * len(cells))
+    axes.figure.colorbar(axes.pcolormesh(values, cmap="cividis"), ax=axes, label=what)
+    light = (values - np.nanmin(values)) > 0.55 * np.ptp(values)
+    small = 9 if len(cells.columns) <= 12 else 6
+    if len(cells.columns) <= 20:
+        for (row, column), value in np.ndenumerate(values):
+            axes.text(
+                column + 0.5, row + 0.5, form.format(value), ha="center", va="center",
+                fontsize=small, color="black" if light[row, column] else "white",
+            )  # fmt: skip
+    row, column = np.unravel_index(np.nanargmax(values), values.shape)
+    axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=ORANGE, lw=2))
+    axes.set_xticks(np.arange(len(cells.columns)) + 0.5, list(map(str, cells.columns)))
+    axes.set_yticks(np.arange(len(cells)) + 0.5, list(map(str, cells.index)))
+    axes.grid(visible=False)
+    best = f"{form.format(values[row, column])} at exit {cells.columns[column]}"
+    alt = (
+        f"{title} by exit layer and draft length: from {form.format(np.nanmin(values))} to {best} "
+        f"with {cells.index[row]} drafted tokens."
+    )
+    return finished(axes, f"sweep-{name}", f"{title} by exit", alt, "exit layer", "draft length")
 
 
 def run_skip_map(run: Run) -> Plot | None:

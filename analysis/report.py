@@ -30,7 +30,7 @@ MARK = ".layerskip-report.json"
 
 RUN_TABLES = (
     "speedup", "losslessness", "acceptance", "sources", "positions", "phases",
-    "decoding", "predictions", "repetition", "exits",
+    "decoding", "predictions", "repetition", "exits", "sweeps",
 )  # fmt: skip
 """The functions of `tables` that a report calls, in the page's order."""
 

@@ -58,8 +58,7 @@ class Run:
     slug: str
     header: dict[str, Any]
     records: Sequence[dict[str, Any]]
-    traces: Sequence[dict[str, Any]]
-    costs: Sequence[dict[str, Any]]
+    sweeps: Sequence[dict[str, Any]]
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
@@ -246,8 +245,7 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
             slug=slug_of(label, number),
             header=header,
             records=[printable(record) for record in run.records],
-            traces=run.traces,
-            costs=run.costs,
+            sweeps=run.sweeps,
         )
         for number, (run, header, label) in enumerate(zip(read, headers, labels, strict=True))
     ]

@@ -13,8 +13,6 @@ from typing import Any
 import pandas as pd
 
 from layerskip.analysis.runs import ALL, FREE, PHASES, Run, totals
-from layerskip.config import SkipConfig
-from layerskip.costs.pricing import cost_table
 from layerskip.costs.ratios import measured_speedup
 from layerskip.costs.speculation import CostTable, speedup_bound
 
@@ -251,43 +249,35 @@ def gain(rounds: pd.DataFrame, costs: CostTable) -> float:
     return float(plain / paid)
 
 
-def exits(run: Run) -> pd.DataFrame:
-    """The traces' exits, and their gains at the best draft length and threshold.
+def sweeps(run: Run) -> pd.DataFrame:
+    """What replayed rounds of every exit and draft length would gain, priced.
 
-    They are priced by the run's cost line at batch size 1; NaN without one.
+    `agreement` is that of an exit's most likely token with the target's, `match` that of samples.
     """
-    parts = next((cost for cost in run.costs if cost["batch_size"] == 1), None)
-    columns = ("speedup", "draft_length", "threshold", "acceptance")
     rows = []
-    for number, trace in enumerate(run.traces):
-        best = {}
-        for i, layer in enumerate(trace["what_if"]["exits"]):
-            if parts is not None:
-                costs = cost_table(parts, SkipConfig.early_exit(layer))
-                cells = _simulated(trace["what_if"], i, costs)
-                best[layer] = max(cells, key=lambda cell: cell["speedup"], default={})
-        for entry in trace["exits"]:
+    for sweep in run.sweeps:
+        for entry in sweep["exits"]:
+            costs = CostTable.from_dict(entry["costs"])
             shares = {name: entry[name] for name in ("exit", "agreement", "match")}
-            nothing = dict.fromkeys(columns, float("nan"))
-            rows.append({"trace": number, **shares, **nothing, **best.get(entry["exit"], {})})
-    return pd.DataFrame(rows, columns=["trace", "exit", "agreement", "match", *columns])
+            for length, counts in zip(sweep["draft_lengths"], entry["rounds"], strict=True):
+                rounds, drafted = sum(counts), sum(d * n for d, n in enumerate(counts))
+                paid = sum(n * costs.round_cost(d) for d, n in enumerate(counts) if n)
+                rows.append(
+                    {
+                        **shares,
+                        "draft_length": length,
+                        "acceptance_rate": _share(sweep["tokens"] - rounds, drafted),
+                        "tokens_per_pass": sweep["tokens"] / rounds,
+                        "speedup": sweep["tokens"] / paid,
+                    }
+                )
+    return pd.DataFrame(rows)
 
 
-def _simulated(what_if: dict[str, Any], exit_: int, costs: CostTable) -> Iterator[dict[str, float]]:
-    """Simulated rounds of an exit at every draft length and threshold, priced."""
-    lengths, thresholds = (enumerate(what_if[name]) for name in ("draft_lengths", "thresholds"))
-    for (j, length), (k, threshold) in product(lengths, thresholds):
-        rounds, drafted, emitted, counts = (
-            what_if[name][exit_][j][k] for name in ("rounds", "drafted", "emitted", "lengths")
-        )
-        if rounds:
-            paid = sum(n * costs.round_cost(d) for d, n in enumerate(counts) if n)
-            yield {
-                "speedup": emitted / paid,
-                "draft_length": length,
-                "threshold": threshold,
-                "acceptance": _share(emitted - rounds, drafted),
-            }
+def exits(run: Run) -> pd.DataFrame:
+    """The exits of sweeps, each at its best draft length."""
+    table = sweeps(run)
+    return table.loc[table.groupby("exit")["speedup"].idxmax()] if len(table) else table
 
 
 def comparison(runs: Sequence[Run]) -> pd.DataFrame:

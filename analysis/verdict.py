@@ -130,15 +130,13 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
     if len(faster):
         peer = faster.idxmax()
         advice.append(f"For prompts like these, prefer {peer}: it is {_times(speeds.loc[peer])}.")
-    if not run.traces:
-        advice.append("Add --trace to the benchmark: it prices every exit layer.")
-    priced = tables.exits(run).dropna(subset=["speedup"])
+    priced = tables.sweeps(run)
     if len(priced):
         best = priced.loc[priced["speedup"].idxmax()]
         now = run.methods[method]["num_kept"] / 2
         if best["exit"] != now and best["speedup"] > BETTER * max(1.0, row["decode_speedup"]):
             advice.append(
-                f"Try --exit-layer {best['exit']:.0f}: the trace prices it at "
+                f"Try --exit-layer {best['exit']:.0f}: the sweep prices it at "
                 f"{best['speedup']:.2f}."
             )
     return advice + _more_prompts(row, row["speedup"])

@@ -198,57 +198,20 @@ def made_up(
     return lines
 
 
-def _whole(rounds: int, threshold: float) -> int:
-    return int(rounds * (0.7 if threshold else 1))
-
-
-def trace() -> dict[str, Any]:
-    """A trace over three exits, of one hundred starts."""
-    exits, lengths, thresholds = [1, 2, 3], [1, 2, 4], [0.0, 0.4]
-    alphas = {1: 0.3, 2: 0.6, 3: 0.8}
-    table = {"rounds": [], "drafted": [], "emitted": [], "lengths": []}
-    for e in exits:
-        cells = [
-            [(round(1000 / (1 + alphas[e] * g * (0.8 if t else 1.0))), g, t) for t in thresholds]
-            for g in lengths
-        ]
-        table["rounds"].append([[n for n, _, _ in row] for row in cells])
-        table["drafted"].append([[g * _whole(n, t) for n, g, t in row] for row in cells])
-        table["emitted"].append([[1000 for _ in row] for row in cells])
-        # whole drafts, and rounds without one
-        table["lengths"].append(
-            [
-                [[n - whole, *[0] * (g - 1), whole] for n, g, t in row if (whole := _whole(n, t))]
-                for row in cells
-            ]
-        )
+def sweep(tokens: int = 1000) -> dict[str, Any]:
+    """A sweep over three exits and three draft lengths; every round drafts as far as it may."""
+    lengths, exits = [1, 2, 4], []
+    for layer, alpha in ((1, 0.3), (2, 0.6), (3, 0.8)):
+        rounds = [[0] * g + [round(tokens / (1 + alpha * g))] for g in lengths]
+        shares = dict.fromkeys(("agreement", "match"), alpha)
+        costs = COSTS | {"draft": layer / 20}
+        exits.append({"exit": layer, **shares, "rounds": rounds, "costs": costs})
     return {
-        "kind": "trace",
+        "kind": "sweep",
         "prompts": ["code-0"],
-        "tokens": 1000,
-        "law": header()["law"],
-        "exits": [
-            {"exit": e, "agreement": alphas[e], "match": alphas[e], "confidence": []} for e in exits
-        ],
-        "what_if": {"exits": exits, "draft_lengths": lengths, "thresholds": thresholds, **table},
-    }
-
-
-def cost() -> dict[str, Any]:
-    """A cost line: attention 100 us, MLP 50, head 60, rest 40; 20% more per further token."""
-    return {
-        "kind": "cost",
-        "batch_size": 1,
-        "contexts": [64, 256],
-        "attention": [1e-4] * LAYERS,
-        "mlp": [5e-5] * LAYERS,
-        "head": 6e-5,
-        "rest": 4e-5,
-        "keys": [0.0] * LAYERS,
-        "windows": [None] * LAYERS,
-        "growth": [[1, 1.0], [8, 2.4]],
-        "key_growth": [[1, 1.0]],
-        "repeated": [[1.0, 1.0]],
+        "tokens": tokens,
+        "draft_lengths": lengths,
+        "exits": exits,
     }
 
 

@@ -75,7 +75,7 @@ def made_up(
         },
         "study": {"name": "layerskip", "storage": "search.log"},
         "trace": {"texts": 18, "starts": 1051, "draft_length": 8},
-        "cost": run_files.cost(),
+        "cost": {},
         "step_seconds": STEP,
         "bound": 1 / land.cost(((1 << 2 * layers) - 1) ^ 3),
         "trials": done,

@@ -13,6 +13,7 @@ import run_files as made
 from pages import NASTY, Page, harmless, page_of
 
 from layerskip.analysis import report, write_report
+from layerskip.analysis.plots import HEATED
 from layerskip.analysis.runs import load_runs
 from layerskip.analysis.verdict import judge_run, words
 from layerskip.files import writing
@@ -27,7 +28,7 @@ def said(tmp_path, lines):
 def written(tmp_path_factory):
     """A report about one run with everything in it."""
     folder = tmp_path_factory.mktemp("written")
-    run = made.write(folder / "run.jsonl", [*made.made_up(), made.trace(), made.cost()])
+    run = made.write(folder / "run.jsonl", [*made.made_up(), made.sweep()])
     return folder / "report", write_report([run], folder / "report")
 
 
@@ -43,7 +44,7 @@ def test_the_page_stands_alone(written):
     assert "prefers-color-scheme: dark" in text
     assert page.tags.count("h1") == page.tags.count("main") == 1
     pictures = [label for label in page.labels if ". " in label]
-    assert len(pictures) == page.tags.count("figure") == page.tags.count("svg") == 4
+    assert len(pictures) == page.tags.count("figure") == page.tags.count("svg") == 7
     assert all(re.search(r"\d", label) for label in pictures)
     assert summary.split(". ")[0] in page.text
     # drawings take the page's colours; none of the exchangeable ones is left in them
@@ -56,7 +57,8 @@ def test_the_page_stands_alone(written):
 def test_the_folder_holds_tables_and_plots(written):
     folder, _ = written
     plots = {path.name for path in (folder / "plots").iterdir()}
-    assert plots == {"speedup.svg", "positions.svg", "phases.svg", "skip-map.svg"}
+    named = ("speedup", "positions", "phases", "skip-map", *(f"sweep-{each}" for each in HEATED))
+    assert plots == {f"{name}.svg" for name in named}
     tables = {path.stem: path.read_text() for path in (folder / "tables").iterdir()}
     assert tables.keys() == report.kinds()["run"].tables.keys()
     assert tables["speedup"].startswith("run,batch_size,category,method,over,prompts,")
@@ -67,7 +69,7 @@ def test_the_folder_holds_tables_and_plots(written):
 
 def test_the_same_records_give_the_same_files(written, tmp_path):
     folder, _ = written
-    run = made.write(tmp_path / "again.jsonl", [*made.made_up(), made.trace(), made.cost()])
+    run = made.write(tmp_path / "again.jsonl", [*made.made_up(), made.sweep()])
     write_report([run], tmp_path / "again")
     for name in ("plots/speedup.svg", "plots/phases.svg", "tables/speedup.csv"):
         assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
@@ -96,7 +98,7 @@ def only(*methods, **changes):
 
 
 def test_a_gain_in_words(tmp_path):
-    text = said(tmp_path, [*made.made_up(), made.trace(), made.cost()])
+    text = said(tmp_path, [*made.made_up(), made.sweep()])
     for fact in (
         "self made tiny 1.15 times as fast", "95% interval 1.09 to 1.23, 8 prompts", "prefill 1.00",
         "generate() it is 1.60", "0.60 (alpha)", "c = 0.15", "6.7", "16/16", "--exit-layer 3",
@@ -111,7 +113,7 @@ def test_a_gain_in_words(tmp_path):
         (made.made_up(speed=1.5, head=only("plain", "self")), ["0.78 times", "--no-draft"]),
         (made.made_up(speed=1.15, head=only("plain", "self")), ["not distinguishable", "doubt"]),
         (made.made_up(prompts=1, categories=("code",), head=only("plain", "self")),
-         ["no interval, 1 prompt;", "more prompts", "--trace"]),
+         ["no interval, 1 prompt;", "more prompts"]),
         (made.made_up(head=only("plain", "generate")), ["generate 0.7", "--method self"]),
         (made.made_up(head=only("plain")), ["nothing else was measured"]),
         (made.made_up(head=made.header(prompts={"name": "p", "count": 24})),

@@ -234,42 +234,21 @@ def test_rounds_are_priced_by_the_cost_table(tmp_path):
     assert one(table, method="self:fixed-4", category="all")["predicted"] == pytest.approx(1)
 
 
-def small_trace(lengths, emitted, exits=(2,)):
-    """Of one draft length, 2, and no threshold: rounds of each exit by tokens drafted."""
-    rounds = [[[sum(counts)]] for counts in lengths]
-    drafted = [[[sum(d * n for d, n in enumerate(counts))]] for counts in lengths]
-    return made.trace() | {
-        "what_if": {
-            "exits": list(exits),
-            "draft_lengths": [2],
-            "thresholds": [0.0],
-            "rounds": rounds,
-            "drafted": drafted,
-            "emitted": [[[emitted]] for _ in lengths],
-            "lengths": [[[counts]] for counts in lengths],
-        }
-    }
-
-
-PLAIN = [made.record("plain")]
-
-
-def test_exits_are_priced_from_the_parts_of_a_pass(tmp_path):
-    # 6 layers of 150 us, head 60, rest 40: exit 2 drafts for 400 us of 1000, verifies 3 tokens
-    # with 300 us of shared prefix for one token and 700 for three (1.4 times as dear)
-    whole, single = 2 * 0.4 + 0.3 + 0.7 * 1.4, 0.4 + 0.3 + 0.7 * 1.2
-    run = run_of(tmp_path, [*PLAIN, small_trace([[0, 0, 10]], 25), made.cost()])
-    row = one(tables.exits(run), exit=2)
-    assert row["speedup"] == pytest.approx(25 / (10 * whole))
-    assert (row["draft_length"], row["acceptance"]) == (2, pytest.approx(15 / 20))
-    # drafts of mixed lengths: not ten rounds of .9 drafts
-    run = run_of(tmp_path, [*PLAIN, small_trace([[5, 1, 4]], 14), made.cost()])
-    assert one(tables.exits(run), exit=2)["speedup"] == pytest.approx(14 / (5 + single + 4 * whole))
-    run = run_of(tmp_path, [*PLAIN, small_trace([[0, 0, 10]], 25)])
-    assert tables.exits(run)["speedup"].isna().all()  # no costs, no price
-    best = tables.exits(run_of(tmp_path, [*PLAIN, made.trace(), made.cost()])).set_index("exit")
-    assert best.loc[3, "draft_length"] == 4  # of lengths 1, 2 and 4
-    assert best["agreement"].tolist() == [0.3, 0.6, 0.8]
+def test_sweeps_are_priced_by_their_rounds(tmp_path):
+    """Four plain steps, one round of a draft and five of two: not ten rounds of 1.1 drafts."""
+    swept = made.sweep(20)
+    swept["exits"][1]["rounds"] = [[0, 10], [4, 1, 5], [0, 0, 0, 0, 6]]
+    run = run_of(tmp_path, [made.record("plain"), swept])
+    c = 2 / 20
+    row = one(tables.sweeps(run), exit=2, draft_length=2)
+    assert row["speedup"] == pytest.approx(20 / (4 + (c + 1.2) + 5 * (2 * c + 1.35)))
+    assert row["tokens_per_pass"] == pytest.approx(2)
+    assert row["acceptance_rate"] == pytest.approx(10 / 11)
+    best = one(tables.exits(run), exit=2)
+    assert best["draft_length"] == 4
+    assert best["speedup"] == pytest.approx(20 / (6 * (4 * c + 1.5)))
+    assert tables.exits(run)["agreement"].tolist() == [0.3, 0.6, 0.8]
+    assert not len(tables.exits(run_of(tmp_path, [made.record("plain")])))
 
 
 def test_predictions_find_the_costs_that_made_the_times(tmp_path):

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -18,7 +17,6 @@ from commands import PROMPT, document, process, refused, run, warned
 from models import tiny_model
 
 from layerskip import __version__
-from layerskip.bench import plans as planning
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
 from layerskip.cli.flags import Decoding, Loading
@@ -568,10 +566,12 @@ def priced(monkeypatch):
 def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
     output = tmp_path / "new" / "run.jsonl"
     flags = ("--exit-layer", 3, "--controller", "fixed", "--controller", "expected-gain")
+    flags += tuple(
+        word for name in ("self", "generate-early-exit", "generate") for word in ("--method", name)
+    )
     result = bench(folder, two_prompts, output, *flags, "--max-draft-length", 2, "--json")
     found = document(result)
     names = ["plain", "self:fixed", "self:expected-gain", "generate", "generate-early-exit"]
-    names += ["generate-prompt-lookup"]
     assert [row["method"] for row in found["methods"]] == names
     assert all((row["compared"], row["faults"]) == (2, 0) for row in found["methods"])
     assert found["methods"][0]["speedups"]["plain"] == [1.0, 1.0, 1.0]
@@ -579,7 +579,7 @@ def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
         assert words in result.stdout
     assert f"layerskip report {output}" in result.stderr
     records = read_run(output)
-    assert len(records.records) == 2 * 6
+    assert len(records.records) == 2 * 5
     assert records.header["law"]["do_sample"] is False
     assert records.header["methods"][1]["costs"]["1"]["draft"] == 0.2
     assert [m["max_draft_length"] for m in records.header["methods"][1:3]] == [2, 2]
@@ -590,7 +590,7 @@ def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
     again = bench(folder, two_prompts, output, *flags, "--max-draft-length", 2)
     assert again.exit_code == 0
     assert output.read_bytes().startswith(data[: data.rindex(b"\n", 0, -1)])
-    assert len(read_run(output).records) == 2 * 6
+    assert len(read_run(output).records) == 2 * 5
     line = refused_bench(folder, two_prompts, output, *flags, "--max-draft-length", 3)
     assert "holds records of other settings: methods is" in line
 
@@ -639,28 +639,6 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     ]
 
 
-def test_branches_are_measured_beside_chains(folder, two_prompts, tmp_path, monkeypatch):
-    table = CostTable(0.2, (1.0,) * 9)
-    monkeypatch.setattr(
-        "layerskip.decoders.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
-    )
-    output = tmp_path / "run.jsonl"
-    flags = ("--method", "self", "--method", "self-lookup", "--low-precision", 4, "--branches")
-    flags += ("--max-new-tokens", 30)
-    assert bench(folder, two_prompts, output, *flags).exit_code == 0
-    run_ = read_run(output)
-    names = {each["name"]: each.get("branches") for each in run_.header["methods"]}
-    assert names == {"plain": None, "self": None, "self:branches": True, "self-lookup": None}
-    one, other = (each["costs"] for each in run_.header["methods"][1:3])
-    assert one == other
-    trees = {r["method"] for r in run_.records if r["rounds"] and r["rounds"].get("parents")}
-    assert trees == {"self:branches"}
-    assert all(all(record["equal"]) for record in run_.records)
-    line = "--branches has no effect without a draft that takes steps, and expected-gain"
-    few = ("--method", "self-lookup", "--branches")
-    assert warned(bench(folder, two_prompts, tmp_path / "other.jsonl", *few)) == [line]
-
-
 def test_a_skip_config_asks_for_branches(folder, save_skip):
     """`generate` reads it there; a flag overrides it; another controller has no use for it."""
     costs = {"draft": 0.1, "verify": [1.0] * 9}
@@ -701,28 +679,6 @@ def test_benchmark_at_lengths_of_context(folder, two_prompts, tmp_path, priced):
     assert run("report", output, "--output", tmp_path / "report").exit_code == 0
     line = refused_bench(folder, two_prompts, tmp_path / "other.jsonl", "--context", 300)
     assert "at most 256 tokens for this model, got 306" in line
-
-
-def test_benchmark_finds_the_best_exit_and_traces(
-    folder, two_prompts, tmp_path, priced, monkeypatch
-):
-    monkeypatch.setattr(planning, "measure", partial(planning.measure, budget=0.01))
-    output = tmp_path / "run.jsonl"
-    flags = ("--method", "self-exit", "--method", "generate-assistant", "--assistant", folder)
-    flags = (*flags, "--trace")
-    result = bench(folder, two_prompts, output, *flags)
-    assert result.exit_code == 0, result.output
-    assert "best exit of a quick trace: " in result.stderr
-    run_ = read_run(output)
-    _, own, assistant = run_.header["methods"]
-    assert own["skip"]["exit_layer"] in range(1, 6)
-    assert assistant["kind"] == "generate-assistant"
-    assert len(run_.traces) == len(run_.costs) == 1
-    before = output.read_bytes()
-    again = bench(folder, two_prompts, output, *flags)  # all is there: the draft, too
-    assert again.exit_code == 0, again.output
-    assert "best exit" not in again.stderr
-    assert output.read_bytes() == before
 
 
 def test_a_second_model_drafts(folder, two_prompts, tmp_path, priced):
@@ -852,13 +808,13 @@ REFUSED = {  # by command
         ("./missing", "there is no folder"),
     ],
     "benchmark MODEL --prompts two.txt --output run.jsonl ": [
-        ("--method magic", "--method must be one of plain, self, generate, generate-early"),
+        ("--method magic", "--method must be one of plain, self, generate, self-lookup"),
         ("--controller magic", "--controller must be one of fixed, confidence"),
         ("--method generate-assistant", "needs a second model; give --assistant MODEL"),
         ("--batch-size 3 --exit-layer 3", "no 3 prompts share a category"),
         ("--repeats 0", "'--repeats': "),
-        ("--do-sample --acceptance rejection --trace", "--trace needs --acceptance"),
-        ("--context 9 --trace", "--trace traces prompts as they are; leave out --context"),
+        ("--context 9 --explain", "replay prompts as they are; leave out --context"),
+        ("--explain --sweep x", "--explain is a --sweep of every exit; give one of the two"),
     ],
     "benchmark MODEL ": [
         ("--prompts two.txt --output diary --exit-layer 3", "is no file of records"),

@@ -27,10 +27,9 @@ from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import drafts as drafts_module
-from layerskip.replay import drawing, exits
+from layerskip.replay import drawing
 from layerskip.replay.drafts import Replay, follow, replay
 from layerskip.replay.drawing import NOTHING, Drawn, TextPlaces, propose
-from layerskip.replay.exits import THRESHOLDS, agreement, exit_trace
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
 from layerskip.replay.trace import Trace, take_trace
 
@@ -348,29 +347,3 @@ def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(drafts_module, "source_of", as_any_other)
     equal(short, replay(trace, SKIPS["an exit"]))
     assert 0.2 < short.survival[0] < 0.9
-
-
-def test_the_record_of_an_exit_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exits, "end_tokens", lambda model: EOS)
-    law = {"do_sample": True, "temperature": 0.8, "acceptance": "rejection", "seed": 2}
-    seeds = range(2, 8)
-    record = exit_trace(
-        model(),
-        [PROMPT] * 6,
-        names=["a"] * 6,
-        law=law,
-        max_new_tokens=NEW,
-    )
-    trace = take_trace(
-        model(),
-        [PROMPT] * 6,
-        max_new_tokens=NEW,
-        law=sampling(0.8),
-        seeds=seeds,
-        eos=EOS,
-        acceptance="rejection",
-    )
-    assert record["exits"] == agreement(trace)
-    played = replay(trace, SkipConfig.early_exit(3))
-    assert record["exits"][2]["match"] == pytest.approx(played.survival[0])
-    assert record["what_if"]["lengths"][2][2] == [count_rounds(played, 3, t) for t in THRESHOLDS]

@@ -23,8 +23,8 @@ RECORD = made.record(
     rounds=made.rounds((2, 1, 2), (1, 0, 1)),
     equal=[True],
 )
-TRACE, COST = made.trace(), made.cost()
-LINES = {"HEADER": HEADER, "RECORD": RECORD | {"repeat": 1}, "TRACE": TRACE, "COST": COST}
+SWEEP = made.sweep()
+LINES = {"HEADER": HEADER, "RECORD": RECORD | {"repeat": 1}, "SWEEP": SWEEP}
 
 
 def changed(line, **values):
@@ -55,14 +55,13 @@ def path(tmp_path):
 def test_what_is_written_is_read_back(path):
     plain = changed(RECORD, method="plain", rounds=None, equal=None)
     with RunWriter(path, HEADER, None) as writer:
-        for line in (RECORD, TRACE, COST, plain):
+        for line in (RECORD, SWEEP, {"kind": "trace"}, plain):
             writer.write(line)
             assert path.read_text().endswith(json.dumps(line) + "\n")  # at once
     run = read_run(path)
     assert run.header == HEADER
     assert run.records == (RECORD, plain)
-    assert run.traces == (TRACE,)
-    assert run.costs == (COST,)
+    assert run.sweeps == (SWEEP,)  # what older releases wrote beside is left aside
     assert run.whole_bytes == path.stat().st_size
 
 
@@ -88,7 +87,7 @@ REFUSED = {
     ],
     "RECORD": [
         ({"kind": "header"}, "a second header: two runs in one file"),
-        ({"kind": "words"}, "kind must be one of record, trace, cost, got 'words'"),
+        ({"kind": "words"}, "kind must be one of record, sweep, got 'words'"),
         ({"method": "other"}, "method must be one of the header's (plain, self), got 'other'"),
         ({"prompts": [1]}, "prompts[0] must be a string"),
         ({"batch_size": 0}, "batch_size must be 1 or more, got 0"),
@@ -111,11 +110,11 @@ REFUSED = {
         ({"rounds__depths": [[3], [1]]}, "rounds.accepted and rounds.depths must not exceed"),
         ({"rounds__depths": [[0], [1]]}, "rounds.accepted and rounds.depths must not exceed"),
     ],
-    "TRACE": [
-        ({"what_if__rounds": [[[2]]]}, "what_if.rounds must have 3 items, got 1"),
-        ({"what_if": ...}, "what_if is missing"),
+    "SWEEP": [
+        ({"exits": []}, "exits must have at least 1 items, got 0"),
+        ({"draft_lengths": [1]}, "exits[0].rounds must have 1 items, got 3"),
+        ({"draft_lengths": ...}, "draft_lengths is missing"),
     ],
-    "COST": [({"mlp": [1.0]}, "mlp must have 6 items, got 1")],
 }
 
 
@@ -179,7 +178,7 @@ def test_a_line_in_the_middle_is_never_cut_off(path):
 
 
 def test_a_run_cut_anywhere_goes_on(path):
-    lines = [RECORD, TRACE, changed(RECORD, repeat=1)]
+    lines = [RECORD, SWEEP, changed(RECORD, repeat=1)]
     save(path, HEADER, *lines)
     data = path.read_bytes()
     breaks = [place for place, byte in enumerate(data) if byte == ord("\n")]
@@ -195,16 +194,16 @@ def test_a_run_cut_anywhere_goes_on(path):
                 assert read_run(path).cut_off
                 assert read_run(path).whole_bytes == max(b for b in breaks if b < length) + 1
         found = read_unfinished(path)
-        kept = () if found is None else (*found.records, *found.traces)
+        kept = () if found is None else (*found.records, *found.sweeps)
         with RunWriter(path, changed(HEADER, created="later", argv=[]), found) as writer:
             keys = [key_of(record) for record in found.records] if found else []
             for line in lines:
-                known = line in kept if line["kind"] == "trace" else key_of(line) in keys
+                known = line in kept if line["kind"] == "sweep" else key_of(line) in keys
                 if not known:
                     writer.write(line)
         run = read_run(path)
         assert run.records == (RECORD, changed(RECORD, repeat=1))
-        assert run.traces == (TRACE,)
+        assert run.sweeps == (SWEEP,)
         assert run.header["created"] == ("later" if found is None else HEADER["created"])
 
 

@@ -29,7 +29,7 @@ from layerskip.registry import CONTROLLERS
 from layerskip.replay import drafts as drafts_module
 from layerskip.replay.drafts import Replay, replay
 from layerskip.replay.drawing import NOTHING
-from layerskip.replay.exits import agreement, best_exit, default_exits, exit_trace, what_if
+from layerskip.replay.exits import agreement, exit_sweep
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
 from layerskip.replay.trace import Trace, take_trace
 
@@ -394,36 +394,46 @@ def test_no_room_for_context_at_the_models_last_position() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# The what-if table.
+# Exits by draft length.
 
 
-@pytest.mark.parametrize("case", [0, 1, 3])
-def test_cells_are_totals_of_real_rounds(case: int) -> None:
-    model, trace = traced(*CASES[case])
-    exits, lengths, thresholds = (1, 4), (1, 3, 8), (0.0, 0.1, 0.6)
-    table = what_if(trace, exits, lengths, thresholds)
-    for e, d, t in ((0, 0, 0), (1, 1, 1), (1, 2, 0), (1, 2, 1), (0, 2, 2)):
-        settings: dict[str, Any] = {"controller": "confidence", "threshold": thresholds[t]}
-        if thresholds[t] == 0.0:
-            settings = {"controller": "fixed"}
-        rounds = [
-            round_
-            for text in range(3)
-            for round_ in decoded(
-                model,
-                case,
-                [text],
-                skip=SkipConfig.early_exit(exits[e]),
-                max_draft_length=lengths[d],
-                **settings,
-            )
-        ]
-        drafted = [r.drafted[0] for r in rounds]
-        assert table["rounds"][e][d][t] == len(rounds)
-        assert table["drafted"][e][d][t] == sum(drafted)
-        assert table["emitted"][e][d][t] == sum(r.emitted[0] for r in rounds)
-        counts = [drafted.count(n) for n in range(lengths[d] + 1)]
-        assert table["lengths"][e][d][t] == counts
+def test_cells_of_a_sweep_are_totals_of_real_rounds() -> None:
+    """With the seeds and the warpers of the record's law."""
+    model = lively_model("llama")
+    law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
+    seen: list[float] = []
+    record = exit_sweep(
+        model,
+        rows(),
+        (2, 5),
+        (1, 4),
+        law=law,
+        max_new_tokens=12,
+        progress=lambda words, share: seen.append(share),
+    )
+    assert (record["tokens"], record["draft_lengths"]) == (33, [1, 4])
+    assert [each["exit"] for each in record["exits"]] == [2, 5]
+    assert all(0 <= share <= 1 for share in seen)
+    for entry in record["exits"]:
+        for length, counts in zip((1, 4), entry["rounds"], strict=True):
+            rounds = [
+                round_
+                for number, row in enumerate(rows())
+                for round_ in sampled(
+                    model,
+                    row[None],
+                    skip=SkipConfig.early_exit(entry["exit"]),
+                    controller="fixed",
+                    max_draft_length=length,
+                    max_new_tokens=12,
+                    temperature=0.9,
+                    top_k=40,
+                    top_p=0.95,
+                    seeds=[3 + number],
+                )[1:]
+            ]
+            drafted = [each.drafted[0] for each in rounds]
+            assert counts == [drafted.count(n) for n in range(length + 1)]
 
 
 def test_not_a_number_stops_where_a_threshold_asks() -> None:
@@ -435,88 +445,16 @@ def test_not_a_number_stops_where_a_threshold_asks() -> None:
     assert count_rounds(played, 0) == [played.trace.starts]
 
 
-def test_the_best_exit_is_the_one_that_pays() -> None:
-    table = {
-        "exits": [2, 5],
-        "draft_lengths": [1, 2],
-        "thresholds": [0.0, 0.5],
-        "lengths": [
-            [[[0, 60], [20, 50]], [[0, 5, 45], [20, 10, 40]]],
-            [[[0, 52], [10, 45]], [[0, 2, 36], [9, 10, 30]]],
-        ],
-        "emitted": [[[100, 100], [100, 100]]] * 2,
-    }
-    cheap, dear = CostTable(0.1, (1.0, 1.1, 1.2)), CostTable(0.5, (1.0, 1.1, 1.2))
-    best = best_exit(table, lambda layer: cheap if layer == 2 else dear)
-    # two tokens drafted, whatever the confidence
-    assert best == (2, pytest.approx(100 / (5 * 1.2 + 45 * 1.4)))
-    assert best_exit(table, lambda layer: dear if layer == 2 else cheap)[0] == 5
-    with pytest.raises(ValueError, match="no exits"):
-        best_exit(table | {"exits": [], "lengths": [], "emitted": []}, lambda layer: cheap)
-
-
-def test_agreement_match_and_calibration_count_starts() -> None:
+def test_agreement_and_match_count_starts() -> None:
     _, trace = traced(*CASES[1])
     exits = agreement(trace)
-    assert [entry["exit"] for entry in exits] == [1, 2, 3, 4, 5]
-    for entry in exits:
-        layer = entry["exit"]
+    assert list(exits) == [1, 2, 3, 4, 5]
+    for layer, entry in exits.items():
         played = replay(trace, SkipConfig.early_exit(layer))
         assert entry["match"] == pytest.approx(played.survival[0])
-        assert sum(b["count"] for b in entry["confidence"]) == trace.starts
-        matched = sum(b["matched"] for b in entry["confidence"])
-        assert matched == pytest.approx(entry["match"] * trace.starts)
-        for b in entry["confidence"]:
-            inside = (played.confidences[:, 0] >= b["low"]) & (played.confidences[:, 0] < b["high"])
-            assert b["count"] == int(inside.sum())
-            if b["count"]:
-                mean = float(played.confidences[inside, 0].double().mean())
-                assert b["mean"] == pytest.approx(mean)
-                assert b["matched"] == int(played.matches[inside, 0].sum())
-            else:
-                assert b["mean"] is None
+    assert any(entry["agreement"] != entry["match"] for entry in exits.values())
     greedy = agreement(traced(*CASES[0])[1])
-    assert all(entry["agreement"] == entry["match"] for entry in greedy)
-    assert any(entry["agreement"] != entry["match"] for entry in exits)
-
-
-def test_the_record_of_an_exit_trace() -> None:
-    model = lively_model("llama")
-    law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
-    seen: list[float] = []
-    record = exit_trace(
-        model,
-        rows(),
-        names=["a", "b", "c"],
-        law=law,
-        max_new_tokens=12,
-        progress=lambda words, share: seen.append(share),
-    )
-    assert record["kind"] == "trace"
-    assert record["prompts"] == ["a", "b", "c"]
-    assert record["tokens"] == 36
-    assert record["law"] == law
-    assert len(record["exits"]) == 5
-    assert record["what_if"]["exits"] == list(default_exits(6)) == [1, 2, 3, 5]
-    assert all(0 <= share <= 1 for share in seen)
-    # one cell, with the seeds and the warpers of the record's law
-    rounds = [
-        round_
-        for number, row in enumerate(rows())
-        for round_ in sampled(
-            model,
-            row[None],
-            skip=SkipConfig.early_exit(5),
-            controller="fixed",
-            max_draft_length=4,
-            max_new_tokens=12,
-            temperature=0.9,
-            top_k=40,
-            top_p=0.95,
-            seeds=[3 + number],
-        )[1:]
-    ]
-    assert record["what_if"]["rounds"][3][3][0] == len(rounds)  # 4 tokens
+    assert all(entry["agreement"] == entry["match"] for entry in greedy.values())
 
 
 def test_prices_of_simulated_rounds() -> None:

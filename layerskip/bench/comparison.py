@@ -305,19 +305,23 @@ class Judge:
         """The method whose text another must give."""
         return self.plain if method.kind == "self" else self.greedy
 
-    def prepare(self, batch: PromptBatch) -> None:
-        """Have the references' texts of the batch at hand, before anything is timed on it."""
-        for reference in (self.plain, self.greedy):
-            self.expected(reference, batch)
+    def learn(self, method: Method, batch: PromptBatch, tokens: list[list[int]]) -> None:
+        """Take a reference's texts from a call that was timed, instead of decoding them again."""
+        if method in (self.plain, self.greedy):
+            self._texts(batch).setdefault(method.kind, tokens)
 
     def expected(self, reference: Method, batch: PromptBatch) -> list[list[int]]:
-        """The reference's texts, decoded once for a batch."""
+        """The reference's texts of a batch."""
+        texts = self._texts(batch)
+        if reference.kind not in texts:
+            texts[reference.kind] = reference.decode(batch, 0, time.perf_counter).tokens
+        return texts[reference.kind]
+
+    def _texts(self, batch: PromptBatch) -> dict[str, list[list[int]]]:
+        """What is known of the batch's texts, by kind of reference."""
         if batch is not self._batch:
             self._batch, self._expected = batch, {}
-        if reference.kind not in self._expected:
-            again = reference.decode(batch, 0, time.perf_counter)
-            self._expected[reference.kind] = again.tokens
-        return self._expected[reference.kind]
+        return self._expected
 
     def compare(
         self,

@@ -19,11 +19,8 @@ from layerskip.drafts import skip_label
 from layerskip.files.records import costs_key
 from layerskip.generation import GenerationOutput, LayerSkipDecoding, generate
 from layerskip.requests import end_tokens
-from layerskip.settings import DEFAULT_CONTROLLER
 
 Clock = Callable[[], float]
-
-BRANCHES = ":branches"  # ends the name of a method that also verifies second-best tokens
 
 
 @dataclass(frozen=True)
@@ -142,13 +139,6 @@ class Engine:
         names += [each.name for each in decoding.sources]
         names += [] if decoding.assistant is None else ["assistant"]
         return names if self.skip is None else [*names, "sublayers"]
-
-    @property
-    def may_branch(self) -> bool:
-        """Whether second-best tokens may be verified: a draft takes steps, and the rule has use."""
-        decoding = self.decoding
-        steps = self.skip is not None or decoding.assistant is not None
-        return steps and decoding.controller == DEFAULT_CONTROLLER and not self._rejects
 
     @property
     def _rejects(self) -> bool:

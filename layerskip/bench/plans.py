@@ -8,19 +8,22 @@ import json
 import statistics
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from layerskip.bench.batches import Encoded, PromptBatch
-from layerskip.bench.methods import BRANCHES, Engine, Method, Peer, Task, early_exit_peer
+from layerskip.bench.llama import LLAMAS, open_llama
+from layerskip.bench.methods import Engine, Method, Peer, Task, early_exit_peer
 from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
-from layerskip.costs.pricing import cost_table
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
@@ -30,11 +33,12 @@ from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 from layerskip.registry import WITH_THRESHOLD, named
-from layerskip.replay.exits import best_exit, exit_trace, law_of
-from layerskip.timing.sublayers import measure
+from layerskip.replay.exits import exit_sweep, law_of
+from layerskip.timing.tables import cost_tables
 
-TRACE_TOKENS = 64  # of each text of a trace, at most
-TRACE_PROMPTS = 2  # of each category
+SWEEP_TOKENS = 64  # of each text of a sweep, at most
+SWEEP_PROMPTS = 2  # of each category
+SWEEP_BEST = 3  # cells of a sweep that are then timed
 PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, by batch size and context
 
 PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
@@ -104,9 +108,9 @@ class Plan:
     loaded: Loaded
     task: Task
     prompts: Sequence[Encoded]
-    """For quick traces, not joined to long ones."""
+    """For sweeps, not joined to long ones."""
     batches: Sequence[PromptBatch]
-    found: Run | None
+    earlier: Run | None
     talk: Talk
 
     def engines(
@@ -117,10 +121,9 @@ class Plan:
         default: SkipConfig | None,
         assistant: Loaded | None,
         controllers: Sequence[str | None] = (None,),
-        max_draft_length: int | None = None,
         threshold: float | None = None,
         laws: Any = None,
-        branches: bool | None = None,
+        **pace: Any,
     ) -> list[Engine]:
         """The methods of this engine that draft: one for every source, and controller.
 
@@ -130,8 +133,8 @@ class Plan:
                 config says, and where there is none it does.
             default: the model's own draft where none is given, if it has one.
             controllers: None is the skip config's own, or the default.
-            laws: of earlier texts, which every call of "self" and "self-laws" starts with.
-            branches: True: those that may have any are measured with and without.
+            laws: of earlier texts, which every call of "self" starts with.
+            pace: further settings of `LayerSkipDecoding`.
         """
         looks_up = True if lookup is None else lookup
         drafts: list[tuple[str, str, dict[str, Any]]] = []  # method, label, what drafts
@@ -140,104 +143,92 @@ class Plan:
                 stored = skip.decoding is not None and skip.decoding.lookup is True
                 how = stored if lookup is None else lookup
                 drafts.append(("self", label, {"skip": self._checked(skip), "lookup": how}))
-            default = self._decided("self", default)
+            entry = self._entries.get("self")
+            if entry is not None and not given:
+                default = None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
             if not given and (default is not None or looks_up):
                 drafts.append(("self", "default", {"skip": default, "lookup": looks_up}))
+        if laws is not None:
+            joined = lookup if isinstance(lookup, Lookup) else Lookup()
+            trees = {"sources": [named("source", "laws")(known=laws, lookup=joined)]}
+            drafts = [(kind, label, what | trees) for kind, label, what in drafts]
         if "self-lookup" in kinds:
             drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
-        joined = lookup if isinstance(lookup, Lookup) else Lookup()
-        trees = {"sources": [named("source", "laws")(known=laws, lookup=joined)]}
-        if laws is not None:
-            drafts = [(kind, label, what | trees) for kind, label, what in drafts]
-        if "self-laws" in kinds:
-            drafts.append(("self-laws", "laws", trees))
         if "self-8bit" in kinds:
             drafts.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:
             second = {"assistant": assistant.opened(self.task.execution), "named": assistant.name}
             drafts.append(("self-assistant", "assistant", second))
-        if "self-exit" in kinds:
-            exit_ = self._decided("self-exit", None) or self.best_exit
-            drafts.append(("self-exit", f"exit-{exit_.exit_layer}", {"skip": exit_}))
         engines: dict[str, Engine] = {}
-        ways = (False, True) if branches else (branches,)
-        for (kind, label, what), controller, way in itertools.product(drafts, controllers, ways):
-            engine = Engine(
-                self.loaded.model,
-                self.task,
-                controller=controller,
-                max_draft_length=max_draft_length,
-                branches=way,
-                draft=label,
-                **what,
-            )
-            if way and not engine.may_branch:
-                continue
+        for (kind, label, what), controller in itertools.product(drafts, controllers):
+            model = self.loaded.model
+            engine = Engine(model, self.task, controller=controller, draft=label, **what, **pace)
             chosen = str(engine.decoding.controller)
             if chosen in WITH_THRESHOLD:
                 engine.settings["threshold"] = threshold
             parts = [kind, *([label] if sum(kind == other for other, *_ in drafts) > 1 else [])]
-            parts += [chosen] if len(controllers) > 1 else []
-            name = ":".join(parts) + (BRANCHES if way else "")
+            name = ":".join([*parts, chosen] if len(controllers) > 1 else parts)
             like = sum(other.partition("#")[0] == name for other in engines)
             engine.name = f"{name}#{like + 1}" if like else name
             engines[engine.name] = engine
-        if branches and not any(each.settings["branches"] for each in engines.values()):
-            which = "a draft that takes steps, and expected-gain"
-            warnings.warn(f"--branches has no effect without {which}", stacklevel=2)
-        if (
-            engines
-            and threshold is not None
-            and all(each.settings.get("threshold") is None for each in engines.values())
-        ):
+        without = all(each.settings.get("threshold") is None for each in engines.values())
+        if engines and threshold is not None and without:
             rule = " or ".join(WITH_THRESHOLD)
             warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
         return list(engines.values())
+
+    def swept(self, sweep: Mapping[str, Any]) -> list[Engine]:
+        """The exits and draft lengths of a sweep that are predicted to be fastest."""
+        cells = []
+        for entry in sweep["exits"]:
+            costs = CostTable.from_dict(entry["costs"])
+            for length, counts in zip(sweep["draft_lengths"], entry["rounds"], strict=True):
+                paid = sum(n * costs.round_cost(drafted) for drafted, n in enumerate(counts))
+                cells.append((sweep["tokens"] / paid, entry["exit"], length))
+        engines = []
+        for _, layer, length in sorted(cells, reverse=True)[:SWEEP_BEST]:
+            name, how = f"exit {layer}, {length} drafted", {"max_draft_length": length}
+            skip = SkipConfig.early_exit(layer)
+            how |= {"controller": "fixed", "draft": name}
+            engines.append(Engine(self.loaded.model, self.task, name, skip, **how))
+        return engines
 
     def methods(
         self, kinds: set[str], engines: Sequence[Engine], assistant: Loaded | None
     ) -> list[Method]:
         """All methods to measure, those that draft with their prices."""
         model, task = self.loaded.model, self.task
-        by_name = {each.name: each for each in engines}
         for each in engines:
-            chains = by_name.get(each.name.removesuffix(BRANCHES))
-            if chains is None or chains is each:
-                self._price(each)
-            else:  # so that they differ by their branches alone
-                each.prices, each.costs = chains.prices, chains.costs
+            self._price(each)
         methods: list[Method] = [Engine(model, task), *engines]
         if "generate" in kinds:
             methods.append(Peer(model, task))
-        if "generate-early-exit" in kinds and not hasattr(model.config, "num_hidden_layers"):
-            warnings.warn(
-                f"generate-early-exit is left out: transformers cannot exit a "
-                f"{type(model).__name__} early",
-                stacklevel=2,
-            )
-        elif "generate-early-exit" in kinds:
-            methods.append(early_exit_peer(model, task, self._depth(engines)))
+        if "generate-early-exit" in kinds:
+            if hasattr(model.config, "num_hidden_layers"):
+                methods.append(early_exit_peer(model, task, self._depth(engines)))
+            else:
+                what = f"transformers cannot exit a {type(model).__name__} early"
+                warnings.warn(f"generate-early-exit is left out: {what}", stacklevel=2)
         if (name := "generate-prompt-lookup") in kinds:
             copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
             details = {"num_tokens": PROMPT_LOOKUP_TOKENS}
             methods.append(Peer(model, task, name, options=copied, details=details))
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
-            named = {"assistant": assistant.name}
+            details = {"assistant": assistant.name}
             if is_assistant(assistant.model.config) and not hands_over_keys(model.config):
                 self.talk.say(f"{name} is left out: transformers hands over no keys of this model")
             else:
-                methods.append(Peer(model, task, name, options=second, details=named))
+                methods.append(Peer(model, task, name, options=second, details=details))
+        if kinds & {*LLAMAS}:
+            longest = max(batch.input_ids.shape[1] for batch in self.batches)
+            context = longest + task.max_new_tokens
+            chosen = [name for name in LLAMAS if name in kinds]
+            methods += open_llama(self.loaded, task, chosen, context)
         alone = [m.name for m in methods if m.one_row]
         if alone and any(batch.rows > 1 for batch in self.batches):
-            self.talk.say(f"{', '.join(alone)}: batch size 1 only, transformers refuses more")
+            self.talk.say(f"{', '.join(alone)}: batch size 1 only, larger batches are refused")
         return methods
-
-    def _decided(self, name: str, otherwise: SkipConfig | None) -> SkipConfig | None:
-        entry = next((e for n, e in self._entries.items() if n.partition(":")[0] == name), None)
-        if entry is None:
-            return otherwise
-        return None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
 
     def _checked(self, skip: SkipConfig) -> SkipConfig:
         model = self.loaded.model
@@ -245,27 +236,12 @@ class Plan:
         skip.warn_if_foreign(self.loaded.name, fingerprint(model))
         return replace(skip, model=None, model_hash=None)  # said once is enough
 
-    @cached_property
-    def best_exit(self) -> SkipConfig:
-        """The exit of the highest predicted speedup, from a trace of a few prompts."""
-        layer, speedup = best_exit(
-            self.trace["what_if"],
-            lambda exit_: cost_table(self.sublayer_costs, SkipConfig.early_exit(exit_)),
-        )
-        self.talk.say(f"best exit of a quick trace: {layer} (predicted {speedup:.2f}x)")
-        return SkipConfig.early_exit(layer)
-
     def _depth(self, engines: Sequence[Engine]) -> int:
-        """The early exit of transformers: that runs as many sublayers as our draft, if it can."""
-        decided = self._entries.get("generate-early-exit")
-        if decided is not None:
-            return int(decided["exit_layer"])
+        """The early exit of transformers: as many sublayers as our draft runs, or half of them."""
         layers = int(self.loaded.model.config.get_text_config().num_hidden_layers)
         kept = [len(each.skip.kept(layers)) for each in engines if each.skip is not None]
         shorter = [count for count in kept if count < 2 * layers]
-        if not shorter:
-            return int(self.best_exit.exit_layer or 1)
-        return max(1, min(layers - 1, round(shorter[0] / 2)))
+        return max(1, min(layers - 1, round(shorter[0] / 2 if shorter else layers / 2)))
 
     def _price(self, method: Engine) -> None:
         decided = self._entries.get(method.name, {}).get("costs")
@@ -281,51 +257,42 @@ class Plan:
     @cached_property
     def _entries(self) -> dict[str, dict[str, Any]]:
         """What a run to go on with says of its methods, by name."""
-        entries = self.found.header["methods"] if self.found else []
+        entries = self.earlier.header["methods"] if self.earlier else []
         return {entry["name"]: entry for entry in entries}
 
-    @cached_property
-    def trace(self) -> dict[str, Any]:
-        """What every exit would have drafted, on the first prompts of every category."""
-        prompts = self._traced()
-        return exit_trace(
-            self._opened,
-            [each.ids for each in prompts],
-            names=[each.name for each in prompts],
-            law=self._law,
-            max_new_tokens=min(self.task.max_new_tokens, TRACE_TOKENS),
-            progress=self._progress,
-        )
-
-    @cached_property
-    def sublayer_costs(self) -> dict[str, Any]:
-        return measure(
-            self._opened,
-            [each.ids for each in self._traced()],
-            law=law_of(self._law),
-            progress=self._progress,
-        )
-
-    def _traced(self) -> list[Encoded]:
+    def sweep(self, exits: Sequence[int], draft_lengths: Sequence[int]) -> dict[str, Any]:
+        """What every exit would have drafted, on the first prompts of every category, priced."""
+        if self.earlier is not None and self.earlier.sweeps:
+            return self.earlier.sweeps[0]
         chosen: dict[str | None, list[Encoded]] = {}
         for prompt in self.prompts:
             chosen.setdefault(prompt.category, []).append(prompt)
-        return [prompt for each in chosen.values() for prompt in each[:TRACE_PROMPTS]]
-
-    @property
-    def _opened(self) -> Sublayers:
-        # single sublayers can be timed, and traces replayed, on the path that is compiled only
+        prompts = [prompt for each in chosen.values() for prompt in each[:SWEEP_PROMPTS]]
+        # texts are replayed on the path that is compiled only
         execution = "fused" if self.task.execution == "compiled" else self.task.execution
-        return open_model(self.loaded.model, execution)
-
-    @property
-    def _law(self) -> dict[str, Any]:
-        """What texts are drawn from; an accept rule does not matter to a trace."""
-        law = self.task.law
-        return {**law, "acceptance": "coupled"} if law["do_sample"] else law
-
-    def _progress(self, what: str, share: float) -> None:
-        self.talk.progress(f"{what}, {share:.0%}")
+        opened = open_model(self.loaded.model, execution)
+        law = self.task.law | {"acceptance": "coupled"}
+        swept = exit_sweep(
+            opened,
+            [each.ids for each in prompts],
+            exits,
+            draft_lengths,
+            law=law,
+            max_new_tokens=min(self.task.max_new_tokens, SWEEP_TOKENS),
+            progress=lambda what, share: self.talk.progress(f"{what}, {share:.0%}"),
+        )
+        request = Request(
+            input_ids=prompts[0].ids,
+            attention_mask=torch.ones_like(prompts[0].ids),
+            max_new_tokens=self.task.max_new_tokens,
+            law=law_of(law),
+        )
+        drafts = [SkipConfig.early_exit(layer) for layer in exits]
+        tables = cost_tables(opened, drafts, request, seconds=PRICE_SECONDS)
+        context = prompts[0].ids.shape[1]
+        for entry, table in zip(swept["exits"], tables, strict=True):
+            entry["costs"] = table.at(context).to_dict()
+        return {"kind": "sweep", "prompts": [each.name for each in prompts], **swept}
 
 
 DRAFTS = ("lookup", "sources", "assistant")

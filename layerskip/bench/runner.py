@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ def benchmark(
     until: float = math.inf,
     note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> None:
-    """Measure, and `write` a record of every call as soon as it is there.
+    """Measure, and `write` records of calls as soon as all methods have had their turn.
 
     Args:
         methods: plain decoding, every speedup's baseline, must be among them.
@@ -183,15 +184,16 @@ def benchmark(
     """
     now = now or device_clock(batches[0].input_ids.device)
     judge = Judge(model, task, methods)
-    for timed in interleaved(
+    loop = interleaved(
         methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, until=until, note=note
-    ):
-        judge.prepare(timed.batch)
-        if timed.repeat >= 0:
+    )
+    for _, turn in groupby(loop, lambda timed: (timed.batch.names, timed.batch.rows, timed.repeat)):
+        calls = [(each, bandwidth and bandwidth()) for each in turn if each.repeat >= 0]
+        for timed, _ in calls:
+            judge.learn(timed.method, timed.batch, timed.decoded.tokens)
+        for timed, read in calls:
             record = record_of(timed, judge, text)
-            if bandwidth is not None:
-                record["read_bandwidth"] = bandwidth()
-            write(record)
+            write(record if read is None else {**record, "read_bandwidth": read})
 
 
 def decoded_records(

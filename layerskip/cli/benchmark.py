@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from layerskip.cli.flags import (
     switch,
     warn_idle,
 )
-from layerskip.cli.inputs import first_of_each, given_prompts, spoken
+from layerskip.cli.inputs import first_in_turn, first_of_each, given_prompts, read_tasks, spoken
 from layerskip.cli.opening import (
     kept_laws,
     looked_up,
@@ -43,10 +45,12 @@ if TYPE_CHECKING:
     from layerskip.bench.batches import PromptBatch
     from layerskip.bench.methods import Method, Task
 
-DEFAULT_METHODS = ("plain", "self", "generate", "generate-early-exit", "generate-prompt-lookup")
+DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
-METHODS = (*DEFAULT_METHODS, "self-lookup", "self-laws", "self-8bit", "self-exit", *ASSISTED)
+PEERS = ("generate-early-exit", "generate-prompt-lookup", "llama.cpp", "llama.cpp-flash")
+METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", *ASSISTED, *PEERS)
 _METHODS, _CONTROLLERS = ", ".join(METHODS), ", ".join(CONTROLLERS)
+LONGEST = 8  # tokens that --explain drafts at most
 
 
 def benchmark(
@@ -55,12 +59,13 @@ def benchmark(
         "File of records; the same command again goes on with it.", "RUN.jsonl", default=...
     ),
     prompts: Prompts = None,
+    tasks: Path | None = flag("Folder with a JSONL file of prompts for each task.", "FOLDER"),
     chat: Chat = False,
     skip: list[str] | None = flag("JSON file of a skip config; repeatable.", "FILE"),
     exit_layer: list[int] | None = flag("Draft with layers 0 to E-1; repeatable.", "E"),
     sources: Sources,
     method: list[str] | None = flag(
-        f"Method to measure, of {_METHODS}; repeatable.  [default: the first five]",
+        f"Method to measure, of {_METHODS}; repeatable.  [default: the first three]",
         "NAME",
     ),
     controller: list[str] | None = flag(
@@ -68,7 +73,12 @@ def benchmark(
         "NAME",
     ),
     pace: Pace,
-    trace: bool = switch("--trace", "Also record all exits, and what each sublayer costs."),
+    sweep: str | None = flag(
+        "Replay early exits at fixed draft lengths, as exits=2..12,lengths=1..8, and time the best "
+        "three.",
+        "GRID",
+    ),
+    explain: bool = switch("--explain", "Also replay every exit; takes minutes."),
     repeats: int = flag("Timed calls of each method, per prompt.", "N", default=2, min=1),
     warmup: int = flag("Untimed calls before them.", "N", default=1, min=0),
     batch_size: list[int] | None = flag("Rows of a call; repeatable.  [default: 1]", "N", min=1),
@@ -76,7 +86,10 @@ def benchmark(
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
     seed: Seed = 0,
-    limit: int | None = flag("Use at most N prompts of each category or context.", "N", min=1),
+    limit: int | None = flag("Use at most N prompts, of each category in turn.", "N", min=1),
+    per_category: int | None = flag(
+        "Use at most N prompts of each category, task or context.", "N", min=1
+    ),
     save_text: bool = switch("--save-text", "Keep prompts and texts in the records."),
     loading: Loading,
     quiet: Quiet = False,
@@ -91,25 +104,28 @@ def benchmark(
     _check_names("--controller", controller, CONTROLLERS)
     kinds = _kinds(method, sources.assistant)
     sampling.check()
-    if trace and sampling.do_sample and sampling.acceptance == "rejection":
-        raise ValueError("--trace needs --acceptance coupled, where texts do not depend on drafts")
-    if trace and context:
-        raise ValueError("--trace traces prompts as they are; leave out --context or --trace")
+    if sweep and explain:
+        raise ValueError("--explain is a --sweep of every exit; give one of the two")
+    if context and (sweep or explain):
+        raise ValueError("--sweep and --explain replay prompts as they are; leave out --context")
+    if tasks and (prompts or context):
+        raise ValueError("--tasks FOLDER goes without --prompts and --context")
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
     if "self" not in kinds:
-        idle = {} if kinds & {"self-lookup", "self-laws"} else sources.idle | {"assistant": None}
+        idle = {} if "self-lookup" in kinds else sources.idle | {"assistant": None}
         warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
     if sources.keep_laws:
         raise ValueError("--keep-laws would let calls learn from each other's texts; leave it out")
     text, laws = sources.text(), kept_laws(sources)
     sizes = sorted(set(batch_size or [1]))
     earlier = read_unfinished(output)
-    if earlier is not None and not (earlier.records or earlier.traces or earlier.costs):
+    if earlier is not None and not (earlier.records or earlier.sweeps):
         earlier = None  # it was refused or stopped before it measured: its settings bind nobody
-    chosen = spoken(given_prompts(prompts, loading.model), chat)
+    read = read_tasks(tasks) if tasks else given_prompts(prompts, loading.model)
+    chosen = spoken(read, chat)
     if not context:
-        chosen = first_of_each(chosen, limit)
+        chosen = first_in_turn(first_of_each(chosen, per_category), limit)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
     second = second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
@@ -121,12 +137,16 @@ def benchmark(
 
     threads = earlier.header["threads"] if earlier else None  # a run goes on as it began
     with open_passes(loaded, loading, talk, threads) as opened:
+        grid = f"exits=1..{opened.num_layers - 1},lengths=1..{LONGEST}" if explain else sweep
+        cells = grid and _grid(grid, opened.num_layers)
         short = encode_all(loaded.tokenizer, chosen, opened.device)
         asked = short
         if context:
+            most = per_category or limit
             asked, again = long_prompts(
-                loaded.tokenizer, chosen, context, opened.device, least=max(sizes), most=limit
+                loaded.tokenizer, chosen, context, opened.device, least=max(sizes), most=most
             )
+            asked = asked[:limit]
             if again is not None:
                 talk.say(f"the prompts are repeated from a context of {again:,} tokens on")
         batches, words = make_batches(asked, sizes, loaded.tokenizer.pad_token_id or 0)
@@ -149,35 +169,37 @@ def benchmark(
             default, reason = own_draft(sources, opened)
             if reason is not None:
                 talk.say(f"drafts are looked up only: {reason}")
-        controllers: list[str | None] = [*controller] if controller else [None]
         engines = plan.engines(
             kinds,
             [(name, sources.changed(each)) for name, each in given],
             looked_up(sources, text, loaded, talk),
             default,
             second,
-            controllers,
+            controller or [None],
             laws=laws,
             **pace.settings,
         )
         for each in {(each.name.partition(":")[0], each.draft): each for each in engines}.values():
             drafts = ", or ".join(choose_drafts(opened, each.decoding).words) or "none"
             talk.say(f"{each.name.partition(':')[0]} drafts: {drafts}")
+        lines = [plan.sweep(*cells)] if cells else []
+        if sweep:
+            engines += plan.swept(lines[0])
         methods = plan.methods(kinds, engines, second)
         header = {
-            **make_header(loaded, opened, task, chosen, prompts, asked),
+            **make_header(loaded, opened, task, chosen, tasks or prompts, asked),
             "repeats": repeats,
             "warmup": warmup,
             "batch_sizes": sizes,
             "methods": [each.describe() for each in methods],
         }
+        header["prompts"] |= {"tasks": True} if tasks else {}
         if earlier is None:
             talk.progress("trying every method")
             try_out(methods, batches)
-        lines = [plan.trace] if trace and not (earlier and earlier.traces) else []
-        lines += [plan.sublayer_costs] if trace and not (earlier and earlier.costs) else []
         decoded = partial(decode_text, loaded.tokenizer) if save_text else None
-        summary = record(
+        lines = lines if earlier is None or not earlier.sweeps else []
+        summary = _record(
             output, header, loaded.model, task, methods, batches, talk, earlier, lines, decoded
         )
     if as_json:
@@ -187,7 +209,19 @@ def benchmark(
         raise typer.Exit(1)
 
 
-def record(
+def _grid(text: str, layers: int) -> tuple[range, range]:
+    """The exits and draft lengths of --sweep."""
+    found = re.fullmatch(r"exits=(\d+)\.\.(\d+),lengths=(\d+)\.\.(\d+)", text)
+    first, last, least, most = map(int, found.groups()) if found else (0,) * 4
+    if not (1 <= first <= last < layers and 1 <= least <= most):
+        raise ValueError(
+            "--sweep must be like exits=2..12,lengths=1..8, with exits in "
+            f"1..{layers - 1} for this model, got {text!r}"
+        )
+    return range(first, last + 1), range(least, most + 1)
+
+
+def _record(
     output: Path,
     header: dict[str, Any],
     model: Any,
@@ -195,9 +229,9 @@ def record(
     methods: Sequence[Method],
     batches: Sequence[PromptBatch],
     talk: Talk,
-    earlier: Run | None = None,
-    lines: Sequence[dict[str, Any]] = (),
-    text: Callable[[Sequence[int]], str] | None = None,
+    earlier: Run | None,
+    lines: Sequence[dict[str, Any]],
+    text: Callable[[Sequence[int]], str] | None,
 ) -> list[dict[str, Any]]:
     """Measure methods into a run file and print the table; returns its rows, see `summarise`.
 
@@ -212,6 +246,7 @@ def record(
     from layerskip.timing.bandwidth import Sweeps
 
     device = batches[0].input_ids.device
+    done = {key_of(each) for each in earlier.records} if earlier else set()
     with RunWriter(output, header, earlier) as writer:
         for line in lines:
             writer.write(line)
@@ -224,10 +259,10 @@ def record(
                 repeats=header["repeats"],
                 warmup=header["warmup"],
                 write=writer.write,
-                done={key_of(each) for each in earlier.records} if earlier else set(),
+                done=done,
                 text=text,
                 bandwidth=Sweeps(device, device_clock(device)),
-                note=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
+                note=partial(_note, talk, time.monotonic()),
             )
         except KeyboardInterrupt:
             talk.say(f"{output} keeps what was measured; the same command goes on with it")
@@ -239,6 +274,13 @@ def record(
         talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
     return summary
+
+
+def _note(talk: Talk, began: float, what: str, share: float) -> None:
+    """Say what is measured, and how long the rest will take at this pace."""
+    left = (time.monotonic() - began) * (1 - share) / share if share else 0.0
+    told = f", {left / 60:.0f} min left" if left > 90 else f", {left:.0f} s left" if left else ""
+    talk.progress(f"{share:4.0%}{told}: {what}")
 
 
 def _check_names(flag: str, given: Sequence[str] | None, allowed: Sequence[str]) -> None:
@@ -261,8 +303,8 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
 
 
 def summarise(path: Path) -> list[dict[str, Any]]:
-    """The headline numbers of every batch size, context and method, as the report has them."""
-    from layerskip.analysis.runs import load_runs
+    """The headline numbers by batch size, context or task, and method, as the report has them."""
+    from layerskip.analysis.runs import ALL, load_runs
     from layerskip.analysis.tables import acceptance, losslessness, repetition, speedup
 
     (run,) = load_runs([path])
@@ -273,10 +315,12 @@ def summarise(path: Path) -> list[dict[str, Any]]:
         }
         for table in (acceptance, repetition, losslessness)
     )
+    tasks = run.header["prompts"].get("tasks")
+    shown = [ALL, *run.categories] if tasks else [*run.contexts]
     rows: dict[tuple[int, str, str], dict[str, Any]] = {}
     for row in speedup(run).to_dict("records"):
         size, category, method = place = row["batch_size"], row["category"], row["method"]
-        if category not in run.contexts:
+        if category not in shown:
             continue
         whole = None, category, method  # all batch sizes together
         entry = rows.setdefault(
@@ -285,7 +329,8 @@ def summarise(path: Path) -> list[dict[str, Any]]:
                 "method": method,
                 "kind": run.methods[method]["kind"],
                 "batch_size": size,
-                "context": run.contexts[category],
+                "context": run.contexts.get(category),
+                "task": category if tasks else None,
                 "tokens_per_second": row["tokens_per_second"],
                 "speedups": {},
                 "prefill_speedups": {},
@@ -304,7 +349,7 @@ def summarise(path: Path) -> list[dict[str, Any]]:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
-    places = {"batch": "batch_size", "context": "context"}
+    places = {"batch": "batch_size", "context": "context", "task": "task"}
     told = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
     parts = ("prefill", "decode")  # over the baseline, which is the first

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 from layerskip.named import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
@@ -42,6 +44,18 @@ def read_given(path: Path) -> list[Prompt]:
     return read_prompts(path if path.exists() else NAMED_PROMPTS.get(str(path), path))
 
 
+def read_tasks(folder: Path) -> list[Prompt]:
+    """The prompts of a folder's JSONL files, a task each: its name is the prompts' category."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise ValueError(f"--tasks {folder} must be a folder with a .jsonl file for each task")
+    return [
+        replace(prompt, id=f"{file.stem}-{prompt.id}", category=file.stem)
+        for file in files
+        for prompt in read_prompts(file)
+    ]
+
+
 def spoken(prompts: Sequence[Prompt], chat: bool, system: str | None = None) -> list[Prompt]:
     """The prompts, for the chat template where --chat or a system message was given."""
     if system is not None:
@@ -57,3 +71,10 @@ def shipped_prompts(per_category: int | None) -> list[Prompt]:
 def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     """The first so many prompts of each category; None takes all."""
     return [prompt for each in by_category(prompts).values() for prompt in each[:limit]]
+
+
+def first_in_turn(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """So many prompts, taken from each category in turn, in their order; None takes all."""
+    turns = chain.from_iterable(zip_longest(*by_category(prompts).values()))
+    chosen = {prompt.id for prompt in islice(filter(None, turns), limit)}
+    return [prompt for prompt in prompts if prompt.id in chosen]

@@ -1,7 +1,7 @@
 """The record files of runs: what they must hold, reading them, and appending to them.
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
-prompts and repeat), "trace" and "cost" in any order. Times are in seconds. A record's "context" is
+prompts and repeat) and "sweep" in any order. Times are in seconds. A record's "context" is
 what its prompts were joined or cut to, "bytes_read" what its passes after the first tokens read of
 weights, keys and values, and "read_bandwidth" what a sweep over memory read, in bytes a second.
 """
@@ -24,10 +24,10 @@ from layerskip.files.schema import (
     NUMBER,
     POSITIVE,
     SECONDS,
+    SHARE,
     Check,
     Maybe,
     anything,
-    array,
     flag,
     has,
     integer,
@@ -58,8 +58,7 @@ class Run:
     header: Line
     records: tuple[Line, ...]
     """In the file's order; of records with one key the first."""
-    traces: tuple[Line, ...]
-    costs: tuple[Line, ...]
+    sweeps: tuple[Line, ...]
     whole_bytes: int
     """Length of the file without a last line that was cut off."""
     cut_off: bool
@@ -107,7 +106,7 @@ def _run(path: Path, data: bytes) -> Run | None:
         raise ValueError(f"{path} is no file of records: it does not start with a header")
     whole_bytes = len(data) - len(rest)
     header: Line | None = None
-    by_kind: dict[str, list[Line]] = {"record": [], "trace": [], "cost": []}
+    by_kind: dict[str, list[Line]] = {"record": [], "sweep": []}
     seen: set[Key] = set()
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
@@ -120,11 +119,11 @@ def _run(path: Path, data: bytes) -> Run | None:
             kind = line.get("kind")
             if kind == "header":
                 raise ValueError("a second header: two runs in one file; each needs its own file")
+            if kind in ("trace", "cost"):
+                continue  # of older releases, which nothing reads any more
             if kind not in by_kind:
                 allowed = ", ".join(by_kind)
                 raise ValueError(f"kind must be one of {allowed}, got {shown(kind)}")
-            if kind == "cost" and "passes" in line:
-                continue  # the tables of older releases, which nothing reads any more
             _CHECKS[kind](line, header)
             if kind == "record":
                 if key_of(line) in seen:
@@ -135,8 +134,7 @@ def _run(path: Path, data: bytes) -> Run | None:
             raise ValueError(f"records {path}, line {number}: {error}") from error
     if header is None:
         return None
-    records, traces, costs = (tuple(by_kind[kind]) for kind in ("record", "trace", "cost"))
-    return Run(path, header, records, traces, costs, whole_bytes, bool(rest))
+    return Run(path, header, *map(tuple, by_kind.values()), whole_bytes, bool(rest))
 
 
 _METHOD = has(name=text, kind=text, low=Maybe(low_sets))
@@ -252,26 +250,25 @@ def _rounds(line: Line, sources: int) -> None:
             )
 
 
-_EXIT = has(**dict.fromkeys(("exit", "agreement", "confidence"), anything), match=NUMBER)
-_AXES = dict.fromkeys(("exits", "draft_lengths", "thresholds"), items(NUMBER))
-_TRACE = has(prompts=items(text), tokens=COUNT, exits=items(_EXIT), what_if=has(**_AXES))
+_COSTS = has(draft=POSITIVE, verify=items(POSITIVE, least=1), source=text)
+_SWEEP = has(
+    prompts=items(text, least=1),
+    tokens=integer(1),
+    draft_lengths=items(integer(1), least=1),
+    exits=items(has(exit=COUNT, agreement=SHARE, match=SHARE, costs=_COSTS), least=1),
+)
 
 
-def _trace(line: Line, _: Line) -> None:
-    _TRACE(line, "")
-    shape = [len(line["what_if"][axis]) for axis in _AXES]
-    tables = dict.fromkeys(("rounds", "drafted", "emitted"), array(*shape, of=NUMBER))
-    has(**tables, lengths=array(*shape, of=items(COUNT)))(line["what_if"], "what_if")
+def _sweep(line: Line, _: Line) -> None:
+    _SWEEP(line, "")
+    for number, entry in enumerate(line["exits"]):
+        counts = items(items(COUNT), len(line["draft_lengths"]))
+        has(rounds=counts)(entry, f"exits[{number}]")
+        if not all(map(sum, entry["rounds"])):
+            raise ValueError(f"exits[{number}].rounds must hold rounds of every draft length")
 
 
-def _cost(line: Line, header: Line) -> None:
-    layers = array(header["model"]["num_layers"], of=NUMBER)
-    has(batch_size=COUNT, contexts=items(COUNT), head=NUMBER, rest=NUMBER)(line, "")
-    has(attention=layers, mlp=layers, keys=layers)(line, "")
-    has(**dict.fromkeys(("growth", "key_growth", "repeated"), items(array(2, of=NUMBER))))(line, "")
-
-
-_CHECKS = {"record": _record, "trace": _trace, "cost": _cost}
+_CHECKS = {"record": _record, "sweep": _sweep}
 
 
 class RunWriter:

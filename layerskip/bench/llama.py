@@ -1,0 +1,99 @@
+"""llama.cpp as a method of benchmarks: greedy decoding of a checkpoint's own GGUF file."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerskip.bench.batches import PromptBatch
+from layerskip.bench.methods import Clock, Decoded, Method, Task
+from layerskip.checkpoints import Loaded
+from layerskip.files.writing import replacing
+from layerskip.requests import end_tokens
+
+PACKAGE = "llama-cpp-python==0.3.36"
+LLAMAS = ("llama.cpp", "llama.cpp-flash")
+"""Methods without and with flash attention."""
+_WIDE = {
+    "float32": ("LLAMA_FTYPE_ALL_F32", "F32"),
+    "bfloat16": ("LLAMA_FTYPE_MOSTLY_BF16", "BF16"),
+    "float16": ("LLAMA_FTYPE_MOSTLY_F16", "F16"),
+}
+
+
+class LlamaCpp:
+    """llama.cpp with its own greedy sampler, through llama-cpp-python."""
+
+    kind = "llama.cpp"
+    one_row = True
+
+    def __init__(self, name: str, llama: Any, task: Task, ends: frozenset[int]) -> None:
+        self.name, self.llama, self.task, self.ends = name, llama, task, ends
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "kind": self.kind, "package": PACKAGE}
+
+    def decode(
+        self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
+    ) -> Decoded:
+        limit = max_new_tokens or self.task.max_new_tokens
+        self.llama.reset()  # nothing of the text before is used again
+        tokens: list[int] = []
+        first = 0.0
+        for token in self.llama.generate(batch.input_ids[0].tolist(), temp=0.0, repeat_penalty=1.0):
+            first = first if tokens else clock()
+            tokens.append(int(token))
+            if len(tokens) == limit or tokens[-1] in self.ends:
+                break
+        return Decoded([tokens], first, [1])
+
+
+def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -> list[Method]:
+    """The one GGUF in a checkpoint's folder, widened to the model's dtype once, on its threads.
+
+    Raises:
+        ValueError: llama.cpp is not installed, texts are sampled, there is not one GGUF, or the
+            dtype is not one of llama.cpp's.
+    """
+    if task.do_sample:
+        raise ValueError(f"{names[0]} is compared greedily; leave --do-sample out")
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise ValueError(
+            f"llama.cpp is not installed: `pip install {PACKAGE}` compiles it, in minutes"
+        )
+    llama_cpp: Any = importlib.import_module("llama_cpp")
+    files = [] if loaded.folder is None else sorted(loaded.folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ValueError(
+            f"there must be one .gguf in the folder of {loaded.name}, got {len(files)}; "
+            "`make checkpoints` leaves it there"
+        )
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    if dtype not in _WIDE:
+        raise ValueError(f"--dtype must be one of {', '.join(_WIDE)} beside llama.cpp, got {dtype}")
+    kind, suffix = _WIDE[dtype]
+    cache = os.environ.get("LAYERSKIP_CACHE") or Path.home() / ".cache" / "layerskip"
+    wide = Path(cache, "llama.cpp", f"{files[0].stem}-{suffix}.gguf")
+    if not wide.exists():
+        wide.parent.mkdir(parents=True, exist_ok=True)
+        how = llama_cpp.llama_model_quantize_default_params()
+        how.ftype, how.allow_requantize = getattr(llama_cpp, kind), True
+        with replacing(wide) as part:
+            if llama_cpp.llama_model_quantize(str(files[0]).encode(), str(part).encode(), how):
+                raise OSError(f"llama.cpp cannot widen {files[0]} to {suffix}")
+    options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
+    options |= {"n_ctx": context, "verbose": False}
+    if dtype == "float32":  # the keys and values, too, which are half precision otherwise
+        options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    ends = end_tokens(loaded.model)
+    return [
+        LlamaCpp(
+            name, llama_cpp.Llama(str(wide), flash_attn=name != "llama.cpp", **options), task, ends
+        )
+        for name in names
+    ]

@@ -1,0 +1,207 @@
+"""The benchmark command: its prompts, tasks, sweeps of exits, and llama.cpp beside it."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from commands import document, refused, run
+from models import lively_model
+
+from layerskip.checkpoints import load
+from layerskip.cli.benchmark import DEFAULT_METHODS
+from layerskip.cli.inputs import first_in_turn
+from layerskip.costs.speculation import CostTable
+from layerskip.files.records import read_run
+from layerskip.prompts import Prompt
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return save_checkpoint(folder, lively_model("llama", dtype=torch.float32))
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A folder of two tasks, three prompts and one."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name, count in (("math", 3), ("summaries", 1)):
+        texts = [" ".join(f"w{2 + (7 * i + j) % 90}" for j in range(6)) for i in range(count)]
+        lines = [json.dumps({"prompt": text, "reference": "w5"}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def priced(monkeypatch):
+    """Costs that take no time to measure."""
+    table = CostTable(0.2, (1.0, 1.1, 1.2))
+    for module in ("decoders", "bench.plans"):
+        monkeypatch.setattr(
+            f"layerskip.{module}.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
+        )
+
+
+def words(model, output, *more):
+    fixed = ("--max-new-tokens", NEW, "--repeats", 1, "--warmup", 0, "--threads", 1)
+    return ("benchmark", model, "--output", output, *fixed, "--execution", "fused", *more)
+
+
+def test_a_limit_counts_prompts_and_takes_them_from_each_category_in_turn():
+    kinds = "aaabbc"
+    prompts = [Prompt(id=str(n), text="x", category=kind) for n, kind in enumerate(kinds)]
+    for limit, ids in ((1, "0"), (3, "035"), (4, "0135"), (5, "01345"), (None, "012345")):
+        assert "".join(each.id for each in first_in_turn(prompts, limit)) == ids
+
+
+def test_by_default_three_methods_run_and_no_exit_is_replayed(model, tasks, tmp_path):
+    output = tmp_path / "run.jsonl"
+    result = run(*words(model, output, "--prompts", tasks / "math.jsonl", "--limit", 2))
+    assert result.exit_code == 0, result.output
+    found = read_run(output)
+    assert tuple(each["name"] for each in found.header["methods"]) == DEFAULT_METHODS
+    assert len(found.records) == 2 * 3
+    assert found.sweeps == ()
+
+
+def test_tasks_are_told_apart(model, tasks, tmp_path):
+    output = tmp_path / "run.jsonl"
+    flags = ("--tasks", tasks, "--per-category", 2, "--method", "generate")
+    result = run(*words(model, output, *flags, "--json"))
+    rows = document(result)["methods"]
+    told = {(row["task"], row["method"]): row["compared"] for row in rows}
+    assert told == {
+        (task, method): count
+        for task, count in (("all", 3), ("math", 2), ("summaries", 1))
+        for method in ("plain", "generate")
+    }
+    assert "task" in result.stdout.splitlines()[0]
+    assert {each["prompts"][0] for each in read_run(output).records} == {
+        "math-1", "math-2", "summaries-1"
+    }  # fmt: skip
+    (tmp_path / "none").mkdir()
+    line = refused(*words(model, tmp_path / "no.jsonl", "--tasks", tmp_path / "none"))
+    assert "must be a folder with a .jsonl file for each task" in line
+
+
+def test_a_sweep_replays_a_grid_and_times_its_best(model, tasks, tmp_path):
+    output = tmp_path / "run.jsonl"
+    flags = ("--prompts", tasks / "math.jsonl", "--sweep", "exits=2..4,lengths=1..3")
+    assert run(*words(model, output, *flags)).exit_code == 0
+    found = read_run(output)
+    (sweep,) = found.sweeps
+    assert [each["exit"] for each in sweep["exits"]] == [2, 3, 4]
+    assert sweep["draft_lengths"] == [1, 2, 3]
+    timed = [each for each in found.header["methods"] if each["name"].startswith("exit ")]
+    assert len(timed) == 3
+    predicted = {
+        f"exit {entry['exit']}, {length} drafted": sum(counts)
+        for entry in sweep["exits"]
+        for length, counts in zip(sweep["draft_lengths"], entry["rounds"], strict=True)
+    }
+    for method in timed:  # decoded as they were replayed
+        records = [each for each in found.records if each["method"] == method["name"]]
+        assert (
+            sum(len(each["rounds"]["drafted"]) for each in records[:2]) == predicted[method["name"]]
+        )
+        assert all(all(each["equal"]) for each in records)
+    before = output.read_bytes()
+    assert run(*words(model, output, *flags)).exit_code == 0  # all is there: the sweep, too
+    assert output.read_bytes() == before
+    assert run("report", output, "--output", tmp_path / "report").exit_code == 0
+    drawn = {path.name for path in (tmp_path / "report" / "plots").glob("sweep-*")}
+    assert drawn == {
+        f"sweep-{name}.svg" for name in ("acceptance_rate", "tokens_per_pass", "speedup")
+    }
+
+
+@pytest.mark.parametrize("grid", ["exits=2..6,lengths=1..2", "exits=0..2,lengths=1..2", "2..4"])
+def test_grids_that_are_none(model, tasks, tmp_path, grid):
+    flags = ("--prompts", tasks / "math.jsonl", "--sweep", grid)
+    line = refused(*words(model, tmp_path / "run.jsonl", *flags))
+    assert "--sweep must be like exits=2..12,lengths=1..8, with exits in 1..5 for this" in line
+
+
+# ---------------------------------------------------------------------------------------------
+# llama.cpp
+
+
+class FakeLlama:
+    """Generates what the model does, greedily, but for one token."""
+
+    wrong_at = None
+
+    def __init__(self, path, **settings):
+        self.model, self.settings = load(path).model, settings
+
+    def reset(self):
+        pass
+
+    def generate(self, ids, temp, repeat_penalty):
+        assert temp == 0.0
+        text = self.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW)
+        for place, token in enumerate(text[0, len(ids) :].tolist()):
+            yield token + 1 if place == self.wrong_at else token
+
+
+@pytest.fixture
+def llama(model, tmp_path, monkeypatch):
+    """A stand-in for llama.cpp that opens the checkpoint beside the GGUF."""
+
+    def widen(source, part, how):
+        assert how.allow_requantize
+        with open(part, "wb") as file:
+            file.write(b"wide")
+        return 0
+
+    fake = SimpleNamespace(
+        Llama=lambda _, **settings: FakeLlama(str(model), **settings),
+        llama_model_quantize=widen,
+        llama_model_quantize_default_params=SimpleNamespace,
+        LLAMA_FTYPE_ALL_F32=0,
+        GGML_TYPE_F32=0,
+    )
+    fake.__spec__ = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path / "cache"))
+    (model / "model.gguf").write_bytes(b"4 bits")
+    yield tmp_path / "cache" / "llama.cpp"
+    (model / "model.gguf").unlink(missing_ok=True)
+
+
+LLAMAS = ("--method", "plain", "--method", "llama.cpp", "--method", "llama.cpp-flash")
+
+
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_llama_cpp_takes_turns_with_the_others(model, tasks, tmp_path, llama, monkeypatch, wrong):
+    monkeypatch.setattr(FakeLlama, "wrong_at", wrong)
+    output = tmp_path / "run.jsonl"
+    assert run(*words(model, output, "--prompts", tasks / "math.jsonl", *LLAMAS)).exit_code == 0
+    found = read_run(output)
+    names = ["plain", "llama.cpp", "llama.cpp-flash"]
+    assert [each["name"] for each in found.header["methods"]] == names
+    assert (llama / "model-F32.gguf").read_bytes() == b"wide"
+    assert len(found.records) == 3 * 3
+    assert {record["new_tokens"][0] for record in found.records} == {NEW}
+    for record in found.records:
+        right = "llama.cpp" not in record["method"] or wrong is None
+        assert record["equal"] == [right]
+        positions = [each["position"] for each in record["differences"]]
+        assert positions[:1] == ([] if right else [wrong])
+
+
+def test_what_llama_cpp_lacks_is_one_line(model, tasks, tmp_path, monkeypatch, llama):
+    command = words(model, tmp_path / "run.jsonl", "--prompts", tasks / "math.jsonl", *LLAMAS)
+    message = refused(*command, "--dtype", "float64")
+    assert "must be one of float32, bfloat16, float16 beside llama.cpp, got float64" in message
+    assert "greedily; leave --do-sample out" in refused(*command, "--do-sample")
+    (model / "model.gguf").unlink()
+    assert "one .gguf in the folder of" in refused(*command)
+    monkeypatch.setattr("layerskip.bench.llama.importlib.util.find_spec", lambda _: None)
+    assert "`pip install llama-cpp-python==" in refused(*command)
