@@ -222,7 +222,7 @@ def heat_map(table: pd.DataFrame, name: str) -> Plot:
                 column + 0.5, row + 0.5, form.format(value), ha="center", va="center",
                 fontsize=small, color="black" if light[row, column] else "white",
             )  # fmt: skip
-    row, column = np.unravel_index(np.nanargmax(values), values.shape)
+    row, column = map(int, np.unravel_index(np.nanargmax(values), values.shape))
     axes.add_patch(Rectangle((column, row), 1, 1, fill=False, edgecolor=ORANGE, lw=2))
     axes.set_xticks(np.arange(len(cells.columns)) + 0.5, list(map(str, cells.columns)))
     axes.set_yticks(np.arange(len(cells)) + 0.5, list(map(str, cells.index)))

@@ -187,10 +187,9 @@ class Plan:
                 cells.append((sweep["tokens"] / paid, entry["exit"], length))
         engines = []
         for _, layer, length in sorted(cells, reverse=True)[:SWEEP_BEST]:
-            name, how = f"exit {layer}, {length} drafted", {"max_draft_length": length}
-            skip = SkipConfig.early_exit(layer)
-            how |= {"controller": "fixed", "draft": name}
-            engines.append(Engine(self.loaded.model, self.task, name, skip, **how))
+            name, skip = f"exit {layer}, {length} drafted", SkipConfig.early_exit(layer)
+            how: dict[str, Any] = {"controller": "fixed", "max_draft_length": length}
+            engines.append(Engine(self.loaded.model, self.task, name, skip, draft=name, **how))
         return engines
 
     def methods(

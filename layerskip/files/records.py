@@ -134,7 +134,8 @@ def _run(path: Path, data: bytes) -> Run | None:
             raise ValueError(f"records {path}, line {number}: {error}") from error
     if header is None:
         return None
-    return Run(path, header, *map(tuple, by_kind.values()), whole_bytes, bool(rest))
+    records, sweeps = map(tuple, by_kind.values())
+    return Run(path, header, records, sweeps, whole_bytes, bool(rest))
 
 
 _METHOD = has(name=text, kind=text, low=Maybe(low_sets))
