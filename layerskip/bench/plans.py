@@ -210,7 +210,7 @@ class Plan:
                 warnings.warn(f"generate-early-exit is left out: {what}", stacklevel=2)
         if (name := "generate-prompt-lookup") in kinds:
             copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-            details = {"num_tokens": PROMPT_LOOKUP_TOKENS}
+            details: dict[str, Any] = {"num_tokens": PROMPT_LOOKUP_TOKENS}
             methods.append(Peer(model, task, name, options=copied, details=details))
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
