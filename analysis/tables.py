@@ -188,9 +188,8 @@ def decoding(run: Run) -> pd.DataFrame:
 
 def losslessness(run: Run) -> pd.DataFrame:
     """Texts compared with the baseline's; methods that promise no equal text have none."""
-    shown = ["compared", "equal", "near_ties", "faults"]
     groups = _groups(run, run.calls, "category", "method")
-    return pd.DataFrame([place | calls[shown].sum().to_dict() for place, calls in groups])
+    return pd.DataFrame([place | calls[COMPARED].sum().to_dict() for place, calls in groups])
 
 
 def repetition(run: Run) -> pd.DataFrame:
@@ -278,6 +277,50 @@ def exits(run: Run) -> pd.DataFrame:
     """The exits of sweeps, each at its best draft length."""
     table = sweeps(run)
     return table.loc[table.groupby("exit")["speedup"].idxmax()] if len(table) else table
+
+
+def headlines(run: Run) -> list[dict[str, Any]]:
+    """The headline numbers by batch size, context or task, and method, as JSON values."""
+    tasks = run.header["prompts"].get("tasks")
+    shown = [ALL, *run.categories] if tasks else [*run.contexts]
+    rates, repeats, texts = (
+        {(row.get("batch_size"), row["category"], row["method"]): row for row in _told(table(run))}
+        for table in (acceptance, repetition, losslessness)
+    )
+    rows: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for row in _told(speedup(run)):
+        size, category, method = place = row["batch_size"], row["category"], row["method"]
+        if category not in shown:
+            continue
+        whole = None, category, method  # all batch sizes together
+        entry = rows.setdefault(
+            place,
+            {
+                "method": method,
+                "kind": run.methods[method]["kind"],
+                "batch_size": size,
+                "context": run.contexts.get(category),
+                "task": category if tasks else None,
+                "tokens_per_second": row["tokens_per_second"],
+                **dict[str, Any](speedups={}, prefill_speedups={}, decode_speedups={}),
+                "acceptance_rate": rates.get(place, {}).get("acceptance_rate"),
+                **{name: repeats[whole][name] for name in ("repeated_4grams", "loops")},
+                **{name: texts[whole][name] for name in COMPARED},
+            },
+        )
+        entry["speedups"][row["over"]] = [row[name] for name in ("speedup", "low", "high")]
+        for part in ("prefill_speedup", "decode_speedup"):
+            entry[f"{part}s"][row["over"]] = row[part]
+    return list(rows.values())
+
+
+COMPARED = ["compared", "equal", "near_ties", "faults"]
+
+
+def _told(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table; None for what is no number."""
+    rows: list[dict[str, Any]] = table.astype(object).where(table.notna(), None).to_dict("records")
+    return rows
 
 
 def comparison(runs: Sequence[Run]) -> pd.DataFrame:

@@ -437,7 +437,7 @@ def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
     assert len(found["token_ids"]) == 8
     for law, texts in (("coupled", 9), ("greedy", 6)):  # of three prompts
         same = found[law]
-        assert (same["compared"], same["equal"], same["tokens"]) == (texts, texts, 8 * texts)
+        assert (same["compared"], same["equal"]) == (texts, texts)
     speed = found["tokens_per_second"]
     assert speed.keys() == {"generate", "plain", "self"}
     assert found["speedup"] == pytest.approx(speed["self"] / speed["plain"])

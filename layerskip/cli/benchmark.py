@@ -65,12 +65,10 @@ def benchmark(
     exit_layer: list[int] | None = flag("Draft with layers 0 to E-1; repeatable.", "E"),
     sources: Sources,
     method: list[str] | None = flag(
-        f"Method to measure, of {_METHODS}; repeatable.  [default: the first three]",
-        "NAME",
+        f"Method to measure, of {_METHODS}; repeatable.  [default: the first three]", "NAME"
     ),
     controller: list[str] | None = flag(
-        f"Controller of self, of {_CONTROLLERS}; repeatable.  [default: expected-gain]",
-        "NAME",
+        f"Controller of self, of {_CONTROLLERS}; repeatable.  [default: expected-gain]", "NAME"
     ),
     pace: Pace,
     sweep: str | None = flag(
@@ -100,8 +98,12 @@ def benchmark(
     All run in one process, interleaved prompt by prompt. A run that was stopped goes on where it
     was when it is started again with the same flags.
     """
-    _check_names("--method", method, METHODS)
-    _check_names("--controller", controller, CONTROLLERS)
+    for name, names, allowed in (
+        ("method", method, METHODS),
+        ("controller", controller, CONTROLLERS),
+    ):
+        if wrong := [each for each in names or () if each not in allowed]:
+            raise ValueError(f"--{name} must be one of {', '.join(allowed)}, got {wrong[0]!r}")
     kinds = _kinds(method, sources.assistant)
     sampling.check()
     if sweep and explain:
@@ -233,13 +235,15 @@ def _record(
     lines: Sequence[dict[str, Any]],
     text: Callable[[Sequence[int]], str] | None,
 ) -> list[dict[str, Any]]:
-    """Measure methods into a run file and print the table; returns its rows, see `summarise`.
+    """Measure methods into a run file and print the table; returns its rows, see `headlines`.
 
     Args:
         earlier: the run to go on with.
         lines: what the file holds before the records.
         text: decodes tokens, where texts are to be kept.
     """
+    from layerskip.analysis.runs import load_runs
+    from layerskip.analysis.tables import headlines
     from layerskip.bench.runner import benchmark as run_benchmark
     from layerskip.bench.runner import device_clock
     from layerskip.model.compiled import compile_seconds
@@ -268,7 +272,8 @@ def _record(
             talk.say(f"{output} keeps what was measured; the same command goes on with it")
             raise
     talk.progress("")
-    summary = summarise(output)
+    (run,) = load_runs([output])
+    summary = headlines(run)
     print(_table(summary))
     if compile_seconds():
         talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
@@ -283,12 +288,6 @@ def _note(talk: Talk, began: float, what: str, share: float) -> None:
     talk.progress(f"{share:4.0%}{told}: {what}")
 
 
-def _check_names(flag: str, given: Sequence[str] | None, allowed: Sequence[str]) -> None:
-    for name in given or ():
-        if name not in allowed:
-            raise ValueError(f"{flag} must be one of {', '.join(allowed)}, got {name!r}")
-
-
 def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
     """The kinds of methods to measure; plain decoding always is one."""
     kinds = set(given or DEFAULT_METHODS) | {"plain"}
@@ -300,51 +299,6 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
     elif asked := [name for name in ASSISTED if name in kinds]:
         raise ValueError(f"--method {asked[0]} needs a second model; give --assistant MODEL")
     return kinds
-
-
-def summarise(path: Path) -> list[dict[str, Any]]:
-    """The headline numbers by batch size, context or task, and method, as the report has them."""
-    from layerskip.analysis.runs import ALL, load_runs
-    from layerskip.analysis.tables import acceptance, losslessness, repetition, speedup
-
-    (run,) = load_runs([path])
-    rates, repeats, texts = (
-        {
-            (row.get("batch_size"), row["category"], row["method"]): row
-            for row in table(run).to_dict("records")
-        }
-        for table in (acceptance, repetition, losslessness)
-    )
-    tasks = run.header["prompts"].get("tasks")
-    shown = [ALL, *run.categories] if tasks else [*run.contexts]
-    rows: dict[tuple[int, str, str], dict[str, Any]] = {}
-    for row in speedup(run).to_dict("records"):
-        size, category, method = place = row["batch_size"], row["category"], row["method"]
-        if category not in shown:
-            continue
-        whole = None, category, method  # all batch sizes together
-        entry = rows.setdefault(
-            place,
-            {
-                "method": method,
-                "kind": run.methods[method]["kind"],
-                "batch_size": size,
-                "context": run.contexts.get(category),
-                "task": category if tasks else None,
-                "tokens_per_second": row["tokens_per_second"],
-                "speedups": {},
-                "prefill_speedups": {},
-                "decode_speedups": {},
-                "acceptance_rate": _number(rates.get(place, {}).get("acceptance_rate")),
-                "repeated_4grams": repeats[whole]["repeated_4grams"],
-                "loops": repeats[whole]["loops"],
-                **{name: texts[whole][name] for name in _COMPARED},
-            },
-        )
-        entry["speedups"][row["over"]] = [_number(row[name]) for name in ("speedup", "low", "high")]
-        entry["prefill_speedups"][row["over"]] = _number(row["prefill_speedup"])
-        entry["decode_speedups"][row["over"]] = _number(row["decode_speedup"])
-    return list(rows.values())
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
@@ -366,11 +320,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
         lines.append([*line, same_texts(row)])
     return aligned(lines)
-
-
-_COMPARED = ("compared", "equal", "near_ties", "faults")
-
-
-def _number(number: float | None) -> float | None:
-    """The number, or None where it is not one."""
-    return None if number is None or number != number else number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -40,8 +39,10 @@ def demo(
     """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
     talk, prompts = Talk(quiet), shipped_prompts(1)
     with open_checked_drafts(draft, loading, talk) as opened:
+        from layerskip.analysis.runs import ALL, Run
+        from layerskip.analysis.tables import COMPARED, headlines
         from layerskip.bench.batches import encode_all, make_batches
-        from layerskip.bench.methods import Engine, Peer, Task
+        from layerskip.bench.methods import Engine, Method, Peer, Task
         from layerskip.bench.runner import benchmark
 
         loaded, model, skip = opened.loaded, opened.loaded.model, opened.settings["skip"]
@@ -55,23 +56,32 @@ def demo(
         print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
         ours = Engine(model, sampled, "self", skip, **opened.sources)
         shown = ours.generate(batches[0], streamer=TextStream(loaded.tokenizer, write_out))
-        records: dict[Task, list[dict[str, Any]]] = {sampled: [], greedy: []}
-        for task in records:
+        rows = {}  # what records say, by method, sampled and greedy
+        for task in (sampled, greedy):
             ours = Engine(model, task, "self", skip, **opened.sources)
+            methods: list[Method] = [Peer(model, task), Engine(model, task), ours]
+            records: list[dict[str, Any]] = []
             benchmark(
                 model,
                 task,
-                [Peer(model, task), Engine(model, task), ours],
+                methods,
                 batches,
                 repeats=REPEATS if task.do_sample else 1,
                 warmup=1 if task.do_sample else 0,
-                write=records[task].append,
+                write=records.append,
                 note=lambda what, share: talk.progress(f"measuring, {share:.0%}: prompt {what}"),
             )
+            described = [each.describe() for each in methods]
+            header = {"methods": described, "baseline": "plain", "prompts": {"tasks": True}}
+            found = headlines(Run("demo", "demo", header, records, ()))
+            rows[task] = {each["method"]: each for each in found if each["task"] == ALL}
     talk.progress("")
-    same = {"coupled": _same(records[sampled], "self")}
-    same["greedy"] = _same(records[greedy], "plain", "self")
-    speed = {name: _speed(records[sampled], name) for name in ("generate", "plain", "self")}
+    same = {
+        law: {name: sum(rows[task][each][name] for each in of) for name in COMPARED}
+        for law, task, of in (("coupled", sampled, ["self"]), ("greedy", greedy, ["plain", "self"]))
+    }
+    names = {"generate": "transformers generate", "plain": "plain, this engine"}
+    speed = {name: rows[sampled][name]["tokens_per_second"] for name in (*names, "self")}
     assert shown.stats is not None
     why = counts(shown.stats, opened.names)
     cost = shown.costs.draft if shown.costs is not None and skip is not None else None
@@ -94,27 +104,26 @@ def demo(
         **why,
     }
     print(title("The same text?"))
-    words = [f"{each['tokens']} tokens, texts equal: {same_texts(each)}" for each in same.values()]
+    words = [f"texts equal: {same_texts(each)}" for each in same.values()]
     laws = ("sampled = plain", "greedy = transformers")
     print(two_columns(list(zip(laws, words, strict=True))))
     print(title(f"How fast? ({len(prompts)} prompts of different kinds, interleaved)"))
-    names = {"generate": "transformers generate", "plain": "plain, this engine"}
-    rows = [(names.get(n, "self-speculative"), f"{s:.1f} tokens/s") for n, s in speed.items()]
-    rows.append(("speedup over plain", f"{document['speedup']:.2f}x"))
-    rows.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
-    print(two_columns(rows))
+    lines = [(names.get(n, "self-speculative"), f"{s:.1f} tokens/s") for n, s in speed.items()]
+    lines.append(("speedup over plain", f"{document['speedup']:.2f}x"))
+    lines.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
+    print(two_columns(lines))
     print(title("Why? (of the text above)"))
-    rows = [("drafts", opened.words)]
+    lines = [("drafts", opened.words)]
     if why["num_drafts"]:
-        rows.append(("drafts by source", by_source(why)))
-        rows.append(("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"))
-        rows.append(("tokens per verify", f"{why['mean_acceptance_length']:.2f}"))
+        lines.append(("drafts by source", by_source(why)))
+        lines.append(("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"))
+        lines.append(("tokens per verify", f"{why['mean_acceptance_length']:.2f}"))
     else:
-        rows.append(("drafting", "turned itself off: it would not have paid here"))
+        lines.append(("drafting", "turned itself off: it would not have paid here"))
     if cost is not None:
-        rows.append(("draft step, c", f"{cost:.3f} target steps"))
-        rows.append(("its own drafts gain", f"at most 1/c = {1 / cost:.1f}x"))
-    print(two_columns(rows))
+        lines.append(("draft step, c", f"{cost:.3f} target steps"))
+        lines.append(("its own drafts gain", f"at most 1/c = {1 / cost:.1f}x"))
+    print(two_columns(lines))
     print(title("What next?"))
     for command in ("generate {} --prompt TEXT", "check {}", "benchmark {} --output FILE"):
         print(f"layerskip {command.format(loaded.name)}")
@@ -122,24 +131,3 @@ def demo(
         print(to_json(document))
     if not document["passed"]:
         raise typer.Exit(1)
-
-
-def _same(records: Sequence[dict[str, Any]], *methods: str) -> dict[str, Any]:
-    """Of the texts of these methods, how many are those they must be."""
-    texts = [each for each in records if each["method"] in methods]
-    faults = [any(not d["near_tie"] for d in each["differences"]) for each in texts]
-    equal = sum(all(each["equal"]) for each in texts)
-    return {
-        "compared": len(texts),
-        "equal": equal,
-        "near_ties": len(texts) - equal - sum(faults),
-        "faults": sum(faults),
-        "tokens": sum(sum(each["new_tokens"]) for each in texts),
-    }
-
-
-def _speed(records: Sequence[dict[str, Any]], method: str) -> float:
-    """All new tokens of a method over all of its seconds, prefill included."""
-    texts = [each for each in records if each["method"] == method]
-    seconds = sum(each["seconds"]["total"] for each in texts)
-    return float(sum(sum(each["new_tokens"]) for each in texts) / seconds)
