@@ -132,18 +132,11 @@ def test_rows_of_published_rules_do_not_disturb_each_other(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
-def test_settings_are_kept_and_those_out_of_range_refused(name: str) -> None:
+def test_the_longest_draft_is_kept(name: str) -> None:
     controller = make_controller(name, max_draft_length=3, costs=COSTS)
     controller.reset(1)
     draws = random.Random(0)
     assert max(play_round(controller, 0, 20, draws) for _ in range(50)) == 3
-    with pytest.raises(ValueError, match="max_draft_length must be at least 1, got 0"):
-        make_controller(name, max_draft_length=0, costs=COSTS)
-    for threshold in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match=r"threshold must be in \[0, 1\], got"):
-            make_controller(name, threshold=threshold, costs=COSTS)
-    with pytest.raises(ValueError, match=r"fixed, confidence, .*expected-gain, got 'greedy'"):
-        make_controller("greedy", costs=COSTS)
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)

@@ -1,7 +1,6 @@
 """Closed formulas against the published tables they come from."""
 
 import json
-import math
 
 import pytest
 
@@ -58,8 +57,6 @@ def test_no_alpha_and_length_exceed_the_bound() -> None:
         bound = speedup_bound(cost)
         assert bound == pytest.approx(1 / cost)
         assert max(speedup(1.0, length, cost) for length in (1, 10, 1000)) < bound
-    with pytest.raises(ValueError, match="draft_cost must be finite and positive, got 0"):
-        speedup_bound(0.0)
 
 
 def test_expected_tokens_matches_the_quotient_and_its_limits() -> None:
@@ -68,10 +65,6 @@ def test_expected_tokens_matches_the_quotient_and_its_limits() -> None:
             quotient = (1 - alpha ** (length + 1)) / (1 - alpha)
             assert expected_tokens(alpha, length) == pytest.approx(quotient, rel=1e-12)
     assert expected_tokens(1.0, 7) == 8.0
-    with pytest.raises(ValueError, match=r"alpha must be in \[0, 1\], got 1.2"):
-        expected_tokens(1.2, 3)
-    with pytest.raises(ValueError, match="draft_length must be at least 0, got -1"):
-        expected_tokens(0.5, -1)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +92,6 @@ def test_round_sublayer_tokens_of_a_scattered_set_and_of_a_plain_step() -> None:
     assert round_sublayer_tokens(0, kept=6, prefix=3, sublayers=8) == 8
     # one step and two tokens behind it: 6 + 2 * 3 + 3 * (8 - 3)
     assert round_sublayer_tokens(2, kept=6, prefix=3, sublayers=8, steps=1) == 27
-    with pytest.raises(ValueError, match="prefix <= kept"):
-        round_sublayer_tokens(2, kept=3, prefix=4, sublayers=8)
 
 
 @pytest.mark.parametrize(
@@ -121,30 +112,7 @@ def test_cost_table_reads_and_extrapolates() -> None:
     assert costs.round_cost(4, 2, 1) == pytest.approx(2 * 0.25 + 0.25 * 0.2 + 1.35)
     assert CostTable(0.25, (1.0,)).verify_cost(9) == 1.0
     assert CostTable(0.25, (1.0, 1.3, 1.2)).verify_cost(9) == 1.2
-    with pytest.raises(ValueError, match="at least 1 position, got 0"):
-        costs.verify_cost(0)
     assert CostTable.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
-
-
-@pytest.mark.parametrize(
-    ("data", "error", "message"),
-    [
-        ({"draft": 0.0, "verify": [1.0], "source": "given"}, ValueError, "draft must be above 0"),
-        ({"draft": math.nan, "verify": [1.0], "source": "given"}, ValueError, "got nan"),
-        ({"draft": 0.5, "verify": [], "source": "given"}, ValueError, "at least 1 items"),
-        ({"draft": 0.5, "verify": [1, -1], "source": "given"}, ValueError, r"verify\[1\]"),
-        ({"draft": 0.5, "verify": [math.inf], "source": "given"}, ValueError, "got inf"),
-        ({"draft": 0.5, "verify": [1.0], "source": "guess"}, ValueError, "got 'guess'"),
-        ({"draft": 0.5, "verify": [1.0]}, ValueError, "costs.source is missing"),
-        ({"draft": "0.5", "verify": [1.0], "source": "given"}, TypeError, "got '0.5'"),
-        ({"draft": 0.5, "verify": [True], "source": "given"}, TypeError, "got True"),
-        ({"draft": 0.5, "verify": "1", "source": "given"}, TypeError, "verify must be a list"),
-        ([0.5], TypeError, "costs must be a JSON object"),
-    ],
-)
-def test_cost_table_refuses(data: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        CostTable.from_dict(data)  # type: ignore[arg-type]
 
 
 def test_analytic_costs_are_shares_of_the_weights() -> None:

@@ -1,0 +1,148 @@
+"""Values and files that are refused, and the words for it: one table."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
+from layerskip.costs.speculation import (
+    CostTable,
+    expected_tokens,
+    round_sublayer_tokens,
+    speedup_bound,
+)
+from layerskip.decoding.controllers import make_controller
+from layerskip.model.branches import ROOT, Branches
+from layerskip.registry import CONTROLLERS
+
+COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
+TRAINED = Trained(kind="healed", weights="draft.safetensors", hash="0a" * 32, base="weights-01")
+LOW_4 = LowPrecision(mlp=(1, 4))
+
+
+def costs(**told):
+    return CostTable.from_dict({"draft": 0.5, "verify": [1.0], "source": "given"} | told)
+
+
+REFUSED = {
+    TypeError: [
+        (lambda: SkipConfig(attention=(True,)), "attention index must be an integer, got True"),
+        (lambda: SkipConfig(mlp="39"), "mlp must be a list of layer indices, got '39'"),
+        (lambda: SkipConfig(model=7), "model must be a string, got 7"),
+        (lambda: SkipConfig(low={"bits": 8}), "low must be LowPrecision, got"),
+        (lambda: SkipConfig(decoding={"enabled": True}), "decoding must be DecodingOptions"),
+        (lambda: SkipConfig(notes=[]), "notes must be a JSON object"),
+        (lambda: DecodingOptions(enabled=1), "enabled must be true or false, got 1"),
+        (lambda: LowPrecision(bits=True), "bits must be an integer, got True"),
+        (lambda: LowPrecision(head=6), "head must be true or false, got 6"),
+        (lambda: replace(TRAINED, base=None), "base must be a string, got None"),
+        (lambda: costs(draft="0.5"), "got '0.5'"),
+        (lambda: costs(verify=[True]), "got True"),
+        (lambda: costs(verify="1"), "verify must be a list"),
+        (lambda: CostTable.from_dict([0.5]), "costs must be a JSON object"),
+    ],
+    ValueError: [
+        (lambda: SkipConfig(attention=(-1,)), "attention index must be 0 or more, got -1"),
+        (lambda: SkipConfig(attention=(3, 5, 3)), "must differ from each other, got 3 twice"),
+        (lambda: SkipConfig(exit_layer=0), "exit_layer must be 1 or more, got 0"),
+        (lambda: SkipConfig(model_hash=""), "model_hash must not be empty"),
+        (lambda: SkipConfig(costs={"draft": 0.2}), "costs.verify is missing"),
+        (
+            lambda: SkipConfig(costs={"draft": 0, "verify": [1]}),
+            "costs.draft must be above 0, got 0",
+        ),
+        (lambda: SkipConfig(trained=TRAINED), "healed weights correct what low rounds"),
+        (lambda: DecodingOptions(controller=""), "controller must not be empty"),
+        (lambda: DecodingOptions(max_draft_length=0), "max_draft_length must be 1 or more, got 0"),
+        (lambda: DecodingOptions(threshold=1.5), r"threshold must be in 0\.\.1, got 1.5"),
+        (lambda: DecodingOptions(acceptance="exact"), "'coupled' or 'rejection', got 'exact'"),
+        (lambda: LowPrecision(bits=6), "bits must be 8 or 4, got 6"),
+        (lambda: replace(TRAINED, kind="eagle"), "kind must be one of healed, .*, got 'eagle'"),
+        (lambda: replace(TRAINED, weights=""), "weights must not be empty"),
+        (lambda: replace(TRAINED, hash="0A" * 32), "hash must be 64 hexadecimal digits"),
+        # what fits no model
+        (lambda: SkipConfig().resolve(0), "num_layers must be 1 or more, got 0"),
+        (lambda: SkipConfig(exit_layer=2).kept(), "num_layers is not known"),
+        (lambda: SkipConfig.early_exit(16).resolve(16), r"exit_layer must be in 1\.\.15.*, got 16"),
+        (
+            lambda: SkipConfig(attention=(1, 4)).resolve(4),
+            r"attention .* in 0\.\.3 for a 4-l.*, got 4",
+        ),
+        (lambda: SkipConfig(mlp=(4,)).resolve(4), r"mlp indices must be in 0\.\.3 .*, got 4"),
+        (lambda: SkipConfig(low=LOW_4).resolve(4), r"low mlp indices must be in 0\.\.3 .*, got 4"),
+        (lambda: SkipConfig.layers(range(4)).resolve(4), "at least one sublayer"),
+        (
+            lambda: SkipConfig(mlp=(0, 1), attention=(0, 1), exit_layer=2).resolve(4),
+            "at least one sublayer",
+        ),
+        (lambda: SkipConfig(num_layers=12).resolve(16), "is for a 12-layer model, got a 16-layer"),
+        # costs
+        (lambda: costs(draft=0.0), "draft must be above 0"),
+        (lambda: costs(draft=math.nan), "got nan"),
+        (lambda: costs(verify=[]), "at least 1 items"),
+        (lambda: costs(verify=[1, -1]), r"verify\[1\]"),
+        (lambda: costs(verify=[math.inf]), "got inf"),
+        (lambda: costs(source="guess"), "got 'guess'"),
+        (lambda: CostTable.from_dict({"draft": 0.5, "verify": [1.0]}), "costs.source is missing"),
+        (lambda: COSTS.verify_cost(0), "at least 1 position, got 0"),
+        (lambda: speedup_bound(0.0), "draft_cost must be finite and positive, got 0"),
+        (lambda: expected_tokens(1.2, 3), r"alpha must be in \[0, 1\], got 1.2"),
+        (lambda: expected_tokens(0.5, -1), "draft_length must be at least 0, got -1"),
+        (lambda: round_sublayer_tokens(2, kept=3, prefix=4, sublayers=8), "prefix <= kept"),
+        # controllers and trees
+        (lambda: make_controller("greedy", costs=COSTS), "fixed, confidence, .*, got 'greedy'"),
+        *(
+            (lambda name=name, how=how: make_controller(name, costs=COSTS, **how), words)
+            for name in CONTROLLERS
+            for how, words in (
+                ({"max_draft_length": 0}, "max_draft_length must be at least 1, got 0"),
+                ({"threshold": -0.1}, r"threshold must be in \[0, 1\], got"),
+                ({"threshold": 1.1}, r"threshold must be in \[0, 1\], got"),
+                ({"threshold": math.nan}, r"threshold must be in \[0, 1\], got"),
+            )
+        ),
+        (lambda: Branches([[0]]), "root"),
+        (lambda: Branches([[ROOT, 1]]), "follow"),
+        (lambda: Branches([[ROOT, 0], [ROOT]]), r"root|follow"),
+        (lambda: Branches([[ROOT, 0, 3]]), "follow"),
+    ],
+}
+FILES = [
+    ("", "not valid JSON"),
+    ('{"schema": 3, "attention": [3, 9], "ml', "not valid JSON"),
+    ("[" * 100_000, "not valid JSON"),
+    ('{"attention": [1], "attention": [2]}', "'attention' occurs twice"),
+    ('{"attention": [NaN], "mlp": []}', "numbers must be finite, got NaN"),
+    ("[3, 9]", "must be a JSON object, got"),
+    ("{}", "must have attention, mlp, .* low, trained, experts or window, got none"),
+    ('{"schema": 2, "mlp": []}', "schema must be 3, got 2: of another version"),
+    ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
+    ('{"mlp": null}', "mlp must be a list of layer indices, got None"),
+    ('{"low": []}', "low must be a JSON object"),
+    ('{"trained": {"kind": "healed"}}', "trained.weights is missing"),
+    ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got 'gamma'"),
+    (bytes(range(256)), "not valid JSON"),
+    (None, "cannot read skip config"),
+]
+
+
+def test_values_are_refused_with_these_words(subtests):
+    for error, calls in REFUSED.items():
+        for call, words in calls:
+            with subtests.test(words), pytest.raises(error, match=words):
+                call()
+
+
+def test_skip_configs_that_cannot_be_loaded_name_the_file_and_the_fault(tmp_path, subtests):
+    path = tmp_path / "skip.json"
+    for content, words in FILES:
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        with subtests.test(words), pytest.raises(ValueError, match=words) as caught:
+            SkipConfig.load(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="cannot read skip config"):
+        SkipConfig.load(tmp_path)  # a folder
