@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import Erratic, Fickle, Growing, lively_model, near, ragged
+from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
+from official import KNOWN, TARGETS, assistant_of, target_of
 from torch import Tensor
 
-from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
+from layerskip import LayerSkipDecoding, LogitLookup, LowPrecision, SkipConfig, StoredLogits
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import DraftOrSkip
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.official import Official
 from layerskip.generation import generate
 from layerskip.model.blocks import Heads
 from layerskip.model.opening import sublayers_of
@@ -45,8 +47,18 @@ HEALED: dict[str, SkipConfig] = {
     ),
 }
 ROUNDED = "feature-block in 8 bits"
-KINDS = (*HEALED, *BLOCKS, ROUNDED, "assistant")
-"""All but the assistant are what a skip config names, of a model of three layers at least."""
+TRAINED = (*HEALED, *BLOCKS, ROUNDED)
+"""What a skip config names, of a model of three layers at least."""
+OFFICIAL = ("official assistant", "official assistant, centroids") if KNOWN else ()
+REPLAYED = (*TRAINED, "assistant", *OFFICIAL)
+KINDS = (*REPLAYED, "stored logits")
+FAMILIES = ("llama", "gemma2", "gemma3", "qwen2")
+
+
+def family_of(kind: str, family: str = "llama") -> str:
+    """One of `FAMILIES`, or a Gemma 4 in its place if the draft is made for these."""
+    fits = {"llama": 0, "gemma2": 3, "gemma3": 1, "qwen2": 2}
+    return TARGETS[fits[family]] if kind in OFFICIAL else family
 
 
 def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
@@ -109,10 +121,17 @@ def skip_of(kind: str, model: Any, folder: Path) -> SkipConfig:
     return replace(skip, trained=weights_of(kind, model, folder)).resolve(layers)
 
 
-def draft_of(kind: str, model: Any, folder: Path) -> SkipConfig | Assistant:
+def draft_of(kind: str, model: Any, folder: Path, execution: str = "auto") -> DraftOrSkip:
     """A draft of any kind, for the engine."""
     if kind == "assistant":
         return Assistant(Sublayers(near(model, 0.4)))
+    if kind == "stored logits":
+        return LogitLookup(StoredLogits())  # which lasts
+    if kind in OFFICIAL:
+        family, tokens, dtype = model.of
+        noise = 0.4 if tokens < FEW / 2 else 0.1
+        second = assistant_of(family, "centroids" in kind, tokens, dtype, noise)
+        return Official(sublayers_of(model, execution), Sublayers(second, execution))
     return skip_of(kind, model, folder)
 
 
@@ -133,7 +152,6 @@ CONTROLLERS: dict[str, Any] = {
 }
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
-FEW = 24  # tokens of a vocabulary, so that texts repeat some stretches
 ENDS = [4, 9]
 
 
@@ -193,6 +211,8 @@ NEW = 16
 @functools.cache
 def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """A model of so few tokens that texts repeat some stretches."""
+    if family in TARGETS:
+        return target_of(family, FEW, dtype)
     kinds = {"gemma2", "gemma3", "qwen2", "qwen3"}
     both = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     how = {"layer_types": both} if family in kinds else {}

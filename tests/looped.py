@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from models import lively_model, near, ragged
+from official import TARGETS, target_of
 from torch import Tensor
 
 from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
@@ -25,6 +26,8 @@ ENDS = frozenset({4})
 @functools.cache
 def model_of(family: str = "llama", vocab_size: int = 12) -> Any:
     """A model of so few tokens that its texts repeat some stretches."""
+    if family in TARGETS:
+        return target_of(family, vocab_size)
     return lively_model(family, vocab_size=vocab_size)
 
 
@@ -68,10 +71,10 @@ def prompts(model: Any) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def traced(sample: bool, ended: bool) -> Trace:
+def traced(sample: bool, ended: bool, family: str = "llama") -> Trace:
     ids, mask = prompts(model_of())
     return take_trace(
-        model_of(),
+        model_of(family),
         [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
         max_new_tokens=40,
         law=Law((), do_sample=sample, rows=1),

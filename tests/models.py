@@ -22,6 +22,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.research.trees import WIDEST, GrownTrees
 
 VOCABULARY = 97
+FEW = 24  # tokens of a vocabulary, so that texts repeat some stretches
 WINDOW = 8
 
 SKIPS = {

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import torch
 import transformers
-from kinds import FEW
-from models import WINDOW, lively_model
+from models import FEW, WINDOW, lively_model
 
 from layerskip.decoding.sources.official import Official
 from layerskip.model.assistants import build_assistant
 from layerskip.model.sublayers import Sublayers
 
+KNOWN = importlib.util.find_spec("transformers.models.gemma4_assistant") is not None
 TARGETS = ("gemma4", "gemma4_dense", "gemma4_unified", "gemma4_mixture")
 KINDS = ["sliding_attention"] * 3 + ["full_attention"]
 
@@ -31,6 +32,7 @@ def target_of(family: str, tokens: int = FEW, dtype: torch.dtype = torch.float64
             weight.data.mul_(0.5)  # the assistant knows the embeddings only
     if tokens < 8:  # few texts, all of which should occur
         model.lm_head.weight.data.mul_(0.4)
+    model.of = family, tokens, dtype
     return model
 
 

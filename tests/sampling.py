@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from models import Fickle, lively_model
+from official import target_of
 from scipy import stats
 from torch import Tensor
 from transformers import (
@@ -62,7 +63,9 @@ SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5))
 
 
 @functools.cache
-def small_model() -> Any:
+def small_model(family: str = "llama") -> Any:
+    if family != "llama":
+        return target_of(family, VOCABULARY)
     model = lively_model("llama", vocab_size=VOCABULARY)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.4)
@@ -72,13 +75,13 @@ def small_model() -> Any:
 
 
 @functools.cache
-def exact_law(processors: str) -> dict[tuple[int, ...], float]:
+def exact_law(processors: str, family: str) -> dict[tuple[int, ...], float]:
     """Probability of every text, by the model's own forward pass and the library's processors."""
     texts = torch.tensor([PROMPT])
     chances = torch.ones(1)
     for _ in range(NEW_TOKENS):
         with torch.no_grad():
-            scores = small_model()(texts).logits[:, -1].float()  # (N, V)
+            scores = small_model(family)(texts).logits[:, -1].float()  # (N, V)
         for processor in PROCESSORS[processors]:
             scores = processor(texts, scores)
         chances = (chances[:, None] * scores.softmax(-1)).flatten()
@@ -92,6 +95,7 @@ def sample_texts(
     processors: str,
     *,
     rejection: bool,
+    family: str = "llama",
     drafts: Any = SKIP.resolve(6),  # noqa: B008
     fickle: bool = False,
     vocabulary: Sequence[int] | None = None,
@@ -108,7 +112,7 @@ def sample_texts(
     """
     counts: Counter[tuple[int, ...]] = Counter()
     drafted: list[tuple[int, int]] = []
-    model = Sublayers(copy.deepcopy(small_model()).to(device, dtype), execution)
+    model = Sublayers(copy.deepcopy(small_model(family)).to(device, dtype), execution)
     if vocabulary is not None:
         model = model.trimmed(vocabulary)
     for first in range(0, TEXTS, rows):
@@ -136,9 +140,9 @@ def sample_texts(
     return counts, drafted
 
 
-def p_value(counts: Counter[tuple[int, ...]], processors: str) -> float:
+def p_value(counts: Counter[tuple[int, ...]], processors: str, family: str = "llama") -> float:
     """Chi-square against the exact law, texts expected under 5 times pooled; 0 if impossible."""
-    law = exact_law(processors)
+    law = exact_law(processors, family)
     if any(law[text] == 0 for text in counts):
         return 0.0
     expected = np.array([law[text] * TEXTS for text in law])

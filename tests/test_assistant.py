@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from looped import decoded, model_of, prompts, second_of, traced
-from models import VOCABULARY, Fickle, lively_model
+from models import Fickle, lively_model
 
 import layerskip
 from layerskip import Lookup, SkipConfig
-from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Request
@@ -81,14 +80,6 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused() -> None:
     short = lively_model("llama", vocab_size=12, max_position_embeddings=32)
     with pytest.raises(ValueError, match=r"the assistant cannot draft here: .* at most 32 tokens"):
         decoded((Assistant(Sublayers(short)),), Fixed())
-
-
-def test_check_passes_with_an_assistant(sizes: Any) -> None:
-    sizes(draws=256)
-    model, other = model_of(vocab_size=VOCABULARY), second_of(vocab_size=VOCABULARY)
-    ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])]
-    report = check(model, ids, None, assistant=Sublayers(other), max_new_tokens=12)
-    assert report.passed
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What holds for drafts of every trained kind and for a second model: the text, the law, replays.
+"""What holds for drafts of every kind: the text, the law, replays.
 
 Each contract in few cases that cover all pairs of what they depend on; `kinds.py` makes the drafts.
 """
@@ -18,17 +18,23 @@ from kinds import (
     BLOCKS,
     CONTROLLERS,
     COSTS,
+    FAMILIES,
     KINDS,
     LAWS,
     LENGTHS,
     NEW,
+    OFFICIAL,
+    REPLAYED,
+    TRAINED,
     decoded,
     draft_of,
+    family_of,
     model_of,
     prompts,
     wanted,
 )
 from models import Erratic, Fickle, Growing
+from official import TARGETS
 from sampling import (
     LEVEL,
     PROCESSORS,
@@ -78,9 +84,14 @@ BESIDE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def drafts_of(drafts: Sequence[Any], model: Any, folder: Path) -> tuple[Any, ...]:
+def drafts_of(
+    drafts: Sequence[Any], model: Any, folder: Path, execution: str = "auto"
+) -> tuple[Any, ...]:
     """Drafts, those of a kind by its name."""
-    return tuple(draft_of(d, model, folder) if isinstance(d, str) else d for d in drafts)
+    return tuple(
+        draft_of(each, model, folder, execution) if isinstance(each, str) else each
+        for each in drafts
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +107,7 @@ TEXTS = covering(
     tuple(BESIDE),
     tuple(LAWS),
     ("modules", "fused"),
-    ("llama", "gemma2", "gemma3", "qwen2"),
+    FAMILIES,
     tuple(CONTROLLERS),
     (False, True),
 )
@@ -106,8 +117,11 @@ TEXTS = covering(
 def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
     drafted = accepted = compactions = 0
     for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
+        family = family_of(kind, family)
+        if family == "gemma4_mixture":  # which has no fused passes
+            execution = "modules"
         model = model_of(family)
-        drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
+        drafts = drafts_of((kind, *BESIDE[beside]), model, folder, execution)
         out = decoded(model, drafts, law, CONTROLLERS[controller](), execution, ended, new=NEW)
         assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, law, ended)
         drafted += out.stats.sources[0].num_draft_tokens
@@ -117,7 +131,7 @@ def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
     assert compactions
 
 
-NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3"), ("greedy", "coupled"), tuple(BESIDE))
+NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3", "qwen2"), ("greedy", "coupled"), tuple(BESIDE))
 
 
 @pytest.mark.usefixtures("built")
@@ -128,10 +142,10 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
     """Near-ties included."""
     accepted = dict.fromkeys(KINDS, 0)
     for number, (kind, _, family, law, beside) in enumerate(t for t in NATIVE if t[1] is dtype):
-        model, (ids, mask) = model_of(family, dtype), prompts()
+        model, (ids, mask) = model_of(family_of(kind, family), dtype), prompts()
         how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
         plain = generate(model, ids, enabled=False, execution="native", **how).sequences
-        drafts = drafts_of((kind, *BESIDE[beside]), model, folder)
+        drafts = drafts_of((kind, *BESIDE[beside]), model, folder, "native")
         out = decoded(model, drafts, law, (Fickle, Growing)[number % 2](2), "native", new=NEW)
         assert torch.equal(out.sequences, plain), (kind, family, law, beside)
         accepted[kind] += out.stats.sources[0].num_accepted_tokens
@@ -141,11 +155,13 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
 @pytest.mark.slow
 @pytest.mark.skipif(_compiler() is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize(
-    ("kind", "family"), covering(("healed, 8 bits", *BLOCKS, "assistant"), ("llama", "gemma2"))
+    ("kind", "family"),
+    covering(("healed, 8 bits", *BLOCKS, "assistant", *OFFICIAL[1:]), ("llama", "gemma3")),
 )
 def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, folder: Path) -> None:
+    family = family_of(kind, family)
     model = model_of(family)
-    drafts = (draft_of(kind, model, folder), Lookup())
+    drafts = (draft_of(kind, model, folder, "compiled"), Lookup())
     out = decoded(model, drafts, "coupled", Fickle(1), "compiled", new=NEW, longest=3)
     assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
@@ -154,18 +170,25 @@ def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, fold
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
+        ("assistant", "llama"),
+        *zip(OFFICIAL[1:], ("llama",), strict=False),
         pytest.param("exit-block", "gemma2", marks=pytest.mark.thorough),
         *(
             pytest.param(kind, family, marks=pytest.mark.slow)
-            for kind, family in covering(KINDS[:-1], ("llama", "gemma3"))
+            for kind, family in covering(TRAINED, ("llama", "gemma3"))
         ),
     ],
 )
-def test_the_check_of_a_persons_own_machine_passes(kind: str, family: str, folder: Path) -> None:
-    model, ids = model_of(family, torch.float32), [torch.tensor([[5, 9, 2, 7]])]
-    skip = draft_of(kind, model, folder)
-    assert isinstance(skip, SkipConfig)
-    report = check(model, ids, skip, max_new_tokens=NEW)
+def test_the_check_of_a_persons_own_machine_passes(
+    kind: str, family: str, folder: Path, sizes: Any
+) -> None:
+    sizes(draws=256)
+    trained = kind in TRAINED
+    model = model_of(family_of(kind, family), torch.float32 if trained else torch.float64)
+    ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])][trained:]
+    draft = draft_of(kind, model, folder)
+    second = None if trained else draft.own if kind in OFFICIAL else draft.model
+    report = check(model, ids, draft if trained else None, assistant=second, max_new_tokens=NEW)
     assert report.passed
 
 
@@ -195,16 +218,19 @@ def sampled(
     source: str, processors: str, rejection: bool, execution: str, folder: Path
 ) -> tuple[float, list[tuple[int, int]]]:
     """The p-value of many texts under the target's law; drafted and accepted tokens by draft."""
-    drafts = drafts_of(SOURCES[source], small_model(), folder)
-    how: dict[str, Any] = {"drafts": drafts, "execution": execution}
+    family = family_of(source)
+    drafts = drafts_of(SOURCES[source], small_model(family), folder)
+    how: dict[str, Any] = {"drafts": drafts, "execution": execution, "family": family}
     if source.endswith("3 tokens"):
         how |= {"vocabulary": [0, 2, 3]}
     if len(drafts) > 1:  # batches enough for every draft to be taken
         how |= {"fickle": True, "rows": 100}
+    if source == "stored logits":  # and for some to be known
+        how |= {"rows": 100}
     if execution == "native":  # whose passes are short
         how |= {"dtype": torch.float32, "rows": 10}
     counts, tokens = sample_texts(processors, rejection=rejection, **how)
-    return p_value(counts, processors), tokens
+    return p_value(counts, processors, family), tokens
 
 
 @pytest.mark.parametrize(
@@ -234,19 +260,30 @@ def lying(self: Any, raw: Tensor, positions: Any, *more: Any, **named: Any) -> A
     return drawn._replace(laws=[softmax_law(law.log() * 3) for law in drawn.laws])
 
 
+def peeking_at_few(self: Draws, row: int, offset: int, tokens: list[int], raw: Any) -> list[float]:
+    """A known mistake: a draft from stored logits knows the number that accepts it."""
+    small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
+    chosen = 0 if small else len(tokens) - 1
+    return [float(place == chosen) for place in range(len(tokens))]
+
+
 DRAFT = Draws.draft
+MISTAKES = [
+    (draws, "residual", redraw_from_the_target),
+    (draws, "acceptance_probability", accept_always),
+    (Draws, "draft", peeking),
+    (Draws, "draft", lying),
+]
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "wrong"),
+    ("source", "place", "name", "wrong"),
     [
-        (draws, "residual", redraw_from_the_target),
-        (draws, "acceptance_probability", accept_always),
-        (Draws, "draft", peeking),
-        (Draws, "draft", lying),
+        *((source, *each) for source in ("layers left out", "heads") for each in MISTAKES),
+        *((source, *each) for source in OFFICIAL[:1] for each in MISTAKES[:2]),
+        ("stored logits", Draws, "scores", peeking_at_few),
     ],
 )
-@pytest.mark.parametrize("source", ["layers left out", "heads"])
 def test_known_wrong_samplers_fail_the_same_test(
     source: str, place: Any, name: str, wrong: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +296,7 @@ def test_known_wrong_samplers_fail_the_same_test(
 
 
 MIXTURES: dict[str, tuple[Any, ...]] = {
-    **{kind: (kind,) for kind in KINDS},
+    **{kind: (kind,) for kind in (*TRAINED, "assistant")},
     "exit, assistant": (SkipConfig.early_exit(4).resolve(6), "assistant"),
     "lookup": (Lookup(),),
     "two lookups, exit, layers left out": (
@@ -273,17 +310,26 @@ MIXTURES: dict[str, tuple[Any, ...]] = {
 }
 
 
+if OFFICIAL:
+    MIXTURES |= {
+        f"{family}: {kind}": (*(Lookup(),) * (kind == OFFICIAL[0]), kind)
+        for family, kind in zip(TARGETS, cycle(OFFICIAL), strict=False)
+    }
+
+
 @pytest.mark.parametrize(("number", "mixture"), list(enumerate(MIXTURES)))
 def test_simulated_rounds_are_those_of_decoding(number: int, mixture: str, folder: Path) -> None:
     """Each mixture meets all controllers, one for every law and end, by turns."""
-    drafts = drafts_of(MIXTURES[mixture], looped.model_of(), folder)
+    family = mixture.partition(":")[0] if ":" in mixture else "llama"
+    model = looped.model_of(family)
+    drafts = drafts_of(MIXTURES[mixture], model, folder)
     costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
     made = [Fickle, lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs)]
     made = made[number % 4 :] + made[: number % 4]
     for (sample, ended), make in zip(product((False, True), repeat=2), made, strict=True):
-        trace = looped.traced(sample, ended)
+        trace = looped.traced(sample, ended, family)
         replays = [replay(trace, draft) for draft in drafts]
-        run = looped.decoded(drafts, make(), sample=sample, eos=trace.eos)
+        run = looped.decoded(drafts, make(), model=model, sample=sample, eos=trace.eos)
         real = [
             SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
             for r in run.played[1:]
@@ -294,24 +340,27 @@ def test_simulated_rounds_are_those_of_decoding(number: int, mixture: str, folde
             assert controller.told == run.controller.told
 
 
-@pytest.mark.parametrize(("kind", "sample"), list(zip(KINDS, cycle((False, True)), strict=False)))
+@pytest.mark.parametrize(
+    ("kind", "sample"), list(zip(REPLAYED, cycle((False, True)), strict=False))
+)
 def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(
     kind: str, sample: bool, folder: Path
 ) -> None:
-    draft = draft_of(kind, looped.model_of(), folder)
-    trace = looped.traced(sample, False)
+    family = family_of(kind)
+    draft = draft_of(kind, looped.model_of(family), folder)
+    trace = looped.traced(sample, False, family)
     whole, (some,) = replay(trace, draft), follow(trace, draft)
     assert torch.equal(some.matches.cumprod(1), whole.matches.cumprod(1))
     assert 0 < whole.survival[0] < 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", REPLAYED)
 @torch.no_grad()
 def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
     kind: str, folder: Path
 ) -> None:
     """Token for token as far as a draft is on its text, by laws of states begun at each start."""
-    model, (ids, mask) = model_of("gemma3"), prompts()
+    model, (ids, mask) = model_of(family_of(kind, "gemma3")), prompts()
     law, steps = Law([TemperatureLogitsWarper(0.8)], do_sample=True, rows=1), 4
     trace = take_trace(
         model,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engines import SKIPS, check_caches, decoder, request
-from kinds import KINDS, skip_of
+from kinds import TRAINED, skip_of
 from models import FAMILIES, WINDOW, Erratic, lively_model, near, ragged
 from sampling import LEVEL, p_value, sample_texts
 from ties import partings
@@ -131,7 +131,7 @@ def test_every_controller(controller: str, device: str) -> None:
     assert got.sequences.tolist() == library(model, ids, mask).tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*TRAINED, "assistant"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_trained_drafts_and_second_models(kind: str, device: str, tmp_path: Path) -> None:
     """Their weights come from files, and from another place than the model's."""

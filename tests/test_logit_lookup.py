@@ -1,4 +1,7 @@
-"""Stored logits looked up: what is found, that drafts draw as the target would, and the text."""
+"""Stored logits looked up: what is found, and that drafts draw as the target would.
+
+That the text and its law are the target's: in `test_every_kind.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,8 @@ from typing import Any
 import kinds
 import pytest
 import torch
-from covering import covering
 from looped import traced
-from models import Fickle, seated
-from sampling import LEVEL, p_value, sample_texts
+from models import seated
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -22,10 +23,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from layerskip import LogitLookup, Lookup, Session, SkipConfig, StoredLogits
+from layerskip import LogitLookup, Session, StoredLogits
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import NoiseBlocks, accept_uniform, gumbel_noise
+from layerskip.decoding.noise import NoiseBlocks, gumbel_noise
 from layerskip.generation import generate
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
@@ -136,50 +137,6 @@ def test_under_the_rejection_rule_the_likeliest_is_drafted() -> None:
 # ---------------------------------------------------------------------------------------------
 # Decoding.
 
-BESIDE: dict[str, tuple[Any, ...]] = {
-    "alone": (),
-    "lookup": (Lookup(),),
-    "lookup, an exit": (Lookup(), SkipConfig.early_exit(2)),
-}
-TEXTS = covering(
-    tuple(BESIDE),
-    tuple(kinds.LAWS),
-    ("modules", "fused"),
-    ("llama", "gemma2", "gemma3", "qwen2"),
-    tuple(kinds.CONTROLLERS),
-    (False, True),
-)
-
-
-@pytest.mark.parametrize("law", kinds.LAWS)
-def test_the_text_is_that_of_the_target(law: str) -> None:
-    drafted = accepted = 0
-    for beside, _, execution, family, controller, ended in (t for t in TEXTS if t[1] == law):
-        drafts = LogitLookup(), *BESIDE[beside]
-        made = kinds.CONTROLLERS[controller]()
-        out = kinds.decoded(
-            kinds.model_of(family), drafts, law, made, execution, ended, new=kinds.NEW
-        )
-        new = out.sequences[:, max(kinds.LENGTHS) :].tolist()
-        assert new == kinds.wanted(family, law, ended)
-        drafted += out.stats.sources[0].num_draft_tokens
-        accepted += out.stats.sources[0].num_accepted_tokens
-    if law == "history":  # of which few tokens say nothing
-        assert not drafted
-    else:
-        assert drafted / 20 < accepted < drafted
-
-
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("law", ["greedy", "coupled"])
-def test_native_texts_are_those_of_native_plain_decoding(law: str) -> None:
-    model, (ids, mask) = kinds.model_of("gemma3", torch.bfloat16), kinds.prompts()
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": kinds.NEW, **kinds.LAWS[law]}
-    plain = generate(model, ids, enabled=False, execution="native", **how).sequences
-    out = kinds.decoded(model, (LogitLookup(), Lookup()), law, Fickle(2), "native", new=kinds.NEW)
-    assert torch.equal(out.sequences, plain)
-    assert out.stats.sources[0].num_accepted_tokens
-
 
 def again(laws: StoredLogits, seed: int = 5) -> Any:
     """Sampled texts of a model of a few tokens, and their counts."""
@@ -217,27 +174,6 @@ def test_a_session_drafts_from_the_laws_of_earlier_calls() -> None:
     one, other = (session.generate(ids, do_sample=False, **how) for _ in range(2))
     assert torch.equal(one.sequences, other.sequences)
     assert other.stats.num_rounds < one.stats.num_rounds
-
-
-def peeking(self: Draws, row: int, offset: int, tokens: list[int], raw: Any) -> list[float]:
-    """A known mistake: a draft knows the number that accepts it."""
-    small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
-    chosen = 0 if small else len(tokens) - 1
-    return [float(place == chosen) for place in range(len(tokens))]
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_texts_follow_the_targets_law_by_the_rejection_rule(
-    wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if wrong:
-        monkeypatch.setattr(Draws, "scores", peeking)
-    how: dict[str, Any] = {"rejection": True, "rows": 100}
-    counts, ((drafted, accepted),) = sample_texts(
-        "none", drafts=(LogitLookup(StoredLogits()),), **how
-    )
-    assert 0.1 * drafted < accepted < drafted
-    assert (p_value(counts, "none") < LEVEL) is wrong
 
 
 def test_a_replay_refuses_them_by_name() -> None:

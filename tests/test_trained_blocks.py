@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from guesses import Guesses, path_of
-from kinds import BLOCKS, weights_of
+from kinds import BLOCKS, OFFICIAL, draft_of, family_of, weights_of
 from looped import (
     ENDS,
     decoded,
@@ -149,17 +149,18 @@ def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture: str, fo
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["feature-block", "assistant"])
+@pytest.mark.parametrize("kind", ["feature-block", "assistant", *OFFICIAL[:1]])
 def test_a_node_is_drafted_on_as_the_last_token_of_its_path(kind: str, folder: Path) -> None:
     """Whatever lies beside it in the drafts' own keys and values."""
-    opened, parents = Sublayers(model_of(), "modules"), [-1, 0, 0, 2, 1, 3, 3]
+    model, parents = model_of(family_of(kind)), [-1, 0, 0, 2, 1, 3, 3]
+    drafts = (draft_of(kind, model, folder),)
     tokens = torch.tensor([[7, 9, 11, 5, 8, 3, 6], [4, 3, 8, 10, 6, 2, 9]])
 
     def opened_passes() -> Passes:
         texts = [torch.arange(2, 11), torch.arange(5, 9)]
         emitted = [[token] for token in tokens[:, 0].tolist()]
         limits: dict[str, Any] = {"max_new_tokens": 20, "max_draft_length": 8}
-        passes = Passes(opened, drafts_of(kind, folder), texts, emitted=emitted, **limits)
+        passes = Passes(Sublayers(model, "modules"), drafts, texts, emitted=emitted, **limits)
         passes.prefill()
         for row, first in enumerate(emitted):
             passes.tell(row, first)
