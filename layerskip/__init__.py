@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from layerskip.generation import decode as decode
     from layerskip.generation import generate as generate
     from layerskip.model.fingerprint import fingerprint as fingerprint
-    from layerskip.model.joined import joined as joined
     from layerskip.model.opening import release as release
     from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.named import shipped as shipped
@@ -57,7 +56,6 @@ _HOME = {
     "decode": "layerskip.generation",
     "fingerprint": "layerskip.model.fingerprint",
     "generate": "layerskip.generation",
-    "joined": "layerskip.model.joined",
     "release": "layerskip.model.opening",
     "shipped": "layerskip.named",
 }

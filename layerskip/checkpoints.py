@@ -24,7 +24,6 @@ from transformers.utils import logging as chatter
 from layerskip.config import SkipConfig
 from layerskip.model.assistants import load_assistant
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
-from layerskip.model.joined import join
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import level
@@ -56,11 +55,7 @@ class Loaded:
         return replace(SkipConfig.load(path), model=None)  # its model is here, whatever its name
 
     def opened(self, execution: str = "auto") -> Sublayers:
-        """The model opened up; what fused passes read together is joined for good."""
-        opened = open_model(self.model, execution)
-        if opened.execution not in ("fused", "compiled"):
-            return opened
-        join(self.model)
+        """The model opened up."""
         return open_model(self.model, execution)
 
     def describe(self) -> str:

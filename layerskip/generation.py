@@ -79,8 +79,6 @@ class LayerSkipDecoding(Settings):
     A `streamer` of `model.generate()` works, but nobody ends it if the library itself refuses the
     call. If something waits for its end, use `layerskip.generate`, which always ends it.
 
-    Many calls on one small model are faster inside `with layerskip.joined(model)`.
-
     Args:
         skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without one,
             drafts need no set-up: they are looked up, and the model drafts in 8 bits where that is

@@ -82,7 +82,6 @@ def work(
 
     with cpu_threads(threads), contextlib.suppress(Orphaned):
         loaded = load(**loading)
-        loaded.opened(task.execution)  # joins what fused passes read
         traced = [encode(loaded.tokenizer, prompt) for prompt in prompts]
         steps = Search(loaded.model, traced, task=task, space=space)
         steps.open(storage, study_name, first)

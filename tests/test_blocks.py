@@ -11,7 +11,6 @@ from torch import Tensor
 
 from layerskip.model.blocks import Heads
 from layerskip.model.cache import RowCache
-from layerskip.model.joined import join
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
 
@@ -61,7 +60,6 @@ def test_token_by_token_with_a_cache_it_computes_what_training_does(
 
 def test_nothing_of_the_model_is_trained_or_shared() -> None:
     model: Any = tiny_model("llama", dtype=torch.float32)
-    join(model)  # several weights in one storage
     model.requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     opened = Sublayers(model)

@@ -25,7 +25,6 @@ from layerskip import LowPrecision, SkipConfig
 from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.model.extension import refusal
-from layerskip.model.joined import joined
 from layerskip.model.rounded import Rounded, copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 
@@ -248,17 +247,6 @@ def test_native_sublayers_round_inputs_too(family: str, bits: int, dtype: torch.
         for want, got in pairs(opened[0], exact, rows=3)
     ]
     assert max(others) > 3 * OFF
-
-
-@pytest.mark.usefixtures("built")
-def test_joined_weights_share_their_copies() -> None:
-    model = tiny("qwen2", dtype=torch.float32)
-    apart = lowered(model, "native", 8)
-    with joined(model):
-        together = lowered(model, "native", 8)
-        for want, got in pairs(apart, together):
-            assert torch.equal(want, got)
-    assert copies_of(model).nbytes == apart.weights.nbytes(SkipConfig.low_precision(8))
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused", "native"])

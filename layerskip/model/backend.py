@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from layerskip.model.architecture import Architecture
+from layerskip.model.architecture import Architecture, device_of
 from layerskip.model.deltas import Deltas
 from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.family import LayerParts
+from layerskip.model.family import LayerParts, part_named
 from layerskip.model.products import Function
 from layerskip.model.rounded import copies_of
 
@@ -125,9 +125,69 @@ class Backend(ABC):
                 not so many experts.
         """
 
-    @abstractmethod
     def tail(self, layer: int) -> Block:
         """What follows a layer's MLP, for drafts that leave it out (see `LayerParts.tail`)."""
+        return self.tail_block(self.model.parts[layer])
+
+    @abstractmethod
+    def norm_of(self, module: Any) -> Function | None:
+        """A norm as a function; None of None."""
+
+    @abstractmethod
+    def linear_of(self, module: Any) -> Function: ...
+
+    @abstractmethod
+    def activation_of(self, module: Any) -> Function: ...
+
+    def mlp_block(self, part: LayerParts, run: Function, mixed: Function | None) -> Block:
+        """The MLP sublayer of a layer, with its tail.
+
+        Args:
+            run: the dense MLP, or the experts where they replace it.
+            mixed: the experts beside a dense MLP, if any run.
+        """
+        before, add = self.norm_of(part.pre), adding(part, self.norm_of(part.post))
+        mixture, tail = part.mixture, self.tail_block(part) if part.tail else None
+        beside = mixture is not None and mixture.beside
+        after_dense = self.norm_of(mixture.dense) if mixture is not None and beside else None
+        mixed = mixed if beside else None
+        device = device_of(part.pre or part.post) if self.model.spread else None
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            if device is not None:
+                hidden = hidden.to(device)
+            out = run(hidden if before is None else before(hidden))  # (B, T, H)
+            if after_dense is not None:
+                out = after_dense(out)
+            if mixed is not None:
+                out = out + mixed(hidden)
+            hidden = add(hidden, out)  # (B, T, H)
+            return hidden if tail is None else tail(hidden, step)
+
+        return block
+
+    def tail_block(self, part: LayerParts) -> Block:
+        """What follows a layer's MLP: its own input, if it has one, and its scalar.
+
+        Its linears stay exact in drafts: they are small.
+        """
+        layer, number, scalar = part.module, part.number, part.module.layer_scalar
+        if part_named(layer, "per_layer_input_gate") is None:
+            return lambda hidden, _: hidden * scalar.to(hidden.device)
+        gate = self.linear_of(layer.per_layer_input_gate)
+        project = self.linear_of(layer.per_layer_projection)
+        norm = self.norm_of(layer.post_per_layer_input_norm)
+        activate = self.activation_of(layer.act_fn)
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            assert step.inputs is not None
+            assert norm is not None
+            own = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
+            out: Tensor = hidden + norm(project(activate(gate(hidden)) * own))  # (B, T, H)
+            out = out * scalar.to(hidden.device)
+            return out
+
+        return block
 
     @abstractmethod
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:

@@ -76,9 +76,10 @@ class Compiled(Fused):
 
     name = "compiled"
     trims = False  # all buffers are alike
+    linear = staticmethod(compilable)
 
     def __init__(self, model: Architecture) -> None:
-        super().__init__(model, compilable)
+        super().__init__(model)
         self._known: dict[Any, Function] = {}  # by blocks and situation
 
     def capacity(self, slots: int) -> int:

@@ -122,7 +122,7 @@ class Forward(Backend):
     def _refused(self, *_: Any, **__: Any) -> Any:
         raise ValueError(self.model.refusal("nothing inside can be computed alone"))
 
-    tail = inputs = extra_layer = rotary = _refused
+    tail = inputs = extra_layer = rotary = norm_of = linear_of = activation_of = _refused
 
 
 class _Handing:

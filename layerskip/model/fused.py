@@ -1,9 +1,9 @@
 """The "fused" backend: sublayers with plain weights, computed in few kernels.
 
 It does the arithmetic of the library's modules in the same order and dtypes, but without module
-calls: on a small model most of a decoding step is launches and Python. The weights are the model's
-own, joined where `joined` has joined them. Models with hooks, adapters, quantised weights, several
-devices or patched forwards are refused (see `plain`); the "modules" backend serves them.
+calls: on a small model most of a decoding step is launches and Python. Models with hooks, adapters,
+quantised weights, several devices or patched forwards are refused (see `plain`); the "modules"
+backend serves them.
 Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
 D head width, R rotary width (R <= D).
 """
@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.model.architecture import Architecture
 from layerskip.model.backend import (
     EXACT,
     Backend,
@@ -32,10 +31,9 @@ from layerskip.model.backend import (
 )
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
-from layerskip.model.family import LayerParts, part_named
-from layerskip.model.joined import together
+from layerskip.model.family import LayerParts
 from layerskip.model.norms import Angles, FusedRotary, rms_norm, rotated
-from layerskip.model.products import Function, Linear, best_linear, matrices
+from layerskip.model.products import Function, Linear, plain
 
 # Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
 # times on a CPU): with heads at least so wide, in passes of few tokens, before masks become large.
@@ -43,25 +41,14 @@ WIDE, FEW = 64, 16
 
 
 class Fused(Backend):
-    """The blocks of a plain-weight model, in few kernels.
-
-    Args:
-        linear: how products are taken; by default in the way that is fastest here.
-    """
+    """The blocks of a plain-weight model, in few kernels."""
 
     name = "fused"
-
-    def __init__(self, model: Architecture, linear: Linear | None = None) -> None:
-        super().__init__(model)
-        weights = matrices(model.decoder.layers, model.unembedding)
-        self.linear = linear or best_linear(weights)
+    linear: Linear = staticmethod(plain)
 
     def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
         part = self.model.parts[number // 2].narrowed(variant.window)
         return self._mlp(part, variant) if number % 2 else self._attention(part, variant)
-
-    def tail(self, layer: int) -> Block:
-        return tail(self.model.parts[layer], self.linear)
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return self._inputs(hidden, rows)
@@ -70,7 +57,7 @@ class Fused(Backend):
     def _inputs(self) -> Callable[[Tensor, Tensor], Tensor]:
         decoder = self.model.decoder
         project = self.linear(decoder.per_layer_model_projection.weight, None)
-        norm = self._norm_of(decoder.per_layer_projection_norm)
+        norm = rms_norm(decoder.per_layer_projection_norm, self.model.family.norm)
         by = decoder.per_layer_model_projection_scale
         scale = decoder.per_layer_input_scale
 
@@ -81,8 +68,14 @@ class Fused(Backend):
 
         return inputs
 
-    def _norm_of(self, module: Any) -> Function:
-        return rms_norm(module, self.model.family.norm)
+    def norm_of(self, module: Any) -> Function | None:
+        return None if module is None else rms_norm(module, self.model.family.norm)
+
+    def linear_of(self, module: Any) -> Function:
+        return self.linear(module.weight, module.bias)
+
+    def activation_of(self, module: Any) -> Function:
+        return activation(module)
 
     def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
         return self._attention(layer, Variant(bits)), self._mlp(layer, Variant(bits))
@@ -91,7 +84,7 @@ class Fused(Backend):
         return self.linear if variant.bits is None else partial(self.product, variant=variant)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        norm, after = self._norm_of(self.model.decoder.norm), finishing(self.model)
+        norm, after = self.norm_of(self.model.decoder.norm), finishing(self.model)
         linear = self._linear(Variant(bits))
         if rows is not None:
             return in_turn(norm, linear(rows.weight, rows.bias), after, rows.spread)
@@ -99,18 +92,14 @@ class Fused(Backend):
         return in_turn(norm, linear(whole.weight, whole.bias), after)
 
     def _attention(self, part: LayerParts, variant: Variant) -> Any:
-        norm, eager, joined = self.model.family.norm, self.model.eager, variant.bits is None
-        return attention(part, norm, eager=eager, linear=self._linear(variant), joined=joined)
+        norm, eager = self.model.family.norm, self.model.eager
+        return attention(part, norm, eager=eager, linear=self._linear(variant))
 
     def _mlp(self, part: LayerParts, variant: Variant) -> Block:
-        """The MLP of a layer, with its tail."""
         mixed = self._mixed(part.mixture, variant)
-        norm, linear, joined = self.model.family.norm, self._linear(variant), variant.bits is None
-        block = mlp(part, norm, linear=linear, joined=joined, mixed=mixed)
-        if not part.tail:
-            return block
-        # a tail's own linears stay exact: they are small
-        return with_tail(block, tail(part, self.linear))
+        run = gated(part, self._linear(variant)) if part.dense else mixed
+        assert run is not None
+        return self.mlp_block(part, run, mixed)
 
     def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
         """A mixture of experts (..., H), None where none of them runs."""
@@ -173,16 +162,11 @@ def _eager(
     return torch.matmul(shares, values).view(rows, heads, count, width)  # (B, N, T, D)
 
 
-def _projections(modules: Sequence[Any], linear: Linear, joined: bool) -> Function:
-    """Linears of the same input as one function, with their outputs side by side.
-
-    With `joined`, weights that lie together take one product.
-    """
-    weights, biases = zip(*((module.weight, module.bias) for module in modules), strict=True)
-    weight, bias = (together(weights), together(biases)) if joined else (None, None)
-    if weight is not None and (bias is not None or biases[0] is None):
-        return linear(weight, bias)
-    projects = [linear(*each) for each in zip(weights, biases, strict=True)]
+def _projections(modules: Sequence[Any], linear: Linear) -> Function:
+    """Linears of the same input as one function, with their outputs side by side."""
+    projects = [linear(module.weight, module.bias) for module in modules]
+    if len(projects) == 1:
+        return projects[0]
     return lambda x: torch.cat([project(x) for project in projects], -1)
 
 
@@ -215,15 +199,13 @@ class Attention(NamedTuple):
         return self.outputs(hidden, q, keys, values, step.mask(self.window, self.sink))
 
 
-def attention(
-    part: LayerParts, norm: str, *, eager: bool, linear: Linear, joined: bool
-) -> Attention:
+def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> Attention:
     module = part.attention
     before = None if part.before is None else rms_norm(part.before, norm)
     add = adding(part, None if part.after is None else rms_norm(part.after, norm))
     width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
-    project = _projections(part.projections, linear, joined)
+    project = _projections(part.projections, linear)
     output = linear(module.o_proj.weight, module.o_proj.bias)
     queries = module.o_proj.weight.shape[1] // width  # N
     turning = queries + (queries // groups if part.writes else 0)  # N + K
@@ -273,59 +255,17 @@ def attention(
     return Attention(inputs, outputs, part.keys, part.kind, part.writes, part.window, part.sink)
 
 
-def mlp(
-    part: LayerParts, norm: str, *, linear: Linear, joined: bool, mixed: Function | None = None
-) -> Block:
-    """The MLP sublayer of a decoder layer; `mixed`: its experts, beside a dense MLP or alone."""
-    mixture = part.mixture
-    before = None if part.pre is None else rms_norm(part.pre, norm)
-    add = adding(part, None if part.post is None else rms_norm(part.post, norm))
-    run = gated(part, linear, joined) if part.dense else mixed
-    assert run is not None
-    if mixture is None or not mixture.beside:
-        return lambda hidden, _: add(hidden, run(hidden if before is None else before(hidden)))
-    after_dense = rms_norm(mixture.dense, norm)
-
-    def block(hidden: Tensor, _: Step) -> Tensor:
-        out = after_dense(run(hidden if before is None else before(hidden)))  # (B, T, H)
-        return add(hidden, out if mixed is None else out + mixed(hidden))
-
-    return block
-
-
-def gated(part: LayerParts, linear: Linear, joined: bool) -> Function:
+def gated(part: LayerParts, linear: Linear) -> Function:
     """The dense MLP of a layer, (..., H) to (..., H)."""
     down = linear(part.mlp.down_proj.weight, part.mlp.down_proj.bias)
-    expand = _projections(part.expansions, linear, joined)
+    expand = [linear(each.weight, each.bias) for each in part.expansions]
     activate = activation(part.activation)
 
     def apply(x: Tensor) -> Tensor:
-        gate, up = expand(x).chunk(2, -1)
+        gate, up = (each(x) for each in expand) if len(expand) == 2 else expand[0](x).chunk(2, -1)
         return down(activate(gate).mul_(up))
 
     return apply
-
-
-def tail(part: LayerParts, linear: Linear) -> Block:
-    """What follows a layer's MLP: its own input, if it has one, and its scalar."""
-    layer, number, scalar = part.module, part.number, part.module.layer_scalar
-    if part_named(layer, "per_layer_input_gate") is None:
-        return lambda hidden, _: hidden * scalar
-    gate = linear(layer.per_layer_input_gate.weight, None)
-    project = linear(layer.per_layer_projection.weight, None)
-    norm, activate = rms_norm(layer.post_per_layer_input_norm, "wide"), activation(layer.act_fn)
-
-    def block(hidden: Tensor, step: Step) -> Tensor:
-        assert step.inputs is not None
-        gated_input = activate(gate(hidden)) * step.inputs[:, :, number]  # (B, T, P)
-        out: Tensor = (hidden + norm(project(gated_input))) * scalar  # (B, T, H)
-        return out
-
-    return block
-
-
-def with_tail(block: Block, behind: Block) -> Block:
-    return lambda hidden, step: behind(block(hidden, step), step)
 
 
 def activation(module: Any) -> Function:

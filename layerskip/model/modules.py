@@ -30,7 +30,7 @@ from layerskip.model.backend import (
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
-from layerskip.model.family import LayerParts, part_named
+from layerskip.model.family import LayerParts
 from layerskip.model.products import Function, plain
 from layerskip.model.rounded import linears
 
@@ -74,7 +74,7 @@ class Modules(Backend):
             name = f"layer {part.number} {'mlp' if second else 'self_attn'}"
             module = with_products(module, linear or self._rounded(variant), name)
         if second:
-            return self._mlp(part, module, self._mixed(part.mixture, variant))
+            return self._mlp(part, module, variant)
         block = self._attention(part, module)
         if not part.cross:
             return block
@@ -87,8 +87,10 @@ class Modules(Backend):
     def _rounded(self, variant: Variant) -> LinearOf:
         return lambda linear: self.product(linear.weight, linear.bias, variant)
 
-    def tail(self, layer: int) -> Block:
-        return _tail(self.model.parts[layer])
+    def norm_of(self, module: Any) -> Any:
+        return module
+
+    linear_of = activation_of = norm_of
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         made: Tensor = self.model.decoder.project_per_layer_inputs(hidden, rows)  # (B, T, L, P)
@@ -99,8 +101,7 @@ class Modules(Backend):
         if bits is not None:
             linear = self._rounded(variant)
             attend, mlp = (with_products(each, linear, "a trained layer") for each in (attend, mlp))
-        mixed = self._mixed(layer.mixture, variant)
-        return self._attention(layer, attend), self._mlp(layer, mlp, mixed)
+        return self._attention(layer, attend), self._mlp(layer, mlp, variant)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.unembedding
@@ -120,6 +121,10 @@ class Modules(Backend):
 
     def rotary(self, tables: Tables) -> ModuleRotary:
         return ModuleRotary(tables)
+
+    def _mlp(self, part: LayerParts, mlp: Any, variant: Variant) -> Block:
+        mixed = self._mixed(part.mixture, variant)
+        return self.mlp_block(part, mlp if part.dense or mixed is None else mixed, mixed)
 
     def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
         """Experts beside a dense MLP, or in the place of the model's own that are the MLP.
@@ -174,27 +179,6 @@ class Modules(Backend):
 
         return block
 
-    def _mlp(self, part: LayerParts, mlp: Any, mixed: Function | None) -> Block:
-        before, add, mixture = part.pre, adding(part, part.post), part.mixture
-        beside = mixture is not None and mixture.beside
-        after_dense = mixture.dense if mixture is not None and beside else None
-        apply = mixed if mixed is not None and not beside else mlp
-        tail = _tail(part) if part.tail else None
-        device = device_of(before or part.post) if self.model.spread else None
-
-        def block(hidden: Tensor, step: Step) -> Tensor:
-            if device is not None:
-                hidden = hidden.to(device)
-            out: Tensor = apply(hidden if before is None else before(hidden))  # (B, T, H)
-            if after_dense is not None:
-                out = after_dense(out)
-            if beside and mixed is not None:
-                out = out + mixed(hidden)
-            hidden = add(hidden, out)  # (B, T, H)
-            return hidden if tail is None else tail(hidden, step)
-
-        return block
-
 
 def _with_cross(block: Block, attend: Any, before: Any, after: Any) -> Block:
     """A self attention and the cross attention behind it as one block."""
@@ -230,22 +214,6 @@ class _Narrowed(NamedTuple):
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.cache.read(layer, self.window, self.sink)
-
-
-def _tail(part: LayerParts) -> Block:
-    layer, number = part.module, part.number
-    gated = part_named(layer, "per_layer_input_gate") is not None
-
-    def block(hidden: Tensor, step: Step) -> Tensor:
-        if gated:
-            assert step.inputs is not None
-            gate = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
-            gate = layer.act_fn(layer.per_layer_input_gate(hidden)) * gate
-            hidden = hidden + layer.post_per_layer_input_norm(layer.per_layer_projection(gate))
-        out: Tensor = hidden * layer.layer_scalar.to(hidden.device)  # (B, T, H)
-        return out
-
-    return block
 
 
 def _on(device: torch.device, function: Function | None = None) -> Function:

@@ -31,7 +31,7 @@ from layerskip.model.extension import extension
 from layerskip.model.family import LayerParts
 from layerskip.model.fused import Fused
 from layerskip.model.norms import FusedRotary, weight_and_epsilon
-from layerskip.model.products import Function, plain
+from layerskip.model.products import Function
 from layerskip.model.rounded import ROWS
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -116,7 +116,7 @@ class Native(Fused):
     packed = True
 
     def __init__(self, model: Architecture) -> None:
-        super().__init__(model, plain)  # its passes are not the short ones
+        super().__init__(model)
         self.extension = extension()
         self.drawn = self.extension.drawn
         self.plan = self.extension.Plan()

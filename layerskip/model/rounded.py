@@ -240,7 +240,7 @@ class _Origin:
     def holds(self, weight: Tensor) -> bool:
         if self.facts != _facts(weight):
             return False
-        if self.place != weight.data_ptr() or not weight.is_contiguous():  # moved: joined, say
+        if self.place != weight.data_ptr() or not weight.is_contiguous():  # it was moved
             self._look(weight)
         if torch.equal(self.sample, self.before):
             return True

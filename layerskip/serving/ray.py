@@ -196,7 +196,6 @@ def deployment(
         from layerskip.serving.scheduler import Serving
 
         loaded = load(model, device=device, dtype=dtype)
-        loaded.opened(settings.get("execution", "auto"))  # joins what fused passes read
         served = Served.of(loaded, name, context=context)
         serving = Serving(
             loaded.model,
