@@ -23,7 +23,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.cache import RowCache
-from layerskip.model.modules import ModuleRotary
+from layerskip.model.norms import TableRotary
 from layerskip.model.sublayers import Pass, Sublayers
 
 DRAWS = 2048  # of each position and rule
@@ -64,8 +64,8 @@ class Recorded:
     def new_cache(self, rows: int, slots: int) -> RowCache:
         return RowCache(rows, slots, ())
 
-    def rotary(self, slots: int, total: int) -> ModuleRotary:
-        return ModuleRotary({})
+    def rotary(self, slots: int, total: int) -> TableRotary:
+        return TableRotary({})
 
     def feed(self, tokens: Tensor, cache: Any, rotary: Any, *_: Any) -> tuple[Tensor, Pass]:
         model: Any = self

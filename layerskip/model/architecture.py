@@ -68,7 +68,7 @@ class Architecture:
                 f"attn_implementation={' or '.join(map(repr, _ATTENTION))}"
             )
         self._held: Any = model
-        self._known = weakref.ref(model)
+        self._reference = weakref.ref(model)
         self.config = config
         self.eager = attention == "eager"
         self.family = FAMILIES[config.model_type]
@@ -111,7 +111,7 @@ class Architecture:
     @property
     def model(self) -> Any:
         """The model; only a weak reference is kept (see `Sublayers.handle`)."""
-        return self._known()
+        return self._reference()
 
     def _parts(self) -> Iterator[LayerParts]:
         writers: dict[str, int] = {}  # by layer type, the last layer so far with keys of its own

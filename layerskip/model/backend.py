@@ -182,8 +182,8 @@ class Backend(ABC):
         def block(hidden: Tensor, step: Step) -> Tensor:
             assert step.inputs is not None
             assert norm is not None
-            own = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
-            out: Tensor = hidden + norm(project(activate(gate(hidden)) * own))  # (B, T, H)
+            added = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
+            out: Tensor = hidden + norm(project(activate(gate(hidden)) * added))  # (B, T, H)
             out = out * scalar.to(hidden.device)
             return out
 

@@ -291,8 +291,8 @@ class RowCache:
 
         Those of trimmed layers may begin later; all end with the last slot.
         """
-        for name in ("keys", "values"):
-            for layer, buffer in getattr(self, name).items():
+        for name, buffers in (("keys", self.keys), ("values", self.values)):
+            for layer, buffer in buffers.items():
                 base = self.held(layer, place)[0]
                 slots = slice(max(first - base, 0), max(end - base, 0))
                 yield (name, layer), buffer[place, :, slots]
@@ -300,7 +300,7 @@ class RowCache:
     def fill(self, place: int, part: tuple[str, int], end: int, held: Tensor) -> None:
         """Write `parts` (H, n, D) into a row's slots before `end`, as far as those are held."""
         name, layer = part
-        buffers = getattr(self, name)
+        buffers = self.keys if name == "keys" else self.values
         if layer not in buffers:
             self._allocate(buffers, layer, held.shape[0], held.shape[2], held)
         last = max(0, end - self.held(layer, place)[0])

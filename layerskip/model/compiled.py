@@ -27,7 +27,7 @@ from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Block, Step
 from layerskip.model.cache import RowCache, additive, capacity, causal, rounded_up
 from layerskip.model.fused import Attention, Fused
-from layerskip.model.norms import gathered
+from layerskip.model.norms import for_heads, gathered
 from layerskip.model.products import compilable
 
 Function = Callable[..., Tensor]
@@ -80,7 +80,7 @@ class Compiled(Fused):
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model)
-        self._known: dict[Any, Function] = {}  # by blocks and situation
+        self._called: dict[Any, Function] = {}  # by blocks and situation
 
     def capacity(self, slots: int) -> int:
         return capacity(slots)
@@ -111,13 +111,13 @@ class Compiled(Fused):
             *(torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         )
         key = (tuple(blocks), situation)
-        function = self._known.get(key)
+        function = self._called.get(key)
         if function is None:
             functions = _functions.setdefault(self.model.model, {})
             built = (_built(blocks), situation)
             if built not in functions:
                 functions[built] = _first(arguments)
-            function = self._known[key] = functions[built]
+            function = self._called[key] = functions[built]
         if captured:
             torch.compiler.cudagraph_mark_step_begin()
             return function(*arguments)[:, :count].clone()  # the next pass writes the same memory
@@ -175,8 +175,10 @@ def _first(arguments: tuple[Any, ...]) -> Function:
         if inputs is not None:
             dynamic(inputs, 1)
     dynamic(used, 0)
-    for each in (*keys, *values, *(table for pair in tables.values() for table in pair)):
+    for each in (*keys, *values):
         dynamic(each, 2)
+    for each in (table for pair in tables.values() for table in pair):
+        dynamic(each, 1)
     options: dict[str, Any] = {"emulate_precision_casts": True}  # rounds where eager kernels do
     skip_guards = getattr(torch.compiler, "skip_all_guards_unsafe", None)
     if skip_guards is not None:
@@ -207,11 +209,11 @@ def _pass(
     used: Tensor,  # (U,)
     keys: list[Tensor],  # (B, K, S, D) of every layer that the blocks read
     values: list[Tensor],
-    tables: dict[str, tuple[Tensor, Tensor]],  # (1, 1, S, R) each
+    tables: dict[str, tuple[Tensor, Tensor]],  # (1, S, R) each
     inputs: Tensor | None,  # (B, T, L, P)
 ) -> Tensor:
     rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
-    rope = gathered(tables, slots)
+    rope = for_heads(gathered(tables, slots))
     masks: dict[tuple[int | None, int], Tensor] = {}
     layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
     buffers = dict(zip(layers, zip(keys, values, strict=True), strict=True))

@@ -32,7 +32,7 @@ from layerskip.model.backend import (
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
 from layerskip.model.family import LayerParts
-from layerskip.model.norms import Angles, FusedRotary, rms_norm, rotated
+from layerskip.model.norms import FusedRotary, rms_norm, rotated
 from layerskip.model.products import Function, Linear, plain
 
 # Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
@@ -122,12 +122,7 @@ class Fused(Backend):
         return mixing(routing(mixture, top, norm), routed, before, after)
 
     def rotary(self, tables: Tables) -> FusedRotary:
-        return FusedRotary(tables, self.widths)
-
-    @cached_property
-    def widths(self) -> dict[str, int]:
-        """The width of a head, by kind of rotary table."""
-        return {part.kind: part.attention.head_dim for part in self.model.parts}
+        return FusedRotary(tables)
 
 
 def _sdpa(
@@ -218,7 +213,7 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
     grouped = not eager and groups > 1 and width >= WIDE
     attend: Callable[..., Tensor] = partial(_eager, softcap=part.score_cap) if eager else _sdpa
 
-    def inputs(hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(hidden: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         rows, count, _ = hidden.shape
         heads = project(hidden if before is None else before(hidden))  # (B, T, (N + 2K) D)
         if whole and q_norm is not None and k_norm is not None:

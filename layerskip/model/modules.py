@@ -31,28 +31,12 @@ from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
 from layerskip.model.family import LayerParts
+from layerskip.model.norms import TableRotary
 from layerskip.model.products import Function, plain
 from layerskip.model.rounded import linears
 
 LinearOf = Callable[[nn.Linear], Function]
 """Makes the product that replaces a linear's."""
-
-
-class ModuleRotary:
-    """Cosines and sines of all positions of a call, by layer type, to be sliced."""
-
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-
-    def at(self, cache: RowCache) -> Tables:
-        """The tables at the positions of the pass the cache is placed for, (B or 1, T, R)."""
-        if cache.in_step:
-            window = slice(cache.start, cache.end)
-            return {k: (cos[:, window], sin[:, window]) for k, (cos, sin) in self.tables.items()}
-        return {
-            k: (cos[0][cache.positions(cos.device)], sin[0][cache.positions(sin.device)])
-            for k, (cos, sin) in self.tables.items()
-        }
 
 
 class Modules(Backend):
@@ -119,8 +103,8 @@ class Modules(Backend):
             chain.append(_on(self.model.device))
         return in_turn(*chain)
 
-    def rotary(self, tables: Tables) -> ModuleRotary:
-        return ModuleRotary(tables)
+    def rotary(self, tables: Tables) -> TableRotary:
+        return TableRotary(tables)
 
     def _mlp(self, part: LayerParts, mlp: Any, variant: Variant) -> Block:
         mixed = self._mixed(part.mixture, variant)

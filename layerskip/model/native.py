@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -35,12 +35,18 @@ from layerskip.model.products import Function
 from layerskip.model.rounded import ROWS
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_limited = threading.local()
+
+
+class _Limited(threading.local):
+    before: int | None = None
+
+
+_limited = _Limited()
 
 
 def limited_from() -> int | None:
     """How many threads torch had here, where a round takes one because others need the cores."""
-    return getattr(_limited, "before", None)
+    return _limited.before
 
 
 def refusal(model: Architecture) -> str | None:
@@ -104,8 +110,8 @@ class NativeBlock:
 class NativeRotary(FusedRotary):
     """Rotary tables of a call for both paths; `angles` are the native ones, by layer type."""
 
-    def __init__(self, tables: Tables, widths: Mapping[str, int], make: Any) -> None:
-        super().__init__(tables, widths)
+    def __init__(self, tables: Tables, make: Any) -> None:
+        super().__init__(tables)
         self.angles = [make(cos.contiguous(), sin.contiguous()) for cos, sin in tables.values()]
 
 
@@ -183,7 +189,7 @@ class Native(Fused):
         return NativeBlock(self, number, super().head(rows, bits), after=after)
 
     def rotary(self, tables: Tables) -> NativeRotary:
-        return NativeRotary(tables, self.widths, self.extension.Angles)
+        return NativeRotary(tables, self.extension.Angles)
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
@@ -203,7 +209,7 @@ class Native(Fused):
         chained = step is not None and (not step.cache.firsts or step.blocks is not None)
         if torch.is_grad_enabled() or chained:
             for block in blocks:
-                hidden = getattr(block, "fused", block)(hidden, step)
+                hidden = _fused(block)(hidden, step)
             return hidden
         for native, some in groupby(blocks, lambda block: isinstance(block, NativeBlock)):
             if native:
@@ -354,6 +360,10 @@ class Native(Fused):
             blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)
             how |= {"inner": inner.bfloat16(), "outer": blocks}
         return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)
+
+
+def _fused(block: Any) -> Block:
+    return block.fused if isinstance(block, NativeBlock) else block
 
 
 def _in_blocks(part: LayerParts) -> bool:

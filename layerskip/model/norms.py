@@ -6,11 +6,9 @@ width (R <= D).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.model.backend import Tables
@@ -65,86 +63,52 @@ def rms_norm(module: Any, style: str, device: torch.device | None = None) -> Fun
     return one_plus if style == "one plus" else wide
 
 
-class Angles(NamedTuple):
-    """Rotary angles of one pass.
+class TableRotary:
+    """Cosines and sines of all positions of a call, by layer type, (1, S, R) each."""
 
-    Attributes:
-        cos: (B or 1, 1, T, R); for a single position it may be the whole rotation, (D, D).
-        sin: with the sign of `rotate_half` in it, (B or 1, 1, T, R); None if cos is (D, D).
-    """
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
 
-    cos: Tensor
-    sin: Tensor | None
-
-
-class FusedRotary:
-    """Rotary tables of a call in the layout of this path.
-
-    Args:
-        tables: layer type -> (cos, sin) of every position, each (1, S, R).
-        widths: layer type -> head width D.
-    """
-
-    def __init__(self, tables: Tables, widths: Mapping[str, int]) -> None:
-        self.tables = {kind: self._signed(*table) for kind, table in tables.items()}
-        cos = next(iter(self.tables.values()))[0]
-        # One matrix product rotates faster than four kernels; below float32 it would round
-        # once where the library rounds three times, and on a GPU it might run in TF32.
-        self._as_matrix = cos.device.type == "cpu" and cos.dtype in (torch.float32, torch.float64)
-        # by kind (S, D) each, and the exchange of halves and the identity, (D, D) each
-        self._wide = (
-            {kind: _as_matrix(*table, widths[kind]) for kind, table in self.tables.items()}
-            if self._as_matrix
-            else {}
-        )
-
-    @staticmethod
-    def _signed(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        half = sin.shape[-1] // 2
-        return cos[:, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[:, None]
-
-    def at(self, cache: RowCache) -> dict[str, Angles]:
-        """The angles at the positions of the pass the cache is placed for."""
+    def at(self, cache: RowCache) -> Tables:
+        """The tables at the positions of the pass the cache is placed for, (B or 1, T, R)."""
         if not cache.in_step:
             device = next(iter(self.tables.values()))[0].device
             return gathered(self.tables, cache.positions(device))
-        if self._as_matrix and cache.count == 1:
-            return {
-                kind: Angles(torch.addcmul(eye * cos[cache.start], swap, sin[cache.start]), None)
-                for kind, (cos, sin, swap, eye) in self._wide.items()
-            }
         window = slice(cache.start, cache.end)
-        return {
-            kind: Angles(cos[:, :, window], sin[:, :, window])
-            for kind, (cos, sin) in self.tables.items()
-        }
+        return {k: (cos[:, window], sin[:, window]) for k, (cos, sin) in self.tables.items()}
 
 
-def _as_matrix(cos: Tensor, sin: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What makes the rotation (D, D) of a place, from angles (1, 1, S, R)."""
-    rotary = cos.shape[-1]
-    places, rest = torch.arange(rotary), width - rotary  # dimensions that do not turn
-    swap = torch.zeros(width, width, dtype=cos.dtype)  # (D, D)
-    swap[places.roll(rotary // 2), places] = 1
-    eye = torch.eye(width, dtype=cos.dtype)  # (D, D)
-    return F.pad(cos[0, 0], (0, rest), value=1.0), F.pad(sin[0, 0], (0, rest)), swap, eye
+class FusedRotary(TableRotary):
+    """The same for the fused blocks: the sines have the sign of `rotate_half` in them."""
+
+    def __init__(self, tables: Tables) -> None:
+        super().__init__({kind: (cos, _signed(sin)) for kind, (cos, sin) in tables.items()})
+
+    def at(self, cache: RowCache) -> Tables:
+        """The tables at the positions of a pass for all heads, (B or 1, 1, T, R)."""
+        return for_heads(super().at(cache))
 
 
-def gathered(tables: Tables, slots: Tensor) -> dict[str, Angles]:
-    """The angles at slots (B, T), (B, 1, T, R), from tables of all positions, (1, 1, S, R)."""
-    return {
-        kind: Angles(cos[0, 0, slots][:, None], sin[0, 0, slots][:, None])
-        for kind, (cos, sin) in tables.items()
-    }
+def _signed(sin: Tensor) -> Tensor:
+    first, second = sin.chunk(2, -1)
+    return torch.cat((-first, second), -1)
 
 
-def rotated(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate queries or keys (B, N or K, T, D)."""
+def gathered(tables: Tables, slots: Tensor) -> Tables:
+    """Tables of all positions, (1, S, R), at slots (B, T), (B, T, R)."""
+    return {kind: (cos[0, slots], sin[0, slots]) for kind, (cos, sin) in tables.items()}
+
+
+def for_heads(tables: Tables) -> Tables:
+    """Tables (B, T, R) for all heads, (B, 1, T, R)."""
+    return {kind: (cos[:, None], sin[:, None]) for kind, (cos, sin) in tables.items()}
+
+
+def rotated(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate queries or keys (B, N or K, T, D) by cosines and signed sines (B or 1, 1, T, R)."""
     cos, sin = angles
     if cos.dtype is not x.dtype:  # OLMo's angles are float32
         return rotated(x.to(cos.dtype), angles).to(x.dtype)
-    if sin is None:
-        return x @ cos
     rotary = cos.shape[-1]
     if rotary == x.shape[-1]:
         return (x * cos).add_(x.roll(rotary // 2, -1).mul_(sin))

@@ -20,7 +20,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole, level
 from layerskip.model.wrappers import config_of, unwrapped
 
-_known: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = WeakKeyDictionary()
+_opened: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -42,11 +42,11 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     model = unwrapped(model)
     state = _state(model)
     with _lock:
-        before, opened = _known.get(model, {}).get(execution, (None, None))
+        before, opened = _opened.get(model, {}).get(execution, (None, None))
     if opened is None or before != state:
         opened = open_model(model, execution).let_go()
         with _lock:
-            _known.setdefault(model, {})[execution] = (state, opened)
+            _opened.setdefault(model, {})[execution] = (state, opened)
     opened.weights.refresh()
     return opened.handle()
 
@@ -78,7 +78,7 @@ def release(model: Any) -> int:
     """
     model = unwrapped(model.model if isinstance(model, Sublayers) else model)
     with _lock:
-        _known.pop(model, None)
+        _opened.pop(model, None)
     copies = copies_of(model)
     nbytes = copies.nbytes
     copies.forget_all()

@@ -145,7 +145,7 @@ class Whole(Sublayers):
         if model.training:
             raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
         self._held = model
-        self._known = weakref.ref(model)
+        self._reference = weakref.ref(model)
         self.parts = ()
         self.encoder = config.is_encoder_decoder
         self.inner, self.base = self._decoder(model)
