@@ -235,7 +235,10 @@ def logits_of(opened: Sublayers, ids: Tensor, passes: Sequence[int], threads: in
 def test_a_token_is_computed_alike_in_every_pass(
     family: str, attention: str | None, dtype: torch.dtype
 ) -> None:
-    """Bit by bit: so that drafted text is plain decoding's, near-ties included."""
+    """Bit by bit: so that drafted text is plain decoding's, near-ties included.
+
+    The negative control is `test_one_arithmetic.py`'s.
+    """
     wide = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a rest
     opened = Sublayers(tiny_model(family, dtype=dtype, attention=attention, **wide), "native")
     ids = prompt(45)
@@ -254,8 +257,6 @@ def test_a_token_is_computed_alike_in_every_pass(
     beside = torch.cat([prompt(45, rows=2, seed=1), ids])
     for passes, threads in ([5] * 9, 1), ([9] * 5, 2), ([15] * 3, 3):
         assert torch.equal(logits_of(opened, beside, passes, threads)[2:], alone)
-    lean = Sublayers(opened.model, "fused")
-    assert not torch.equal(logits_of(lean, ids, [5] * 9, 1), logits_of(lean, ids, [1] * 45, 1))
 
 
 @pytest.mark.usefixtures("built")

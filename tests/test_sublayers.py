@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from layerskip.costs.speculation import CostTable
 from layerskip.model import extension, families, native
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.families import FAMILIES
-from layerskip.model.family import Family
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
@@ -189,21 +189,37 @@ class MadeUpConfig(LlamaConfig):
     model_type = "made_up"
 
 
-def test_a_family_like_llamas_is_added_by_one_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
+MADE_UP = """
+from layerskip.model.family import Family
+
+MADE_UP = Family("made_up", package="llama")
+"""
+
+
+def test_a_family_like_llamas_is_added_by_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_model("llama").config.to_dict() | {"model_type": "made_up"}
     model: Any = LlamaForCausalLM(MadeUpConfig(**config)).double().eval()
     with pytest.raises(UnsupportedModelError, match="'made_up' is not opened into sublayers"):
         Sublayers(model)
-    monkeypatch.setitem(FAMILIES, "made_up", Family("made_up", package="llama"))
+    (tmp_path / "made_up.py").write_text(MADE_UP)
+    # the folder as it is imported with that file in it
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    spec = spec_from_file_location(
+        families.__name__, families.__file__, submodule_search_locations=families.__path__
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    again = module_from_spec(spec)
+    spec.loader.exec_module(again)
+    monkeypatch.setitem(FAMILIES, "made_up", again.FAMILIES["made_up"])
     assert open_model(model).execution == "fused"
     ids = prompt(9)
     how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     drafted = layerskip.generate(model, ids, skip=SkipConfig.early_exit(4), costs=COSTS, **how)
     assert drafted.sequences.tolist() == model.generate(ids, **how).tolist()
     assert drafted.stats.num_draft_tokens > 0
-
-
-def test_a_file_of_families_like_llama_has_at_most_thirty_lines() -> None:
     files = [*Path(families.__file__).parent.glob("*.py")]
     unlike = {"__init__", "gemma", "gemma4"}
     lines = {file.stem: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
