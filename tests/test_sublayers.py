@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from importlib.util import module_from_spec, spec_from_file_location
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import prompt, tiny_model
+from models import lively_model, prompt, tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -224,3 +225,52 @@ def test_a_family_like_llamas_is_added_by_one_file(
     unlike = {"__init__", "gemma", "gemma4"}
     lines = {file.stem: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert max(count for name, count in lines.items() if name not in unlike) <= 30
+
+
+def _halved(name: str) -> Any:
+    """A change of an attribute of every module of a decoder that has it."""
+
+    def change(decoder: Any) -> None:
+        for module in decoder.modules():
+            if name in vars(module):
+                setattr(module, name, vars(module)[name] / 2)
+
+    return change
+
+
+def _other_scalars(decoder: Any) -> None:
+    for layer in decoder.layers:
+        layer.layer_scalar = torch.full_like(layer.layer_scalar, -1.3)
+
+
+def _fewer_experts(decoder: Any) -> None:
+    for layer in decoder.layers:
+        layer.mlp.gate.top_k = 1
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", _halved("scaling")),
+        ("llama", lambda decoder: vars(decoder.norm).update(variance_epsilon=9.0)),
+        ("llama", _halved("attention_scaling")),
+        ("gemma2", lambda decoder: vars(decoder.config).update(final_logit_softcapping=0.1)),
+        ("gemma2", _halved("attn_logit_softcapping")),
+        ("gemma4", _other_scalars),
+        ("granite", _halved("residual_multiplier")),
+        ("mixtral", _fewer_experts),
+    ],
+)
+def test_numbers_and_buffers_that_are_edited_between_calls_count(family: str, change: Any) -> None:
+    model, ids = lively_model(family), prompt(9)
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "costs": COSTS}
+    ways: list[dict[str, Any]] = [{"enabled": False}, {"skip": SkipConfig.early_exit(4)}]
+
+    def texts(model: Any) -> list[Any]:
+        return [layerskip.generate(model, ids, **how, **way).sequences.tolist() for way in ways]
+
+    before = texts(model)
+    change(model.model)
+    after, fresh = texts(model), texts(copy.deepcopy(model))
+    assert after == fresh
+    assert after != before

@@ -1,8 +1,9 @@
 """Opened models (or whole ones, see `whole`), remembered until the model changes.
 
-Every call checks, in about a millisecond, whether modules, hooks, forwards or the places of weights
-have changed. Changed numbers in the same place need no new opening: passes read weights where they
-lie, and copies of weights check for changes themselves (see `rounded`).
+Every call checks, in a millisecond or two, whether modules, their numbers (`scaling`), hooks,
+forwards or the places of weights and buffers have changed. Changed numbers in the same place need
+no new opening: passes read weights where they lie, and copies of weights check for changes
+themselves (see `rounded`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from layerskip.model.rounded import copies_of
@@ -98,9 +99,11 @@ def _state(model: Any) -> list[Any]:
         state += (kind, kind.forward, attributes.get("forward"), attributes["training"])
         state += (*attributes["_forward_hooks"], *attributes["_forward_pre_hooks"])  # by number
         state.append(attributes.get("_hf_hook"))
-        for weight in attributes["_parameters"].values():
+        # scaling, epsilons, softcaps: blocks hold them by value
+        state += (value for value in attributes.values() if type(value) in (int, float))
+        for weight in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             if weight is not None:
-                plain = type(weight) is nn.Parameter and not weight.is_meta
+                plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
                 state += (id(weight), weight.data_ptr() if plain else 0)
         modules += (part for part in attributes["_modules"].values() if part is not None)
     return state
