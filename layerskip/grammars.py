@@ -1,27 +1,29 @@
 """Grammars that a text is kept to: logits processors made of a JSON schema or a regular expression.
 
-What they allow is computed by llguidance, or by xgrammar. Only new tokens are of the grammar's
-text, not the prompt. Letters: B rows, W tokens of a row so far, V vocabulary of the scores.
+llguidance computes what they allow. A grammar is about the new tokens, not about the prompt.
+Letters: B rows, W tokens of a row so far, V vocabulary of the scores.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Library = Literal["llguidance", "xgrammar"]
 SEPARATORS = ", ", ": "
 """What JSON has between two items, and behind a key: those of `json.dumps`."""
+_ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
+_COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref")  # keywords that add other schemas
+_VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, no schemas
 
 
-class Grammar(ABC):
+class Grammar:
     """A text's place in a grammar (see `layerskip.decoding.laws.Stateful`).
 
     Ends of text are allowed exactly where the grammar may end, and nothing else behind its end.
@@ -30,14 +32,14 @@ class Grammar(ABC):
     one thread.
 
     Args:
-        compiled: the grammar, as the library has it.
+        compiled: llguidance's matcher, at the beginning of a text.
         eos: tokens that end a text.
         tokenizer: which the grammar was made for.
     """
 
     def __init__(self, compiled: Any, eos: Sequence[int], tokenizer: Any) -> None:
         self.compiled, self.eos, self.tokenizer = compiled, eos, tokenizer
-        self.matcher = self._begin()
+        self.matcher = compiled.deep_copy()
         self._behind = 0  # tokens behind the grammar's end, which the matcher is not told
         self._called: list[list[int]] = []  # the rows that `__call__` was asked about last
         self._width = 0  # how many of their tokens are prompt
@@ -74,11 +76,12 @@ class Grammar(ABC):
     def forced(self) -> list[int]:
         """Tokens that follow here whatever is written, as far as they are known; perhaps others
         that spell the same."""
-        return [] if self._behind else self._jump()
+        tokens: list[int] = [] if self._behind else self.matcher.compute_ff_tokens()
+        return tokens
 
     def advance(self, token: int) -> None:
         """Goes on by a token; behind one that is not allowed the text has ended."""
-        if self._behind or token in self.eos or not self._accepts(token):
+        if self._behind or token in self.eos or not self.matcher.try_consume_tokens([token]):
             self._behind += 1
 
     def rollback(self, count: int) -> None:
@@ -86,7 +89,7 @@ class Grammar(ABC):
         behind = min(count, self._behind)
         self._behind -= behind
         if count > behind:
-            self._take_back(count - behind)
+            self.matcher.rollback(count - behind)
 
     def mask(self, scores: Tensor) -> Tensor:
         """Scores (V,) with -inf for every token that is not allowed here.
@@ -95,90 +98,15 @@ class Grammar(ABC):
         """
         allowed = np.zeros(len(scores), dtype=bool)  # (V,)
         if not self._behind:
-            bits = np.unpackbits(self._bits(), bitorder="little")[: len(scores)]
+            packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+            if self.matcher.is_error():
+                raise ValueError(f"the grammar went wrong: {_line(self.matcher.get_error())}")
+            bits = np.unpackbits(packed, bitorder="little")[: len(scores)]
             allowed[: len(bits)] = bits
         ends = [token for token in self.eos if token < len(scores)]
-        allowed[ends] = self._behind > 0 or self._may_end()
+        allowed[ends] = self._behind > 0 or self.matcher.is_accepting()
         here = torch.from_numpy(allowed).to(scores.device)  # (V,)
         return scores.masked_fill(~here, -float("inf"))
-
-    @abstractmethod
-    def _begin(self) -> Any:
-        """The library's matcher at the beginning of a text."""
-
-    @abstractmethod
-    def _accepts(self, token: int) -> bool:
-        """Advance the matcher, if the token is allowed."""
-
-    @abstractmethod
-    def _take_back(self, count: int) -> None: ...
-
-    @abstractmethod
-    def _jump(self) -> list[int]:
-        """`forced`, before the grammar's end."""
-
-    @abstractmethod
-    def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Of every token whether it is allowed, eight in a byte, the lowest bit first."""
-
-    @abstractmethod
-    def _may_end(self) -> bool: ...
-
-
-class _Llguidance(Grammar):
-    def _begin(self) -> Any:
-        return self.compiled.deep_copy()
-
-    def _accepts(self, token: int) -> bool:
-        return bool(self.matcher.try_consume_tokens([token]))
-
-    def _take_back(self, count: int) -> None:
-        self.matcher.rollback(count)
-
-    def _jump(self) -> list[int]:
-        tokens: list[int] = self.matcher.compute_ff_tokens()
-        return tokens
-
-    def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        if self.matcher.is_error():
-            raise ValueError(f"the grammar went wrong: {_line(self.matcher.get_error())}")
-        return bits
-
-    def _may_end(self) -> bool:
-        return bool(self.matcher.is_accepting())
-
-
-class _Xgrammar(Grammar):
-    def _begin(self) -> Any:
-        from xgrammar import GrammarMatcher
-
-        return GrammarMatcher(self.compiled)
-
-    def _accepts(self, token: int) -> bool:
-        return bool(self.matcher.accept_token(token))
-
-    def _take_back(self, count: int) -> None:
-        self.matcher.rollback(count)
-
-    def _jump(self) -> list[int]:
-        # it forces characters only: one token alone is allowed almost nowhere
-        text = self.matcher.find_jump_forward_string()
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return tokens
-
-    def _bits(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        from xgrammar import allocate_token_bitmask
-
-        bits = allocate_token_bitmask(
-            1, self.compiled.tokenizer_info.vocab_size
-        )  # (1, words) int32
-        self.matcher.fill_next_token_bitmask(bits)
-        allowed: np.ndarray[Any, np.dtype[np.uint8]] = bits[0].numpy().view(np.uint8)
-        return allowed
-
-    def _may_end(self) -> bool:
-        return bool(self.matcher.is_completed())
 
 
 def response_format(
@@ -213,12 +141,14 @@ def json_schema(
     *,
     eos: int | Sequence[int] | None = None,
     whitespace: bool = False,
-    library: Library = "llguidance",
 ) -> Grammar:
     """A logits processor that keeps new text to JSON of a schema.
 
     Give it as `logits_processor=[...]` to `layerskip.generate`, `decode`, or `model.generate()`,
     with or without `LayerSkipDecoding`. With it, one object serves any number of threads.
+
+    An object whose schema lists `properties` and says nothing of `additionalProperties` gets none,
+    as these could have one name twice.
 
     Args:
         schema: a JSON schema, as a mapping or as JSON.
@@ -226,11 +156,10 @@ def json_schema(
         eos: tokens that end a text; by default the tokenizer's.
         whitespace: whether there may be any between tokens of JSON; else it is written in one
             line, as `json.dumps` does.
-        library: which one computes what is allowed.
 
     Raises:
-        ValueError: the schema is none, or the library is not installed or cannot serve it or the
-            tokenizer.
+        ValueError: it is no schema, nothing fits it, or llguidance is not installed or cannot
+            serve it or the tokenizer.
     """
     if isinstance(schema, str):
         try:
@@ -241,70 +170,104 @@ def json_schema(
         kind = type(schema).__name__
         raise ValueError(f"a JSON schema must be an object, such as {{}} for any, got a {kind}")
     schema = dict(schema)
-    ends = _ends(tokenizer, eos)
-    if library == "xgrammar":
-        if whitespace:
-            how: dict[str, Any] = {}
-        else:
-            how = {"any_whitespace": False, "separators": SEPARATORS}
-        text = json.dumps(schema)
-        return _with_xgrammar("compile_json_schema", text, tokenizer, ends, **how)
+    for each in _schemas(schema):
+        _refuse_rings(each, schema)
     item, key = SEPARATORS
     strict = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-    compiler = _llguidance(library).LLMatcher
-    grammar = compiler.grammar_from_json_schema(schema, overrides={} if whitespace else strict)
-    return _with_llguidance(grammar, tokenizer, ends)
+    grammar = _library().LLMatcher.grammar_from_json_schema(
+        _closed(schema), overrides={} if whitespace else strict
+    )
+    return _compiled(grammar, tokenizer, eos)
 
 
-def regex(
-    pattern: str,
-    tokenizer: Any,
-    *,
-    eos: int | Sequence[int] | None = None,
-    library: Library = "llguidance",
-) -> Grammar:
-    """A logits processor that keeps new text, as a whole, to a regular expression.
+def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None) -> Grammar:
+    r"""A logits processor that keeps new text, as a whole, to a regular expression.
 
+    Classes such as `\d` are of ASCII; behind `(?u)` at the beginning they are of Unicode.
     Arguments and errors are those of `json_schema`.
     """
-    ends = _ends(tokenizer, eos)
-    if library == "xgrammar":
-        return _with_xgrammar("compile_regex", pattern, tokenizer, ends)
-    grammar = _llguidance(library).LLMatcher.grammar_from_regex(pattern)
-    return _with_llguidance(grammar, tokenizer, ends)
+    if not pattern.startswith("(?u)"):
+        pattern = re.sub(r"\\(.)", _ascii, pattern, flags=re.DOTALL)
+    return _compiled(_library().LLMatcher.grammar_from_regex(pattern), tokenizer, eos)
 
 
-def _ends(tokenizer: Any, eos: int | Sequence[int] | None) -> tuple[int, ...]:
+def _ascii(escaped: re.Match[str]) -> str:
+    """A class that a backslash stands for, written out; anything else as it is."""
+    name = escaped[1]
+    among = _ASCII.get(name.lower())
+    if among is None:
+        return escaped[0]
+    return f"[{among}]" if name.islower() else f"[^{among}]"
+
+
+def _schemas(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects inside a schema, but for the values that it names."""
+    if isinstance(value, dict):
+        yield value
+        value = [each for name, each in value.items() if name not in _VALUES]
+    if isinstance(value, list):
+        for each in value:
+            yield from _schemas(each)
+
+
+def _refuse_rings(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Refuse references that lead back to themselves, which nothing fits."""
+    seen: list[Any] = []
+    while isinstance(schema, dict) and isinstance(place := schema.get("$ref"), str):
+        if place in seen:
+            raise ValueError(f"a JSON schema has references that go round in a ring: {place}")
+        seen.append(place)
+        target: Any = root
+        for part in place.removeprefix("#").split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            target = target.get(name) if isinstance(target, dict) else None
+        schema = target
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with `additionalProperties: false` where it lists properties and says nothing.
+
+    Left as it is where it combines schemas, one of which may add properties to another.
+    """
+    every = list(_schemas(schema))
+    if any("properties" in each and each.keys() & {*_COMBINED} for each in every) or any(
+        "allOf" in each for each in every
+    ):
+        return schema
+    schema = json.loads(json.dumps(schema))
+    for each in _schemas(schema):
+        listed, required = each.get("properties"), each.get("required", ())
+        others = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+        if isinstance(listed, dict) and not each.keys() & others and {*required} <= listed.keys():
+            each["additionalProperties"] = False
+    return schema
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError(
+            "llguidance is not installed; run pip install 'layerskip[grammars]'"
+        ) from error
+    return llguidance
+
+
+def _compiled(grammar: str, tokenizer: Any, eos: int | Sequence[int] | None) -> Grammar:
     given = tokenizer.eos_token_id if eos is None else eos
     ends = (given,) if isinstance(given, int) else tuple(given or ())
     if not ends:
         raise ValueError(
             "a grammar needs a token that ends a text, the tokenizer has none; give eos="
         )
-    return ends
-
-
-def _llguidance(library: str) -> Any:
-    if library != "llguidance":
-        raise ValueError(f"library must be llguidance or xgrammar, got {library!r}")
-    try:
-        import llguidance
-    except ImportError as error:
-        raise _missing("llguidance", "grammars") from error
-    return llguidance
-
-
-def _missing(library: str, extra: str) -> ValueError:
-    return ValueError(f"{library} is not installed; run pip install 'layerskip[{extra}]'")
-
-
-def _with_llguidance(grammar: str, tokenizer: Any, eos: tuple[int, ...]) -> Grammar:
-    from llguidance import LLMatcher
-
-    first = LLMatcher(_for_llguidance(tokenizer, eos), grammar, log_level=0)
+    first = _library().LLMatcher(_for_llguidance(tokenizer, ends), grammar, log_level=0)
+    if not first.is_error():
+        first.compute_bitmask()
     if first.is_error():
-        raise ValueError(f"llguidance refuses the grammar: {_line(first.get_error())}")
-    return _Llguidance(first, eos, tokenizer)
+        reason = _line(first.get_error()).partition(" <state>")[0]
+        reason = "nothing fits it" if reason == "NoExtensionBias" else reason
+        raise ValueError(f"llguidance refuses the grammar: {reason}")
+    return Grammar(first, ends, tokenizer)
 
 
 @lru_cache(maxsize=4)  # it takes a second for large vocabularies
@@ -312,27 +275,6 @@ def _for_llguidance(tokenizer: Any, eos: tuple[int, ...]) -> Any:
     from llguidance.hf import from_tokenizer
 
     return from_tokenizer(tokenizer, eos_token=list(eos))
-
-
-def _with_xgrammar(
-    method: str, text: str, tokenizer: Any, eos: tuple[int, ...], **how: Any
-) -> Grammar:
-    try:
-        import xgrammar  # noqa: F401
-    except ImportError as error:
-        raise _missing("xgrammar", "xgrammar") from error
-    try:
-        compiled = getattr(_for_xgrammar(tokenizer, eos), method)(text, **how)
-    except RuntimeError as error:
-        raise ValueError(f"xgrammar refuses the grammar: {_line(str(error))}") from error
-    return _Xgrammar(compiled, eos, tokenizer)
-
-
-@lru_cache(maxsize=4)
-def _for_xgrammar(tokenizer: Any, eos: tuple[int, ...]) -> Any:
-    from xgrammar import GrammarCompiler, TokenizerInfo
-
-    return GrammarCompiler(TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=list(eos)))
 
 
 def _line(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -44,12 +43,6 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "controller": Erratic(),
     },
 }
-XGRAMMAR = pytest.param(
-    "xgrammar",
-    marks=pytest.mark.skipif(
-        importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed"
-    ),
-)
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +164,8 @@ def test_a_processor_that_forgets_to_roll_back_is_seen(
     assert bad.sequences.tolist() != want.sequences.tolist()
 
 
-@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
-def test_a_text_ends_where_its_grammar_may(library: Any, tokenizer: Any) -> None:
-    grammar = grammars.regex("ab?|abcd", tokenizer, eos=[EOS, 1], library=library)
+def test_a_text_ends_where_its_grammar_may(tokenizer: Any) -> None:
+    grammar = grammars.regex("ab?|abcd", tokenizer, eos=[EOS, 1])
     assert isinstance(grammar, Stateful)
     scores = torch.zeros(PADDED)
 
@@ -202,9 +194,8 @@ def test_a_text_ends_where_its_grammar_may(library: Any, tokenizer: Any) -> None
     assert len(grammar.mask(torch.zeros(50))) == 50  # smaller than the tokenizer's
 
 
-@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
-def test_forced_tokens_spell_what_must_follow(library: Any, tokenizer: Any) -> None:
-    state = grammars.regex("(yes|no), indeed [0-9]", tokenizer, library=library).start()
+def test_forced_tokens_spell_what_must_follow(tokenizer: Any) -> None:
+    state = grammars.regex("(yes|no), indeed [0-9]", tokenizer).start()
     assert state.forced() == []
     for token in tokenizer.encode("yes", add_special_tokens=False):
         state.advance(token)
@@ -215,32 +206,12 @@ def test_forced_tokens_spell_what_must_follow(library: Any, tokenizer: Any) -> N
     assert state.forced() == []
 
 
-@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
-@pytest.mark.parametrize("sample", [False, True])
-def test_the_libraries_agree_on_regular_expressions(
-    library: Any, sample: bool, model: Any, tokenizer: Any
-) -> None:
-    pattern = "(yes|no), [0-9]{2,4}(\\.[0-9])?"
-    grammar = grammars.regex(pattern, tokenizer, library=library)
-    ids = prompt(5, rows=2)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    how: dict[str, Any] = {"max_new_tokens": 30, "do_sample": sample, "seed": 1}
-    how["logits_processor"] = [grammar]
-    want = generate(model, given, enabled=False, **how)
-    got = generate(model, given, **how, **DRAFTS["skip, lookup"])
-    assert got.sequences.tolist() == want.sequences.tolist()
-    for text in texts(got, tokenizer, 5):
-        assert re.fullmatch(pattern, text)
-    assert got.stats.sources[0].num_accepted_tokens > 0
-
-
-@pytest.mark.parametrize("library", ["llguidance", XGRAMMAR])
 @pytest.mark.parametrize("sample", [False, True])
 def test_the_same_processor_serves_the_librarys_own_generate(
-    library: Any, sample: bool, model: Any, tokenizer: Any
+    sample: bool, model: Any, tokenizer: Any
 ) -> None:
     """In float64, sampled by our noise; one object for one call after the other."""
-    grammar = grammars.json_schema(SCHEMA, tokenizer, library=library)
+    grammar = grammars.json_schema(SCHEMA, tokenizer)
 
     def noisy(ids: Tensor, scores: Tensor) -> Tensor:
         keys = [stream_key(seed) for seed in range(len(ids))]
@@ -279,23 +250,45 @@ def test_rows_out_of_step_are_refused(model: Any, tokenizer: Any) -> None:
     assert fresh(prompt(5, rows=2), scores).equal(first)  # another prompt
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("xgrammar") is None, reason="xgrammar is not installed"
-)
-def test_texts_are_those_of_xgrammars_own_processor(tokenizer: Any) -> None:
-    from xgrammar.contrib.hf import LogitsProcessor as Own
+def fits(grammar: Any, text: str) -> bool:
+    """Whether a text, as a whole, is one that the grammar allows."""
+    state = grammar.start()
+    for token in grammar.tokenizer.encode(text, add_special_tokens=False):
+        if state.mask(torch.zeros(PADDED))[token] < 0:
+            return False
+        state.advance(token)
+    return bool(state.mask(torch.zeros(PADDED))[EOS] == 0)
 
-    model = lively_model("llama", vocab_size=2048, eos_token_id=EOS, pad_token_id=1)
-    model.generation_config.eos_token_id = EOS
-    grammar = grammars.json_schema(SCHEMA, tokenizer, library="xgrammar")
-    ids = prompt(5, rows=3)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    own = Own(grammar.compiled)
-    # it does not look at rows that have ended
-    want = model.generate(**given, max_new_tokens=40, do_sample=False, logits_processor=[own])
-    how: dict[str, Any] = {"max_new_tokens": 40, "logits_processor": [grammar]}
-    got = generate(model, given, do_sample=False, **how, **DRAFTS["skip, lookup"])
-    assert got.sequences.tolist() == want.tolist()
+
+@pytest.mark.parametrize(
+    ("pattern", "fitting", "other"),
+    [
+        (r"\d{3}-\d{4}", "555-1234", "٣٣٣-٣٣٣٣"),
+        (r"[\d.]+", "1.5", "٣"),
+        (r"\D\W", "é!", "5a"),
+        (r"\w+\s", "a_1 ", "é "),
+        (r"\\d", r"\d", "5"),
+        (r"(?u)\d", "٣", "a"),
+    ],
+)
+def test_classes_are_of_ascii_unless_asked(
+    pattern: str, fitting: str, other: str, tokenizer: Any
+) -> None:
+    grammar = grammars.regex(pattern, tokenizer)
+    assert fits(grammar, fitting)
+    assert not fits(grammar, other)
+
+
+def test_no_property_is_given_twice(tokenizer: Any) -> None:
+    """Where a schema says nothing of additional ones; it is asked as it is where it does."""
+    listed: dict[str, Any] = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
+    closed = grammars.json_schema(listed, tokenizer)
+    assert fits(closed, '{"a": {"properties": {}}}')
+    assert not fits(closed, '{"b": 1}')
+    for more in ({"additionalProperties": True}, {"required": ["b"]}):
+        assert fits(grammars.json_schema(listed | more, tokenizer), '{"b": 1}')
+    parts = [{"properties": {"a": {"const": 1}}}, {"properties": {"b": {"const": 2}}}]
+    assert fits(grammars.json_schema({"allOf": parts}, tokenizer), '{"a": 1, "b": 2}')
 
 
 def test_whitespace_between_tokens_of_json(tokenizer: Any) -> None:
@@ -382,7 +375,15 @@ def test_every_row_and_law_has_a_state_of_its_own() -> None:
         (lambda t: grammars.json_schema("[]", t), "must be an object"),
         (lambda t: grammars.json_schema({"type": "nothing"}, t), "llguidance refuses"),
         (lambda t: grammars.regex("(", t), "unclosed group"),
-        (lambda t: grammars.regex("a", t, library="outlines"), "library must be llguidance or"),
+        (lambda t: grammars.json_schema({"$ref": "#"}, t), "go round in a ring: #"),
+        (
+            lambda t: grammars.json_schema(
+                {"properties": {"a": {"$ref": "#/properties/b"}, "b": {"$ref": "#/properties/a"}}},
+                t,
+            ),
+            "go round in a ring",
+        ),
+        (lambda t: grammars.json_schema({"anyOf": [{"$ref": "#"}]}, t), "nothing fits it"),
         (lambda t: grammars.regex("a", t, eos=[]), "needs a token that ends a text"),
     ],
 )
