@@ -28,7 +28,7 @@ from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
-from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, made, shipped, suggestion
+from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, suggestion
 from layerskip.prompts import Prompt
 
 # What transformers' documentation gives an assistant whose checkpoint does not say how many tokens
@@ -100,7 +100,7 @@ def load(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if dtype == "auto" and place.type == "cpu" and name in SHIPPED + SHIPPED_ASSISTANTS:
         dtype = "float32"
-    folder = _folder(name)
+    folder = model_folder(name)
     source = name if folder is None else str(folder)
     options = {"trust_remote_code": trust_remote_code}
     try:
@@ -155,7 +155,7 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
     Raises:
         ValueError: its checkpoint is not whole.
     """
-    folder = _folder(name)
+    folder = model_folder(name)
     source = name if folder is None else str(folder)
     try:
         kind = PretrainedConfig.get_config_dict(source)[0].get("model_type")
@@ -219,26 +219,3 @@ def _device(name: str) -> torch.device:
             f"device must be auto or one that this torch can use ({', '.join(there)}), got {name!r}"
         ) from error
     return device
-
-
-def _folder(name: str) -> Path | None:
-    """The folder that a name means; None where it can only be a Hub id."""
-    if not name.strip():
-        raise ValueError("the model's name is empty; give a Hub id, a local folder or demo-llama")
-    folder = Path(name)
-    if name in SHIPPED + SHIPPED_ASSISTANTS:
-        folder = shipped(name)
-    elif name in MADE and not folder.is_dir():
-        folder = made(name)
-    if folder.is_dir():
-        if not (folder / "config.json").exists():
-            raise ValueError(f"folder {name} holds no checkpoint: it has no config.json")
-        for path in folder.iterdir():  # reading a pipe waits for ever
-            if path.exists() and not path.is_file() and not path.is_dir():
-                raise ValueError(f"checkpoint {name}: {path.name} is a pipe or a device, no file")
-        return folder
-    if folder.exists():
-        raise ValueError(f"model {name} is a file; give the folder of the checkpoint")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"there is no folder {name}{suggestion(name)}")
-    return None

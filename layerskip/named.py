@@ -69,6 +69,33 @@ def made(name: str) -> Path:
     )
 
 
+def model_folder(name: str) -> Path | None:
+    """The folder that the name of a model means; None where it can only be a Hub id.
+
+    Raises:
+        ValueError: it holds no checkpoint, or there is none of that name.
+    """
+    if not name.strip():
+        raise ValueError("the model's name is empty; give a Hub id, a local folder or demo-llama")
+    folder = Path(name)
+    if name in SHIPPED + SHIPPED_ASSISTANTS:
+        folder = shipped(name)
+    elif name in MADE and not folder.is_dir():
+        folder = made(name)
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise ValueError(f"folder {name} holds no checkpoint: it has no config.json")
+        for path in folder.iterdir():  # reading a pipe waits for ever
+            if path.exists() and not path.is_file() and not path.is_dir():
+                raise ValueError(f"checkpoint {name}: {path.name} is a pipe or a device, no file")
+        return folder
+    if folder.exists():
+        raise ValueError(f"model {name} is a file; give the folder of the checkpoint")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no folder {name}{suggestion(name)}")
+    return None
+
+
 def suggestion(name: str) -> str:
     """What was probably meant by the name of a model that is not there, to end a sentence."""
     path = Path(name)

@@ -36,6 +36,12 @@ class Prompt:
     response_format: dict[str, Any] | None = None
     """What the text is kept to, as OpenAI's interface has it."""
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Everything that an answer may depend on."""
+        names = ("text", "messages", "response_format")
+        return {name: getattr(self, name) for name in names}
+
     def as_chat(self) -> Prompt:
         """The same for a chat template: text is what a user says; messages stay as they are."""
         if self.text is None:

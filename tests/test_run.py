@@ -18,8 +18,9 @@ from filelock import FileLock
 import layerskip
 from layerskip.checkpoints import encode, load
 from layerskip.cli.run import _device
+from layerskip.files.writing import naming
 from layerskip.prompts import read_prompts
-from layerskip.serving.files import open_answers, open_part
+from layerskip.serving.files import open_answers
 from layerskip.text import decode_text
 
 ERROR = {"id": "a3", "error": "earlier"}
@@ -80,7 +81,7 @@ def test_a_prompt_that_fails_has_a_row_of_its_own(given, tmp_path):
     assert result.exit_code == 1
     assert "1 prompts failed" in result.stderr
     found = rows(output)
-    assert found["long"].keys() == {"id", "error"}
+    assert found["long"].keys() == {"id", "error", "fingerprint"}
     assert "must be at most" in found["long"]["error"]
     assert sum("text" in row for row in found.values()) == 9
 
@@ -143,55 +144,78 @@ def row_of(id_: str, text: str = "", **more: Any) -> dict[str, Any]:
 
 
 class TestParts:
-    """What several processes write of one file."""
+    """What several processes write into one file."""
 
-    def test_each_joins_its_own_at_its_end(self, tmp_path):
+    def test_they_add_to_it_and_keep_others_away(self, tmp_path):
         output = tmp_path / "out"
-        output.write_text(json.dumps(row_of("a")) + "\n")
-        with open_part(output, 0, 2) as first:
+        output.write_text(json.dumps(row_of("a")) + "\n" + '{"id": "b')  # what a kill has left
+        with open_answers(output, {}, (0, 2)) as first, open_answers(output, {}, (1, 2)) as second:
             first.add(row_of("b"))
-            with open_part(output, 1, 2) as second:
-                assert first.done == {"a", "b"}
-                assert second.done == {"a"}
-                second.add(row_of("c"))
-            assert list(rows(output)) == ["a", "c"]
+            second.add(row_of("c"))
             first.add(row_of("d"))
-        assert list(rows(output)) == ["a", "c", "b", "d"]
+            for part in ((0, 1), (0, 3), (0, 2)):
+                with (
+                    pytest.raises(ValueError, match=r"another run writes .*/out;"),
+                    open_answers(output, {}, part),
+                ):
+                    pass
+        assert list(rows(output)) == ["a", "b", "c", "d"]
+        assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.lock"}
+        (tmp_path / ".out.4-of-9.lock").touch()  # of a killed process
+        with open_answers(output, {}) as answers:
+            assert answers.done == {"a", "b", "c", "d"}
         assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.lock"}
 
-    @pytest.mark.parametrize("count", [1, 2, 3])
-    def test_what_killed_processes_have_left_is_joined_by_the_next(self, tmp_path, count):
-        output = tmp_path / "out"
-        output.write_text(json.dumps(row_of("a")) + "\n" + '{"id": "b')  # of a run of one
-        left = json.dumps(row_of("b")) + "\n" + '{"id": "c", "te'
-        (tmp_path / "out.1-of-2").write_text(left)
-        (tmp_path / "out.1-of-2.notes").write_text("mine")
-        opened = open_answers(output) if count == 1 else open_part(output, 0, count)
-        with opened as answers:
-            assert answers.done == {"a", "b"}
-            assert list(rows(output)) == ["a", "b"]
-        assert not (tmp_path / "out.1-of-2").exists()
-        assert (tmp_path / "out.1-of-2.notes").read_text() == "mine"
-
-    def test_errors_are_tried_again_and_keep_their_places(self, tmp_path):
-        output = tmp_path / "out"
-        output.write_text(json.dumps(ERROR) + "\n" + json.dumps(row_of("b")) + "\n")
-        with open_part(output, 0, 2) as answers:
-            assert answers.done == {"a3", "b"}
-        with open_part(output, 1, 2, retry_errors=True) as answers:
-            assert answers.done == {"b"}
+    def test_each_tries_its_own_errors_again(self, tmp_path):
+        output, other = tmp_path / "out", ERROR | {"id": "other"}
+        lines = [ERROR, other, row_of("b")]
+        output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with open_answers(output, {"a3": "1-2-3"}, (0, 2)) as answers:
+            assert answers.done == {"a3", "other", "b"}
+        with open_answers(output, {"a3": "1-2-3"}, (1, 2), retry_errors=True) as answers:
+            assert answers.done == {"other", "b"}
             answers.add(row_of("a3", "better"))
-            assert rows(output)["a3"] == ERROR
-        assert list(rows(output).values()) == [row_of("a3", "better"), row_of("b")]
+        better = row_of("a3", "better", fingerprint="1-2-3")
+        assert list(rows(output).values()) == [other, row_of("b"), better]
 
-    def test_a_run_beside_them_is_refused(self, tmp_path):
-        output = tmp_path / "out"
-        with open_part(output, 0, 2) as answers:
-            answers.add(row_of("a"))
-            for opened in (open_answers(output), open_part(output, 0, 3), open_part(output, 0, 2)):
-                with pytest.raises(ValueError, match=r"another run writes .*out\.0-of-2"), opened:
-                    pass
-        assert list(rows(output)) == ["a"]
+    def test_a_full_disk_is_told_by_the_name_of_the_file(self):
+        words = "No space left on device: '/dev/full'"
+        with pytest.raises(OSError, match=words), naming(Path("/dev/full")):
+            Path("/dev/full").write_bytes(b"a")
+
+
+def test_rows_that_came_from_something_else_are_refused_before_a_model_is_loaded(
+    given, tmp_path, monkeypatch
+):
+    output = tmp_path / "out"
+    assert run(given, output, *SAMPLED).exit_code == 0
+    before = settled(output)
+    monkeypatch.setattr("layerskip.cli.run.open_decoding", lambda *_: pytest.fail("loaded"))
+    for changed, what in (
+        (["--temperature", "0.8"], "settings"),
+        (["--stop", "x"], "settings"),
+        (["--regex", "a+"], "settings"),
+        (["--seed", "6"], "prompt"),
+        (["--chat"], "prompt"),
+        (["--dtype", "bfloat16"], "model"),
+        (["--max-rows", "2", "--no-lookup"], None),  # no text depends on these
+    ):
+        result = run(given, output, *SAMPLED, *changed)
+        if what is None:
+            assert result.exit_code == 0
+        else:
+            assert "9 rows that came from something else" in result.stderr
+            assert f"from another {what}; give another --output" in result.stderr
+    assert settled(output) == before
+    monkeypatch.undo()
+    lines = given.read_text().splitlines(keepends=True)
+    given.write_text("".join(lines[:3]).replace("return 1", "return 11") + "".join(lines[3:]))
+    words = "1 rows that came from something else, the first of prompt a1, from another prompt"
+    assert words in run(given, output, *SAMPLED).stderr
+    assert run(given, output, *SAMPLED, "--force").exit_code == 0
+    after = settled(output)
+    assert after.pop("a1") != before.pop("a1")
+    assert after == before
 
 
 def test_processes_of_torchrun_on_one_machine_share_its_gpus(monkeypatch):
@@ -220,7 +244,6 @@ def test_processes_of_torchrun_write_the_file_of_one(given, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "1 prompts failed" in done.stderr
     assert settled(output) == settled(whole)
-    assert not list(tmp_path.glob("out.*"))
 
 
 @pytest.mark.parametrize(

@@ -356,9 +356,10 @@ class Form(Flags):
         """Refuse both at once, and a file that cannot be read, before anything is loaded."""
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("give --json-schema or --regex, not both")
-        self._schema()
+        self.schema()
 
-    def _schema(self) -> str | None:
+    def schema(self) -> str | None:
+        """The text of --json-schema."""
         if self.json_schema is None:
             return None
         try:
@@ -371,7 +372,7 @@ class Form(Flags):
 
     def processors(self, loaded: Loaded) -> list[Any]:
         """Logits processors, one at most."""
-        schema = self._schema()
+        schema = self.schema()
         if schema is None and self.regex is None:
             return []
         from layerskip.grammars import json_schema, regex

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,7 @@ from layerskip.cli.flags import (
 from layerskip.cli.inputs import read_given, spoken
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
+from layerskip.named import model_folder
 from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from layerskip.serving.requests import TextRequest
 
 _AHEAD = 4  # times as many prompts as run at once are sorted by length
+_READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # of a checkpoint's files
+_SAMPLES, _SAMPLED = 64, 1 << 12  # places in each file, and bytes of each
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def run(
         default=...,
     ),
     shard: str | None = flag(
-        "Answer every N-th prompt from the I-th, counted from 0.  [default: all; under torchrun "
-        "those of this process, into a part of FILE that is joined at the end]",
+        "Answer every N-th prompt from the I-th, counted from 0; processes that share a folder may "
+        "write one file.  [default: all; under torchrun the share of this process]",
         "I/N",
     ),
     ray: bool = switch("--ray", "Run on the machines of a Ray cluster, by Ray Data."),
@@ -81,6 +85,11 @@ def run(
         "Load the model N times.  [default: once a GPU, else once a machine]", "N", min=1
     ),
     retry_errors: bool = switch("--retry-errors", "Try again what failed in an earlier run."),
+    force: bool = switch(
+        "--force",
+        "Answer again prompts whose rows came from another model, other settings or another "
+        "prompt, instead of refusing the file.",
+    ),
     chat: Chat = False,
     wording: Wording,
     form: Form,
@@ -90,8 +99,8 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Answer a file of prompts, many at once; goes on where an earlier run ended."""
-    index, count = (0, 1) if shard is None else _shard(shard)
     rank, ranks = _rank()
+    part = (rank, ranks) if shard is None else _shard(shard)
     if ranks > 1 and (ray or shard is not None):
         raise ValueError("torchrun gives each process its shard; leave out --shard and --ray")
     if not ray:
@@ -105,17 +114,13 @@ def run(
     decoding.refuse_keeping("run")
     talk = Talk(quiet or rank > 0)
 
-    from layerskip.serving.files import answer_all, open_answers, open_part, shard_of
+    from layerskip.serving.files import answer_all, open_answers, shard_of
 
-    if ranks > 1:
-        index, count = rank, ranks
-        opened = open_part(output, rank, ranks, retry_errors=retry_errors)
-    else:
-        opened = open_answers(output, retry_errors=retry_errors)
     templated = next((each for each in chosen if each.messages is not None), None)
     model = _Model(limits, wording, form, sampling, decoding, loading, templated)
-    with opened as answers:
-        asked = shard_of(chosen, index, count)
+    asked = shard_of(chosen, *part)
+    prints = {each.id: model.fingerprint(number, each) for number, each in asked}
+    with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
         left = sum(each.id not in answers.done for _, each in asked)
         if left < len(asked):
             talk.say(f"{len(asked) - left} of {len(asked)} prompts have a row already")
@@ -174,6 +179,25 @@ class _Model:
     decoding: Decoding
     loading: Loading
     templated: Prompt | None
+
+    def fingerprint(self, number: int, prompt: Prompt) -> str:
+        """What an answer depends on: hashes of the model, the settings and the prompt."""
+        seed = self.limits.seed + number if self.sampling.do_sample else None
+        return f"{self._of_model}-{self._of_settings}-{_hash(prompt.asked, seed)}"
+
+    @cached_property
+    def _of_model(self) -> str:
+        folder = model_folder(self.loading.model)
+        named = self.loading.model if folder is None else sampled_files(folder)
+        return _hash(named, self.loading.dtype)
+
+    @cached_property
+    def _of_settings(self) -> str:
+        sampling = [self.sampling.do_sample, self.sampling.settings]
+        wording = {name: value for name, value in vars(self.wording).items() if name != "system"}
+        return _hash(
+            self.limits.max_new_tokens, sampling, wording, self.form.regex, self.form.schema()
+        )
 
     @contextmanager
     def open(self, talk: Talk, *, beside: int) -> Iterator[Answering]:
@@ -245,6 +269,27 @@ class _Model:
                 )
 
             yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
+
+
+def _hash(*parts: Any) -> str:
+    """Eight digits that tell values of JSON apart."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def sampled_files(folder: Path) -> list[Any]:
+    """Of a checkpoint's files that decide its texts: names, sizes, and hashes of some of each."""
+    told: list[Any] = []
+    for path in sorted(each for each in folder.iterdir() if each.suffix in _READ):
+        if path.name == "layerskip.json":  # how to draft
+            continue
+        size = path.stat().st_size
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            for place in range(_SAMPLES):
+                file.seek(size * place // _SAMPLES)
+                digest.update(file.read(_SAMPLED))
+        told.append([path.name, size, digest.hexdigest()])
+    return told
 
 
 def _device(name: str) -> str:

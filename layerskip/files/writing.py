@@ -6,6 +6,7 @@ sees the old or the new, and a failure leaves the old.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,20 +18,34 @@ from pathlib import Path
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path to write a file to, which takes the place of `path` at the end.
 
+    A link stays, and the file that it leads to is replaced.
+
     Raises:
-        OSError: the folder is not there or cannot be written, or the disk is full.
+        OSError: the folder is not there or cannot be written, the disk is full, or there is a pipe
+            or a device in that place.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield partial
-        os.replace(partial, path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:  # a full disk does not say where
-            error.filename = str(path)
-        raise
+        with naming(path, partial):
+            yield partial
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """An error that names no file, as that of a full disk, or the temporary one, names this."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(partial)):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

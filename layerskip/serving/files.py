@@ -1,7 +1,7 @@
 """A file of prompts answered by a `Serving`: a row for each, kept as soon as it is there.
 
-One of several processes, on machines that share a folder, writes a part of the file OUT, which is
-OUT.I-of-N, and joins it at its end; what a killed one has left is joined by the next that starts.
+Several processes, on machines that share a folder, may write one file: each answers its own part
+of the prompts, and adds whole rows under a lock.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from layerskip.files.schema import mapping, parse
-from layerskip.files.writing import replacing
+from layerskip.files.writing import naming, replacing
 from layerskip.prompts import Prompt
 from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
@@ -29,12 +29,13 @@ Row = dict[str, Any]
 Asked = tuple[int, Prompt]
 """A prompt and its number among all."""
 _BEGIN = b'{"id": "'  # of every row
-_JOINING = 60.0  # seconds in which other processes join their parts
+_WAIT = 60.0  # seconds for a lock that others hold while they add a row
+_PARTS = ("model", "settings", "prompt")  # of a fingerprint
 
 
 @dataclass
 class Progress:
-    """Of this run: rows written, those of them with an error, and tokens told."""
+    """Of this run: rows written, those of them with an error, and new tokens."""
 
     rows: int = 0
     errors: int = 0
@@ -49,161 +50,164 @@ class Answers:
         progress: what has been added.
     """
 
-    def __init__(self, file: IO[bytes], done: set[str]) -> None:
-        self._file, self.done, self.progress = file, done, Progress()
+    def __init__(self, path: Path, fingerprints: Mapping[str, str], done: set[str]) -> None:
+        self._path, self._fingerprints = path, fingerprints
+        self.done, self.progress = done, Progress()
 
     def add(self, row: Row) -> None:
         """Write a row."""
-        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        _keep(self._file)
+        if (fingerprint := self._fingerprints.get(row["id"])) is not None:
+            row = row | {"fingerprint": fingerprint}
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        with _locked(self._path, _WAIT), naming(self._path), self._path.open("a+b") as file:
+            _cut_torn(file)
+            file.write(line)
+            _to_disk(file)
         self.done.add(row["id"])
         self.progress.rows += 1
-        self.progress.errors += "error" in row
+        self.progress.errors += _failed(row)
 
 
 @contextmanager
-def open_answers(path: Path, *, retry_errors: bool = False) -> Iterator[Answers]:
-    """The rows of a file, and more; nobody else has it open in this way.
-
-    A last line that was cut off goes.
-
-    Args:
-        retry_errors: rows with an error go, too.
-
-    Raises:
-        ValueError: another process has it or a part of it, or a line is no row; names the line.
-        OSError: it cannot be read or written.
-    """
-    with _locked(path):
-        rows = _joined(path)
-        if retry_errors and any(map(_failed, rows.values())):
-            rows = {id_: line for id_, line in rows.items() if not _failed(line)}
-            _write(path, rows)
-        with path.open("ab") as file:
-            yield Answers(file, set(rows))
-
-
-@contextmanager
-def open_part(
-    path: Path, index: int, count: int, *, retry_errors: bool = False
+def open_answers(
+    path: Path,
+    fingerprints: Mapping[str, str],
+    part: tuple[int, int] = (0, 1),
+    *,
+    retry_errors: bool = False,
+    force: bool = False,
 ) -> Iterator[Answers]:
-    """The rows of a file, and more in a part of this process, joined at its end.
+    """The rows of a file, and more; no other run writes it, but for other parts of this one.
 
     Args:
-        index, count: which of how many processes.
-        retry_errors: rows with an error are not done; new ones take their places.
+        fingerprints: by the id of each prompt of this part, what its answer depends on: three
+            hashes with hyphens between, of the model, the settings and the prompt.
+        part: which of how many processes this is.
+        retry_errors: rows of these prompts that have an error go.
+        force: rows of these prompts that have another fingerprint go, too.
 
     Raises:
-        ValueError: processes of another count have parts of it, or a line is no row.
+        ValueError: another run has the file, a line is no row, or a row has another fingerprint.
         OSError: it cannot be read or written.
     """
-    part = path.with_name(f"{path.name}.{index}-of-{count}")
-    with ExitStack() as stack:
-        with _locked(path, _JOINING):
-            rows = _joined(path, count)
-            stack.enter_context(_locked(part))
-        done = {id_ for id_, line in rows.items() if not (retry_errors and _failed(line))}
-        with part.open("ab") as file:
-            try:
-                yield Answers(file, done)
-            finally:
-                stack.close()
-                with _locked(path, _JOINING):
-                    _joined(path, count)
+    with _alone(path, *part):
+        with _locked(path, _WAIT):
+            rows = _read_rows(path)
+            other = {id_: row for id_, row in rows.items() if _differs(row, fingerprints.get(id_))}
+            if other and not force:
+                raise ValueError(_refusal(path, other, fingerprints))
+            gone = {*other}
+            if retry_errors:
+                gone |= {id_ for id_, row in rows.items() if id_ in fingerprints and _failed(row)}
+            if gone:
+                _write(path, [row for id_, row in rows.items() if id_ not in gone])
+        yield Answers(path, fingerprints, rows.keys() - gone)
 
 
-def _joined(path: Path, count: int = 1) -> dict[str, bytes]:
-    """Lines of a file by the ids of their rows, parts of it that nobody writes joined.
-
-    Args:
-        count: of processes that may write parts meanwhile.
-    """
-    rows, torn = _read_rows(path)
-    name = re.compile(re.escape(path.name) + r"\.\d+-of-(\d+)")
-    matches = [(each, name.fullmatch(each.name)) for each in path.parent.iterdir()]
-    with ExitStack() as stack:
-        joined = []
-        for part, match in matches:
-            if match is None:
-                continue
-            try:
-                stack.enter_context(_locked(part))
-            except ValueError:
-                if int(match[1]) != count:
-                    raise
-                continue
-            rows |= _read_rows(part)[0]
-            joined.append(part)
-        if joined or torn:
-            _write(path, rows)
-        for part in joined:
-            part.unlink()
-    for part in joined:
-        _lock_file(part).unlink(missing_ok=True)  # whoever locks a part has locked the whole
-    return rows
+def _differs(row: Row, fingerprint: str | None) -> bool:
+    """Whether a row tells that it came from something else."""
+    return fingerprint is not None and row.get("fingerprint", fingerprint) != fingerprint
 
 
-def _read_rows(path: Path) -> tuple[dict[str, bytes], bool]:
-    """Whole lines by the ids of their rows, and whether a line behind them was cut off."""
+def _refusal(path: Path, rows: Mapping[str, Row], fingerprints: Mapping[str, str]) -> str:
+    first = next(iter(rows))
+    pairs = zip(
+        _PARTS, rows[first]["fingerprint"].split("-"), fingerprints[first].split("-"), strict=True
+    )
+    what = " and ".join(name for name, old, new in pairs if old != new)
+    return (
+        f"{path} has {len(rows)} rows that came from something else, the first of prompt {first}, "
+        f"from another {what}; give another --output, or --force to answer these prompts again"
+    )
+
+
+def _read_rows(path: Path) -> dict[str, Row]:
+    """Rows by their ids; a line that was cut off is left out."""
     data = path.read_bytes() if path.exists() else b""
     *lines, last = data.split(b"\n")
     rows = {}
     for number, line in enumerate(lines, 1):
         try:
             row = mapping(parse(line), "a row")
-            if not isinstance(row.get("id"), str) or not row.keys() & {"text", "error"}:
+            if not isinstance(row.get("id"), str) or not row.keys() & {"text", "response", "error"}:
                 raise ValueError("a row must have an id, and a text or an error")
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number}: {error}; correct the line, or give another --output"
             ) from error
-        rows[row["id"]] = line + b"\n"
+        rows[row["id"]] = row
     if not last.startswith(_BEGIN[: len(last)]):  # nothing that a run has begun
         raise ValueError(f"{path}, line {len(lines) + 1}: no row; give another --output")
-    return rows, bool(last)
+    return rows
 
 
-def _failed(line: bytes) -> bool:
-    return "error" in json.loads(line)
+def _failed(row: Row) -> bool:
+    return row.get("error") is not None
 
 
-def _write(path: Path, rows: dict[str, bytes]) -> None:
+def _write(path: Path, rows: Iterable[Row]) -> None:
     with replacing(path) as partial, partial.open("wb") as file:
-        file.writelines(rows.values())
-        _keep(file)
+        file.writelines(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
+        _to_disk(file)
 
 
-def _keep(file: IO[bytes]) -> None:
-    """What was written is on the disk."""
+def _cut_torn(file: IO[bytes]) -> None:
+    """Without a last line that a killed process, or a full disk, has cut off."""
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.seek(size - 1)
+        if file.read() != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _to_disk(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextmanager
-def _locked(path: Path, seconds: float = 0) -> Iterator[None]:
-    """Nobody else has locked it meanwhile.
-
-    Args:
-        seconds: to wait for others.
-
-    Raises:
-        ValueError: they have not gone.
-    """
-    lock = FileLock(_lock_file(path), timeout=seconds)
+def _alone(path: Path, index: int, count: int) -> Iterator[None]:
+    """Meanwhile no run in other parts, and no other process of this part, writes the file."""
+    mine = f".{path.name}.{index}-of-{count}.lock"
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.\d+-of-(\d+)\.lock")
+    lock = FileLock(path.with_name(mine), timeout=0)  # a dead process lets go
+    with _locked(path, _WAIT):
+        for other in path.parent.iterdir():
+            match = pattern.fullmatch(other.name)
+            if match is not None and other.name != mine and int(match[1]) != count:
+                with _held(FileLock(other, timeout=0), path):
+                    other.unlink()
+        _acquire(lock, path)
     try:
-        lock.acquire()  # a dead process lets go
+        yield
+    finally:
+        with _locked(path, _WAIT):
+            path.with_name(mine).unlink(missing_ok=True)
+            lock.release()
+
+
+def _acquire(lock: FileLock, path: Path) -> None:
+    try:
+        lock.acquire()
     except Timeout as error:
         raise ValueError(
             f"another run writes {path}; wait for its end, or give another --output"
         ) from error
+
+
+@contextmanager
+def _held(lock: FileLock, path: Path) -> Iterator[None]:
+    _acquire(lock, path)
     try:
         yield
     finally:
         lock.release()
 
 
-def _lock_file(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
+def _locked(path: Path, seconds: float) -> Any:
+    """Nobody else reads or adds rows meanwhile."""
+    return _held(FileLock(path.with_name(f".{path.name}.lock"), timeout=seconds), path)
 
 
 def shard_of(prompts: Sequence[Prompt], index: int, count: int) -> list[Asked]:
@@ -229,8 +233,8 @@ class Answering:
         """Begin a text.
 
         Args:
-            tell: called on the thread that steps, with the number of new tokens, and with the row
-                at last.
+            tell: called with the number of new tokens, and with the row at last; on the thread
+                that steps, or at once where the task is refused.
         """
         tokens: list[int] = []
 
@@ -253,7 +257,10 @@ class Answering:
                 }
             tell(len(piece.tokens), row)
 
-        self.serving.submit(task, told)
+        try:
+            self.serving.submit(task, told)
+        except ValueError as error:
+            tell(0, error_row(id_, error))
 
 
 def error_row(id_: str, reason: object) -> Row:
@@ -282,8 +289,8 @@ def answer_all(
                 going.discard(id_)
                 answers.add(row)
 
-        answering.submit(id_, task, tell)
         going.add(id_)
+        answering.submit(id_, task, tell)
 
     more = True
     while more or going:
@@ -296,10 +303,7 @@ def answer_all(
                     tasks.append((prompt.id, answering.task_of(number, prompt)))
                 except ValueError as error:
                     answers.add(error_row(prompt.id, error))
-            for id_, task in sorted(tasks, key=lambda each: len(each[1].prompt)):
-                try:
-                    submit(id_, task)
-                except ValueError as error:
-                    answers.add(error_row(id_, error))
+            for each in sorted(tasks, key=lambda task: len(task[1].prompt)):
+                submit(*each)
         answering.serving.step()
         told(progress)

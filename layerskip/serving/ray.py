@@ -152,9 +152,10 @@ class _Worker:
                 ended.set()
 
         try:
-            self._answering.submit(prompt.id, self._answering.task_of(number, prompt), tell)
+            task = self._answering.task_of(number, prompt)
         except ValueError as error:
             return error_row(prompt.id, error)
+        self._answering.submit(prompt.id, task, tell)
         ended.wait()
         return rows[0]
 
