@@ -191,6 +191,14 @@ def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = Non
     return _compiled(_library().LLMatcher.grammar_from_regex(pattern), tokenizer, eos)
 
 
+def lark(grammar: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None) -> Grammar:
+    """A logits processor that keeps new text to a grammar in llguidance's kind of Lark.
+
+    Arguments and errors are those of `json_schema`.
+    """
+    return _compiled(_library().LLMatcher.grammar_from_lark(grammar), tokenizer, eos)
+
+
 def _ascii(escaped: re.Match[str]) -> str:
     """A class that a backslash stands for, written out; anything else as it is."""
     name = escaped[1]

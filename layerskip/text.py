@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
+NONE: AbstractSet[int] = frozenset()
 
-def decode_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of tokens, without special ones."""
-    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+
+def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = NONE) -> str:
+    """The text of tokens, without special ones.
+
+    Args:
+        keep: special tokens whose text is told, as marks of tool calls.
+    """
+    if keep.isdisjoint(tokens):
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+    special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    shown = [token for token in tokens if token in keep or token not in special]
+    text = tokenizer.decode(shown, skip_special_tokens=False)
     return text
 
 
@@ -17,10 +29,13 @@ class Detokenizer:
 
     Only the last few tokens are decoded, behind the few before them, which may decide how the
     text goes on (a space, say).
+
+    Args:
+        keep: as of `decode_text`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, keep: AbstractSet[int] = NONE) -> None:
+        self._tokenizer, self._keep = tokenizer, keep
         self._tokens: list[int] = []  # from the whole characters before the last ones on
         self._told = 0  # of these tokens, those whose text is told
 
@@ -41,5 +56,5 @@ class Detokenizer:
         return new
 
     def _new(self) -> str:
-        told = decode_text(self._tokenizer, self._tokens[: self._told])
-        return decode_text(self._tokenizer, self._tokens)[len(told) :]
+        told = decode_text(self._tokenizer, self._tokens[: self._told], self._keep)
+        return decode_text(self._tokenizer, self._tokens, self._keep)[len(told) :]

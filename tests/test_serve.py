@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,29 +17,46 @@ import openai
 import pytest
 import torch
 import uvicorn
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from layerskip.checkpoints import load
 from layerskip.cli import main
 from layerskip.generation import decode
-from layerskip.serving import http
-from layerskip.serving.api import Served
+from layerskip.serving import connections, http
+from layerskip.serving.api import Served, answer_of
+from layerskip.serving.connections import configured
+from layerskip.serving.fields import ChatAsked, CompletionAsked, Refusal
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
-from layerskip.serving.scheduler import Serving
+from layerskip.serving.requests import Piece
+from layerskip.serving.scheduler import Serving, ServingStats
 from layerskip.text import Detokenizer, decode_text
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+TOOLS_TEMPLATE = (
+    "{% if tools %}<tool_call> {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}"
+    "<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{{ '\\n' }}"
+    "{% endfor %}assistant:{% if think %} <think>{% endif %}{# </think> #}"
+)
+FUNCTION = {
+    "name": "f",
+    "parameters": {"properties": {"x": {"enum": [1, 23]}}, "required": ["x"]},
+}
+TOOL = {"type": "function", "function": FUNCTION}
+THIS, NAMED = ({"type": "function", "function": {"name": name}} for name in "fg")
+BAD_TOOL = {"type": "function", "function": {"name": "a b"}}
+WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "colour"}}}
+RING = {"$ref": "#"}
 STORY = "Once upon a time there was a little"
-KEY = "a key"
+KEY, SITE = "a key", "https://example.org"
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
+def running(app: Any, log: bool = False) -> Iterator[str]:
     """A real server on a free port, on a thread; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # a slow reader is soon noticed
-    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(configured(app, log=log))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started and thread.is_alive():
@@ -82,11 +100,11 @@ class Place:
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
     loaded = load("demo-llama", dtype="float32")
-    loaded.tokenizer.chat_template = TEMPLATE
+    loaded.tokenizer.chat_template = TOOLS_TEMPLATE
     served = Served.of(loaded, max_new_tokens=12)
     drafts: Any = {"controller": "fixed", "lookup": True, "draft_memory": 0}
     serving = Serving(loaded.model, max_tokens=served.context, execution="fused", **drafts)
-    with running(make_app(serving, served, api_key=KEY, max_body=20_000)) as url:
+    with running(make_app(serving, served, api_key=KEY, max_body=25_000, origins=[SITE])) as url:
         yield Place(url, served, loaded.model, serving)
 
 
@@ -292,26 +310,206 @@ class TestAnswers:
             assert text == place.text(STORY + " cat" * seed, 10 + seed, **law)
 
 
+ASKED: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": STORY}]}
+
+
+class TestTools:
+    @pytest.mark.parametrize("choice", ["required", THIS])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_call_that_is_asked_for(self, place: Place, choice: Any, stream: bool) -> None:
+        """Held to the schema by a grammar, with drafts under it; streamed as deltas."""
+        how: Any = {**ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 60}
+        how["parallel_tool_calls"] = False
+        if stream:
+            chunks = list(place.client.chat.completions.create(**how, stream=True))
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            calls = [call for delta in deltas for call in delta.tool_calls or ()]
+            assert calls[0].id
+            assert {call.index for call in calls} == {0}
+            name = calls[0].function.name
+            arguments = "".join(call.function.arguments or "" for call in calls)
+            assert "".join(delta.content or "" for delta in deltas) == ""
+            reason = chunks[-1].choices[0].finish_reason
+        else:
+            got = place.client.chat.completions.create(**how)
+            [call] = got.choices[0].message.tool_calls or ()
+            name, arguments = call.function.name, call.function.arguments
+            assert got.choices[0].message.content is None
+            assert got.model_extra["timings"]["accepted"] > 5
+            reason = got.choices[0].finish_reason
+        assert name == "f"
+        assert json.loads(arguments)["x"] in (1, 23)
+        assert reason == ("tool_calls" if choice == "required" else "stop")
+
+    def test_tools_are_shown_to_the_model_unless_none_may_be_called(self, place: Place) -> None:
+        def prompt(**more: Any) -> str:
+            body = ChatAsked(**ASKED, **more)
+            [choice] = answer_of(body, place.served).choices
+            return place.served.tokenizer.decode(choice.task.prompt)
+
+        assert '"name": "f"' in prompt(tools=[TOOL])
+        assert "tool_call" not in prompt(tools=[TOOL], tool_choice="none")
+        assert prompt(chat_template_kwargs={"think": True}).endswith("<think>")
+        called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+        history = [
+            {"role": "user", "content": "a", "name": "Eve"},
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "1", "content": "seven"},
+        ]
+        body = ChatAsked(**{**ASKED, "messages": history})
+        [choice] = answer_of(body, place.served).choices
+        expected = 'user: a\nassistant: <tool_call>f {"x": 1}\ntool: seven\nassistant:'
+        assert place.served.tokenizer.decode(choice.task.prompt) == expected
+
+    def test_answers_are_taken_apart(self, place: Place) -> None:
+        """Whatever a model writes: reasoning, content and a call, as one message."""
+        told = Piece(
+            tuple(
+                place.served.tokenizer.encode(
+                    "I think</think>Look:"
+                    '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+                    add_special_tokens=False,
+                )
+            ),
+            reason="stop",
+        )
+        more: Any = {"tools": [TOOL], "chat_template_kwargs": {"think": True}}
+        answer = answer_of(ChatAsked(**ASKED, **more), place.served)
+        chunk = answer.add(0, told)
+        [choice] = answer.whole()["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("I think", "Look:")
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+        assert chunk["choices"][0]["delta"]["reasoning_content"] == "I think"
+
+    def test_a_model_without_a_format_of_calls(self, place: Place) -> None:
+        plain = replace(place.served, format=None)
+        with pytest.raises(Refusal, match="start the server with --tool-parser"):
+            answer_of(ChatAsked(**ASKED, tools=[TOOL]), plain)
+        answer_of(ChatAsked(**ASKED, tools=[TOOL], tool_choice="none"), plain)
+
+
+class TestEvaluation:
+    """What evaluators ask for."""
+
+    def test_log_probabilities_of_prompts(self, place: Place) -> None:
+        ids = place.served.tokenizer(STORY)["input_ids"]
+        with torch.no_grad():
+            logits = place.model(torch.tensor([ids])).logits[0]  # (T, V)
+        expected = logits[:-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        for prompt in (STORY, ids, STORY):
+            for new in (0, 1):
+                asked = {**GREEDY, "prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": new}
+                got = place.post("completions", asked).json()
+                text, told = got["choices"][0]["text"], got["choices"][0]["logprobs"]
+                assert text == STORY + place.text(STORY, 1) * new
+                assert got["usage"]["completion_tokens"] == new
+                assert told["token_logprobs"][0] is None
+                assert len(told["tokens"]) == len(ids) + new
+                got_them = torch.tensor(told["token_logprobs"][1 : len(ids)])
+                torch.testing.assert_close(got_them, expected, atol=1e-4, rtol=1e-4)
+                assert "".join(told["tokens"]) == text
+                for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+                    assert text[offset:].startswith(token)
+
+    def test_a_stream_begins_with_the_prompt(self, place: Place) -> None:
+        asked: Any = {**GREEDY, "prompt": STORY, "echo": True, "stream": True}
+        chunks = list(place.client.completions.create(**asked))
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+        assert text == STORY + place.text(STORY, 24)
+
+    def test_the_same_seed_for_each_prompt(self, place: Place) -> None:
+        asked = {"model": "demo-llama", "prompt": [STORY] * 3, "seed": 5, "temperature": 1.0}
+        texts = [c["text"] for c in place.post("completions", asked).json()["choices"]]
+        same = place.post("completions", {**asked, "same_seed": True}).json()["choices"]
+        assert {c["text"] for c in same} == {texts[0]}
+        assert len({*texts}) > 1
+
+    def test_ends_of_ones_own(self, place: Place) -> None:
+        tokens = place.alone(STORY, 24)
+        asked = {**GREEDY, "prompt": STORY}
+        got = place.post("completions", {**asked, "stop_token_ids": [tokens[5]]}).json()
+        assert got["choices"][0]["finish_reason"] == "stop"
+        assert got["usage"]["completion_tokens"] == tokens.index(tokens[5]) + 1
+        bias = {str(token): 100 for token in place.served.ends}
+        ended = place.post("completions", {**asked, "logit_bias": bias}).json()
+        assert ended["usage"]["completion_tokens"] == 1
+        on = place.post("completions", {**asked, "logit_bias": bias, "ignore_eos": True}).json()
+        assert on["usage"]["completion_tokens"] == 24
+
+    def test_repetition_penalty(self, place: Place) -> None:
+        penalty = [RepetitionPenaltyLogitsProcessor(1.7)]
+        got = place.post("completions", {**GREEDY, "prompt": STORY, "repetition_penalty": 1.7})
+        expected = place.text(STORY, 24, logits_processor=penalty)
+        assert got.json()["choices"][0]["text"] == expected != place.text(STORY, 24)
+
+    def test_tokens_of_texts_and_chats(self, place: Place) -> None:
+        def post(path: str, body: Any) -> Any:
+            headers = {"Authorization": f"Bearer {KEY}"}
+            return httpx.post(f"{place.url}/{path}", json=body, headers=headers).json()
+
+        tokenizer = place.served.tokenizer
+        got = post("tokenize", {"prompt": STORY, "return_token_strs": True})
+        assert got["tokens"] == tokenizer(STORY)["input_ids"]
+        assert (got["count"], got["max_model_len"]) == (len(got["tokens"]), 512)
+        assert got["token_strs"] == tokenizer.convert_ids_to_tokens(got["tokens"])
+        assert post("detokenize", {"tokens": got["tokens"]}) == {"prompt": STORY}
+        chat = post("tokenize", {"messages": [{"role": "user", "content": "a"}]})
+        assert tokenizer.decode(chat["tokens"]) == "user: a\nassistant:"
+        assert "one of them" in post("tokenize", {})["error"]["message"]
+        assert "token ids must be" in post("detokenize", {"tokens": [-1]})["error"]["message"]
+
+    def test_a_prediction_is_cut_to_what_a_text_may_have(self, place: Place) -> None:
+        long = {"type": "content", "content": "one two " * 100_000}
+        body = CompletionAsked(**GREEDY, prompt=STORY, n=3, prediction=long)
+        answer = answer_of(body, place.served)
+        predicted = {id(choice.task.predicted) for choice in answer.choices}
+        assert len(predicted) == 1
+        assert len(answer.choices[0].task.predicted) == place.served.context
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("path", "changed", "param", "words"),
         [
             ("completions", {"colour": 1}, "colour", "colour is not supported"),
             ("completions", {"suffix": "end"}, "suffix", "not supported"),
-            ("completions", {"echo": True}, "echo", "not supported"),
             ("completions", {"prompt": []}, "prompt", "at least one token"),
             ("completions", {"prompt": ""}, "prompt", "at least one token"),
             ("completions", {"prompt": [-1]}, "prompt", "token ids must be"),
             ("completions", {"prompt": STORY * 200}, "prompt", "texts have 512 tokens"),
             ("completions", {"max_tokens": 512}, "max_tokens", "make it shorter"),
-            ("completions", {"max_tokens": 0}, "max_tokens", "greater than"),
+            ("completions", {"max_tokens": -1}, "max_tokens", "greater than"),
+            ("completions", {"max_tokens": 2**63}, "max_tokens", "less than"),
+            ("completions", {"top_k": 2**63}, "top_k", "less than"),
+            ("completions", {"prompt": "a" * 24_000}, "prompt", "24000 characters, more than"),
             ("completions", {"seed": "5"}, "seed", "valid integer"),
             ("completions", {"temperature": 1e-9}, "temperature", "0 or at least"),
             ("completions", {"temperature": 3}, "temperature", "less than or equal"),
             ("completions", {"stop": [""]}, "stop.0", "at least 1 character"),
             ("completions", {"logit_bias": {"100000000": 1}}, "logit_bias", "tokens are"),
+            ("completions", {"logit_bias": {"1" * 5000: 1}}, "logit_bias", "111...'"),
+            (
+                "completions",
+                {"response_format": {"type": "json_schema", "json_schema": {"schema": RING}}},
+                "response_format",
+                "go round in a ring",
+            ),
+            ("embeddings", {}, None, "embeddings are not served here"),
             ("completions", {"stream_options": {}}, "stream_options", "needs stream"),
-            ("chat/completions", {"tools": [{"type": "function"}]}, "tools", "not supported"),
+            ("chat/completions", {"max_tokens": 0}, "max_tokens", "greater than"),
+            ("chat/completions", {"tools": [{"type": "x"}]}, "tools.0.type", "Input should be"),
+            ("chat/completions", {"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "'g'"),
+            ("chat/completions", {"tool_choice": "required"}, "tool_choice", "needs tools"),
+            ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0", "needs content"),
+            ("chat/completions", {"tools": [BAD_TOOL]}, "tools.0.function.name", "match pattern"),
+            (
+                "chat/completions",
+                {"tools": [WRONG_TOOL], "tool_choice": "required"},
+                "tools",
+                "llguidance refuses",
+            ),
             ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
             ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
             ("chat/completions", {"max_completion_tokens": 2}, "max_tokens", "give one"),
@@ -320,12 +518,6 @@ class TestRefusals:
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
                 "messages.0.content.0.type",
                 "Input should be 'text'",
-            ),
-            (
-                "chat/completions",
-                {"messages": [{"role": "user", "content": "a", "name": "Eve"}]},
-                "messages.0.name",
-                "not supported",
             ),
         ],
     )
@@ -340,9 +532,32 @@ class TestRefusals:
         assert error["type"] == "invalid_request_error"
 
     def test_what_asks_for_nothing_is_taken(self, place: Place) -> None:
-        idle = {"tools": [], "user": "me", "store": False, "stop": None, "suffix": None}
+        idle = {"user": "me", "store": False, "stop": None, "suffix": None, "top_k": -1}
+        idle |= {"repetition_penalty": 1.0, "skip_special_tokens": True}
         got = place.post("completions", {"prompt": STORY, **GREEDY, **idle})
         assert got.json()["choices"][0]["text"] == place.text(STORY, 24)
+
+    def test_a_queue_too_small_is_told_before_anything_is_encoded(self, place: Place) -> None:
+        """One small request for 2.5 million texts costs nobody a moment."""
+
+        class Full(Stub):
+            check_room = place.serving.check_room
+
+        blind = replace(place.served, tokenizer=None)
+        with running(make_app(Full(), blind, max_body=1 << 20)) as url:
+            body = {**GREEDY, "prompt": ["a"] * 20_000, "n": 128}
+            got = httpx.post(f"{url}/v1/completions", json=body)
+        assert got.status_code == 429
+        assert "here are 2560000 more" in got.json()["error"]["message"]
+
+    def test_a_head_that_never_ends(self, place: Place, monkeypatch: Any) -> None:
+        monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+        host, port = place.url.removeprefix("http://").split(":")
+        with httpx.Client() as client, socket.create_connection((host, int(port))) as slow:
+            assert client.get(f"{place.url}/health").status_code == 200  # a whole one is answered
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ")
+            slow.settimeout(30)
+            assert slow.recv(100) == b""
 
     @pytest.mark.parametrize(
         "body",
@@ -446,21 +661,7 @@ class TestEnds:
         assert len(chunks) < 8 * 40  # pieces that waited were sent together
 
     def test_time_is_limited_and_nothing_is_told_of_a_failure(self, place: Place) -> None:
-        class Failing:
-            """Takes tasks and fails, or never tells anything."""
-
-            stats = place.serving.stats
-
-            def start(self) -> None: ...
-            def stop(self) -> None: ...
-            def cancel(self, ticket: Any) -> None: ...
-
-            def submit(self, task: Any, tell: Any) -> Any:
-                if task.seed == 1:
-                    raise RuntimeError("/a/path/of/this/machine")
-                return object()
-
-        with running(make_app(Failing(), place.served, timeout=0.3)) as url:
+        with running(make_app(Stub(), place.served, timeout=0.3)) as url:
             got = httpx.post(f"{url}/v1/completions", json={**GREEDY, "prompt": "a", "seed": 1})
             assert got.status_code == 500
             assert "path" not in got.text
@@ -479,11 +680,78 @@ class TestEnds:
             assert "ended" in got.json()["status"]
 
     def test_metrics(self, place: Place) -> None:
-        place.client.completions.create(prompt=STORY, **GREEDY)
-        text = metrics(place)
-        for name in ("requests_total", "texts_total", "drafted_tokens_total", "rows", "waiting"):
-            assert f"layerskip_{name}" in text
-        assert 'requests_total{path="/v1/completions",status="200"}' in text
+        """In our names, and those of vLLM, which judges read; as an answer tells them itself."""
+        before = counted(place)
+        got = place.client.completions.create(prompt=STORY * 3, **GREEDY)
+        after = counted(place)
+        more = {name: after[name] - before.get(name, 0) for name in after}
+        told = (got.model_extra or {})["metrics"]["speculative_decoding"]
+        label = '{model_name="demo-llama"}'
+        assert told["num_draft_tokens"] > 0
+        for name, number in (
+            ("num_drafts", told["num_spec_steps"]),
+            ("num_draft_tokens", told["num_draft_tokens"]),
+            ("num_accepted_tokens", told["num_accepted_draft_tokens"]),
+        ):
+            assert more[f"vllm:spec_decode_{name}_total{label}"] == number
+        per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        at = [number for name, number in more.items() if name.startswith(per_pos)]
+        assert sum(at) == told["num_accepted_draft_tokens"]
+        assert at == sorted(at, reverse=True)
+        histogram = told["acceptance_histogram"]
+        assert sum(histogram.values()) == told["num_spec_steps"]
+        length = 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
+        assert told["mean_acceptance_length"] == length
+        ours = 'layerskip_{}{{model="demo-llama"}}'
+        assert more[ours.format("generated_tokens_total")] == 24
+        assert more[ours.format("inter_token_seconds_count")] == 23
+        assert more[ours.format("first_token_seconds_count")] == 1
+        assert more[ours.format("rounds_total")] == got.model_extra["timings"]["rounds"]
+        for name in ("kv_cache_limit_bytes", "kv_cache_bytes", "earlier_texts_bytes"):
+            assert after[ours.format(name)] > 0
+        asked = 'layerskip_requests_total{model="demo-llama",path="/v1/completions",status="200"}'
+        assert more[asked] == 1
+        assert "_created" not in metrics(place)
+
+    def test_heads_sites_and_the_log_of_requests(self, place: Place, capfd: Any) -> None:
+        headers = {"Authorization": f"Bearer {KEY}", "Origin": SITE}
+        for path in ("health", "v1/models", "v1/models/demo-llama", "metrics"):
+            got = httpx.head(f"{place.url}/{path}", headers=headers)
+            assert (got.status_code, got.content) == (200, b"")
+            assert got.headers["access-control-allow-origin"] == SITE
+        ask = {"Access-Control-Request-Method": "POST"}
+        for origin, status in ((SITE, 200), ("https://elsewhere.org", 400)):
+            got = httpx.options(f"{place.url}/v1/models", headers={"Origin": origin, **ask})
+            assert got.status_code == status
+        capfd.readouterr()
+        serving = Stub()
+        for log in (False, True):
+            with running(make_app(serving, place.served), log=log) as url:
+                httpx.get(f"{url}/health")
+            assert ("GET /health" in capfd.readouterr().err) is log
+
+
+class Stub:
+    """A `Serving` that takes tasks and fails, or never tells anything."""
+
+    alive = True
+    stats = ServingStats()
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def cancel(self, text: Any) -> None: ...
+    def check_room(self, count: int) -> None: ...
+
+    def submit_all(self, requests: Any) -> Any:
+        if requests[0][0].seed == 1:
+            raise RuntimeError("/a/path/of/this/machine")
+        return [object() for _ in requests]
+
+
+def counted(place: Place) -> dict[str, float]:
+    """The value of each metric."""
+    lines = [line for line in metrics(place).splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 def metrics(place: Place) -> str:
@@ -491,8 +759,7 @@ def metrics(place: Place) -> str:
 
 
 def cancelled(place: Place) -> float:
-    lines = [line for line in metrics(place).splitlines() if 'reason="cancelled"' in line]
-    return float(lines[0].split()[-1]) if lines and "texts_total" in lines[0] else 0.0
+    return counted(place).get('layerskip_texts_total{model="demo-llama",reason="cancelled"}', 0)
 
 
 @pytest.mark.parametrize(

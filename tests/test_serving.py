@@ -363,7 +363,7 @@ def test_a_full_queue_refuses(model: Any) -> None:
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
-    with pytest.raises(QueueFull, match="2 tasks wait"):
+    with pytest.raises(QueueFull, match="2 texts wait, 2 may"):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
 
 

@@ -7,7 +7,7 @@ import socket
 import warnings
 from typing import TYPE_CHECKING
 
-from layerskip.cli.flags import Decoding, Loading, MaxRows, Memory, Quiet, Sampling, flag
+from layerskip.cli.flags import Decoding, Loading, MaxRows, Memory, Quiet, Sampling, flag, switch
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 
@@ -42,6 +42,23 @@ def serve(
     memory: Memory = None,
     max_body: float = flag("Largest request; larger ones get a 413.", "MB", default=4.0, min=0),
     timeout: float = flag("Longest time for a request.", "SECONDS", default=600.0, min=1),
+    cors: list[str] | None = flag(
+        "Let pages of this site ask, as https://example.org; *: of every site; repeatable.",
+        "ORIGIN",
+    ),
+    access_log: bool = switch("--access-log", "Write a line for each request to standard error."),
+    tool_parser: str = flag(
+        "How the model writes tool calls: hermes, llama3, mistral, mistral-named, gemma4, "
+        "functiongemma, or none; auto: as its chat template says.",
+        "NAME",
+        default="auto",
+    ),
+    reasoning_parser: str = flag(
+        "The marks around the model's reasoning: think, gemma4, mistral, or none; auto: as its "
+        "chat template says.",
+        "NAME",
+        default="auto",
+    ),
     decoding: Decoding,
     loading: Loading,
     quiet: Quiet = False,
@@ -56,7 +73,16 @@ def serve(
     def described(loaded: Loaded) -> None:
         from layerskip.serving.api import Served
 
-        described_as.append(Served.of(loaded, name, context=context, max_new_tokens=max_new_tokens))
+        described_as.append(
+            Served.of(
+                loaded,
+                name,
+                context=context,
+                max_new_tokens=max_new_tokens,
+                tool_parser=tool_parser,
+                reasoning_parser=reasoning_parser,
+            )
+        )
 
     with _listening(host, port) as listener:  # before the model is loaded, so that errors are quick
         try:
@@ -72,6 +98,7 @@ def serve(
                 f"whoever reaches {host} may use this server; give --api-key", stacklevel=2
             )
         with open_decoding(decoding, Sampling(), loading, talk, described) as opened:
+            from layerskip.serving.connections import configured
             from layerskip.serving.http import make_app
             from layerskip.serving.scheduler import Serving
 
@@ -87,15 +114,17 @@ def serve(
                 **settings,
             )
             app = make_app(
-                serving, served, api_key=api_key, max_body=int(max_body * 1e6), timeout=timeout
-            )
-            config = uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_graceful_shutdown=5
+                serving,
+                served,
+                api_key=api_key,
+                max_body=int(max_body * 1e6),
+                timeout=timeout,
+                origins=cors or (),
             )
             where, number = listener.getsockname()[:2]
             shown = f"[{where}]" if ":" in where else where
             talk.say(f"serving {served.name} at http://{shown}:{number}/v1 until Ctrl-C")
-            uvicorn.Server(config).run(sockets=[listener])
+            uvicorn.Server(configured(app, log=access_log)).run(sockets=[listener])
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -131,7 +131,9 @@ class Passes:
                 self._fill(row, part)
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
-            hidden = self._run_prompts(chunk, rows, firsts, min(*self.lengths, *lasts))
+            hidden = self._run_prompts(
+                chunk, rows, firsts, min(*self.lengths, *lasts), self._through
+            )
             for row, first in zip(rows, firsts, strict=True):
                 self.lengths[row] = min(first + chunk.shape[1], self.prompt_lengths[row])
             reached()
@@ -145,14 +147,22 @@ class Passes:
         return self._finish_prompts(last[:, None], range(len(self.prompts)))
 
     @in_inference_mode
-    def prefill_piece(self, row: int, most: int) -> Tensor | None:
-        """Run the next tokens of a joining row's prompt; logits (1, V) behind the last of all."""
+    def prefill_piece(self, row: int, most: int, every: bool = False) -> Tensor | None:
+        """Run the next tokens of a joining row's prompt; logits (1, V) behind the last of all.
+
+        Args:
+            every: whether logits are wanted behind each of these n tokens, (n, V).
+        """
         place, first, length = self.place_of(row), self.lengths[row], self.prompt_lengths[row]
         rows, chunk = range(place, place + 1), self.prompts[row][None, first : first + most]
         self.cache.prefilled = False
-        hidden = self._run_prompts(chunk, rows, [first], 0)
+        through = self.model.num_sublayers if every else self._through
+        hidden = self._run_prompts(chunk, rows, [first], 0, through)
         self.lengths[row] += chunk.shape[1]
         self._steps = 0  # what is told of the first token is not of the last round
+        if every:
+            self.cache.prefilled = True
+            return self.model.logits(hidden)[0]
         if self.lengths[row] == length:
             return self._finish_prompts(hidden[:, -1:], rows)
         self.cache.prefilled = True
@@ -163,12 +173,14 @@ class Passes:
         # layers that only read others' keys are needed for the last tokens alone
         return self.model.num_sublayers if self.needed else 2 * self.model.first_reader
 
-    def _run_prompts(self, chunk: Tensor, rows: range, firsts: list[int], lowest: int) -> Tensor:
+    def _run_prompts(
+        self, chunk: Tensor, rows: range, firsts: list[int], lowest: int, through: int
+    ) -> Tensor:
         """Run tokens (r, T) of the prompts in some places; states (r, T, H)."""
         self.cache.place(firsts, chunk.shape[1], lowest, rows)
         pictures = None if self.pictures is None else self.pictures.some(rows)
         hidden, step = self.model.feed(chunk, self.cache, self.rotary, pictures)
-        return self._carry(hidden, step, 0, self._through)
+        return self._carry(hidden, step, 0, through)
 
     def _finish_prompts(self, last: Tensor, rows: range) -> Tensor:
         """Logits behind the last tokens of the prompts in some places, of states (r, 1, H)."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
+from layerskip.serving.formats.reading import Delta, Reader, held_back
 from layerskip.serving.requests import Counts, Piece, TextRequest
 from layerskip.text import Detokenizer
 
@@ -14,28 +16,52 @@ from layerskip.text import Detokenizer
 class Choice:
     """One text as it comes, cut before the first stop string.
 
+    Args:
+        reader: takes a chat's answer apart; None: it is told as it is.
+        keep: special tokens whose text the reader needs.
+        echo: the prompt, where it is told before the text.
+        hidden: whether the text itself is not told, as none was asked for.
+
     Attributes:
-        text: what may be shown.
+        text: what may be shown, in all.
         tokens: how many there are, those that are not shown included.
-        reason: "stop" or "length"; None while it goes on.
+        reason: why it ended, as clients are told; None while it goes on.
     """
 
-    def __init__(self, tokenizer: Any, task: TextRequest, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        task: TextRequest,
+        stops: Sequence[str],
+        *,
+        reader: Reader | None = None,
+        keep: AbstractSet[int] = frozenset(),
+        echo: str | None = None,
+        hidden: bool = False,
+    ) -> None:
         self.task = task
         self.text = ""
         self.tokens = 0
         self.reason: str | None = None
         self.counts = Counts()
-        self._tokenizer = tokenizer
-        self._stops = stops
-        self._decoder = Detokenizer(tokenizer)
+        self.reader = reader
+        self._tokenizer, self._stops = tokenizer, stops
+        self._decoder = Detokenizer(tokenizer, keep)
         self._held = ""  # may become a stop string
         self._waiting: list[tuple[int, int, dict[int, float]]] = []  # where a token's text begins
+        self._echo, self._hidden = echo, hidden
 
-    def add(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """The text that a piece adds, and what is told of its tokens."""
-        self.tokens += len(piece.tokens)
+    def add(self, piece: Piece) -> tuple[list[Delta], list[dict[str, Any]]]:
+        """What a piece adds to the text, and what is told of its tokens."""
+        deltas, told = list[Delta](), list[dict[str, Any]]()
+        if self._echo is not None:
+            deltas, told = [{"content": self._echo}], self._prompt(piece)
+            self.text, self._echo = self._echo, None
         self.counts = piece.counts
+        if self._hidden:
+            self.reason = piece.reason and "length"
+            return deltas, told
+        self.tokens += len(piece.tokens)
         new = self._held
         for number, token in enumerate(piece.tokens):
             if piece.logprobs:
@@ -45,48 +71,80 @@ class Choice:
         if piece.reason is not None:
             new += self._decoder.end()
         if self.reason is not None:  # a stop string was there
-            return "", []
+            return [], []
         cut = min((at for each in self._stops if (at := new.find(each)) >= 0), default=None)
         if cut is not None:
             new, self._held, self.reason = new[:cut], "", "stop"
         else:
-            held = 0 if piece.reason is not None else _held(new, self._stops)
+            held = 0 if piece.reason is not None else held_back(new, self._stops)
             new, self._held = new[: len(new) - held], new[len(new) - held :]
             self.reason = piece.reason
         self.text += new
-        told = [each for each in self._waiting if each[0] < len(self.text)]
-        self._waiting = self._waiting[len(told) :]
-        return new, [self._told(*each) for each in told]
+        if self.reader is not None:
+            deltas += self.reader.feed(new, self.reason is not None)
+        elif new:
+            deltas.append({"content": new})
+        ready = [each for each in self._waiting if each[0] < len(self.text)]
+        self._waiting = self._waiting[len(ready) :]
+        return deltas, told + [self._told(*each) for each in ready]
+
+    def _prompt(self, piece: Piece) -> list[dict[str, Any]]:
+        """The prompt's tokens, if their log-probabilities are asked for; the first has none."""
+        if not self.task.prompt_logprobs:
+            return []
+        begin, decoder, told = 0, Detokenizer(self._tokenizer), []
+        for token, logprobs in zip(self.task.prompt, [{}, *piece.prompt_logprobs], strict=True):
+            told.append(self._told(begin, token, logprobs))
+            begin += len(decoder.put([token]))
+        return told
 
     def _told(self, begin: int, token: int, logprobs: dict[int, float]) -> dict[str, Any]:
         """A token as chats tell of it, and where its text begins."""
         most = self.task.top_logprobs or 0
         top = sorted(logprobs.items(), key=lambda each: -each[1])[:most]
         return {
-            **self._named(token, logprobs[token]),
+            **self._named(token, logprobs.get(token)),
             "top_logprobs": [self._named(*each) for each in top],
             "begin": begin,
         }
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._tokenizer.decode([token])
         data = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}
+        shown = None if logprob is None else max(logprob, -9999.0)
+        return {"token": text, "logprob": shown, "bytes": data}
 
 
-def _held(text: str, stops: Sequence[str]) -> int:
-    """How many of the last characters may be the beginning of a stop string."""
-    return max(
-        (k for each in stops for k in range(1, len(each)) if text.endswith(each[:k])), default=0
-    )
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """Deltas of one choice as one, or as its message."""
+    whole: Delta = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if name != "tool_calls":
+                whole[name] = whole.get(name, "") + value
+                continue
+            calls = whole.setdefault("tool_calls", [])
+            for call in value:
+                same = next((each for each in calls if each["index"] == call["index"]), None)
+                if same is None:
+                    calls.append(call | {"function": {"arguments": "", **call["function"]}})
+                else:
+                    same["function"]["arguments"] += call["function"]["arguments"]
+    return whole
 
 
 class Answer:
-    """All choices of a request, and the JSON documents that tell of them."""
+    """All choices of a request, and the JSON documents that tell of them.
 
-    def __init__(self, chat: bool, model: str, choices: Sequence[Choice]) -> None:
+    Args:
+        called: whether one tool was asked for by its name, which is then no reason to end.
+    """
+
+    def __init__(
+        self, chat: bool, model: str, choices: Sequence[Choice], called: bool = False
+    ) -> None:
         self.choices = choices
-        self._chat = chat
+        self._chat, self._called = chat, called
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "object": "chat.completion" if chat else "text_completion",
@@ -95,18 +153,26 @@ class Answer:
         }
         self._of_chunks = self._head | ({"object": "chat.completion.chunk"} if chat else {})
         self._told: list[list[dict[str, Any]]] = [[] for _ in choices]
+        self._messages: list[Delta] = [{} for _ in choices]
 
     def add(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """Take a piece of a choice; the chunk that tells of it, if it tells anything."""
         choice = self.choices[index]
         ended = choice.reason
-        text, told = choice.add(piece)
+        deltas, told = choice.add(piece)
         self._told[index] += told
-        reason = choice.reason if ended is None else None
-        if not text and not told and reason is None:
+        self._messages[index] = merged([self._messages[index], *deltas])
+        reason = self._reason(choice) if ended is None else None
+        if not deltas and not told and reason is None:
             return None
-        content = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
+        delta = merged(deltas)
+        content = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         return self.chunk(index, content, told, reason)
+
+    def _reason(self, choice: Choice) -> str | None:
+        if choice.reason == "stop" and choice.reader and choice.reader.calls and not self._called:
+            return "tool_calls"
+        return choice.reason
 
     def role(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat's choice."""
@@ -117,19 +183,37 @@ class Answer:
     ) -> dict[str, Any]:
         return {**self._of_chunks, "choices": [self._choice(index, content, told, reason)]}
 
+    def message(self, index: int) -> dict[str, Any]:
+        """What a choice of a chat says, in all."""
+        whole = self._messages[index]
+        calls = [
+            {name: value for name, value in call.items() if name != "index"}
+            for call in whole.get("tool_calls", ())
+        ]
+        also = {"tool_calls": calls} if calls else {}
+        if "reasoning_content" in whole:
+            also["reasoning_content"] = whole["reasoning_content"]
+        content = whole.get("content", None if calls else "")
+        return {"role": "assistant", "content": content, "refusal": None, **also}
+
     def whole(self) -> dict[str, Any]:
         """The answer to a client that does not stream."""
         choices = []
         for index, (choice, told) in enumerate(zip(self.choices, self._told, strict=True)):
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
-            content = {"message": message} if self._chat else {"text": choice.text}
-            choices.append(self._choice(index, content, told, choice.reason))
-        return {**self._head, "choices": choices, "usage": self.usage(), "timings": self.timings()}
+            content = {"message": self.message(index)} if self._chat else {"text": choice.text}
+            choices.append(self._choice(index, content, told, self._reason(choice)))
+        return {**self._head, "choices": choices, **self.counted()}
 
     def last(self) -> dict[str, Any]:
         """The chunk with usage, behind all others."""
+        return {**self._of_chunks, "choices": [], **self.counted()}
+
+    def counted(self) -> dict[str, Any]:
+        """How many tokens there were, and what drafting came to."""
         counted = {"usage": self.usage(), "timings": self.timings()}
-        return {**self._of_chunks, "choices": [], **counted}
+        if len(self.choices) == 1:
+            counted["metrics"] = {"speculative_decoding": acceptance(self.choices[0].counts)}
+        return counted
 
     def usage(self) -> dict[str, Any]:
         prompts = {id(choice.task.prompt): len(choice.task.prompt) for choice in self.choices}
@@ -169,6 +253,20 @@ class Answer:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
+def acceptance(counts: Counts) -> dict[str, Any]:
+    """What was accepted in a text's rounds, in vLLM's names, which AIPerf reads."""
+    steps = sum(counts.accepted_of.values())
+    return {
+        "mean_acceptance_length": 1 + counts.accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": counts.accepted / counts.drafted if counts.drafted else 0.0,
+        "acceptance_histogram": {str(k): n for k, n in sorted(counts.accepted_of.items())},
+        "num_accepted_draft_tokens": counts.accepted,
+        "num_draft_tokens": counts.drafted,
+        "num_spec_steps": steps,
+        "num_spec_tokens": counts.longest,
+    }
+
+
 def _of_chat(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shown = [{name: value for name, value in each.items() if name != "begin"} for each in told]
     return {"content": shown, "refusal": None}
@@ -179,7 +277,10 @@ def _of_completion(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tokens": [each["token"] for each in told],
         "token_logprobs": [each["logprob"] for each in told],
         "top_logprobs": [
-            {top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told
+            {top["token"]: top["logprob"] for top in each["top_logprobs"]}
+            if each["logprob"] is not None
+            else None
+            for each in told
         ],
         "text_offset": [each["begin"] for each in told],
     }

@@ -1,30 +1,39 @@
-"""The model as clients of OpenAI's interface see it, and the tasks that come of what they ask."""
+"""The model as clients of OpenAI's interface see it, and the texts that come of what they ask."""
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import SequenceBiasLogitsProcessor
+from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from layerskip.checkpoints import Loaded
-from layerskip.grammars import response_format
+from layerskip.grammars import lark, response_format
 from layerskip.requests import end_tokens
+from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.fields import (
     Asked,
     ChatAsked,
     CompletionAsked,
     Content,
+    Detokenize,
     Message,
     Refusal,
+    Tokenize,
 )
+from layerskip.serving.formats import format_of, reasoning_of
+from layerskip.serving.formats.base import Format
+from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.requests import TextRequest
+from layerskip.text import decode_text
 
 COLDEST = 0.001  # a temperature below has scores that float32 does not hold
+_PREDICTED = 16  # characters of a prediction for each token of the context, at most
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,9 @@ class Served:
         context: the most tokens of a prompt and its text together.
         max_new_tokens: where a request says nothing.
         temperature, top_k, top_p: likewise.
+        format: how the model writes tool calls, if that is known.
+        reasoning: the marks around its reasoning, if it has some.
+        longest_token: characters of a token, at most.
     """
 
     name: str
@@ -46,6 +58,9 @@ class Served:
     top_k: int = 0
     top_p: float = 1.0
     ends: frozenset[int] = frozenset()
+    format: Format | None = None
+    reasoning: tuple[str, str] | None = None
+    longest_token: int = 256
 
     @classmethod
     def of(
@@ -55,22 +70,27 @@ class Served:
         *,
         context: int | None = None,
         max_new_tokens: int = 1024,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> Served:
         """A loaded model with what its own configuration says.
 
         Args:
             name: by default the model's own, without the path of its folder.
+            tool_parser, reasoning_parser: names of formats; "auto": as the chat template says.
         """
-        model = loaded.model
+        model, tokenizer = loaded.model, loaded.tokenizer
         text, config = model.config.get_text_config(), model.generation_config
         longest = getattr(text, "max_position_embeddings", None)
         limits = [limit for limit in (context, longest) if limit is not None]
         if not limits:
             raise ValueError("this model does not say how long its texts may be; give --context N")
         plain = loaded.name if loaded.folder is None else Path(loaded.name).resolve().name
+        template = tokenizer.chat_template
+        template = template if isinstance(template, str) else json.dumps(template or "")
         return cls(
             name or plain,
-            loaded.tokenizer,
+            tokenizer,
             text.vocab_size,
             min(limits),
             max_new_tokens,
@@ -78,101 +98,263 @@ class Served:
             top_k=config.top_k or 0,
             top_p=1.0 if config.top_p is None else config.top_p,
             ends=end_tokens(model),
+            format=format_of(tool_parser, template),
+            reasoning=reasoning_of(reasoning_parser, template),
+            longest_token=max(map(len, tokenizer.get_vocab())),
         )
 
+    def marks(self, texts: Sequence[str]) -> frozenset[int]:
+        """The tokens that are these marks."""
+        added = self.tokenizer.get_added_vocab()
+        return frozenset(added[each] for each in texts if each in added)
 
-def tasks_of(asked: Asked, served: Served) -> list[TextRequest]:
-    """A task for each choice: n for each prompt, choice i with seed + i.
+
+def answer_of(asked: Asked, served: Served) -> Answer:
+    """The answer that is asked for, before its texts: n for each prompt, choice i with seed + i.
 
     Raises:
-        Refusal: another model, or a prompt that is empty, too long or of unknown tokens.
+        Refusal: another model, a prompt that is empty, too long or of unknown tokens, or fields
+            that do not go together.
     """
     if asked.model != served.name:
         message = f"there is no model {asked.model!r} here, but {served.name!r}"
         raise Refusal(404, message, param="model", code="model_not_found")
     if asked.stream_options is not None and not asked.stream:
         raise Refusal(400, "stream_options needs stream: true", param="stream_options")
-    told = asked.told
+    chat = isinstance(asked, ChatAsked)
+    if isinstance(asked, ChatAsked):
+        asked.check()
+    told, echo = asked.told, isinstance(asked, CompletionAsked) and asked.echo
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
+    prompts, reader = _prompts(asked, served), _Readers(asked, served)
+    shared = {
+        **_sampling(asked, served),
+        "eos": frozenset() if asked.ignore_eos else served.ends | {*asked.stop_token_ids},
+        "predicted": _predicted(asked, served),
+        "top_logprobs": told,
+        "prompt_logprobs": echo and told is not None,
+    }
+    before, grammar = _bias(asked, served), reader.grammar() or _grammar(asked, served)
+    choices = []
+    for prompt in prompts:
+        limit = _limit(asked, len(prompt), served)
+        penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
+        stop = StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None
+        for number in range(asked.n):
+            task = TextRequest(
+                prompt,
+                max(1, limit),
+                seed=seed + (number if asked.same_seed else len(choices)),
+                stop=stop,
+                processors=[*before, *([penalties] if penalties else []), *grammar],
+                **shared,
+            )
+            choice = Choice(
+                served.tokenizer,
+                task,
+                asked.stops,
+                reader=reader(prompt),
+                keep=reader.keep,
+                echo=_echoed(asked, prompt, number, served) if echo else None,
+                hidden=limit == 0,
+            )
+            choices.append(choice)
+    return Answer(chat, served.name, choices, called=reader.named)
+
+
+def _sampling(asked: Asked, served: Served) -> dict[str, Any]:
     temperature = served.temperature if asked.temperature is None else asked.temperature
     if 0 < temperature < COLDEST:
         message = f"temperature must be 0 or at least {COLDEST}, got {temperature}"
         raise Refusal(400, message, param="temperature")
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {
-            "do_sample": True,
-            "temperature": temperature,
-            "top_k": served.top_k if asked.top_k is None else asked.top_k,
-            "top_p": served.top_p if asked.top_p is None else asked.top_p,
-            "min_p": asked.min_p,
-        }
-    predicted: list[int] = []
-    if asked.prediction is not None:
-        text = _text(asked.prediction.content)
-        predicted = served.tokenizer(text, add_special_tokens=False)["input_ids"]
-    grammar = _grammar(asked, served)
-    requests: list[TextRequest] = []
-    for prompt in _prompts(asked, served):
-        bias, limit = _bias(asked, served), _limit(asked, len(prompt), served)
-        penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
-        for _ in range(asked.n):
-            task = TextRequest(
-                prompt,
-                limit,
-                **sampling,
-                seed=seed + len(requests),
-                stop=StopStrings(served.tokenizer, asked.stops, len(prompt))
-                if asked.stops
-                else None,
-                processors=[*bias, *([penalties] if penalties else []), *grammar],
-                predicted=predicted,
-                top_logprobs=told,
-            )
-            requests.append(task)
-    return requests
+    if not temperature:
+        return {"do_sample": False}
+    top_k = served.top_k if asked.top_k is None else max(0, asked.top_k)  # elsewhere -1 is all
+    return {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": min(top_k, served.vocabulary),
+        "top_p": served.top_p if asked.top_p is None else asked.top_p,
+        "min_p": asked.min_p,
+    }
+
+
+def _predicted(asked: Asked, served: Served) -> list[int]:
+    """Tokens of the prediction, no more than a text may have."""
+    if asked.prediction is None:
+        return []
+    text = _text(asked.prediction.content)[: _PREDICTED * served.context]
+    tokens: list[int] = served.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokens[: served.context]
 
 
 def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+def _echoed(asked: Asked, prompt: list[int], number: int, served: Served) -> str:
+    """The prompt, to be told before the text."""
+    assert isinstance(asked, CompletionAsked)
+    given = asked.prompts[0] if len(asked.prompts) == 1 else None
+    return given if isinstance(given, str) else decode_text(served.tokenizer, prompt)
+
+
+class _Readers:
+    """What reads the texts of a request: tool calls and reasoning, if it is a chat's.
+
+    Attributes:
+        keep: special tokens whose text is read.
+        named: whether one tool is asked for by its name.
+    """
+
+    def __init__(self, asked: Asked, served: Served) -> None:
+        self._asked, self._served = asked, served
+        self._format: Format | None = None
+        self._inside = False
+        self._reasoning = served.reasoning if isinstance(asked, ChatAsked) else None
+        self.named = False
+        marks = list(self._reasoning or ())
+        if isinstance(asked, ChatAsked) and asked.choice != "none":
+            self._format, self.named = served.format, asked.choice not in ("auto", "required")
+            if self._format is None:
+                raise Refusal(
+                    400,
+                    "this model's chat template has none of the tool calls that are known here; "
+                    "leave out tools, or start the server with --tool-parser",
+                    param="tools",
+                )
+            marks += self._format.marks
+        self.keep = served.marks([mark.strip() for mark in marks])
+
+    def __call__(self, prompt: list[int]) -> Reader | None:
+        if not isinstance(self._asked, ChatAsked):
+            return None
+        several = self._asked.parallel_tool_calls and not self.named
+        inside = self._begins_inside(prompt)
+        return Reader(self._format, self._reasoning, inside=inside, several=several)
+
+    def _begins_inside(self, prompt: list[int]) -> bool:
+        """Whether the template has begun the reasoning."""
+        if self._reasoning is None:
+            return False
+        text = self._served.tokenizer.decode(prompt[-16:]).rstrip()
+        return text.endswith(self._reasoning[0].rstrip())
+
+    def grammar(self) -> list[Any]:
+        """Calls that are asked for, required or by name, as a processor."""
+        asked, served = self._asked, self._served
+        if not isinstance(asked, ChatAsked) or self._format is None or asked.choice == "auto":
+            return []
+        tools = [
+            each.function.model_dump()
+            for each in asked.tools
+            if not self.named or each.function.name == asked.choice
+        ]
+
+        def mark(text: str) -> str:
+            tokens = served.marks([text])
+            return f"<[{next(iter(tokens))}]>" if tokens else json.dumps(text)
+
+        several = asked.parallel_tool_calls and not self.named
+        ends = sorted(served.ends) or None
+        try:
+            rules = self._format.grammar(tools, several, mark)
+            return [lark(f"start: calls\n{rules}", served.tokenizer, eos=ends)]
+        except ValueError as error:
+            raise Refusal(400, f"tools: {error}", param="tools") from error
+
+
 def _prompts(asked: Asked, served: Served) -> list[list[int]]:
     """Token ids of each prompt."""
-    param = "messages" if isinstance(asked, ChatAsked) else "prompt"
     if isinstance(asked, ChatAsked):
-        prompts = [_chat(asked.messages, served.tokenizer)]
+        param, prompts = "messages", [_chat(asked, served)]
     else:
         assert isinstance(asked, CompletionAsked)
-        given: Any = asked.prompt
-        several = given if isinstance(given, list) else [given]
-        if several and isinstance(several[0], int):
-            several = [several]  # one prompt in token ids
-        prompts = [served.tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in several]
+        param, prompts = "prompt", []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                _check_length(len(prompt), param, served)
+                prompt = served.tokenizer(prompt)["input_ids"]
+            prompts.append(prompt)
     if not prompts or not all(prompts):
         raise Refusal(400, f"{param} must hold at least one token", param=param)
-    strange = [t for prompt in prompts for t in prompt if not 0 <= t < served.vocabulary]
-    if strange:
-        message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange[0]}"
-        raise Refusal(400, message, param=param)
+    for prompt in prompts:
+        _check_tokens(prompt, param, served)
     return prompts
 
 
-def _chat(messages: Sequence[Message], tokenizer: Any) -> list[int]:
+def _check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
+    strange = next((token for token in tokens if not 0 <= token < served.vocabulary), None)
+    if strange is not None:
+        message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange}"
+        raise Refusal(400, message, param=param)
+
+
+def _check_length(characters: int, param: str, served: Served) -> None:
+    """Refuse what is too long in any case, before it is encoded."""
+    most = served.context * served.longest_token
+    if characters > most:
+        message = (
+            f"{param} has {characters} characters, more than the {served.context} tokens of this "
+            "model's texts can hold; make it shorter"
+        )
+        raise Refusal(400, message, param=param, code="context_length_exceeded")
+
+
+def _chat(asked: ChatAsked, served: Served) -> list[int]:
+    also = dict(asked.chat_template_kwargs)
+    if asked.tools and asked.choice != "none":
+        also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
+    if asked.reasoning_effort is not None:
+        also["reasoning_effort"] = asked.reasoning_effort
+    return _templated(asked.messages, also, served)
+
+
+def _templated(messages: Sequence[Message], also: Mapping[str, Any], served: Served) -> list[int]:
+    """Messages through the chat template, with what else it is told."""
+    tokenizer = served.tokenizer
     if not tokenizer.chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
-    spoken = [
-        {"role": "system" if m.role == "developer" else m.role, "content": _text(m.content)}
-        for m in messages
-    ]
+    spoken = [message.spoken() for message in messages]
+    _check_length(sum(len(each["content"]) for each in spoken), "messages", served)
     try:
         ids: list[int] = tokenizer.apply_chat_template(
-            spoken, add_generation_prompt=True, return_dict=True
+            spoken, **{"add_generation_prompt": True, **also, "return_dict": True}
         )["input_ids"]
     except Exception as error:  # a template refuses in whatever way it likes
         message = f"the model's chat template refuses these messages: {error}"
         raise Refusal(400, message, param="messages") from error
     return ids
+
+
+def tokenized(asked: Tokenize, served: Served) -> dict[str, Any]:
+    """Token ids of a text or a chat, in vLLM's shape.
+
+    Raises:
+        Refusal: there is not one of both, or it is too long or refused by the template.
+    """
+    if (asked.prompt is None) == (not asked.messages):
+        raise Refusal(400, "give prompt or messages, one of them", param="prompt")
+    if asked.prompt is not None:
+        _check_length(len(asked.prompt), "prompt", served)
+        special = asked.add_special_tokens
+        ids = served.tokenizer(asked.prompt, add_special_tokens=special)["input_ids"]
+    else:
+        also = {"add_generation_prompt": asked.add_generation_prompt, **asked.chat_template_kwargs}
+        ids = _templated(asked.messages, also, served)
+    told = served.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": served.context,
+        "tokens": ids,
+        "token_strs": told,
+    }
+
+
+def detokenized(asked: Detokenize, served: Served) -> dict[str, str]:
+    """The text of token ids, special ones included."""
+    _check_tokens(asked.tokens, "tokens", served)
+    return {"prompt": served.tokenizer.decode(asked.tokens)}
 
 
 def _limit(asked: Asked, prompt: int, served: Served) -> int:
@@ -203,12 +385,15 @@ def _grammar(asked: Asked, served: Served) -> list[Any]:
 
 
 def _bias(asked: Asked, served: Served) -> list[Any]:
-    """`logit_bias` as a processor of the library."""
-    if not asked.logit_bias:
-        return []
-    for token in asked.logit_bias:
-        if not token.isdecimal() or not int(token) < served.vocabulary:
-            message = f"logit_bias: tokens are 0 to {served.vocabulary - 1}, got {token!r}"
+    """`repetition_penalty` and `logit_bias` as processors of the library."""
+    bias: list[Any] = []
+    for token, value in asked.logit_bias.items():
+        number = int(token) if token.isdecimal() and len(token) < 12 else -1
+        if not 0 <= number < served.vocabulary:
+            shown = token if len(token) < 40 else f"{token[:40]}..."
+            message = f"logit_bias: tokens are 0 to {served.vocabulary - 1}, got {shown!r}"
             raise Refusal(400, message, param="logit_bias")
-    bias: Any = [[[int(token)], value] for token, value in asked.logit_bias.items()]
-    return [SequenceBiasLogitsProcessor(bias)]
+        bias.append([[number], value])
+    penalty = asked.repetition_penalty
+    processors = [] if penalty == 1 else [RepetitionPenaltyLogitsProcessor(penalty)]
+    return processors + ([SequenceBiasLogitsProcessor(bias)] if bias else [])

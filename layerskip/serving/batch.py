@@ -30,6 +30,7 @@ from layerskip.settings import LONGEST_DRAFT
 from layerskip.timing.tables import cost_tables
 
 _PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
+_SCORED = 64  # tokens of a prompt whose log-probabilities are told, in one pass
 _MEASURING = 2.0  # seconds, about, before the first request
 
 
@@ -190,18 +191,22 @@ class Batch:
 
         Behind the last one the text is in rounds.
         """
-        passes, row = self.passes, text.row
+        passes, row, every = self.passes, text.row, text.request.prompt_logprobs
         if not passes.lengths[row]:  # by now more may be cached than when it joined
             if not any(passes.lengths[each] for each in passes.seated):
                 # not beside texts on their way, which new weights would spoil anyway
                 self._weights = self.cached.check(self.model)
             text.weights = self._weights
-            window = passes.cache.window
-            filled, same = self.cached.start(text.request.prompt, window, passes.needed)
+            window, prompt = passes.cache.window, text.request.prompt
+            filled, same = self.cached.start([] if every else prompt, window, passes.needed)
             passes.fill(row, filled)
             text.counts.cached, text.same = passes.lengths[row], same if window else 0
         before = passes.lengths[row]
-        raw = passes.prefill_piece(row, min(most, passes.piece))  # (1, V)
+        most = min(most, passes.piece, _SCORED if every else most)
+        raw = passes.prefill_piece(row, most, every)  # (1, V), or (n, V)
+        if every and raw is not None:
+            text.tell_prompt(raw, before + 1)
+            raw = raw[-1:] if passes.lengths[row] == text.prompt_length else None  # (1, V)
         if before < text.same <= passes.lengths[row]:
             self._keep(text, text.same)
         if raw is not None:

@@ -5,29 +5,31 @@ What is not supported is refused by name, never ignored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-_SEEDS = 2**63
+_SEEDS, _LARGE = 2**63, 2**31 - 1
 # Fields that say who asks or where, not what for.
 _ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # What other fields may say, as it asks for nothing.
 _NOTHING: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
+    "length_penalty": (1.0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
 }
 
 
@@ -79,9 +81,81 @@ class TextPart(_Fields):
 Content = str | list[TextPart]
 
 
+class Called(_Fields):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(_Fields):
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int = 0
+    function: Called
+
+
 class Message(_Fields):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] = []
+
+    @model_validator(mode="after")
+    def _speaks(self) -> Message:
+        if "content" not in self.model_fields_set and self.role != "assistant":
+            raise ValueError("a message needs content, unless it is an assistant's")
+        return self
+
+    def spoken(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        text = self.content
+        told: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text if isinstance(text, str) else "".join(part.text for part in text),
+        }
+        also = ("name", "tool_call_id", "reasoning_content")
+        told |= {name: value for name in also if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            told["tool_calls"] = [
+                {"type": "function", "id": each.id, "function": _arguments(each.function)}
+                for each in self.tool_calls
+            ]
+        return told
+
+
+def _arguments(called: Called) -> dict[str, Any]:
+    """A call with its arguments as templates want them: an object, where they are one."""
+    arguments: Any = called.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:  # what a model wrote, cut off perhaps
+            arguments = called.arguments
+    return {"name": called.name, "arguments": arguments}
+
+
+class ToolFunction(_Fields):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(_Fields):
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ToolName(_Fields):
+    name: str
+
+
+class NamedTool(_Fields):
+    type: Literal["function"]
+    function: ToolName
 
 
 class StreamOptions(_Fields):
@@ -100,7 +174,11 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Asked(_Fields):
-    """What chats and completions may both say; `top_k` and `min_p` are not OpenAI's."""
+    """What chats and completions may both say; OpenAI's first, behind them those of others.
+
+    Attributes:
+        same_seed: whether every prompt of a list is drawn with `seed`, and not the i-th with more.
+    """
 
     model: str
     n: int = Field(1, ge=1, le=128)
@@ -108,16 +186,25 @@ class Asked(_Fields):
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0, le=_LARGE)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: Share | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     prediction: Prediction | None = None
     response_format: dict[str, Any] | None = None
+    top_k: int | None = Field(None, ge=-1, le=_LARGE)
+    min_p: Share | None = None
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    same_seed: bool = False
+
+    @property
+    def texts(self) -> int:
+        """How many texts are asked for."""
+        return self.n
 
     @property
     def include_usage(self) -> bool:
@@ -140,9 +227,36 @@ class Asked(_Fields):
 
 class ChatAsked(Asked):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=_LARGE)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_LARGE)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Refuse a choice of tools that are not there."""
+        names = [each.function.name for each in self.tools]
+        if self.choice not in ("none", "auto", "required", *names):
+            message = f"tool_choice names {self.choice!r}, tools are {', '.join(names) or 'none'}"
+            raise Refusal(400, message, param="tool_choice")
+        if self.choice == "required" and not names:
+            raise Refusal(400, "tool_choice: required needs tools", param="tool_choice")
+        if self.choice not in ("none", "auto") and self.response_format is not None:
+            message = "response_format and a tool that must be called do not go together"
+            raise Refusal(400, message, param="response_format")
+
+    @property
+    def choice(self) -> str:
+        """Which tools may be called: none, auto, required, or the name of one."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.function.name
+        if not self.tools and self.tool_choice != "required":
+            return "none"
+        return self.tool_choice or "auto"
 
     @property
     def most(self) -> tuple[str, int | None]:
@@ -166,13 +280,42 @@ class ChatAsked(Asked):
 class CompletionAsked(Asked):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Each of them, text or token ids."""
+        given: Any = self.prompt
+        several: Any = given if isinstance(given, list) else [given]
+        return [several] if several and isinstance(several[0], int) else several
+
+    @property
+    def texts(self) -> int:
+        return self.n * len(self.prompts)
 
     @property
     def told(self) -> int | None:
         return self.logprobs
 
 
-Body = TypeVar("Body", bound=Asked)
+class Tokenize(_Fields):
+    """Text, or messages of a chat, to be encoded."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] = []
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class Detokenize(_Fields):
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def read(kind: type[Body], body: bytes) -> Body:
@@ -199,4 +342,6 @@ def read(kind: type[Body], body: bytes) -> Body:
 
 def _is_kind(part: int | str) -> bool:
     """Whether a part of an error's place is one of the kinds of a union, no field."""
-    return isinstance(part, str) and (part in ("str", "int", "constrained-str") or "[" in part)
+    return isinstance(part, str) and (
+        part in ("str", "int", "constrained-str") or "[" in part or part[:1].isupper()
+    )

@@ -13,15 +13,25 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from layerskip.serving.answers import Answer, Choice
-from layerskip.serving.api import Served, tasks_of
-from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Refusal, read
+from layerskip.serving.answers import Answer
+from layerskip.serving.api import Served, answer_of, detokenized, tokenized
+from layerskip.serving.fields import (
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Detokenize,
+    Refusal,
+    Tokenize,
+    read,
+)
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
-from layerskip.serving.scheduler import Serving, Ticket
+from layerskip.serving.scheduler import Serving
+from layerskip.serving.texts import Text
 
 BODY_SECONDS = 30.0  # in which a client sends what it asks
 _log = logging.getLogger(__name__)
@@ -34,6 +44,7 @@ def make_app(
     api_key: str | None = None,
     max_body: int = 4 << 20,
     timeout: float = 600.0,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """The application; it starts and stops the `Serving`.
 
@@ -41,8 +52,9 @@ def make_app(
         api_key: what clients must show as a bearer token; None: nothing.
         max_body: bytes of a request.
         timeout: seconds of a request in all, the reading of its answer included.
+        origins: sites whose pages may ask, as "https://example.org"; "*": all.
     """
-    metrics = Metrics(serving)
+    metrics = Metrics(serving, served.name)
     # one thread: what tokenizers do beside each other is theirs to say
     encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
 
@@ -67,6 +79,13 @@ def make_app(
 
     app = FastAPI(lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     keyed = [Depends(check_key)]
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=[*origins], allow_methods=["*"], allow_headers=["*"]
+        )
+
+    def get(path: str, *, key: bool = True) -> Any:
+        return app.api_route(path, methods=["GET", "HEAD"], dependencies=keyed if key else [])
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
@@ -85,24 +104,24 @@ def make_app(
         # the server's log has the rest; a client is told nothing of this machine
         return await refused(request, Refusal(500, "the server failed at this request"))
 
-    @app.get("/health")
+    @get("/health", key=False)
     async def health() -> Response:
         if not serving.alive:
             return JSONResponse({"status": "the thread that decodes has ended"}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics", dependencies=keyed)
+    @get("/metrics")
     async def told() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     card = {"id": served.name, "object": "model", "created": int(time.time())}
     card |= {"owned_by": "layerskip", "context_length": served.context}
 
-    @app.get("/v1/models", dependencies=keyed)
+    @get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{name:path}", dependencies=keyed)
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != served.name:
             message = f"there is no model {name!r} here, but {served.name!r}"
@@ -117,16 +136,33 @@ def make_app(
     async def completion(request: Request) -> Response:
         return await answered(request, CompletionAsked)
 
+    @app.post("/v1/embeddings", dependencies=keyed)
+    async def embeddings(request: Request) -> Response:
+        raise Refusal(400, f"{served.name} generates text; embeddings are not served here")
+
+    @app.post("/tokenize", dependencies=keyed)
+    async def tokenize(request: Request) -> Response:
+        asked = read(Tokenize, await _body(request, max_body))
+        return JSONResponse(await encoded(tokenized, asked, served))
+
+    @app.post("/detokenize", dependencies=keyed)
+    async def detokenize(request: Request) -> Response:
+        asked = read(Detokenize, await _body(request, max_body))
+        return JSONResponse(await encoded(detokenized, asked, served))
+
+    async def encoded(work: Callable[..., Any], *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(encoding, work, *arguments)
+
     async def answered(request: Request, kind: type[Asked]) -> Response:
         with metrics.counting(request.url.path):
             deadline = asyncio.get_running_loop().time() + timeout
             asked = read(kind, await _body(request, max_body))
-            loop = asyncio.get_running_loop()
-            tasks = await loop.run_in_executor(encoding, tasks_of, asked, served)
-            running = _Running(serving, metrics.ended)
-            await running.submit(tasks)
-            choices = [Choice(served.tokenizer, task, asked.stops) for task in tasks]
-            answer = Answer(kind is ChatAsked, served.name, choices)
+            with _refusing():
+                serving.check_room(asked.texts)  # before anything is encoded
+            answer = await encoded(answer_of, asked, served)
+            running = _Running(serving, metrics.told)
+            await running.submit([choice.task for choice in answer.choices])
             if asked.stream:
                 return _Events(running, _chunks(running, answer, asked), deadline)
             with running.cancelled_at_last():
@@ -136,39 +172,45 @@ def make_app(
     return app
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What a `Serving` refuses, as clients are told."""
+    try:
+        yield
+    except QueueFull as full:
+        raise Refusal(429, f"{full}", code="queue_full") from full
+    except ValueError as error:
+        raise Refusal(400, str(error)) from error
+
+
 class _Running:
     """The tasks of one request: they tell from their thread, one coroutine reads."""
 
-    def __init__(self, serving: Serving, ended: Callable[[TextRequest, Piece], None]) -> None:
-        self._serving = serving
-        self._ended = ended
+    def __init__(
+        self, serving: Serving, counted: Callable[[TextRequest, Piece, float], None]
+    ) -> None:
+        self._serving, self._counted = serving, counted
         self._loop = asyncio.get_running_loop()
         # by text, what a client has not been sent: one piece, however slowly it reads
         self._told: dict[int, Piece] = {}
         self._news = asyncio.Event()
-        self._tickets: dict[int, Ticket] = {}
+        self._texts: dict[int, Text] = {}
 
     async def submit(self, tasks: Sequence[TextRequest]) -> None:
         """All of them or none."""
-        try:
-            for index, task in enumerate(tasks):
-                tell = self._tell(index, task)
-                # on a thread: it may wait for the one that steps
-                self._tickets[index] = await asyncio.to_thread(self._serving.submit, task, tell)
-        except QueueFull as full:
-            self.cancel()
-            raise Refusal(429, f"{full}", code="queue_full") from full
-        except ValueError as error:
-            self.cancel()
-            raise Refusal(400, str(error)) from error
-        except BaseException:
-            self.cancel()
-            raise
+        telling = [(task, self._tell(index, task)) for index, task in enumerate(tasks)]
+        with _refusing():
+            # on a thread: it may wait for the one that steps
+            texts = await asyncio.to_thread(self._serving.submit_all, telling)
+        self._texts = dict(enumerate(texts))
 
     def _tell(self, index: int, task: TextRequest) -> Callable[[Piece], None]:
+        before = 0.0
+
         def tell(piece: Piece) -> None:
-            if piece.reason is not None:
-                self._ended(task, piece)
+            nonlocal before
+            self._counted(task, piece, before)
+            before = piece.counts.seconds
             self._loop.call_soon_threadsafe(self._put, index, piece)
 
         return tell
@@ -184,7 +226,7 @@ class _Running:
         Raises:
             Refusal: one has failed.
         """
-        while self._tickets:
+        while self._texts:
             await self._news.wait()
             index = next(iter(self._told))
             piece = self._told.pop(index)
@@ -194,13 +236,13 @@ class _Running:
                 _log.error("a text has ended early: %s", piece.error or piece.reason)
                 raise Refusal(500, "the server could not finish this text")
             if piece.reason is not None:
-                self._tickets.pop(index, None)
+                self._texts.pop(index, None)
             yield index, piece
 
     def cancel(self) -> None:
-        for ticket in self._tickets.values():
-            self._serving.cancel(ticket)
-        self._tickets.clear()
+        for text in self._texts.values():
+            self._serving.cancel(text)
+        self._texts.clear()
 
     @contextmanager
     def cancelled_at_last(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""What a server counts, for Prometheus: in names of its own, and in those of vLLM."""
 
 from __future__ import annotations
 
@@ -6,50 +6,86 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
 
-_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+_GAUGES = {  # by the name of what `ServingStats` has
+    "rows": ("rows", "Texts in the batch."),
+    "waiting": ("waiting", "Texts in the queue."),
+    "memory": ("kv_cache_limit_bytes", "What the KV caches of the batch may take."),
+    "used": ("kv_cache_bytes", "What they take."),
+    "known_used": ("earlier_texts_bytes", "What the KV caches of earlier texts take."),
+    "laws_used": ("stored_logits_bytes", "What stored logits take, about."),
+}
+_COUNTED = {  # by our names: what is counted, and vLLM's name
+    "prompt_tokens": ("Tokens of prompts.", "prompt_tokens"),
+    "cached_tokens": ("Tokens of prompts that were cached.", None),
+    "generated_tokens": ("Tokens generated.", "generation_tokens"),
+    "rounds": ("Rounds of texts.", None),
+    "drafts": ("Rounds of texts that drafted.", "spec_decode_num_drafts"),
+    "drafted_tokens": ("Tokens drafted.", "spec_decode_num_draft_tokens"),
+    "accepted_tokens": ("Drafted tokens accepted.", "spec_decode_num_accepted_tokens"),
+}
 
 
 class Metrics(Collector):
-    """Counters in a registry of their own, and gauges that ask the `Serving`."""
+    """Counters in a registry of their own, and gauges that ask the `Serving`.
 
-    def __init__(self, serving: Serving) -> None:
+    Args:
+        name: of the model, which is a label of every metric.
+    """
+
+    def __init__(self, serving: Serving, name: str) -> None:
+        prometheus_client.disable_created_metrics()
         self.registry = CollectorRegistry()
+        self._name = name
         common: dict[str, Any] = {"registry": self.registry, "namespace": "layerskip"}
-        asked = ["path", "status"]
-        self._requests = Counter("requests", "Requests, by status.", asked, **common)
-        self._texts = Counter("texts", "Texts that ended, by why.", ["reason"], **common)
-        self._prompt = Counter("prompt_tokens", "Tokens of prompts.", **common)
-        self._known = Counter("known_tokens", "Those of them that were known.", **common)
-        self._drafted = Counter("drafted_tokens", "Tokens drafted.", **common)
-        self._accepted = Counter("accepted_tokens", "Drafted tokens that were emitted.", **common)
-        self._first = Histogram(
-            "first_token_seconds", "From submission to the first token.", buckets=_SECONDS, **common
-        )
-        self._whole = Histogram(
-            "text_seconds", "From submission to the last token.", buckets=_SECONDS, **common
-        )
+
+        def counter(what: str, text: str, *labels: str) -> Any:
+            return Counter(what, text, ["model", *labels], **common)
+
+        def seconds(what: str, text: str) -> Any:
+            histogram = Histogram(what, text, ["model"], buckets=_SECONDS, unit="seconds", **common)
+            return histogram.labels(name)
+
+        self._requests = counter("requests", "Requests, by status.", "path", "status")
+        self._texts = counter("texts", "Texts that ended, by why.", "reason")
+        self._sums = dict.fromkeys(_COUNTED, 0)
+        self._accepted_at: list[int] = []  # tokens accepted at each place of drafts
+        self._first = seconds("first_token", "From submission to the first token.")
+        self._between = seconds("inter_token", "From one token to the next.")
+        self._whole = seconds("text", "From submission to the last token.")
         self._serving = serving
         self.registry.register(self)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Gauges, for the registry."""
-        stats = self._serving.stats
-        for name, what in (
-            ("rows", "Texts in the batch."),
-            ("waiting", "Texts in the queue."),
-            ("memory", "Bytes that keys and values of the batch may take."),
-            ("used", "Bytes that they take."),
-            ("known_used", "Bytes that keys and values of earlier texts take."),
-            ("laws_used", "Bytes that laws to look up take, about."),
-        ):
-            yield GaugeMetricFamily(f"layerskip_{name}", what, getattr(stats, name))
+    def collect(self) -> Iterator[Metric]:
+        """What is asked for when somebody reads, for the registry."""
+        stats, label = self._serving.stats, [self._name]
+        for attribute, (name, text) in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"layerskip_{name}", text, labels=["model"])
+            gauge.add_metric(label, getattr(stats, attribute))
+            yield gauge
+        for ours, (text, theirs) in _COUNTED.items():
+            names = [(f"layerskip_{ours}", "model")]
+            names += [] if theirs is None else [(f"vllm:{theirs}", "model_name")]
+            for name, labelled in names:
+                counter = CounterMetricFamily(name, text, labels=[labelled])
+                counter.add_metric(label, self._sums[ours])
+                yield counter
+        at = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Tokens accepted at each place of drafts.",
+            labels=["model_name", "position"],
+        )
+        for place, count in enumerate(self._accepted_at):
+            at.add_metric([self._name, str(place)], count)
+        yield at
 
     @contextmanager
     def counting(self, path: str) -> Iterator[None]:
@@ -62,16 +98,33 @@ class Metrics(Collector):
             status = getattr(error, "status", 500)
             raise
         finally:
-            self._requests.labels(path, status).inc()
+            self._requests.labels(self._name, path, status).inc()
 
-    def ended(self, task: TextRequest, piece: Piece) -> None:
-        """Counts a text; on the thread that steps."""
-        counts = piece.counts
-        self._texts.labels(piece.reason).inc()
-        self._prompt.inc(len(task.prompt))
-        self._known.inc(counts.cached)
-        self._drafted.inc(counts.drafted)
-        self._accepted.inc(counts.accepted)
+    def told(self, task: TextRequest, piece: Piece, before: float) -> None:
+        """Counts a piece of a text; on the thread that steps.
+
+        Args:
+            before: seconds of the text up to the piece before; 0: it is the first.
+        """
+        counts, new, sums = piece.counts, len(piece.tokens), self._sums
+        if new and before:
+            for _ in range(new):
+                self._between.observe((counts.seconds - before) / new)
+        sums["generated_tokens"] += new
+        if piece.reason is None:
+            return
+        self._texts.labels(self._name, piece.reason).inc()
+        sums["prompt_tokens"] += len(task.prompt)
+        sums["cached_tokens"] += counts.cached
+        sums["rounds"] += counts.rounds
+        sums["drafts"] += sum(counts.accepted_of.values())
+        sums["drafted_tokens"] += counts.drafted
+        sums["accepted_tokens"] += counts.accepted
         if piece.reason in ("stop", "length"):
             self._first.observe(counts.first)
             self._whole.observe(counts.seconds)
+        more = max(counts.accepted_of, default=0) - len(self._accepted_at)
+        self._accepted_at += [0] * more
+        for accepted, rounds in counts.accepted_of.items():
+            for place in range(accepted):
+                self._accepted_at[place] += rounds

@@ -22,6 +22,7 @@ class TextRequest:
         predicted: token ids that the text probably has (or nearly): looked up as drafts.
         top_logprobs: of every token, how many of the largest log-probabilities of the law before
             warpers are told, beside its own; None: none at all.
+        prompt_logprobs: whether these are told of the prompt's tokens, too.
     """
 
     prompt: Sequence[int]
@@ -37,6 +38,7 @@ class TextRequest:
     processors: Sequence[Any] = ()
     predicted: Sequence[int] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
     speculate: bool = True
 
 
@@ -47,6 +49,9 @@ class Counts:
     Attributes:
         drafted, accepted: tokens drafted from any source, and those of them that were emitted.
         predicted, predicted_accepted: those of them that came from `TextRequest.predicted`.
+        rounds: passes behind the prompt's.
+        longest: tokens of the longest draft.
+        accepted_of: of rounds that drafted, how many have so many tokens accepted.
         queued, first, seconds: from its submission to its first pass, to its first token, to its
             last token.
     """
@@ -57,6 +62,8 @@ class Counts:
     predicted: int = 0
     predicted_accepted: int = 0
     rounds: int = 0
+    longest: int = 0
+    accepted_of: dict[int, int] = field(default_factory=dict)
     queued: float = 0.0
     first: float = 0.0
     seconds: float = 0.0
@@ -68,11 +75,13 @@ class Piece:
 
     Attributes:
         logprobs: of each, its own and the largest ones as {token: log-probability}, if asked for.
+        prompt_logprobs: of each token of the prompt but the first, likewise; in the first piece.
         reason: why the text has ended; None while it goes on.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[dict[int, float], ...] = ()
+    prompt_logprobs: tuple[dict[int, float], ...] = ()
     reason: Reason | None = None
     error: str | None = None
     counts: Counts = field(default_factory=Counts)
@@ -83,11 +92,8 @@ class Piece:
             other,
             tokens=self.tokens + other.tokens,
             logprobs=self.logprobs + other.logprobs,
+            prompt_logprobs=self.prompt_logprobs + other.prompt_logprobs,
         )
-
-
-def in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 class QueueFull(ValueError):

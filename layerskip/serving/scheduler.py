@@ -14,25 +14,16 @@ import torch
 
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.seats import Reason
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.batch import Batch
-from layerskip.serving.requests import Piece, QueueFull, TextRequest, in_a_line
-from layerskip.serving.texts import Text
+from layerskip.serving.requests import Piece, QueueFull, TextRequest
+from layerskip.serving.texts import Tell, Text, index_of
 from layerskip.session import share
 
 PIECE = 512
 """Tokens of prompts that a step runs while others decode."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A submitted task."""
-
-    text: Text
-    tell: Callable[[Piece], None]
-    submitted: float
-    cancelled: bool = False
 
 
 @dataclass
@@ -101,8 +92,8 @@ class Serving:
             model, seats=max_rows, max_tokens=max_tokens, cached=self._cached, settings=settings
         )
         self.max_queue = max_queue
-        self._waiting: deque[Ticket] = deque()
-        self._going: list[Ticket] = []
+        self._waiting: deque[Text] = deque()
+        self._going: list[Text] = []
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -134,35 +125,62 @@ class Serving:
             rounds=self._batch.rounds,
         )
 
-    def submit(self, task: TextRequest, tell: Callable[[Piece], None]) -> Ticket:
-        """Queue a task; from any thread.
+    def submit(self, request: TextRequest, tell: Tell) -> Text:
+        """Queue one text, as `submit_all` does."""
+        return self.submit_all([(request, tell)])[0]
+
+    def submit_all(self, requests: Sequence[tuple[TextRequest, Tell]]) -> list[Text]:
+        """Queue texts, all of them or none; from any thread.
 
         Args:
-            tell: called on the thread that steps, in order; its last piece has a reason. It must
-                not block.
+            requests: each with a function that is called on the thread that steps, in order, and
+                must not block; its last piece has a reason.
+
+        Raises:
+            QueueFull: more would wait than may.
+            ValueError: one of them can never be decoded here.
         """
-        batch = self._batch
-        text = Text.of(task, batch.model.model, batch.max_tokens, batch.longest)
-        needed = batch.passes.nbytes(1, text.slots)
-        if needed > self.memory:
-            raise ValueError(
-                f"keys and values of {text.slots} tokens take {needed:,} bytes, and may take "
-                f"{self.memory:,}; shorten the prompt, lower max_new_tokens, or give more memory"
-            )
-        ticket = Ticket(text, tell, time.perf_counter())
+        batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
+        self.check_room(len(requests))
+        for request, tell in requests:
+            text = Text.of(request, batch.model.model, batch.max_tokens, batch.longest, tell)
+            needed = batch.passes.nbytes(1, text.slots)
+            if needed > self.memory:
+                raise ValueError(
+                    f"the KV cache of {text.slots} tokens takes {needed:,} bytes, and may take "
+                    f"{self.memory:,}; shorten the prompt, lower max_new_tokens, or give more "
+                    "memory"
+                )
+            if predicted := request.predicted:  # indexed here, not on the thread that steps
+                if id(predicted) not in indexes:
+                    indexes[id(predicted)] = index_of(predicted)
+                text.index = indexes[id(predicted)]
+            texts.append(text)
         with self._changed:
             if self._dead:
                 raise RuntimeError("the thread that decodes has ended by an error; start it anew")
-            if len(self._waiting) >= self.max_queue:
-                raise QueueFull(f"{self.max_queue} tasks wait, as many as may; try again later")
-            self._waiting.append(ticket)
+            self.check_room(len(texts))
+            self._waiting += texts
             self._changed.notify_all()
-        return ticket
+        return texts
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End a task; from any thread. Its last piece comes with the next step."""
+    def check_room(self, count: int) -> None:
+        """Refuse more texts than may wait; asked before they cost anything.
+
+        Raises:
+            QueueFull: so many more would be too many.
+        """
+        waiting = len(self._waiting)
+        if waiting + count > self.max_queue:
+            raise QueueFull(
+                f"{waiting} texts wait, {self.max_queue} may, and here are {count} more; try again "
+                "later, or ask for fewer at once"
+            )
+
+    def cancel(self, text: Text) -> None:
+        """End a text; from any thread. Its last piece comes with the next step."""
         with self._changed:
-            ticket.cancelled = True
+            text.cancelled = True
             self._changed.notify_all()
 
     def step(self) -> bool:
@@ -212,8 +230,8 @@ class Serving:
             everyone = [*self._going, *waiting]
             self._going.clear()
             self._fail(everyone, error)
-            for ticket in everyone:
-                self._say(ticket, "error")
+            for text in everyone:
+                self._say(text, "error")
 
     def stop(self) -> None:
         """End the thread; all tasks are cancelled."""
@@ -223,26 +241,25 @@ class Serving:
         if thread is not None:
             thread.join()
         with self._changed:
-            for ticket in (*self._going, *self._waiting):
-                ticket.cancelled = True
+            for text in (*self._going, *self._waiting):
+                text.cancelled = True
         self._drop_cancelled()
 
     @staticmethod
-    def _fail(tickets: Sequence[Ticket], error: BaseException) -> None:
-        for ticket in tickets:
-            ticket.text.reason, ticket.text.error = "error", in_a_line(error)
+    def _fail(texts: Sequence[Text], error: BaseException) -> None:
+        for text in texts:
+            text.fail(error)
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            for ticket in gone:
-                self._waiting.remove(ticket)
-        for ticket in gone:
-            self._say(ticket, "cancelled")
-        for ticket in [each for each in self._going if each.cancelled]:
-            self._going.remove(ticket)
-            self._batch.leave(ticket.text)
-            self._say(ticket, "cancelled")
+            gone = [text for text in self._waiting if text.cancelled]
+            self._waiting = deque(text for text in self._waiting if not text.cancelled)
+        for text in [each for each in self._going if each.cancelled]:
+            self._going.remove(text)
+            self._batch.leave(text)
+            gone.append(text)
+        for text in gone:
+            self._say(text, "cancelled")
 
     def _prefill(self) -> None:
         """Let those who wait join while there is room, and run pieces of their prompts.
@@ -255,7 +272,7 @@ class Serving:
         self._join()
         while left > 0 and batch.joining:
             if left == PIECE and len(batch.joining) > 1:
-                text = next(each.text for each in self._going if each.text in batch.joining)
+                text = next(each for each in self._going if each in batch.joining)
                 most = left // 2
             else:
                 text, most = min(batch.joining, key=batch.left), left
@@ -269,35 +286,40 @@ class Serving:
             with self._changed:
                 if not self._waiting:
                     return
-                shape = batch.shape(self._waiting[0].text, self.memory)
+                shape = batch.shape(self._waiting[0], self.memory)
                 if shape is None:
                     return
-                ticket = self._waiting.popleft()
-            ticket.text.counts.queued = time.perf_counter() - ticket.submitted
-            self._going.append(ticket)
-            batch.join(ticket.text, shape)
+                text = self._waiting.popleft()
+            text.counts.queued = time.perf_counter() - text.submitted
+            self._going.append(text)
+            batch.join(text, shape)
 
     def _tell(self) -> None:
-        for ticket in [*self._going]:
-            text = ticket.text
+        for text in [*self._going]:
             if text.reason is not None:
-                self._going.remove(ticket)
+                self._going.remove(text)
                 self._batch.leave(text)
             if text.news or text.reason is not None:
-                self._say(ticket, text.reason)
+                self._say(text, text.reason)
 
-    def _say(self, ticket: Ticket, reason: Reason | None) -> None:
-        text, now = ticket.text, time.perf_counter() - ticket.submitted
-        counts = text.counts
+    def _say(self, text: Text, reason: Reason | None) -> None:
+        counts, now = text.counts, time.perf_counter() - text.submitted
         if text.news:
             counts.first, counts.seconds = counts.first or now, now
         self._done.tokens += len(text.news)
         if reason is not None:
             self._done.drafted += counts.drafted
             self._done.accepted += counts.accepted
-        piece = Piece(tuple(text.news), tuple(text.logprobs), reason, text.error, replace(counts))
-        text.news, text.logprobs = [], []
+        piece = Piece(
+            tuple(text.news),
+            tuple(text.logprobs),
+            tuple(text.prompt_logprobs),
+            reason,
+            text.error,
+            replace(counts, accepted_of=dict(counts.accepted_of)),
+        )
+        text.news, text.logprobs, text.prompt_logprobs = [], [], []
         try:
-            ticket.tell(piece)
+            text.tell(piece)
         except Exception:  # nobody listens any more
-            ticket.cancelled = True
+            text.cancelled = True

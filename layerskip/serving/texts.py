@@ -5,6 +5,7 @@ Letters: S slots, n emitted tokens, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,8 +25,9 @@ from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.decoding.speculator import Outcome
 from layerskip.requests import check_tokens, end_tokens
-from layerskip.serving.requests import Counts, TextRequest, in_a_line
+from layerskip.serving.requests import Counts, Piece, TextRequest
 
+Tell = Callable[[Piece], None]
 _BEGIN = 2**31 - 1  # stands before a prediction, which the text begins with; no token is so large
 _BELIEVED = 8  # such marks: a match of so many tokens
 
@@ -36,29 +38,38 @@ class Text(Seat):
     Attributes:
         row: its seat; -1 where it has none.
         same: tokens of its prompt that were cached, though perhaps not where it can go on.
+        index: what its request predicts, indexed.
         news, logprobs: tokens since it was last told, see `Piece`.
+        submitted: when it was submitted, by `time.perf_counter`.
+        cancelled: whether nobody wants more of it.
     """
 
-    def __init__(self, request: TextRequest, law: Law, eos: frozenset[int], slots: int) -> None:
+    def __init__(
+        self, request: TextRequest, law: Law, eos: frozenset[int], slots: int, tell: Tell
+    ) -> None:
         key, stop = stream_key(request.seed, 0), request.stop
         limit = request.max_new_tokens
         super().__init__([], len(request.prompt), limit, key=key, eos=eos, stop=stop)
-        self.request, self.law, self.slots = request, law, slots
+        self.request, self.law, self.slots, self.tell = request, law, slots, tell
+        self.submitted, self.cancelled = time.perf_counter(), False
         self.counts = Counts()
+        self.index: Lookup | None = None
         self.row = -1
         self.same = 0
         self.weights: object = None  # that its keys and values are of
         self.news: list[int] = []
         self.logprobs: list[dict[int, float]] = []
+        self.prompt_logprobs: list[dict[int, float]] = []
         self.error: str | None = None
 
     @classmethod
-    def of(cls, request: TextRequest, model: Any, most: int, longest: int) -> Text:
+    def of(cls, request: TextRequest, model: Any, most: int, longest: int, tell: Tell) -> Text:
         """The text of a checked request.
 
         Args:
             most: tokens of its prompt and its text, at most.
             longest: tokens of a draft, at most.
+            tell: called with its pieces.
         """
         if not request.prompt:
             raise ValueError("a prompt is empty; it needs at least one token")
@@ -79,7 +90,7 @@ class Text(Seat):
             warper: Any = MinPLogitsWarper(request.min_p)
             law = Law([*law.processors, warper], do_sample=True, rows=1)
         eos = end_tokens(model) if request.eos is None else request.eos
-        return cls(request, law, eos, total + longest + 1)
+        return cls(request, law, eos, total + longest + 1, tell)
 
     def open(self, row: int, seats: Sequence[Seat], emitted: list[int], model: Any) -> Draws:
         """Take a seat; returns what draws the text."""
@@ -96,7 +107,8 @@ class Text(Seat):
 
     def fail(self, error: BaseException) -> None:
         """What its processors and stop raise ends this text only."""
-        self.reason, self.error = "error", in_a_line(error)
+        self.reason = "error"
+        self.error = f"{type(error).__name__}: {error}".split("\n")[0]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -124,6 +136,9 @@ class Text(Seat):
         counts.rounds += 1
         counts.drafted += drafted
         counts.accepted += accepted
+        if drafted:
+            counts.longest = max(counts.longest, drafted)
+            counts.accepted_of[accepted] = counts.accepted_of.get(accepted, 0) + 1
         if outcome.source(row) == predicted:
             counts.predicted += drafted
             counts.predicted_accepted += accepted
@@ -140,10 +155,21 @@ class Text(Seat):
         lengths, rows = range(length - len(emitted), length), [0] * len(emitted)
         with self.alone():
             scores = self._unwarped.scores(raw, self.history, rows, lengths, width=self.width)
-            for token, row in zip(emitted, scores.log_softmax(-1), strict=True):  # (V,)
-                top = row.topk(min(self.request.top_logprobs, len(row)))
-                each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-                self.logprobs.append({token: float(row[token])} | each)
+            self.logprobs += self._largest(scores, emitted)
+
+    def tell_prompt(self, raw: Tensor, first: int) -> None:
+        """Of the prompt's tokens from a place on, from logits (n, V) behind those before them."""
+        with self.alone():
+            tokens = self.request.prompt[first : first + len(raw)]
+            self.prompt_logprobs += self._largest(raw[: len(tokens)], tokens)
+
+    def _largest(self, scores: Tensor, tokens: Sequence[int]) -> list[dict[int, float]]:
+        told, dtype = [], torch.promote_types(scores.dtype, torch.float32)
+        for token, row in zip(tokens, scores.log_softmax(-1, dtype=dtype), strict=True):  # (V,)
+            top = row.topk(min(self.request.top_logprobs or 0, len(row)))
+            each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            told.append({token: float(row[token])} | each)
+        return told
 
     def forced(self) -> ForcedRow | None:
         stateful = self.law.stateful
@@ -151,12 +177,16 @@ class Text(Seat):
 
     def predicted(self) -> LookupRow | None:
         """What its request predicts."""
-        if not self.request.predicted:
+        if self.index is None:
             return None
-        marks = [_BEGIN] * _BELIEVED
-        row = LookupRow(Lookup([marks + list(self.request.predicted)]), own=False)
-        row.extend(marks)
+        row = LookupRow(self.index, own=False)
+        row.extend([_BEGIN] * _BELIEVED)
         return row
+
+
+def index_of(predicted: Sequence[int]) -> Lookup:
+    """A prediction, indexed for any number of texts."""
+    return Lookup([[_BEGIN] * _BELIEVED + list(predicted)])
 
 
 class OfTexts(Source):

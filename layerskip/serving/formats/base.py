@@ -1,0 +1,230 @@
+"""What a format of tool calls is, and calls that are objects of JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Tool = Mapping[str, Any]
+"""A function as clients describe it: `name`, and perhaps `parameters`, a JSON schema."""
+Mark = Callable[[str], str]
+"""A mark in a grammar: the token of that text if there is one, else its characters."""
+IN_A_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Call(ABC):
+    """A tool call that is being written.
+
+    Attributes:
+        name: of the function, once it is known.
+        arguments: JSON, as far as it is known.
+        text: what was read.
+        rest: what was written behind the call; None while it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.arguments = ""
+        self.text = ""
+        self.rest: str | None = None
+
+    def feed(self, text: str) -> None:
+        """Reads on."""
+        self.text += text
+        self._read()
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Look at `text` again, which has grown; a call without a name at its end is none."""
+
+
+class Format(ABC):
+    """How a model writes tool calls.
+
+    Attributes:
+        begin: the mark that a call begins with.
+        marks: texts of tokens that are read, though a tokenizer may call them special.
+    """
+
+    begin: str
+    marks: Sequence[str] = ()
+
+    @abstractmethod
+    def in_template(self, template: str) -> bool:
+        """Whether a chat template has this format's marks."""
+
+    @abstractmethod
+    def call(self) -> Call:
+        """Begins to read a call, behind its mark."""
+
+    def starts(self, text: str, first: bool) -> tuple[int, int] | None:
+        """Where in a text a call's mark begins and ends; None: there is none.
+
+        Args:
+            first: whether nothing but spaces was written before.
+        """
+        place = text.find(self.begin)
+        return None if place < 0 else (place, place + len(self.begin))
+
+    def another(self, rest: str) -> int | None:
+        """Where in the text behind a call the next one begins that needs no mark of its own."""
+        return None
+
+    def after(self, rest: str) -> str:
+        """What is written behind the last call, without what belongs to the calls."""
+        return rest
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
+        """A Lark grammar of calls, whose rule `calls` is one call, or one and more."""
+
+
+class JsonCall(Call):
+    """`{"name": ..., "arguments": {...}}`, whose arguments are read as they come.
+
+    Args:
+        end: what stands behind the object.
+
+    Attributes:
+        values: the finished values of the object by their keys, as they are written.
+        ends: where in the text each of them ends.
+    """
+
+    def __init__(self, end: str = "") -> None:
+        super().__init__()
+        self._end = end
+        self.values: dict[str, str] = {}
+        self.ends: dict[str, int] = {}
+        self._place = self._depth = 0
+        self._string: int | None = None  # where the present string begins
+        self._escaped = False
+        self._key = ""
+        self._value: int | None = None  # where a value of the outermost object begins
+        self._closed = False
+
+    def _read(self) -> None:
+        while self._place < len(self.text) and not self._closed:
+            self._step(self.text[self._place], self._place)
+            self._place += 1
+        if self.name is None:
+            name = _loaded(self.values.get("name", ""))
+            self.name = name if isinstance(name, str) and name else None
+        if self.name is not None:
+            self.arguments = self._argued()
+        if self._closed:
+            self.rest = self._behind(self.text[self._place :])
+
+    def _argued(self) -> str:
+        """The arguments so far; those in a string of JSON, as some models write, when whole."""
+        keys = ("arguments", "parameters")
+        whole = next((self.values[key] for key in keys if key in self.values), None)
+        if whole is None:
+            begun = "" if self._value is None or self._key not in keys else self.text[self._value :]
+            whole = "" if begun.lstrip().startswith('"') else begun.strip()
+        elif whole.startswith('"'):
+            whole = str(_loaded(whole))
+        return "{}" if self._closed and not whole else whole
+
+    def _behind(self, rest: str) -> str | None:
+        """What is written behind the object and its end; None: its end may come."""
+        if self.name is None or not self._end:
+            return rest
+        before, end, after = rest.partition(self._end)
+        if end and not before.strip():
+            return after
+        return None if self._end.startswith(rest.strip()) else rest
+
+    def _step(self, char: str, place: int) -> None:
+        if self._string is not None:
+            if self._escaped or char == "\\":
+                self._escaped = not self._escaped
+            elif char == '"':
+                if self._depth == 1 and self._value is None:
+                    self._key = str(_loaded(self.text[self._string : place + 1]))
+                self._string = None
+        elif char == '"':
+            self._string = place
+        elif char in "{[":
+            self._depth += 1
+        elif char == ":" and self._depth == 1 and self._value is None:
+            self._value = place + 1
+        elif char == "," and self._depth == 1:
+            self._end_value(place)
+        elif char in "}]":
+            self._depth -= 1
+            if self._depth == 1:
+                self._end_value(place + 1)
+            elif self._depth == 0:
+                self._end_value(place)
+        self._closed = self._string is None and self._depth == 0 and not char.isspace()
+
+    def _end_value(self, place: int) -> None:
+        if self._value is not None:
+            self.values.setdefault(self._key, self.text[self._value : place].strip())
+            self.ends.setdefault(self._key, place)
+            self._value = None
+
+
+class NamedCall(Call):
+    """A name and an object of arguments behind it.
+
+    Args:
+        pattern: of what stands before the object; its first group is the name.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self._pattern = pattern
+        self._object: JsonCall | None = None
+        self._taken = 0
+
+    def _read(self) -> None:
+        if self._object is None:
+            head, brace, _ = self.text.partition("{")
+            if not brace:
+                return
+            named = re.fullmatch(self._pattern, head)
+            if named is None:
+                self.rest = ""  # no call
+                return
+            self.name, self._taken, self._object = named[1], len(head), JsonCall()
+            self._object.feed(f'{{"name": "{self.name}", "arguments": ')
+        taken, self._taken = self._taken, len(self.text)
+        self._object.feed(self.text[taken:])
+        self.arguments = self._object.arguments
+        if (end := self._object.ends.get("arguments")) is not None:
+            self.rest = self._object.text[end:]
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """The schema of a function's arguments."""
+    given = tool.get("parameters") or {}
+    return {"type": "object", **given}
+
+
+def json_calls(tools: Sequence[Tool], key: str) -> str:
+    """A Lark rule `call` of objects with a name and arguments.
+
+    Args:
+        key: what the arguments are called.
+    """
+    kinds = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool["name"]}, key: schema_of(tool)},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return f"call: %json {json.dumps({'x-guidance': IN_A_LINE, 'anyOf': kinds})}\n"

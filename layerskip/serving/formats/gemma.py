@@ -1,0 +1,150 @@
+"""Gemma 4 and FunctionGemma: `call:name{key:value}` between marks, strings between marks, too."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerskip.serving.formats.base import Call, Format, Mark, Tool, schema_of
+
+
+class _Call(Call):
+    """A call that is read when it is whole, as its arguments are no JSON."""
+
+    def __init__(self, end: str, quote: str) -> None:
+        super().__init__()
+        self._end, self._quote = end, quote
+
+    def _read(self) -> None:
+        body, end, rest = self.text.partition(self._end)
+        if not end:
+            return
+        self.rest = rest
+        named = re.match(r"\s*call:([\w.-]+)\s*(?=\{)", body)
+        if named is None:
+            return
+        try:
+            arguments, _ = _value(body[named.end() :], 0, self._quote)
+        except (ValueError, IndexError):
+            return
+        self.name, self.arguments = named[1], json.dumps(arguments, ensure_ascii=False)
+
+
+def _value(text: str, at: int, quote: str) -> tuple[Any, int]:
+    """A value that begins there, and where it ends.
+
+    Raises:
+        ValueError, IndexError: there is none.
+    """
+    at += len(text[at:]) - len(text[at:].lstrip())
+    if text.startswith(quote, at):
+        begin = at + len(quote)
+        end = text.index(quote, begin)
+        return text[begin:end], end + len(quote)
+    if text[at] in "{[":
+        named, items = text[at] == "{", list[Any]()
+        at += 1
+        while text[at] not in "}]":
+            key = None
+            if named:
+                key, at = _key(text, at, quote)
+            item, at = _value(text, at, quote)
+            items.append((key, item) if named else item)
+            at += re.match(r"\s*,?\s*", text[at:]).end()  # type: ignore[union-attr]
+        return (dict(items) if named else items), at + 1
+    word = re.match(r"[^,}\]\s]+", text[at:])
+    if word is None:
+        raise ValueError("no value")
+    return json.loads(word[0]), at + word.end()
+
+
+def _key(text: str, at: int, quote: str) -> tuple[str, int]:
+    named = re.match(rf"\s*(?:{re.escape(quote)})?([\w.-]+)(?:{re.escape(quote)})?\s*:", text[at:])
+    if named is None:
+        raise ValueError("no key")
+    return named[1], at + named.end()
+
+
+class Gemma4(Format):
+    begin, end, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+
+    def __init__(self) -> None:
+        self.marks = (self.begin, self.end, self.quote)
+
+    def in_template(self, template: str) -> bool:
+        return self.begin in template
+
+    def call(self) -> Call:
+        return _Call(self.end, self.quote)
+
+    def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
+        begin, end, quote = map(mark, self.marks)
+        rules: dict[str, str] = {"string": f"{quote} /[^<]*/ {quote}"}
+        calls = []
+        for tool in tools:
+            arguments = _rule(schema_of(tool), rules, quote)
+            calls.append(f'{begin} "call:{tool["name"]}" {arguments} {end}')
+        rules["calls"] = f"({' | '.join(calls)}){'+' if several else ''}"
+        return "".join(f"{name}: {body}\n" for name, body in rules.items())
+
+
+class FunctionGemma(Gemma4):
+    begin, end, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+
+
+def _rule(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str:
+    """The name of a rule for values of a schema, which is added to the rules.
+
+    Raises:
+        ValueError: this notation has no rule for such values.
+    """
+    kind = schema.get("type")
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        told = [
+            f"{quote} {json.dumps(value)} {quote}"
+            if isinstance(value, str)
+            else json.dumps(json.dumps(value))
+            for value in values
+        ]
+        body = " | ".join(told)
+    elif kind == "string":
+        return "string"
+    elif kind == "object":
+        body = _object(schema, rules, quote)
+    elif kind == "array":
+        item = _rule(schema.get("items") or {"type": "string"}, rules, quote)
+        body = f'"[" ({item} ("," {item})*)? "]"'
+    elif kind in ("integer", "number", "boolean", "null"):
+        body = _WORDS[kind]
+    else:
+        raise ValueError(
+            f"a schema of a tool must say type, enum or const for this model's calls, got {schema}"
+        )
+    name = f"value{len(rules)}"
+    rules[name] = body
+    return name
+
+
+_WORDS = {
+    "integer": r"/-?(0|[1-9][0-9]*)/",
+    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?/",
+    "boolean": '"true" | "false"',
+    "null": '"null"',
+}
+
+
+def _object(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str:
+    """Properties in their order; what need not be there may be left out."""
+    properties = schema.get("properties") or {}
+    required = [name for name in properties if name in schema.get("required", ())]
+    others = [name for name in properties if name not in required]
+    rule = {name: f'"{name}:" {_rule(properties[name], rules, quote)}' for name in properties}
+    parts = ' "," '.join(rule[name] for name in required)
+    for name in others:
+        parts = f'{parts} ("," {rule[name]})?' if required else f"{parts} ({rule[name]})?"
+    if not required and len(others) > 1:  # one of them at most: commas would need many rules
+        parts = f"({' | '.join(rule[name] for name in others)})?"
+    return f'"{{" {parts} "}}"'

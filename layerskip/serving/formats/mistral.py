@@ -1,0 +1,76 @@
+"""Mistral: `[TOOL_CALLS]` before a list of objects, or before each `name[ARGS]{...}`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from layerskip.serving.formats.base import (
+    IN_A_LINE,
+    Call,
+    Format,
+    JsonCall,
+    Mark,
+    NamedCall,
+    Tool,
+    json_calls,
+    schema_of,
+)
+
+
+class _Call(Call):
+    """One of both ways, as its first character tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner: Call | None = None
+        self._taken = 0
+
+    def _read(self) -> None:
+        if self._inner is None:
+            begun = self.text.lstrip("[ \n") if self.text.lstrip().startswith("[") else self.text
+            if not begun.strip():
+                return
+            named = not begun.lstrip().startswith("{")
+            pattern = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
+            self._inner = NamedCall(pattern) if named else JsonCall()
+            self._taken = len(self.text) - len(begun)
+        taken, self._taken = self._taken, len(self.text)
+        self._inner.feed(self.text[taken:])
+        self.name, self.arguments = self._inner.name, self._inner.arguments
+        self.rest = self._inner.rest
+
+
+class Mistral(Format):
+    begin = "[TOOL_CALLS]"
+    marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+
+    def __init__(self, named: bool = False) -> None:
+        self._named = named
+
+    def in_template(self, template: str) -> bool:
+        return self.begin in template and ("[ARGS]" in template) == self._named
+
+    def call(self) -> Call:
+        return _Call()
+
+    def another(self, rest: str) -> int | None:
+        parted = re.match(r"\s*,\s*(?=\{)", rest)
+        return None if parted is None else parted.end()
+
+    def after(self, rest: str) -> str:
+        return re.sub(r"^\s*\]", "", rest)
+
+    def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
+        begin = mark(self.begin)
+        if not self._named:
+            more = '(", " call)*' if several else ""
+            return f'calls: {begin} "[" call {more} "]"\n{json_calls(tools, "arguments")}'
+        args, lines = mark("[ARGS]"), []
+        for number, tool in enumerate(tools):
+            schema = json.dumps({"x-guidance": IN_A_LINE} | schema_of(tool))
+            lines.append(f'call{number}: {begin} "{tool["name"]}" {args} arguments{number}')
+            lines.append(f"arguments{number}: %json {schema}")
+        names = " | ".join(f"call{number}" for number in range(len(tools)))
+        return "\n".join([f"calls: one{'+' if several else ''}", f"one: {names}", *lines, ""])

@@ -1,0 +1,165 @@
+"""A chat's answer taken apart as it comes: content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from layerskip.serving.formats.base import Call, Format
+
+Delta = dict[str, Any]
+
+
+def held_back(text: str, marks: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of a mark."""
+    return max(
+        (k for each in marks for k in range(1, len(each)) if text.endswith(each[:k])), default=0
+    )
+
+
+class Reader:
+    """Reads an answer.
+
+    Args:
+        format_: of tool calls; None: there are none.
+        reasoning: the marks around reasoning; None: there is none.
+        inside: whether the answer begins within reasoning, as the prompt ends with its mark.
+        several: whether more than one call counts.
+
+    Attributes:
+        calls: how many calls there are.
+    """
+
+    def __init__(
+        self,
+        format_: Format | None = None,
+        reasoning: tuple[str, str] | None = None,
+        *,
+        inside: bool = False,
+        several: bool = True,
+    ) -> None:
+        self._format, self._reasoning, self._several = format_, reasoning, several
+        self._inside = inside and reasoning is not None
+        self._call: Call | None = None
+        self._mark = ""  # of the present call
+        self._told: int | None = None  # characters of the present call's arguments
+        self._between = False  # behind a call, perhaps before another
+        self._begun = False  # whether there is content but for spaces, before or between calls
+        self._fresh = False  # spaces that come now are none of the content
+        self._text = ""
+        self.calls = 0
+
+    def feed(self, text: str, last: bool = False) -> list[Delta]:
+        """What a client is told of more text.
+
+        Args:
+            last: whether it is the end.
+        """
+        if self._format is None and self._reasoning is None:
+            return [{"content": text}] if text else []
+        self._text += text
+        deltas: list[Delta] = []
+        while self._step(deltas, last):
+            pass
+        return deltas
+
+    def _step(self, deltas: list[Delta], last: bool) -> bool:
+        """Take something from the text; False: more must come first."""
+        if self._inside:
+            return self._reason(deltas, last)
+        if self._call is not None:
+            return self._read_call(self._call, deltas, last)
+        if self.calls and not self._several:
+            return False
+        return self._go_on(last) if self._between else self._search(deltas, last)
+
+    def _reason(self, deltas: list[Delta], last: bool) -> bool:
+        assert self._reasoning is not None
+        before, end, after = self._text.partition(self._reasoning[1])
+        held = 0 if end or last else held_back(before, [self._reasoning[1]])
+        if shown := before[: len(before) - held]:
+            deltas.append({"reasoning_content": shown})
+        self._text = after if end else before[len(shown) :]
+        self._inside, self._fresh = not end, bool(end)
+        return bool(end)
+
+    def _search(self, deltas: list[Delta], last: bool) -> bool:
+        """Content, up to a mark."""
+        if self._fresh:
+            self._text = self._text.lstrip()
+            self._fresh = not self._text
+        places: list[tuple[int, int, bool]] = []  # begin, end, whether it is a call's
+        marks: list[str] = []
+        if self._reasoning is not None:
+            marks.append(self._reasoning[0])
+            if (at := self._text.find(marks[0])) >= 0:
+                places.append((at, at + len(marks[0]), False))
+        if self._format is not None:
+            marks.append(self._format.begin)
+            if starts := self._format.starts(self._text, not self._begun and not self.calls):
+                places.append((*starts, True))
+        if not places:
+            held = 0 if last else held_back(self._text, marks)
+            self._tell(deltas, len(self._text) - held, keep=not last or not self.calls, last=last)
+            return False
+        at, end, call = min(places)
+        mark, rest = self._text[at:end], self._text[end:]
+        self._tell(deltas, at, keep=False, last=False)
+        self._mark, self._text, self._inside = mark, rest, not call
+        if call and self._format is not None:
+            self._call, self._told = self._format.call(), None
+        return True
+
+    def _tell(self, deltas: list[Delta], count: int, *, keep: bool, last: bool) -> None:
+        """Tell so many characters of content.
+
+        Args:
+            keep: whether spaces that begin it may be content; they wait for what follows.
+        """
+        text, spaces = self._text[:count], not self._begun and not self._text[:count].strip()
+        if spaces and keep and not last:
+            return
+        self._text = self._text[count:]
+        if text and (keep or not spaces):
+            self._begun = True
+            deltas.append({"content": text})
+
+    def _read_call(self, call: Call, deltas: list[Delta], last: bool) -> bool:
+        text, self._text = self._text, ""
+        call.feed(text)
+        ended = call.rest is not None
+        if call.name is None:
+            if ended or last:  # no call: it is content
+                rest = call.rest or ""
+                shown = self._mark + call.text[: len(call.text) - len(rest)]
+                deltas.append({"content": shown})
+                self._text, self._call, self._begun = rest, None, True
+            return ended
+        told: Delta = {"index": self.calls, "function": {}}
+        if self._told is None:
+            told |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            told["function"]["name"] = call.name
+        new = call.arguments[self._told or 0 :]
+        if new or self._told is None:
+            told["function"]["arguments"] = new
+            deltas.append({"tool_calls": [told]})
+        self._told = len(call.arguments)
+        if call.rest is not None or last:
+            self._text, self._call, self._begun = call.rest or "", None, False
+            self._between, self.calls = True, self.calls + 1
+        return ended
+
+    def _go_on(self, last: bool) -> bool:
+        """Behind a call: another one, or something else."""
+        assert self._format is not None
+        follows = self._format.another(self._text)
+        if follows is not None:
+            self._mark, self._text = self._text[:follows], self._text[follows:]
+            self._call, self._told = self._format.call(), None
+            return True
+        if not last and not self._text.strip(", ;\n"):
+            return False
+        self._text, self._between = self._format.after(self._text), False
+        self._fresh = True
+        return bool(self._text)
