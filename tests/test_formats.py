@@ -175,7 +175,7 @@ def walk(grammar: Any, tokenizer: Any, seed: int) -> str:
         weights = allowed.double()
         weights[tokenizer.eos_token_id] *= 1000
         if step > 40:  # ends of strings and numbers
-            for token in tokenizer.convert_tokens_to_ids(X):
+            for token in tokenizer.convert_tokens_to_ids(['"', "}", "<", "]"]):
                 weights[token] *= 1000
         token = int(torch.multinomial(weights, 1, generator=generator))
         if token == tokenizer.eos_token_id:
