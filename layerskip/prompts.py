@@ -35,11 +35,13 @@ class Prompt:
     category: str | None = None
     response_format: dict[str, Any] | None = None
     """What the text is kept to, as OpenAI's interface has it."""
+    body: dict[str, Any] | None = None
+    """What a line of OpenAI's batch files asks for, the text or the messages among it."""
 
     @property
     def asked(self) -> dict[str, Any]:
         """Everything that an answer may depend on."""
-        names = ("text", "messages", "response_format")
+        names = ("text", "messages", "response_format", "body")
         return {name: getattr(self, name) for name in names}
 
     def as_chat(self) -> Prompt:
@@ -61,7 +63,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
     Each line of JSON holds one of `prompt` (a string), `messages` (a chat: objects with `role`
     and `content`) or `turns` (Spec-Bench, arXiv 2401.07851: the first turn is the prompt), and
-    may hold `category`, `id` and `response_format`; other keys are left alone. A file that neither
+    may hold `category`, `id` and `response_format`; other keys are left alone. A line of OpenAI's
+    batch files holds `custom_id` and `body`, which has `prompt` or `messages`. A file that neither
     has one of `JSON_SUFFIXES` nor starts with a JSON object is plain text, one prompt a line.
 
     Raises:
@@ -111,6 +114,8 @@ def _is_json_object(line: str) -> bool:
 
 def _parse(line: str, number: int) -> Prompt:
     values = mapping(parse_characters(line), "a line")
+    if "body" in values:
+        return _parse_body(values)
     kinds = [kind for kind in ("prompt", "messages", "turns") if kind in values]
     if len(kinds) != 1:
         got = " and ".join(kinds) or f"the keys {shown(list(values))}"
@@ -130,6 +135,18 @@ def _parse(line: str, number: int) -> Prompt:
     else:
         text = name_text(values["prompt"], "prompt")
     return Prompt(id=str(id_), text=text, **also)
+
+
+def _parse_body(values: dict[str, Any]) -> Prompt:
+    """A line of OpenAI's batch files."""
+    id_ = name_text(values.get("custom_id"), "custom_id")
+    body = mapping(values["body"], "body")
+    if ("prompt" in body) == ("messages" in body):
+        raise ValueError("body must hold prompt or messages, one of them")
+    if "messages" in body:
+        said = items(mapping, least=1)(body["messages"], "body.messages")
+        return Prompt(id=id_, messages=tuple(said), body=body)
+    return Prompt(id=id_, text=name_text(body["prompt"], "body.prompt"), body=body)
 
 
 _MESSAGES = items(has(role=name_text, content=name_text), least=1)

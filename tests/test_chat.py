@@ -14,14 +14,16 @@ from models import lively_model, tiny_model
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from rich.cells import cell_len
 from transformers import AutoTokenizer
 
 import layerskip
 from layerskip.cli import chat as chatting
 from layerskip.cli import main as cli
 from layerskip.cli.chat import pieces, typed_lines
-from layerskip.cli.terminal import two_columns
+from layerskip.cli.terminal import two_columns, unsplit
 from layerskip.decoding.rounds import Round
+from layerskip.prompts import read_prompts
 from layerskip.session import Session
 
 DRAFT = ("--exit-layer", "3", "--controller", "fixed", "--execution", "fused")
@@ -100,6 +102,43 @@ def test_a_seed_gives_the_same_text_twice(folder):
     assert greedy == talk(folder, "w5").stdout != f"{first}\n"
     one, two = talk(folder, "/seed", "w5", "/reset", "w5", flags=flags).stdout.splitlines()
     assert one != two
+
+
+def test_answers_of_one_seed_have_noise_of_their_own_and_may_be_tried_again(folder, outputs):
+    talk(folder, "/temperature 1.5", "/seed 5", "w5", "w5", "/retry", "/retry")
+    assert [output.stats.seeds for _, output in outputs] == [(5,), (6,), (7,), (8,)]
+    assert outputs[1][0] == outputs[2][0] == outputs[3][0]  # the same prompt
+    (_, second), (_, third) = outputs[1:3]
+    assert second.sequences.tolist() != third.sequences.tolist()
+    assert "there is no message yet" in talk(folder, "/retry").stderr
+
+
+def test_a_conversation_is_saved_as_a_prompt(folder, tmp_path):
+    path = tmp_path / "saved.jsonl"
+    result = talk(folder, "w5", f"/save {path}", "/save", f"/save {tmp_path}/no/a")
+    [prompt] = read_prompts(path)
+    assert prompt.messages == (
+        {"role": "user", "content": "w5"},
+        {"role": "assistant", "content": result.stdout.splitlines()[0]},
+    )
+    assert "name a file, as in /save chat.jsonl" in result.stderr
+    assert f"cannot write {tmp_path}/no/a: No such file" in result.stderr
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_words_are_not_split_at_the_edge(size, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "20")
+    text = "Some words, 漢字漢字漢字 and more of them.\n\n  A " + "long" * 8 + " one  behind\n"
+    written = []
+    write = unsplit(written.append)
+    for at in range(0, len(text), size):
+        write(text[at : at + size])
+    lines = "".join(written).split("\n")
+    assert all(cell_len(line.rstrip()) <= 20 for line in lines if "long" not in line)
+    assert " ".join(lines).split() == text.split()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert unsplit(print) is print
 
 
 def test_commands_say_what_they_did(folder):

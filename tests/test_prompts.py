@@ -11,6 +11,7 @@ from layerskip.named import COPYING, NAMED_PROMPTS, SPEC_BENCH
 from layerskip.prompts import Prompt, read_prompts
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+BODY = {"model": "any", "messages": CHAT, "max_tokens": 5}
 
 
 def write(path, *lines):
@@ -26,11 +27,13 @@ def test_json_lines_of_every_kind(tmp_path):
         {"prompt": "def f(x):\n", "category": "code", "id": "a"},
         {"messages": CHAT},
         "",
+        {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": BODY},
         {"question_id": 81, "category": "writing", "turns": ["First", "Second"], "reference": []},
     )
     assert read_prompts(path) == [
         Prompt(id="a", text="def f(x):\n", category="code"),
         Prompt(id="2", messages=tuple(CHAT)),
+        Prompt(id="b", messages=tuple(CHAT), body=BODY),
         Prompt(id="81", text="First", category="writing"),
     ]
 
@@ -67,6 +70,9 @@ def test_json_is_recognised_whatever_the_name(tmp_path):
         ({"messages": [{"role": "user", "content": ""}]}, "content must not be empty"),
         ({"prompt": "Hello", "category": 4}, "category must be a string, got 4"),
         ({"prompt": "Hello", "id": True}, "id must be a string or an integer, got True"),
+        ({"body": {"prompt": "Hello"}}, "custom_id must be a string"),
+        ({"custom_id": "a", "body": {}}, "body must hold prompt or messages, one of them"),
+        ({"custom_id": "a", "body": {"messages": []}}, "body.messages must have at least 1 items"),
         ({"prompt": "Hello", "id": 1}, "id must be unique, got '1' again"),
     ],
 )

@@ -104,6 +104,36 @@ def test_texts_are_kept_to_grammars_their_own_first(given, tmp_path):
     assert "response_format must be" in found["g3"]["error"]
 
 
+def test_batch_files_of_openai_are_answered_in_their_shape(given, tmp_path):
+    """Flags say what a line does not; an error is a row."""
+    output, plain = tmp_path / "out", tmp_path / "plain"
+    text = {"prompt": "def f(x):", "model": "any"}
+    bodies = [
+        text,
+        text | {"max_tokens": 3, "logprobs": 1},
+        text | {"temperature": 1.0, "seed": 9, "response_format": {"type": "json_object"}},
+        text | {"colour": 1},
+        text | {"n": 2},
+    ]
+    lines = [{"custom_id": f"c{n}", "body": body} for n, body in enumerate(bodies)]
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(given, output).exit_code == 1
+    found = rows(output)
+    assert all(row["custom_id"] == id_ for id_, row in found.items())
+    given.write_text(json.dumps({"id": "a", "prompt": text["prompt"]}))
+    assert run(given, plain).exit_code == 0
+    answers = [found[f"c{n}"]["response"] for n in range(3)]
+    assert answers[0]["body"]["choices"][0]["text"] == rows(plain)["a"]["text"]
+    assert answers[1]["body"]["usage"]["completion_tokens"] == 3
+    assert len(answers[1]["body"]["choices"][0]["logprobs"]["tokens"]) == 3
+    assert answers[2]["body"]["choices"][0]["text"].startswith("{")
+    assert answers[2]["body"]["timings"]["seeds"] == [9]
+    assert [found[f"c{n}"]["error"]["message"] for n in (3, 4)] == [
+        "colour is not supported; leave it out",
+        "a line of a file is one text: leave out stream and n",
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "line"),
     [

@@ -29,6 +29,7 @@ from layerskip.serving.fields import ChatAsked, CompletionAsked, Refusal
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
 from layerskip.serving.requests import Piece
+from layerskip.serving.responses import ResponseAsked
 from layerskip.serving.scheduler import Serving, ServingStats
 from layerskip.text import Detokenizer, decode_text
 
@@ -390,6 +391,71 @@ class TestTools:
         answer_of(ChatAsked(**ASKED, tools=[TOOL], tool_choice="none"), plain)
 
 
+INPUT: Any = {"model": "demo-llama", "input": STORY, "temperature": 0, "max_output_tokens": 12}
+
+
+class TestResponses:
+    def test_a_text_whole_and_streamed(self, place: Place) -> None:
+        got = place.client.responses.create(**INPUT, instructions="Be kind.")
+        prompt = f"system: Be kind.\nuser: {STORY}\nassistant:"
+        assert got.output_text == place.text(prompt, 12)
+        assert (got.status, got.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert got.usage.output_tokens == 12
+        events = list(place.client.responses.create(**INPUT, instructions="Be kind.", stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        assert text == got.output_text == events[-1].response.output_text
+        kinds = [event.type for event in events if "delta" not in event.type]
+        assert kinds == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.incomplete",
+        ]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_call_and_its_result(self, place: Place, stream: bool) -> None:
+        how: Any = {**INPUT, "tools": [{"type": "function", **FUNCTION}]}
+        how |= {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 60}
+        if stream:
+            with place.client.responses.stream(**how) as events:
+                arguments = "".join(
+                    e.delta for e in events if e.type == "response.function_call_arguments.delta"
+                )
+                got = events.get_final_response()
+            assert got.output[0].arguments == arguments
+        else:
+            got = place.client.responses.create(**how)
+        [call] = got.output
+        assert (call.type, call.name, got.status) == ("function_call", "f", "completed")
+        assert json.loads(call.arguments)["x"] in (1, 23)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "seven"}
+        history = [{"role": "user", "content": STORY}, call.to_dict(), result]
+        body = ResponseAsked(**{**INPUT, "input": history}).chat()
+        [choice] = answer_of(body, place.served).choices
+        told = place.served.tokenizer.decode(choice.task.prompt)
+        x = json.loads(call.arguments)["x"]
+        calls = f'assistant: <tool_call>f {{"x": {x}}}'
+        assert told == f"user: {STORY}\n{calls}\ntool: seven\nassistant:"
+
+    def test_forms_and_refusals(self, place: Place) -> None:
+        form: Any = {"type": "json_schema", "name": "n", "schema": {"enum": [17]}}
+        got = place.client.responses.create(**INPUT, text={"format": form})
+        assert got.output_text == "17"
+        for wrong, words in (
+            ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+            ({"input": []}, "at least 1 item"),
+            ({"temperature": 7}, "less than or equal to 2"),
+        ):
+            answer = place.post("responses", {**INPUT, **wrong})
+            assert answer.status_code == 400
+            assert words in answer.json()["error"]["message"]
+
+
 class TestEvaluation:
     """What evaluators ask for."""
 
@@ -455,6 +521,10 @@ class TestEvaluation:
         assert (got["count"], got["max_model_len"]) == (len(got["tokens"]), 512)
         assert got["token_strs"] == tokenizer.convert_ids_to_tokens(got["tokens"])
         assert post("detokenize", {"tokens": got["tokens"]}) == {"prompt": STORY}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        info = httpx.get(f"{place.url}/tokenizer_info", headers=headers).json()
+        assert info["eos_token"] == tokenizer.eos_token
+        assert info["chat_template"] == TOOLS_TEMPLATE
         chat = post("tokenize", {"messages": [{"role": "user", "content": "a"}]})
         assert tokenizer.decode(chat["tokens"]) == "user: a\nassistant:"
         assert "one of them" in post("tokenize", {})["error"]["message"]
@@ -699,7 +769,10 @@ class TestEnds:
         assert sum(at) == told["num_accepted_draft_tokens"]
         assert at == sorted(at, reverse=True)
         histogram = told["acceptance_histogram"]
-        assert sum(histogram.values()) == told["num_spec_steps"]
+        assert sum(histogram) == told["num_spec_steps"]
+        assert len(histogram) == told["num_spec_tokens"] + 1
+        accepted = sum(count * number for number, count in enumerate(histogram))
+        assert accepted == told["num_accepted_draft_tokens"]
         length = 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
         assert told["mean_acceptance_length"] == length
         ours = 'layerskip_{}{{model="demo-llama"}}'

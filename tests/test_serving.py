@@ -359,6 +359,24 @@ def test_laws_that_texts_would_share_are_refused(model: Any) -> None:
         Serving(model, sources=[LogitLookup(StoredLogits())], **SETTINGS)
 
 
+def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model: Any) -> None:
+    texts = [
+        alone(model, TextRequest([3, 4, 5], 20, do_sample=True, top_k=top_k))
+        for top_k in (0, 2**70)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_prediction_is_indexed_once_for_all_texts(model: Any) -> None:
+    serving, predicted = Serving(model, **SETTINGS), [5, 6, 7]
+    tasks = [TextRequest([3, 4], 4, predicted=predicted, seed=seed) for seed in range(3)]
+    texts = serving.submit_all([(task, lambda piece: None) for task in tasks])
+    assert len({id(text.index) for text in texts}) == 1
+    with pytest.raises(ValueError, match="empty"):  # all of them or none
+        serving.submit_all([(task, print) for task in (tasks[0], TextRequest([]))])
+    assert serving.stats.waiting == 3
+
+
 def test_a_full_queue_refuses(model: Any) -> None:
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli.flags import (
@@ -23,7 +25,16 @@ from layerskip.cli.flags import (
     Wording,
 )
 from layerskip.cli.opening import open_decoding
-from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
+from layerskip.cli.terminal import (
+    Talk,
+    TextStream,
+    reading,
+    shown,
+    two_columns,
+    unsplit,
+    write_out,
+)
+from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
 from layerskip.text import Detokenizer, decode_text
 
@@ -34,11 +45,13 @@ if TYPE_CHECKING:
     from layerskip.session import Session
 
 COMMANDS = {
-    "/seed N": "seed of every answer from now on; alone: a new one for each answer",
+    "/seed N": "seed of the next answer, N + 1 of the one behind it, and so on; alone: new ones",
     "/temperature T": "sample with this temperature; 0: take the likeliest tokens",
     "/system TEXT": "another system message; alone: none; the conversation begins anew",
     "/draft": "what of the last answer was drafted, and what that gained",
-    "/reset": "forget the conversation",
+    "/retry": "another answer to the last message",
+    "/save FILE": "write the conversation to a file, as a line for layerskip run or generate",
+    "/reset": "forget the conversation, and begin again at the seed",
     "/help": "this",
     "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer",
 }
@@ -132,7 +145,8 @@ class Conversation:
 
     Attributes:
         system: the system message, if there is one.
-        seed: of every answer; None draws one for each.
+        seed: of the first answer; the next ones have the next numbers; None draws each.
+        answers: how many there were since the seed was set or the conversation forgotten.
         temperature: None is the model's setting.
         last: how the last answer came about.
     """
@@ -147,11 +161,33 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     temperature: float | None = None
     last: GenerationOutput | None = None
+    answers: int = 0
 
     def reset(self) -> None:
         """Forget what was said."""
         self.messages.clear()
-        self.last = None
+        self.last, self.answers = None, 0
+
+    def retry(self) -> None:
+        """Answer the last message again; the answer that was there stays if this one fails."""
+        if not self.messages:
+            self.talk.say("there is no message yet")
+            return
+        *self.messages, message, answer = self.messages
+        before = len(self.messages)
+        self.say(message["content"])
+        if len(self.messages) == before:
+            self.messages += [message, answer]
+
+    def save(self, path: Path) -> None:
+        """Write what was said so far."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        try:
+            write_text(path, json.dumps({"messages": system + self.messages}) + "\n")
+        except OSError as error:
+            self.talk.say(f"cannot write {path}: {error.strerror}")
+            return
+        self.talk.say(f"{len(self.messages)} messages written to {path}")
 
     def say(self, text: str) -> None:
         """Say something to the model and write its answer as it comes.
@@ -198,7 +234,7 @@ class Conversation:
 
             output = self.session.generate(
                 {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-                streamer=TextStream(self.loaded.tokenizer, write_out),
+                streamer=TextStream(self.loaded.tokenizer, unsplit(write_out)),
                 stopping_criteria=[lambda *_: interrupted()],  # the answer ends behind a token
                 seed=self._next_seed(),
                 progress=progress,
@@ -212,7 +248,8 @@ class Conversation:
     def _next_seed(self) -> int | None:
         if not self.do_sample:
             return None
-        return int.from_bytes(os.urandom(4)) if self.seed is None else self.seed
+        number, self.answers = self.answers, self.answers + 1
+        return int.from_bytes(os.urandom(4)) if self.seed is None else self.seed + number
 
 
 @contextmanager
@@ -246,8 +283,8 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         if rest and not rest.removeprefix("-").isdecimal():
             talk.say(f"a seed must be a whole number, got {rest}; as in /seed 7")
             return True
-        conversation.seed = int(rest) if rest else None
-        words = f"of every answer is {rest}" if rest else "is drawn for each answer"
+        conversation.seed, conversation.answers = int(rest) if rest else None, 0
+        words = f"of the next answer is {rest}" if rest else "is drawn for each answer"
         idle = "" if conversation.do_sample else ", once there is a /temperature to sample with"
         talk.say(f"the seed {words}{idle}")
     elif name == "/temperature":
@@ -267,6 +304,13 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         talk.say("a new conversation, " + ("with that system message" if rest else "without one"))
     elif name == "/draft":
         _draft(conversation, names)
+    elif name == "/retry":
+        conversation.retry()
+    elif name == "/save":
+        if rest:
+            conversation.save(Path(rest))
+        else:
+            talk.say("name a file, as in /save chat.jsonl")
     elif name == "/reset":
         conversation.reset()
         talk.say("the conversation is forgotten")

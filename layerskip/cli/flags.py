@@ -360,15 +360,7 @@ class Form(Flags):
 
     def schema(self) -> str | None:
         """The text of --json-schema."""
-        if self.json_schema is None:
-            return None
-        try:
-            return self.json_schema.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
-            raise ValueError(
-                f"--json-schema {self.json_schema} cannot be read: {reason}"
-            ) from error
+        return None if self.json_schema is None else text_in("--json-schema", self.json_schema)
 
     def processors(self, loaded: Loaded) -> list[Any]:
         """Logits processors, one at most."""
@@ -399,6 +391,8 @@ def text_in(name: str, path: Path) -> str:
     """The text of a file that a flag names."""
     try:
         text = read_text(path).decode()
+    except OSError as error:
+        raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} {path} is not UTF-8: {error}") from error
     if not text:

@@ -41,8 +41,9 @@ from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
-    from layerskip.serving.files import Answering, Progress
-    from layerskip.serving.requests import TextRequest
+    from layerskip.serving.api import Served
+    from layerskip.serving.files import Answering, Progress, Task
+    from layerskip.serving.scheduler import Serving
 
 _AHEAD = 4  # times as many prompts as run at once are sorted by length
 _READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # of a checkpoint's files
@@ -218,10 +219,14 @@ class _Model:
 
         loading = replace(self.loading, device=_device(self.loading.device))
         with open_decoding(self.decoding, self.sampling, loading, talk, check) as opened:
+            from transformers import RepetitionPenaltyLogitsProcessor
+
             from layerskip.checkpoints import encode
             from layerskip.grammars import response_format
             from layerskip.requests import end_tokens
-            from layerskip.serving.files import Answering
+            from layerskip.serving.files import Answering, Task
+            from layerskip.serving.history import StopStrings
+            from layerskip.serving.requests import TextRequest
             from layerskip.serving.scheduler import Serving
             from layerskip.session import share
 
@@ -240,35 +245,64 @@ class _Model:
                 **settings,
             )
             ends = sorted(end_tokens(loaded.model)) or None
+            served = lru_cache(1)(lambda: self._served(loaded, serving))
 
             @lru_cache(16)
             def kept(form: str) -> Sequence[Any]:
                 return response_format(json.loads(form), loaded.tokenizer, eos=ends)
 
-            def task_of(number: int, prompt: Prompt) -> TextRequest:
-                from transformers import RepetitionPenaltyLogitsProcessor
-
-                from layerskip.serving.history import StopStrings
-                from layerskip.serving.requests import TextRequest
-
+            def task_of(number: int, prompt: Prompt) -> Task:
+                if prompt.body is not None:
+                    return self._batched(number, prompt, served(), processors)
                 ids = encode(loaded.tokenizer, prompt)[0].tolist()
                 penalty, stop = self.wording.repetition_penalty, self.wording.stop
                 penalties = [] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)]
-                form_ = prompt.response_format
-                return TextRequest(
+                form = prompt.response_format
+                request = TextRequest(
                     ids,
                     limits.max_new_tokens,
                     seed=limits.seed + number,
                     min_p=self.wording.min_p,
                     processors=[
                         *penalties,
-                        *(processors if form_ is None else kept(json.dumps(form_))),
+                        *(processors if form is None else kept(json.dumps(form))),
                     ],
                     stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
                     **law,
                 )
+                return Task(prompt, request)
 
             yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
+
+    def _served(self, loaded: Loaded, serving: Serving) -> Served:
+        from layerskip.serving.api import Served
+
+        most = self.limits.max_new_tokens
+        return Served.of(loaded, context=serving.max_tokens, max_new_tokens=most)
+
+    def _batched(
+        self, number: int, prompt: Prompt, served: Served, processors: Sequence[Any]
+    ) -> Task:
+        """What a line of OpenAI's batch files asks for; flags say what it does not."""
+        from layerskip.serving.api import answer_of
+        from layerskip.serving.fields import ChatAsked, CompletionAsked, read
+        from layerskip.serving.files import Task
+
+        sampling, wording = self.sampling, self.wording
+        flags: dict[str, Any] = {"seed": self.limits.seed + number, "stop": wording.stop}
+        flags |= {"repetition_penalty": wording.repetition_penalty}
+        flags |= sampling.settings | {"min_p": wording.min_p} if sampling.do_sample else {}
+        flags["temperature"] = sampling.temperature if sampling.do_sample else 0
+        said = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
+        body = flags | (prompt.body or {}) | said | {"model": served.name}
+        if body.pop("stream", False) or body.get("n", 1) != 1:
+            raise ValueError("a line of a file is one text: leave out stream and n")
+        kind = CompletionAsked if prompt.messages is None else ChatAsked
+        answer = answer_of(read(kind, json.dumps(body).encode()), served)
+        request = answer.choices[0].task
+        if not {"response_format", "tools"} & body.keys():
+            request = replace(request, processors=[*request.processors, *processors])
+        return Task(prompt, request, answer)
 
 
 def _hash(*parts: Any) -> str:

@@ -6,6 +6,7 @@ Talk and progress go to standard error; what is returned here is for standard ou
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -107,6 +108,39 @@ def two_columns(rows: Sequence[tuple[str, str]]) -> str:
 
 def title(text: str) -> str:
     return f"\n{text}\n{'-' * min(len(text), width())}"
+
+
+def unsplit(write: Callable[[str], None]) -> Callable[[str], None]:
+    """Writes text as it comes to a terminal, and no word across its edge.
+
+    A word waits for what follows the space behind it, unless that ends a line.
+    """
+    if not sys.stdout.isatty():
+        return write
+    from rich.cells import cell_len
+
+    column, word = 0, ""
+
+    def put(text: str) -> None:
+        nonlocal column
+        most = shutil.get_terminal_size().columns
+        if column and column + cell_len(text.rstrip()) > most:
+            write("\n")
+            column, text = 0, text.lstrip(" ")
+        write(text)
+        lines = text.split("\n")
+        column = cell_len(lines[-1]) + (column if len(lines) == 1 else 0)
+
+    def told(text: str) -> None:
+        nonlocal word
+        *whole, word = re.split(r"(?<=\s)(?=\S)", word + text)
+        for each in whole:
+            put(each)
+        if word.endswith("\n") or cell_len(word) > shutil.get_terminal_size().columns:
+            put(word)
+            word = ""
+
+    return told
 
 
 class TextStream:

@@ -144,11 +144,12 @@ class Answer:
         self, chat: bool, model: str, choices: Sequence[Choice], called: bool = False
     ) -> None:
         self.choices = choices
+        self.created = int(time.time())
         self._chat, self._called = chat, called
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
+            "created": self.created,
             "model": model,
         }
         self._of_chunks = self._head | ({"object": "chat.completion.chunk"} if chat else {})
@@ -259,7 +260,7 @@ def acceptance(counts: Counts) -> dict[str, Any]:
     return {
         "mean_acceptance_length": 1 + counts.accepted / steps if steps else 1.0,
         "draft_acceptance_rate": counts.accepted / counts.drafted if counts.drafted else 0.0,
-        "acceptance_histogram": {str(k): n for k, n in sorted(counts.accepted_of.items())},
+        "acceptance_histogram": [counts.accepted_of.get(k, 0) for k in range(counts.longest + 1)],
         "num_accepted_draft_tokens": counts.accepted,
         "num_draft_tokens": counts.drafted,
         "num_spec_steps": steps,

@@ -351,6 +351,12 @@ def tokenized(asked: Tokenize, served: Served) -> dict[str, Any]:
     }
 
 
+def tokenizer_info(served: Served) -> dict[str, Any]:
+    """What evaluators ask about the tokenizer: special tokens and the chat template."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+    return {name: getattr(served.tokenizer, name, None) for name in names}
+
+
 def detokenized(asked: Detokenize, served: Served) -> dict[str, str]:
     """The text of token ids, special ones included."""
     _check_tokens(asked.tokens, "tokens", served)

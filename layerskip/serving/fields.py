@@ -17,9 +17,11 @@ _ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # What other fields may say, as it asks for nothing.
 _NOTHING: Mapping[str, Sequence[Any]] = {
     "audio": (),
+    "background": (False,),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "include": ([],),
     "length_penalty": (1.0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
@@ -28,6 +30,7 @@ _NOTHING: Mapping[str, Sequence[Any]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
@@ -55,7 +58,7 @@ class Refusal(ValueError):
         return {"error": error}
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -73,7 +76,7 @@ class _Fields(BaseModel):
         }
 
 
-class TextPart(_Fields):
+class TextPart(Fields):
     type: Literal["text"]
     text: str
 
@@ -81,19 +84,19 @@ class TextPart(_Fields):
 Content = str | list[TextPart]
 
 
-class Called(_Fields):
+class Called(Fields):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class ToolCall(_Fields):
+class ToolCall(Fields):
     id: str = ""
     type: Literal["function"] = "function"
     index: int = 0
     function: Called
 
 
-class Message(_Fields):
+class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: str | None = None
@@ -137,33 +140,33 @@ def _arguments(called: Called) -> dict[str, Any]:
     return {"name": called.name, "arguments": arguments}
 
 
-class ToolFunction(_Fields):
+class ToolFunction(Fields):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] = {}
     strict: bool = False
 
 
-class Tool(_Fields):
+class Tool(Fields):
     type: Literal["function"]
     function: ToolFunction
 
 
-class ToolName(_Fields):
+class ToolName(Fields):
     name: str
 
 
-class NamedTool(_Fields):
+class NamedTool(Fields):
     type: Literal["function"]
     function: ToolName
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Prediction(_Fields):
+class Prediction(Fields):
     type: Literal["content"]
     content: Content
 
@@ -173,7 +176,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class Asked(_Fields):
+class Asked(Fields):
     """What chats and completions may both say; OpenAI's first, behind them those of others.
 
     Attributes:
@@ -298,7 +301,7 @@ class CompletionAsked(Asked):
         return self.logprobs
 
 
-class Tokenize(_Fields):
+class Tokenize(Fields):
     """Text, or messages of a chat, to be encoded."""
 
     model: str | None = None
@@ -310,7 +313,7 @@ class Tokenize(_Fields):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class Detokenize(_Fields):
+class Detokenize(Fields):
     model: str | None = None
     tokens: list[int]
 

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from layerskip.files.schema import mapping, parse
 from layerskip.files.writing import naming, replacing
 from layerskip.prompts import Prompt
+from layerskip.serving.answers import Answer
 from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
 from layerskip.text import decode_text
@@ -216,6 +217,19 @@ def shard_of(prompts: Sequence[Prompt], index: int, count: int) -> list[Asked]:
 
 
 @dataclass(frozen=True)
+class Task:
+    """What a prompt asks for.
+
+    Attributes:
+        answer: in which the text is told, for a line of OpenAI's batch files.
+    """
+
+    prompt: Prompt
+    request: TextRequest
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True)
 class Answering:
     """A model that answers prompts.
 
@@ -226,10 +240,10 @@ class Answering:
 
     serving: Serving
     tokenizer: Any
-    task_of: Callable[[int, Prompt], TextRequest]
+    task_of: Callable[[int, Prompt], Task]
     ahead: int
 
-    def submit(self, id_: str, task: TextRequest, tell: Callable[[int, Row | None], None]) -> None:
+    def submit(self, task: Task, tell: Callable[[int, Row | None], None]) -> None:
         """Begin a text.
 
         Args:
@@ -240,32 +254,44 @@ class Answering:
 
         def told(piece: Piece) -> None:
             tokens.extend(piece.tokens)
+            if task.answer is not None:
+                task.answer.add(0, piece)
             row: Row | None = None
             if piece.reason == "error":
-                row = error_row(id_, piece.error)
+                row = error_row(task.prompt, piece.error)
             elif piece.reason is not None:
-                row = {
-                    "id": id_,
-                    "text": decode_text(self.tokenizer, tokens),
-                    "token_ids": tokens,
-                    "finish_reason": piece.reason,
-                    "prompt_tokens": len(task.prompt),
-                    "new_tokens": len(tokens),
-                    "seed": task.seed if task.do_sample else None,
-                    "drafted": piece.counts.drafted,
-                    "accepted": piece.counts.accepted,
-                }
+                row = self._row(task, tokens, piece)
             tell(len(piece.tokens), row)
 
         try:
-            self.serving.submit(task, told)
+            self.serving.submit(task.request, told)
         except ValueError as error:
-            tell(0, error_row(id_, error))
+            tell(0, error_row(task.prompt, error))
+
+    def _row(self, task: Task, tokens: list[int], last: Piece) -> Row:
+        id_, request = task.prompt.id, task.request
+        if task.answer is not None:
+            response = {"status_code": 200, "request_id": id_, "body": task.answer.whole()}
+            return {"id": id_, "custom_id": id_, "response": response, "error": None}
+        return {
+            "id": id_,
+            "text": decode_text(self.tokenizer, tokens),
+            "token_ids": tokens,
+            "finish_reason": last.reason,
+            "prompt_tokens": len(request.prompt),
+            "new_tokens": len(tokens),
+            "seed": request.seed if request.do_sample else None,
+            "drafted": last.counts.drafted,
+            "accepted": last.counts.accepted,
+        }
 
 
-def error_row(id_: str, reason: object) -> Row:
+def error_row(prompt: Prompt, reason: object) -> Row:
     """The row of a prompt that has no text."""
-    return {"id": id_, "error": " ".join(str(reason).split())}
+    id_, message = prompt.id, " ".join(str(reason).split())
+    if prompt.body is None:
+        return {"id": id_, "error": message}
+    return {"id": id_, "custom_id": id_, "response": None, "error": {"message": message}}
 
 
 def answer_all(
@@ -282,28 +308,28 @@ def answer_all(
     progress, going = answers.progress, set[str]()
     left = (each for each in asked if each[1].id not in answers.done)
 
-    def submit(id_: str, task: TextRequest) -> None:
+    def submit(task: Task) -> None:
         def tell(new: int, row: Row | None) -> None:
             progress.tokens += new
             if row is not None:
-                going.discard(id_)
+                going.discard(task.prompt.id)
                 answers.add(row)
 
-        going.add(id_)
-        answering.submit(id_, task, tell)
+        going.add(task.prompt.id)
+        answering.submit(task, tell)
 
     more = True
     while more or going:
         if more and len(going) <= answering.ahead // 2:  # before the batch runs out of texts
             taken = list(islice(left, answering.ahead))
             more = bool(taken)
-            tasks: list[tuple[str, TextRequest]] = []
+            tasks: list[Task] = []
             for number, prompt in taken:
                 try:
-                    tasks.append((prompt.id, answering.task_of(number, prompt)))
+                    tasks.append(answering.task_of(number, prompt))
                 except ValueError as error:
-                    answers.add(error_row(prompt.id, error))
-            for each in sorted(tasks, key=lambda task: len(task[1].prompt)):
-                submit(*each)
+                    answers.add(error_row(prompt, error))
+            for task in sorted(tasks, key=lambda each: len(each.request.prompt)):
+                submit(task)
         answering.serving.step()
         told(progress)

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from layerskip.serving.answers import Answer
-from layerskip.serving.api import Served, answer_of, detokenized, tokenized
+from layerskip.serving.api import Served, answer_of, detokenized, tokenized, tokenizer_info
 from layerskip.serving.fields import (
     Asked,
     ChatAsked,
@@ -30,6 +30,8 @@ from layerskip.serving.fields import (
 )
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
+from layerskip.serving.responses import Response as AsResponse
+from layerskip.serving.responses import ResponseAsked
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
 
@@ -140,6 +142,10 @@ def make_app(
     async def embeddings(request: Request) -> Response:
         raise Refusal(400, f"{served.name} generates text; embeddings are not served here")
 
+    @get("/tokenizer_info")
+    async def about_tokenizer() -> Response:
+        return JSONResponse(tokenizer_info(served))
+
     @app.post("/tokenize", dependencies=keyed)
     async def tokenize(request: Request) -> Response:
         asked = read(Tokenize, await _body(request, max_body))
@@ -154,20 +160,29 @@ def make_app(
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(encoding, work, *arguments)
 
-    async def answered(request: Request, kind: type[Asked]) -> Response:
+    @app.post("/v1/responses", dependencies=keyed)
+    async def responses(request: Request) -> Response:
+        return await answered(request, ResponseAsked)
+
+    async def answered(request: Request, kind: type[Asked | ResponseAsked]) -> Response:
         with metrics.counting(request.url.path):
             deadline = asyncio.get_running_loop().time() + timeout
-            asked = read(kind, await _body(request, max_body))
+            given = read(kind, await _body(request, max_body))
+            asked = given.chat() if isinstance(given, ResponseAsked) else given
             with _refusing():
                 serving.check_room(asked.texts)  # before anything is encoded
             answer = await encoded(answer_of, asked, served)
             running = _Running(serving, metrics.told)
             await running.submit([choice.task for choice in answer.choices])
+            told = AsResponse(given, answer) if isinstance(given, ResponseAsked) else None
             if asked.stream:
-                return _Events(running, _chunks(running, answer, asked), deadline)
+                events = _chunks(running, answer, asked)
+                if told is not None:
+                    events = _response_events(running, answer, told)
+                return _Events(running, events, deadline)
             with running.cancelled_at_last():
                 await _unless_gone(request, running, answer, deadline)
-            return JSONResponse(answer.whole())
+            return JSONResponse(answer.whole() if told is None else told.whole())
 
     return app
 
@@ -332,6 +347,27 @@ async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncItera
     if asked.include_usage:
         yield _event(answer.last())
     yield "data: [DONE]\n\n"
+
+
+async def _response_events(
+    running: _Running, answer: Answer, told: AsResponse
+) -> AsyncIterator[str]:
+    """Events of `/v1/responses`, as they are sent."""
+    try:
+        for event in told.begin():
+            yield _typed(event)
+        async for index, piece in running.pieces():
+            if (chunk := answer.add(index, piece)) is not None:
+                for event in told.add(chunk["choices"][0]["delta"]):
+                    yield _typed(event)
+        for event in told.end():
+            yield _typed(event)
+    except Refusal as refusal:
+        yield _typed({"type": "error", **refusal.body()["error"]})
+
+
+def _typed(event: dict[str, Any]) -> str:
+    return f"event: {event['type']}\n{_event(event)}"
 
 
 def _event(document: dict[str, Any]) -> str:

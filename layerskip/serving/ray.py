@@ -154,8 +154,8 @@ class _Worker:
         try:
             task = self._answering.task_of(number, prompt)
         except ValueError as error:
-            return error_row(prompt.id, error)
-        self._answering.submit(prompt.id, task, tell)
+            return error_row(prompt, error)
+        self._answering.submit(task, tell)
         ended.wait()
         return rows[0]
 

@@ -1,0 +1,301 @@
+"""OpenAI's `/v1/responses` in terms of chats: what is asked, the whole answer, and its events.
+
+Nothing is stored: a request brings its whole conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from layerskip.serving.answers import Answer
+from layerskip.serving.fields import ChatAsked, Fields, Share, ToolName, read
+
+
+class Part(Fields):
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] = Field([])
+    logprobs: list[Any] = Field([])
+
+
+class Said(Fields):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    id: str = ""
+    status: str = ""
+    phase: str = ""
+
+
+class FunctionCall(Fields):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str = ""
+    status: str = ""
+
+
+class FunctionOutput(Fields):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[Part]
+    id: str = ""
+    status: str = ""
+
+
+class Reasoning(Fields):
+    type: Literal["reasoning"]
+    id: str = ""
+    summary: list[Part] = Field([])
+    content: list[Part] = Field([])
+    status: str = ""
+
+
+class FlatTool(Fields):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] = Field({})
+    strict: bool = False
+
+
+class NamedFlatTool(ToolName):
+    type: Literal["function"]
+
+
+class TextForm(Fields):
+    format: dict[str, Any] = Field({"type": "text"})
+
+
+class Effort(Fields):
+    effort: str | None = None
+    summary: str | None = None
+
+
+Item = Said | FunctionCall | FunctionOutput | Reasoning
+
+
+class ResponseAsked(Fields):
+    """What a request says; `seed`, `top_k` and `min_p` are not OpenAI's, `store` stores nothing."""
+
+    model: str
+    input: str | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: Share | None = None
+    seed: int | None = None
+    stream: bool = False
+    text: TextForm = TextForm()
+    tools: list[FlatTool] = Field([])
+    tool_choice: Literal["none", "auto", "required"] | NamedFlatTool | None = None
+    parallel_tool_calls: bool = True
+    reasoning: Effort = Effort()
+    store: bool = False
+
+    def chat(self) -> ChatAsked:
+        """The chat that this is.
+
+        Raises:
+            Refusal: a field is wrong; it is named as the chat's.
+        """
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            for item in self.input:
+                _say(item, messages)
+        names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream")
+        body: dict[str, Any] = {name: getattr(self, name) for name in names}
+        body |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        body |= {"parallel_tool_calls": self.parallel_tool_calls}
+        body["reasoning_effort"] = self.reasoning.effort
+        body["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for tool in self.tools
+        ]
+        body["tool_choice"] = self.tool_choice
+        if isinstance(self.tool_choice, NamedFlatTool):
+            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        form = self.text.format
+        if form.get("type") == "json_schema":
+            inner = {name: value for name, value in form.items() if name != "type"}
+            form = {"type": "json_schema", "json_schema": inner}
+        body["response_format"] = None if form == {"type": "text"} else form
+        return read(ChatAsked, json.dumps(body).encode())
+
+
+def _say(item: Item, messages: list[dict[str, Any]]) -> None:
+    """An item of the input as a message, or as a part of the message before it."""
+    match item:
+        case Said():
+            messages.append({"role": item.role, "content": _text(item.content)})
+        case FunctionOutput():
+            text = _text(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        case Reasoning():
+            text = _text(item.content)
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        case FunctionCall():
+            called = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": called}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Response:
+    """An answer of one choice, as this interface tells it."""
+
+    def __init__(self, asked: ResponseAsked, answer: Answer) -> None:
+        self._asked, self._answer = asked, answer
+        self._id = f"resp_{secrets.token_hex(12)}"
+        self._items: list[dict[str, Any]] = []
+        self._number = 0
+
+    def document(self, status: str) -> dict[str, Any]:
+        """The response as it is now."""
+        asked, answer = self._asked, self._answer
+        told: dict[str, Any] = {
+            "id": self._id,
+            "object": "response",
+            "created_at": answer.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": asked.instructions,
+            "metadata": {},
+            "model": asked.model,
+            "output": self._items,
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": asked.reasoning.model_dump(),
+            "store": False,
+            "temperature": asked.temperature,
+            "text": asked.text.model_dump(),
+            "tool_choice": asked.model_dump()["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in asked.tools],
+            "top_p": asked.top_p,
+            "max_output_tokens": asked.max_output_tokens,
+            "usage": None,
+        }
+        if status != "in_progress":
+            usage = answer.usage()
+            told["usage"] = {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            }
+            told["timings"] = answer.timings()
+        if status == "incomplete":
+            told["incomplete_details"] = {"reason": "max_output_tokens"}
+        return told
+
+    def whole(self) -> dict[str, Any]:
+        """The response at its end."""
+        message = self._answer.message(0)
+        calls = enumerate(message.get("tool_calls", ()))
+        message["tool_calls"] = [{"index": index, **call} for index, call in calls]
+        events = [*self.add(message), *self.end()]
+        return dict(events[-1]["response"])
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The first events."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self.document("in_progress"))
+
+    def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a chat's delta; all of them must be taken."""
+        if text := delta.get("reasoning_content"):
+            yield from self._more("reasoning", text)
+        if text := delta.get("content"):
+            yield from self._more("message", text)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                yield from self._open(
+                    "function_call",
+                    call_id=call["id"],
+                    name=call["function"]["name"],
+                    arguments="",
+                )
+            self._items[-1]["arguments"] += call["function"]["arguments"]
+            if more := call["function"]["arguments"]:
+                yield self._of_item("response.function_call_arguments.delta", delta=more)
+
+    def end(self) -> Iterator[dict[str, Any]]:
+        """The last events."""
+        yield from self._close()
+        status = "incomplete" if self._answer.choices[0].reason == "length" else "completed"
+        yield self._event(f"response.{status}", response=self.document(status))
+
+    def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """More text of a message, or of reasoning."""
+        part, name = _PARTS[kind]
+        if not self._items or self._items[-1]["type"] != kind:
+            also = {"role": "assistant"} if kind == "message" else {"summary": []}
+            yield from self._open(kind, content=[], **also)
+            begun = {"type": part, "text": ""} | ({"annotations": []} if kind == "message" else {})
+            self._items[-1]["content"].append(begun)
+            yield self._of_item("response.content_part.added", part=begun, content_index=0)
+        self._items[-1]["content"][0]["text"] += text
+        logprobs = {"logprobs": []} if kind == "message" else {}
+        yield self._of_item(f"response.{name}.delta", delta=text, content_index=0, **logprobs)
+
+    def _open(self, kind: str, **values: Any) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        id_ = f"{kind[:3]}_{secrets.token_hex(12)}"
+        self._items.append({"type": kind, "id": id_, "status": "in_progress", **values})
+        yield self._event(
+            "response.output_item.added", item=self._items[-1], output_index=self._last
+        )
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """The end of the item that is being written."""
+        if not self._items:
+            return
+        item = self._items[-1]
+        item["status"] = "completed"
+        if item["type"] == "function_call":
+            kind = "response.function_call_arguments.done"
+            yield self._of_item(kind, arguments=item["arguments"], name=item["name"])
+        else:
+            [part], name = item["content"], _PARTS[item["type"]][1]
+            logprobs = {"logprobs": []} if item["type"] == "message" else {}
+            yield self._of_item(
+                f"response.{name}.done", text=part["text"], content_index=0, **logprobs
+            )
+            yield self._of_item("response.content_part.done", part=part, content_index=0)
+        yield self._event("response.output_item.done", item=item, output_index=self._last)
+
+    @property
+    def _last(self) -> int:
+        return len(self._items) - 1
+
+    def _of_item(self, kind: str, **values: Any) -> dict[str, Any]:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=self._last, **values)
+
+    def _event(self, kind: str, **values: Any) -> dict[str, Any]:
+        # a copy, as items grow
+        number, self._number = self._number, self._number + 1
+        event: dict[str, Any] = {"type": kind, "sequence_number": number, **values}
+        return deepcopy(event)
+
+
+_PARTS = {"message": ("output_text", "output_text"), "reasoning": ("reasoning_text",) * 2}
