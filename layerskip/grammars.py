@@ -169,13 +169,10 @@ def json_schema(
     if not isinstance(schema, Mapping):
         kind = type(schema).__name__
         raise ValueError(f"a JSON schema must be an object, such as {{}} for any, got a {kind}")
-    schema = dict(schema)
-    for each in _schemas(schema):
-        _refuse_rings(each, schema)
     item, key = SEPARATORS
     strict = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     grammar = _library().LLMatcher.grammar_from_json_schema(
-        _closed(schema), overrides={} if whitespace else strict
+        closed(schema), overrides={} if whitespace else strict
     )
     return _compiled(grammar, tokenizer, eos)
 
@@ -232,12 +229,18 @@ def _refuse_rings(schema: dict[str, Any], root: dict[str, Any]) -> None:
         schema = target
 
 
-def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with `additionalProperties: false` where it lists properties and says nothing.
 
     Left as it is where it combines schemas, one of which may add properties to another.
+
+    Raises:
+        ValueError: references go round in a ring.
     """
+    schema = dict(schema)
     every = list(_schemas(schema))
+    for each in every:
+        _refuse_rings(each, schema)
     if any("properties" in each and each.keys() & {*_COMBINED} for each in every) or any(
         "allOf" in each for each in every
     ):

@@ -119,26 +119,27 @@ def unsplit(write: Callable[[str], None]) -> Callable[[str], None]:
         return write
     from rich.cells import cell_len
 
-    column, word = 0, ""
+    column, word, begun = 0, "", False  # begun: a part of the word is written, as it is too long
 
     def put(text: str) -> None:
         nonlocal column
         most = shutil.get_terminal_size().columns
-        if column and column + cell_len(text.rstrip()) > most:
+        if column and not begun and column + cell_len(text.rstrip()) > most:
             write("\n")
-            column, text = 0, text.lstrip(" ")
+            column = 0
         write(text)
         lines = text.split("\n")
-        column = cell_len(lines[-1]) + (column if len(lines) == 1 else 0)
+        column = (cell_len(lines[-1]) + (column if len(lines) == 1 else 0)) % most
 
     def told(text: str) -> None:
-        nonlocal word
+        nonlocal word, begun
         *whole, word = re.split(r"(?<=\s)(?=\S)", word + text)
         for each in whole:
             put(each)
+            begun = False
         if word.endswith("\n") or cell_len(word) > shutil.get_terminal_size().columns:
             put(word)
-            word = ""
+            word, begun = "", not word.endswith("\n")
 
     return told
 

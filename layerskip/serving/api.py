@@ -135,7 +135,7 @@ def answer_of(asked: Asked, served: Served) -> Answer:
         "prompt_logprobs": echo and told is not None,
     }
     before, grammar = _bias(asked, served), reader.grammar() or _grammar(asked, served)
-    choices = []
+    choices = list[Choice]()
     for prompt in prompts:
         limit = _limit(asked, len(prompt), served)
         penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
@@ -237,7 +237,7 @@ class _Readers:
         """Whether the template has begun the reasoning."""
         if self._reasoning is None:
             return False
-        text = self._served.tokenizer.decode(prompt[-16:]).rstrip()
+        text: str = self._served.tokenizer.decode(prompt[-16:]).rstrip()
         return text.endswith(self._reasoning[0].rstrip())
 
     def grammar(self) -> list[Any]:

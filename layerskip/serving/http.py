@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -35,6 +35,7 @@ from layerskip.serving.responses import ResponseAsked
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
 
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 BODY_SECONDS = 30.0  # in which a client sends what it asks
 _log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def make_app(
             CORSMiddleware, allow_origins=[*origins], allow_methods=["*"], allow_headers=["*"]
         )
 
-    def get(path: str, *, key: bool = True) -> Any:
+    def get(path: str, *, key: bool = True) -> Callable[[Handler], Handler]:
         return app.api_route(path, methods=["GET", "HEAD"], dependencies=keyed if key else [])
 
     @app.exception_handler(Refusal)

@@ -42,7 +42,7 @@ class Metrics(Collector):
     """
 
     def __init__(self, serving: Serving, name: str) -> None:
-        prometheus_client.disable_created_metrics()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._name = name
         common: dict[str, Any] = {"registry": self.registry, "namespace": "layerskip"}

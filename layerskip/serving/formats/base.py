@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerskip.grammars import closed
+
 Tool = Mapping[str, Any]
 """A function as clients describe it: `name`, and perhaps `parameters`, a JSON schema."""
 Mark = Callable[[str], str]
@@ -208,8 +210,7 @@ def _loaded(text: str) -> Any:
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a function's arguments."""
-    given = tool.get("parameters") or {}
-    return {"type": "object", **given}
+    return closed({"type": "object", **(tool.get("parameters") or {})})
 
 
 def json_calls(tools: Sequence[Tool], key: str) -> str:
