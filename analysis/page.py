@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from layerskip.analysis.drawing import INK, LINE, MUTED, PAPER
-from layerskip.analysis.runs import ALL
+from layerskip.analysis.tables import ENDS
 from layerskip.analysis.verdict import Verdict
 
 
@@ -48,57 +48,61 @@ class Section:
 
 
 HEADINGS = {
-    "acceptance_rate": "r",
-    "accepted_1": "accepted",
-    "accepted_2": "2nd",
-    "accepted_3": "3rd",
-    "accepted_4": "4th",
-    "batch_size": "batch",
-    "bound": "bound 1/c",
-    "category": "prompts",
-    "decode_high": "decode to",
-    "decode_low": "decode from",
-    "draft_cost": "c",
-    "first_ms": "first token, ms",
-    "gigabytes_per_second": "GB/s",
-    "high": "to",
-    "low": "from",
-    "memory": "memory, GB/s",
-    "mlp": "MLP",
-    "near_ties": "near-ties",
+    "acceptance": "probability that a drafted token is accepted",
+    "acceptance_rate": "share of drafts accepted",
+    "accepted_1": "first token accepted",
+    "alpha": "probability that a drafted token is accepted",
+    "batch_size": "rows of a batch",
+    "bound": "gain at most",
+    "category": "kind of prompt",
+    "context": "tokens of context",
+    "copy_of": "copy of trial",
+    "decode": "decoding alone",
+    "draft_cost": "cost of a draft step",
+    "gigabytes_per_second": "GB/s read",
+    "mean_acceptance_length": "tokens a verification",
+    "mean_draft_length": "tokens drafted a round",
+    "memory": "GB/s of memory",
     "own_megabytes": "MB",
+    "prefill": "prefill alone",
     "prefill_seconds": "prefill, s",
-    "prompts": "n",
-    "tokens_per_pass": "tokens per target pass",
-    "tokens_per_second": "tokens/s",
+    "repeated_4grams": "of the text repeated",
+    "tokens_per_pass": "tokens a pass",
+    "tokens_per_second": "tokens a second",
 }
 """Headings that say more than the column's name; the others are the name's words."""
+INTERVALS = dict.fromkeys(("speedup", "tokens_per_second", "measured"), ("low", "high"))
+"""The columns of intervals that are not called as `tables.ENDS` says."""
+PLACES = ("batch_size", "category", "context")
+"""Columns that say where a row belongs; they are left out where all rows belong to one place."""
 
 SHOWN: Mapping[str, tuple[str, str, str]] = {
     "comparison": (
         "All runs",
-        "Ratio of totals over the run's baseline, all prompts.",
-        "run batch_size method prompts tokens_per_second speedup low high mean_of_ratios",
+        "How many times as fast as the run's baseline, all tokens over all seconds.",
+        "run batch_size method prompts tokens_per_second speedup",
     ),
-    "speedup": (
-        "Speedup",
-        "Tokens a second are all tokens over all seconds, a prompt counting with the medians of "
-        "its repeats; the speedup is their ratio, with a 95% bootstrap interval over prompts (both "
-        "methods of a prompt drawn together). The mean of the prompts' own ratios stands beside "
-        "it. Prefill: the time to the first token alone; decode: what comes after it.",
-        "batch_size category method over prompts tokens_per_second speedup low high "
-        "mean_of_ratios prefill_speedup decode_speedup decode_low decode_high first_ms",
+    "results": (
+        "Results",
+        "Tokens a second are all new tokens over all seconds, prefill included; a prompt counts "
+        "with the medians of its repeats. How many times as fast: the ratio of two methods' tokens "
+        "a second, in brackets its 95% bootstrap interval over prompts. Prefill: the time to the "
+        "first token; decoding: what comes after it. Same text: of those that must be the "
+        "baseline's; a near-tie is a difference where two scores are closer than the arithmetic "
+        "resolves, anything else is a fault.",
+        "batch_size context method tokens_per_second times* prefill decode acceptance_rate "
+        "repeated_4grams same_text",
     ),
-    "losslessness": (
-        "Losslessness",
-        "Texts compared with the baseline's, all repeats. A near-tie is a difference at a place "
-        "where two scores are closer than the arithmetic resolves; anything else is a fault.",
-        "category method compared equal near_ties faults",
+    "categories": (
+        "By kind of prompt",
+        "How many times as fast as the baseline each method is, with 95% intervals over prompts.",
+        "category prompts of*",
     ),
     "acceptance": (
         "Acceptance",
-        "alpha = accepted / (accepted + rejected); r = accepted / drafted tokens; a round is one "
-        "target pass with the draft before it.",
+        "A round is one pass of the whole model with the draft before it. The probability (alpha) "
+        "is accepted / (accepted + rejected): tokens behind a rejected one were never asked. The "
+        "share is accepted / drafted.",
         "batch_size category method rounds alpha acceptance_rate mean_acceptance_length "
         "tokens_per_pass mean_draft_length",
     ),
@@ -110,18 +114,19 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "decoding": (
         "Decoding",
-        "Behind the first tokens: medians over calls, from the slowest call to the fastest. GB/s: "
-        "weights, keys and values that passes read, by the model's own formula, beside what sweeps "
-        "over memory between the calls read. What the CPU's caches keep can make the share exceed "
-        "1.",
-        "batch_size category method calls prefill_seconds tokens_per_second low high "
+        "Behind the first tokens: medians over calls, in brackets the slowest and the fastest. "
+        "GB/s read: weights, keys and values that passes read, by the model's own formula; GB/s of "
+        "memory: what sweeps over memory between the calls read. What the CPU's caches keep can "
+        "make the share exceed 1.",
+        "batch_size category method calls prefill_seconds tokens_per_second "
         "gigabytes_per_second memory share",
     ),
     "predictions": (
         "Predicted and measured",
-        "Decode speedup over the baseline. Predicted: the rounds, priced with the cost table. "
-        "Efficiency = measured / predicted; c = a draft step's cost over a target step's.",
-        "batch_size category method predicted measured low high efficiency draft_cost bound",
+        "How many times as fast as the baseline decoding is. Predicted: the rounds, priced with "
+        "the cost table; efficiency is measured / predicted. The cost of a draft step (c) is in "
+        "plain steps; no such draft gains more than 1/c.",
+        "batch_size category method predicted measured efficiency draft_cost bound",
     ),
     "exits": (
         "Exits",
@@ -131,33 +136,34 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "search-finalists": (
         "Finalists",
-        "Speedup over plain decoding. Predicted: replayed rounds, priced; on the traced prompts, "
-        "and on those held out. Measured: on the clock, interleaved with plain decoding, with its "
-        "95% interval. Efficiency = measured / predicted, held out where known.",
-        "name role predicted held_out measured low high efficiency alpha draft_cost bound "
-        "tokens_per_second acceptance_rate equal near_ties faults left_out attention mlp rounded "
-        "lookup controller max_draft_length threshold",
+        "How many times as fast as plain decoding. Held out: replayed rounds of prompts that the "
+        "search has not seen, priced. Measured: on the clock, in turn with plain decoding, in "
+        "brackets the 95% interval. The cost of a draft step (c) is in plain steps.",
+        "name role held_out measured efficiency alpha draft_cost tokens_per_second equal "
+        "near_ties faults left_out rounded lookup controller max_draft_length threshold",
     ),
     "search-trials": (
         "Best trials",
-        "By priced speedup over plain decoding. Forced: without turning off a draft that does not "
-        "pay. Acceptance: alpha.",
+        "Speedups over plain decoding, priced. Forced: without turning off a draft that does not "
+        "pay. The cost of a draft step (c) is in plain steps.",
         "number origin left_out attention mlp rounded speedup forced_speedup acceptance "
-        "draft_cost bound copy_of",
+        "draft_cost copy_of",
     ),
     "trainings": (
         "Trainings",
         "Overlap with the target's distribution: of the first drafted token, before training and "
-        "after it, on windows kept apart. Accepted: share of all places of held-out texts whose "
-        "first 1, 2, 3, 4 drafted tokens are accepted with shared noise. Predicted by the formula "
-        "at the best draft length; measured beside lookups, with its 95% interval; before: "
-        "measured, what drafted before. It pays where it is faster by more than prompts differ.",
-        "draft of pays measured low high before predicted draft_cost accepted_1 accepted_2 "
-        "accepted_3 accepted_4 greedy overlap_before overlap loss seed tokens minutes parameters "
-        "own_megabytes",
+        "after it, on windows kept apart. Accepted: share of all places of held-out texts. "
+        "Predicted by the formula at the best draft length; measured beside lookups, in brackets "
+        "the 95% interval; before: measured, what drafted before. It pays where it is faster by "
+        "more than prompts differ.",
+        "draft of pays measured before predicted draft_cost accepted_1 overlap_before overlap "
+        "loss minutes own_megabytes",
     ),
 }
-"""By table: title, note, and the columns shown, in order; tables not named here are files only."""
+"""By table: title, note, and the columns shown, in order; tables not named here are files only.
+
+A name that ends in * stands for all columns that begin so.
+"""
 
 MOST = 24  # rows of a table on the page; all are in its CSV file
 
@@ -224,7 +230,8 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
     links = [(section.slug, section.title) for section in sections]
     links.append(("files", "Files"))
     items = _items(f'<a href="#{slug}">{escape(name)}</a>' for slug, name in links)
-    parts.append(f'<nav aria-label="Contents"><h2>Contents</h2>{items}</nav>')
+    if several:
+        parts.append(f'<nav aria-label="Contents"><h2>Contents</h2>{items}</nav>')
     parts += [_section(section, number) for number, section in enumerate(sections)]
     parts.append(
         '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
@@ -289,12 +296,10 @@ def _section(section: Section, number: int) -> str:
 
 
 def _html_table(table: Table) -> str:
-    """A table; of a long one the lines over all prompts, or the first ones."""
+    """A table; of a long one the first lines."""
     title, note, _ = SHOWN[table.name]
-    frame, left_out = table.frame, ""
-    if len(frame) > MOST:
-        whole = frame[frame["category"] == ALL] if "category" in frame else frame[:0]
-        frame = whole if len(whole) else frame.head(MOST)
+    frame, left_out = table.frame.head(MOST), ""
+    if len(frame) < len(table.frame):
         counted = f"{len(frame)} of {len(table.frame)} rows: tables/{table.name}.csv has all."
         left_out = f'<p class="note">{escape(counted)}</p>'
     columns = columns_of(table.name, frame)
@@ -320,13 +325,30 @@ def _html_table(table: Table) -> str:
 def columns_of(name: str, frame: pd.DataFrame) -> list[tuple[str, bool, list[str]]]:
     """Of each column shown: heading, whether it holds words, and cells as text; NaN is a dash.
 
-    Columns in which nothing is known are left out.
+    Left out are columns in which nothing is known, and places that are all the same.
     """
-    return [
-        (HEADINGS.get(column, column.replace("_", " ")), *_cells(frame[column].tolist()))
-        for column in SHOWN[name][2].split()
-        if column in frame and frame[column].notna().any()
-    ]
+    wanted: list[str] = []
+    for each in SHOWN[name][2].split():
+        like = [one for one in frame if each[:-1] in one and not one.endswith(ENDS)]
+        wanted += [one for one in like if one.startswith(each[:-1])] if each[-1] == "*" else [each]
+    columns = []
+    for each in wanted:
+        same = each in PLACES and frame.get(each, pd.Series()).nunique() < 2
+        if each not in frame or frame[each].isna().all() or same:
+            continue
+        ends = INTERVALS.get(each, tuple(each + end for end in ENDS))
+        values = [frame[one].tolist() for one in (each, *ends) if one in frame]
+        words, cells = _cells([value for column in values for value in column])
+        if len(values) == 3:
+            whole = (cells[n :: len(frame)] for n in range(len(frame)))
+            cells = [
+                one if low in (high, one) else f"{one} ({low} to {high})"
+                for one, low, high in whole
+            ]
+        cells = cells[: len(frame)]
+        heading = HEADINGS.get(each, each.removeprefix("of ").replace("_", " "))
+        columns.append((heading, words, cells))
+    return columns
 
 
 def _cells(values: list[object]) -> tuple[bool, list[str]]:

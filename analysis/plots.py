@@ -195,11 +195,11 @@ def phases(run: Run) -> Plot:
 
 
 HEATED = {
-    "acceptance_rate": ("Acceptance", "of drafted tokens are accepted", "{:.2f}"),
-    "tokens_per_pass": ("Tokens a pass", "tokens a target pass", "{:.2f}"),
-    "speedup": ("Predicted speedup", "times plain decoding, priced", "{:.2f}"),
+    "acceptance_rate": ("Acceptance", "share of drafted tokens that are accepted"),
+    "tokens_per_pass": ("Tokens a pass", "tokens that a pass of the whole model gives"),
+    "speedup": ("Predicted speedup", "times as fast as plain decoding, priced"),
 }
-"""The numbers of a sweep that are drawn: title, what they count, and how they are written."""
+"""The numbers of a sweep that are drawn: title, and what they count."""
 
 
 def heat_maps(run: Run) -> list[Plot]:
@@ -209,11 +209,12 @@ def heat_maps(run: Run) -> list[Plot]:
 
 
 def heat_map(table: pd.DataFrame, name: str) -> Plot:
-    title, what, form = HEATED[name]
+    title, what = HEATED[name]
+    form = "{:.2f}"
     cells = table.pivot_table(index="draft_length", columns="exit", values=name)
     values = cells.to_numpy()  # (lengths, exits)
     axes = new_axes(1.4 + 0.3 * len(cells))
-    axes.figure.colorbar(axes.pcolormesh(values, cmap="cividis"), ax=axes, label=what)
+    axes.figure.colorbar(axes.pcolormesh(values, cmap="cividis"), ax=axes)
     light = (values - np.nanmin(values)) > 0.55 * np.ptp(values)
     small = 9 if len(cells.columns) <= 12 else 6
     if len(cells.columns) <= 20:
@@ -232,7 +233,14 @@ def heat_map(table: pd.DataFrame, name: str) -> Plot:
         f"{title} by exit layer and draft length: from {form.format(np.nanmin(values))} to {best} "
         f"with {cells.index[row]} drafted tokens."
     )
-    return finished(axes, f"sweep-{name}", f"{title} by exit", alt, "exit layer", "draft length")
+    return finished(
+        axes,
+        f"sweep-{name}",
+        f"{title} by exit",
+        alt,
+        f"exit layer\n(cells: {what})",
+        "draft length",
+    )
 
 
 def run_skip_map(run: Run) -> Plot | None:

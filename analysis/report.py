@@ -21,7 +21,7 @@ from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.searches import Search
 from layerskip.files.documents import kind_of
-from layerskip.files.records import redacted
+from layerskip.files.records import begins_as_run, redacted
 from layerskip.files.writing import replace_folder
 
 MARK = ".layerskip-report.json"
@@ -29,8 +29,8 @@ MARK = ".layerskip-report.json"
 
 
 RUN_TABLES = (
-    "speedup", "losslessness", "acceptance", "sources", "positions", "phases",
-    "decoding", "predictions", "repetition", "exits", "sweeps",
+    "results", "categories", "speedup", "losslessness", "acceptance", "sources", "positions",
+    "phases", "decoding", "predictions", "repetition", "exits", "sweeps",
 )  # fmt: skip
 """The functions of `tables` that a report calls, in the page's order."""
 
@@ -92,6 +92,7 @@ def write_report(
         ValueError: no file, or one that is not what it must be; or `output` may not be written to.
     """
     files, output = [Path(file) for file in files], Path(output)
+    files = [each for file in files for each in (_inside(file) if file.is_dir() else [file])]
     by_kind = _by_kind(files)
     subjects_of = [
         (name, kind, kind.load(by_kind[name])) for name, kind in kinds().items() if name in by_kind
@@ -119,6 +120,18 @@ def write_report(
     return verdict.words(verdicts)
 
 
+def _inside(folder: Path) -> list[Path]:
+    """The files in a folder that reports are made of."""
+    named = [path for path in (folder / "search.json", folder / "train.json") if path.exists()]
+    runs = [path for path in sorted(folder.glob("*.jsonl")) if begins_as_run(path)]
+    if not named + runs:
+        raise ValueError(f"the folder {folder} holds none of these: {WANTED}")
+    return named + runs
+
+
+WANTED = "a report is made of records of runs (.jsonl), search.json and train.json"
+
+
 def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
     if not files:
         raise ValueError(
@@ -128,16 +141,11 @@ def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
     twice = [str(path) for path, n in Counter(file.resolve() for file in files).items() if n > 1]
     if twice:
         raise ValueError(f"run file {twice[0]} is given twice; name each file once")
-    wanted = "a report is made of records of runs (.jsonl), search.json and train.json"
     by_kind: dict[str, list[Path]] = {}
     for file in files:
-        if file.is_dir():
-            inside = [name for name in ("train.json", "search.json") if (file / name).exists()]
-            hint = f"name {file / inside[0]}" if inside else wanted
-            raise ValueError(f"{file} is a folder; {hint}")
         kind = kind_of(file)
         if kind == "other":
-            raise ValueError(f"{file} is none of its kinds: {wanted}")
+            raise ValueError(f"{file} is none of its kinds: {WANTED}")
         by_kind.setdefault(kind, []).append(file)
     return by_kind
 
@@ -171,10 +179,20 @@ def _sections(
                     path = folder / "plots" / f"{prefix}{plot.name}.svg"
                     pictures.append(_draw(plot, path))
             slug, facts = f"{name}-{number}", kind.facts(subject)
+            if name == "run":
+                shown = [Table(t.name, _headlines(subject, t)) for t in shown]
             made.append(Section(subject.label, slug, facts, next(judged), pictures, shown))
         for table_name, each in frames.items():
             _write_table(folder, table_name, pd.concat(each, ignore_index=True))
     return made
+
+
+def _headlines(run: Run, table: Table) -> pd.DataFrame:
+    """What the page shows of a table: all prompts as one, or each length of context."""
+    frame = table.frame
+    if "category" not in frame or table.name == "categories":
+        return frame
+    return frame[frame["category"].isin([*run.contexts])]
 
 
 def _draw(plot: drawing.Plot, path: Path) -> Picture:
@@ -208,9 +226,10 @@ def _run_facts(run: Run) -> dict[str, str]:
         for context in run.contexts.values():
             costs = run.cost_table(method, run.batch_sizes[0], context)
             if costs is not None:
-                verify = ", ".join(f"v({n}) = {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
+                verify = ", ".join(f"{n}: {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
                 at = "" if context is None else f" at {context:,} tokens"
-                said = f"c = {costs.draft:.3f}, {verify} ({costs.source})"
+                said = f"a draft step {costs.draft:.3f} plain steps, a pass over tokens {verify}"
+                said += f" ({costs.source})"
                 facts[f"Costs of {method}{at}"] = said
         if run.sources(method):
             facts[f"Drafts of {method}"] = run.methods[method].get("label") or method

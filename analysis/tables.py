@@ -279,6 +279,44 @@ def exits(run: Run) -> pd.DataFrame:
     return table.loc[table.groupby("exit")["speedup"].idxmax()] if len(table) else table
 
 
+def results(run: Run) -> pd.DataFrame:
+    """The headline numbers, a line for each method; `times X` is how many times as fast as X."""
+    kept = ("batch_size", "context", "method", "tokens_per_second")
+    rows = []
+    for row in headlines(run):
+        if row["task"] not in (None, ALL):
+            continue
+        line = {name: row[name] for name in kept}
+        for over, ends in row["speedups"].items():
+            names = (f"times {over}{end}" for end in ("", *ENDS))
+            line |= dict(zip(names, ends, strict=True))
+        for part in ("prefill", "decode"):
+            line[part] = row[f"{part}_speedups"].get(run.baseline)
+        line |= {name: row[name] for name in ("acceptance_rate", "repeated_4grams")}
+        same = [f"{row['equal']}/{row['compared']}"] if row["compared"] else []
+        same += [f"{row[n]} {n.replace('_', '-')}" for n in COMPARED[2:] if row[n]]
+        rows.append(line | {"same_text": ", ".join(same) or None})
+    return pd.DataFrame(rows).infer_objects()
+
+
+def categories(run: Run) -> pd.DataFrame:
+    """By kind of prompt, how many times as fast as the baseline each method is (`of METHOD`)."""
+    table = speedup(run)
+    first = (table["over"] == run.baseline) & (table["batch_size"] == run.batch_sizes[0])
+    rows = []
+    for category, part in table[first].groupby("category", sort=False):
+        line: dict[str, Any] = {"category": category, "prompts": int(part["prompts"].max())}
+        for row in part[part["method"] != run.baseline].to_dict("records"):
+            line |= {f"of {row['method']}{end}": row[name] for end, name in _NAMED_ENDS.items()}
+        rows.append(line)
+    return pd.DataFrame(rows) if len(rows) > 1 else pd.DataFrame()
+
+
+ENDS = (" low", " high")
+"""What follows a column's name in those of its interval."""
+_NAMED_ENDS = {"": "speedup", " low": "low", " high": "high"}
+
+
 def headlines(run: Run) -> list[dict[str, Any]]:
     """The headline numbers by batch size, context or task, and method, as JSON values."""
     tasks = run.header["prompts"].get("tasks")

@@ -99,14 +99,14 @@ def _reasons(run: Run, method: str, texts: Any) -> list[str]:
         said.append("It drafted nothing: its controller expected no gain.")
     elif accepted is not None:
         said.append(
-            f"A drafted token was accepted with probability {accepted['alpha']:.2f} (alpha), "
-            f"{accepted['tokens_per_pass']:.2f} tokens per target pass."
+            f"A drafted token was accepted with probability {accepted['alpha']:.2f}; a pass of the "
+            f"whole model gave {accepted['tokens_per_pass']:.2f} tokens."
         )
     forecast = _line(tables.predictions(run), run, method)
     if forecast is not None and not math.isnan(forecast["bound"]):
         said.append(
-            f"No draft at c = {forecast['draft_cost']:.2f} gains more than "
-            f"{forecast['bound']:.1f} times."
+            f"A draft step cost {forecast['draft_cost']:.2f} plain steps, so that no such draft "
+            f"gains more than {forecast['bound']:.1f} times."
         )
     if texts["compared"]:
         near = f", {texts['near_ties']} near-ties" if texts["near_ties"] else ""

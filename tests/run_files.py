@@ -216,5 +216,6 @@ def sweep(tokens: int = 1000) -> dict[str, Any]:
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path

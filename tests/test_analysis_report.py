@@ -67,6 +67,31 @@ def test_the_folder_holds_tables_and_plots(written):
     assert files == {*own, report.MARK}
 
 
+def test_a_folder_stands_for_the_files_in_it(tmp_path):
+    made.write(tmp_path / "runs" / "run.jsonl", made.made_up(prompts=1))
+    (tmp_path / "runs" / "prompts.jsonl").write_text('{"prompt": "x"}')
+    write_report([tmp_path / "runs"], tmp_path / "report")
+    assert "runs/run.jsonl" in (tmp_path / "report" / "index.html").read_text()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"folder .*none holds none of these: a report is made of"):
+        write_report([tmp_path / "none"], tmp_path / "report")
+
+
+def test_each_method_stands_once_in_the_results(written):
+    """With its speeds over the others in columns, beside their intervals."""
+    folder, _ = written
+    text = (folder / "index.html").read_text(encoding="utf-8")
+    table = re.search(r"<h3>Results</h3>.*?</table>", text, re.DOTALL)[0]
+    rows = [re.findall(r"<td.*?>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    names = [method["name"] for method in made.header()["methods"]]
+    assert [row[0] for row in rows] == names
+    assert re.fullmatch(r"1\.\d\d \(1\.\d\d to 1\.\d\d\)", rows[2][2])
+    assert rows[2][-1] == "16/16"
+    heads = re.findall(r"<th.*?>(.*?)</th>", table)
+    assert len(heads) <= 10
+    assert all(len(head) > 1 for head in heads)
+
+
 def test_the_same_records_give_the_same_files(written, tmp_path):
     folder, _ = written
     run = made.write(tmp_path / "again.jsonl", [*made.made_up(), made.sweep()])
@@ -101,7 +126,8 @@ def test_a_gain_in_words(tmp_path):
     text = said(tmp_path, [*made.made_up(), made.sweep()])
     for fact in (
         "self made tiny 1.15 times as fast", "95% interval 1.09 to 1.23, 8 prompts", "prefill 1.00",
-        "generate() it is 1.60", "0.60 (alpha)", "c = 0.15", "6.7", "16/16", "--exit-layer 3",
+        "generate() it is 1.60", "with probability 0.60", "cost 0.15 plain steps", "6.7",
+        "16/16", "--exit-layer 3",
     ):  # fmt: skip
         assert fact in text
     assert len(text.split()) < 120

@@ -174,8 +174,7 @@ def test_what_is_no_file_of_a_report_is_refused_and_told(tmp_path):
     cut = tmp_path / "cut.json"
     cut.write_text(json.dumps(made.training())[:200])
     for path, message in (
-        (tmp_path / "of", f"is a folder; name {file}"),
-        (tmp_path, "is a folder; a report is made of"),
+        (tmp_path, "holds none of these: a report is made of"),
         (other, "is none of its kinds: a report is made of records of runs (.jsonl), search.json"),
         (drafts, "drafts.json is none of its kinds"),
         (cut, "cut.json is cut off or not JSON"),

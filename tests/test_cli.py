@@ -88,10 +88,14 @@ def test_greedy_text_is_that_of_transformers(folder, expected):
     assert result.stdout.count("\n") == 1
     assert (found["finish_reason"], found["prompt_tokens"]) == ("length", 4)
     assert 0 < found["time_to_first_token"] < found["seconds"] < found["total_seconds"]
+    first = found["time_to_first_token"]
+    assert found["prefill_tokens_per_second"] == pytest.approx(4 / first)
+    assert found["decode_tokens_per_second"] == pytest.approx(15 / (found["seconds"] - first))
     assert found["num_known_tokens"] == 0
     for words in (
         "16 tokens in",
-        f"the first after {found['time_to_first_token']:.2f} s",
+        f"the first after {found['time_to_first_token']:.2f} s (prefill, ",
+        f"the others at {found['decode_tokens_per_second']:.1f} tokens/s",
         "mean acceptance length",
         f"{found['total_seconds']:.1f} s in all",
     ):

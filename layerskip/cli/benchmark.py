@@ -235,13 +235,7 @@ def _record(
     lines: Sequence[dict[str, Any]],
     text: Callable[[Sequence[int]], str] | None,
 ) -> list[dict[str, Any]]:
-    """Measure methods into a run file and print the table; returns its rows, see `headlines`.
-
-    Args:
-        earlier: the run to go on with.
-        lines: what the file holds before the records.
-        text: decodes tokens, where texts are to be kept.
-    """
+    """Measure methods into a run file, behind some lines, and print the table; returns its rows."""
     from layerskip.analysis.runs import load_runs
     from layerskip.analysis.tables import headlines
     from layerskip.bench.runner import benchmark as run_benchmark

@@ -115,7 +115,8 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 **settings,
             )
-            seconds = time.perf_counter() - start
+            seconds, stats = time.perf_counter() - start, output.stats
+            first = output.rounds[0].times[-1] - start
             token_ids = output.sequences[0, ids.shape[1] :].tolist()
             text = decode_text(loaded.tokenizer, token_ids)
             if not stream and not as_json:
@@ -131,9 +132,13 @@ def generate(
                 "new_tokens": len(token_ids),
                 "seconds": seconds,
                 "tokens_per_second": len(token_ids) / seconds,
-                "time_to_first_token": output.rounds[0].times[-1] - start,
-                "num_known_tokens": output.stats.num_known_tokens,
-                **counts(output.stats, opened.names),
+                "time_to_first_token": first,
+                "prefill_tokens_per_second": (ids.shape[1] - stats.num_known_tokens) / first,
+                "decode_tokens_per_second": (
+                    (len(token_ids) - 1) / (seconds - first) if len(token_ids) > 1 else None
+                ),
+                "num_known_tokens": stats.num_known_tokens,
+                **counts(stats, opened.names),
                 "seed": own_seed,
             }
             talk.say(_summary(result))
@@ -175,10 +180,12 @@ def _holds(text: str, ends: Iterable[str]) -> bool:
 
 def _summary(result: dict[str, Any]) -> str:
     words = (
-        f"{result['new_tokens']} tokens in {result['seconds']:.2f} s, "
-        f"{result['tokens_per_second']:.1f} tokens/s, "
-        f"the first after {result['time_to_first_token']:.2f} s"
+        f"{result['new_tokens']} tokens in {result['seconds']:.2f} s: the first after "
+        f"{result['time_to_first_token']:.2f} s (prefill, "
+        f"{result['prefill_tokens_per_second']:.0f} tokens/s)"
     )
+    if result["decode_tokens_per_second"] is not None:
+        words += f", the others at {result['decode_tokens_per_second']:.1f} tokens/s"
     if result["finish_reason"] == "length":
         words += "; cut at --max-new-tokens"
     if result["num_known_tokens"]:

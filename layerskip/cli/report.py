@@ -15,8 +15,8 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...",
-            help="Records of runs (.jsonl), search.json of searches, train.json of trainings.",
+            metavar="FILE|FOLDER...",
+            help="Records of runs (.jsonl), search.json, train.json, or folders that hold some.",
         ),
     ],
     output: Path = flag("Folder to write the report to.", "DIR", default=...),

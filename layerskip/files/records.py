@@ -93,6 +93,12 @@ def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
     return _run(path, _bytes(path)) if path.exists() else None
 
 
+def begins_as_run(path: Path) -> bool:
+    """Whether a file begins as those of runs do."""
+    with path.open("rb") as file:
+        return file.read(len(_START)) == _START
+
+
 def _bytes(path: Path) -> bytes:
     try:
         return read_file(path, 1 << 34)
