@@ -27,8 +27,10 @@ class Session:
     without a session; with native passes bit by bit, elsewhere up to near-ties.
 
     Calls that are given up keep what they have decoded. Everything is dropped when the model's
-    weights or adapters change, or its dtype or device. Prompts with pictures neither use nor leave
-    anything. What drafts themselves compute with (a second model, say) is not kept.
+    weights or adapters change, or its dtype or device; each call reads all weights to see that,
+    which takes about as long as two tokens (see `fingerprint.checksum`). Prompts with pictures
+    neither use nor leave anything. What drafts themselves compute with (a second model, say) is not
+    kept.
 
     A session may serve several threads. What a call takes is copied into its own buffers.
 

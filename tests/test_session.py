@@ -192,6 +192,14 @@ def _behind_its_back(model: Any) -> None:
     model.lm_head.weight.data *= 1.5
 
 
+def _one_number(model: Any) -> None:
+    model.model.layers[2].self_attn.v_proj.weight.data[3, 5] *= -30
+
+
+def _signs_of_a_row(model: Any) -> None:
+    model.model.layers[2].self_attn.v_proj.weight.data[3] *= -1
+
+
 def _another_weight(model: Any) -> None:
     own = model.model.layers[1].self_attn.q_proj
     own.weight = torch.nn.Parameter(own.weight * 1.5)
@@ -206,7 +214,15 @@ def _another_adapter(model: Any) -> None:
     module.active_adapters, module.disable_adapters = ["second"], False
 
 
-CHANGES = [_in_place, _behind_its_back, _another_weight, _another_dtype, _another_adapter]
+CHANGES = [
+    _in_place,
+    _behind_its_back,
+    _one_number,
+    _signs_of_a_row,
+    _another_weight,
+    _another_dtype,
+    _another_adapter,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.passes import Filling, Part, Passes
-from layerskip.model.fingerprint import fingerprint
+from layerskip.model.fingerprint import checksum, fingerprint
 from layerskip.model.sublayers import Sublayers
 
 
@@ -83,13 +83,16 @@ class CachedTexts:
         self._first = _Segment(None, 0, ())
         self.nbytes = 0
 
-    def check(self, model: Sublayers) -> object:
+    def check(self, model: Sublayers, *, numbers: bool = False) -> object:
         """Drop everything if it is of another model, or of other weights.
+
+        Args:
+            numbers: compare all numbers of the weights, not only a sample (see `checksum`).
 
         Returns:
             What `keep` must be given for texts of these weights.
         """
-        of = _state(model)
+        of = (*_state(model), checksum(model.model) if numbers else None)
         with self._lock:
             if of != self._of:
                 self._clear()
@@ -210,8 +213,8 @@ class CachedTexts:
 def _state(model: Sublayers) -> tuple[Any, ...]:
     """What keys and values depend on besides tokens: equal while the model is the same.
 
-    Changes in place raise a weight's version; those through `.data` show in its hash, which reads
-    some of its numbers. Switched adapters show in their modules.
+    Changes in place raise a weight's version; those through `.data` of all numbers show in its
+    hash, which reads a sample. Switched adapters show in their modules.
     """
     inner = model.model
     weights = [*inner.parameters(), *inner.buffers()]

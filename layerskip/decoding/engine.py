@@ -186,7 +186,7 @@ class Decoder:
         filled: list[list[Filling]] = []
         marks: list[set[int]] = [set() for _ in self.rows]  # where to keep texts with windows
         if self.cached is not None:
-            self._weights = self.cached.check(passes.model)
+            self._weights = self.cached.check(passes.model, numbers=True)
             window = passes.cache.window
             for row, length in enumerate(lengths):
                 prompt = passes.prompts[row].tolist()
