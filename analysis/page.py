@@ -149,6 +149,14 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "number origin left_out attention mlp rounded speedup forced_speedup acceptance "
         "draft_cost copy_of",
     ),
+    "exit-training": (
+        "Exits before and after training",
+        "On texts kept apart: loss in nats a token; agreement of the likeliest token with the "
+        "model's; accepted: the share of an exit's drafts that shared noise accepts; overlap: the "
+        "same by the rejection rule. The last line is the model itself.",
+        "exit accepted_before accepted_after agreement_before agreement_after overlap_before "
+        "overlap_after loss_before loss_after",
+    ),
     "trainings": (
         "Trainings",
         "Overlap with the target's distribution: of the first drafted token, before training and "

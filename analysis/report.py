@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import drawing, plots, searches, tables, trainings, verdict
+from layerskip.analysis import drawing, exits, plots, searches, tables, trainings, verdict
 from layerskip.analysis.labels import law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
@@ -69,6 +69,13 @@ def kinds() -> dict[str, Subject]:
             lambda of: {"Model": ", ".join(trainings.trainings(of)["model"].unique())},
             plots.training_plots,
             {"trainings": trainings.trainings, "training-curves": trainings.curves},
+        ),
+        "exits": Subject(
+            exits.load_exit_trainings,
+            exits.judge_exits,
+            exits.facts,
+            exits.exit_plots,
+            {"exit-training": exits.exits},
         ),
     }
 

@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from pages import NASTY, page_of
 
 from layerskip import LowPrecision, SkipConfig, Trained
-from layerskip.analysis import plots, trainings, write_report
+from layerskip.analysis import exits, plots, trainings, write_report
 from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.verdict import judge_trainings, words
 from layerskip.files.documents import kind_of
@@ -138,6 +138,50 @@ def test_all_kinds_of_files_on_one_page(tmp_path, monkeypatch):
     one = write_report(files[:1], tmp_path / "one")
     assert one.startswith("0 of 1 trained drafts pay")
     assert "<title>Trainings</title>" in (tmp_path / "one" / "index.html").read_text()
+
+
+def exit_record(tmp_path, **changes):
+    def row(exit, loss, accepted):
+        return dict(exit=exit, loss=loss, agreement=accepted, accepted=accepted, overlap=accepted)
+
+    record = {
+        "kind": "exits",
+        "schema": 1,
+        "recipe": {"exits": [2], "init": "checkpoint", "loss": "lk"},
+        "model": NASTY,
+        "base": "weights-0123456789abcdef",
+        **{"steps": 10, "tokens": 10_240, "text_tokens": 20_000, "best": 2, "promised": 1.2},
+        "seconds": {"training": 60.0},
+        "curve": [2.0, 1.0],
+        "before": [row(1, 5.0, 0.1), row(2, 4.0, 0.3), row(4, 2.0, 1.0)],
+        "after": [row(1, 4.0, 0.2), row(2, 3.0, 0.6), row(4, 2.01, 1.0)],
+        "timed": {},
+    }
+    return made.write(tmp_path / "exits" / "train.json", record | changes)
+
+
+def test_trained_exits_are_drawn_before_and_after(tmp_path):
+    file = exit_record(tmp_path)
+    assert kind_of(file) == "exits"
+    [one] = exits.load_exit_trainings([file])
+    with rc_context(STYLE):
+        [plot] = exits.exit_plots(one)
+        plot.figure.draw_without_rendering()
+    (axes,) = plot.figure.axes
+    drawn = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}
+    assert drawn == {"before training": [0.1, 0.3], "after training": [0.2, 0.6]}
+    assert "after training 1: 0.20, 2: 0.60" in plot.alt
+    summary = write_report([file], tmp_path / "report")
+    assert summary.startswith(
+        "Exit 2 is accepted 0.600, before 0.300; the model's own loss is 2.010"
+    )
+    assert "0.600" in page_of(tmp_path / "report").text
+    assert len(pd.read_csv(tmp_path / "report" / "tables" / "exit-training.csv")) == 3
+    worse = [*one.record["after"][:-1], one.record["after"][-1] | {"loss": 2.1}]
+    summary = write_report([exit_record(tmp_path, after=worse)], tmp_path / "report")
+    assert summary.startswith("The model's own loss rose by 0.100 nats, more than 0.02")
+    with pytest.raises(ValueError, match="before and after must have as many exits"):
+        write_report([exit_record(tmp_path, after=worse[1:])], tmp_path / "report")
 
 
 BAD = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import pytest
 import torch
 from models import VOCABULARY, lively_model, prompt, tiny_model
 from safetensors.torch import load_file
+from small import small_model
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from layerskip.cli.main import app
 from layerskip.config import SkipConfig
-from layerskip.training import exit_training
-from layerskip.training.exit_training import ExitRecipe, ExitTraining, best_exit, card, rise
+from layerskip.files.trainings import rise
+from layerskip.training import exit_training, judging
+from layerskip.training.exit_training import ExitRecipe, ExitTraining, best_exit, card
 from layerskip.training.exits import (
     ExitModel,
     drop_rates,
@@ -114,6 +119,17 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
+TIMES = {"speedup": 1.5, "low": 1.2, "high": 1.6, "tokens_per_second": 9.0}
+FASTER = {"trained": TIMES | {"tokens": [1, 1], "seconds_per_token": [0.1, 0.1]}}
+
+
+@pytest.fixture(autouse=True)
+def _timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No clock is read, but in the test of that."""
+    if "clock" not in request.node.name:
+        monkeypatch.setattr(exit_training, "clock", lambda *_, **__: FASTER)
+
+
 HOW: dict[str, Any] = {"window": 16, "rows": 2, "exits": (2, 4), "rate": 3e-3, "steps": 12}
 
 
@@ -121,9 +137,9 @@ class Stopped(Exception):
     pass
 
 
-def training(folder: Path, texts: Path, stop: int = 0, **changes: Any) -> ExitTraining:
+def training(folder: Path, texts: Path, stop: str = "never", **changes: Any) -> ExitTraining:
     def progress(what: str, _: float) -> None:
-        if stop and what.startswith(f"training: step {stop},"):
+        if what.startswith(stop):
             raise Stopped
 
     torch.set_num_threads(1)
@@ -132,9 +148,13 @@ def training(folder: Path, texts: Path, stop: int = 0, **changes: Any) -> ExitTr
     return ExitTraining(model, Letters(), None, texts, recipe, folder, progress=progress)
 
 
-@pytest.mark.parametrize("kills", [(5,), pytest.param((1, 3, 6, 8, 11), marks=pytest.mark.slow)])
+FIVE = ("training: step 1,", "training: step 4,", "training: step 5,", "training: step 9,",
+        "judging exits after")  # fmt: skip
+
+
+@pytest.mark.parametrize("kills", [FIVE[2:3], pytest.param(FIVE, marks=pytest.mark.slow)])
 def test_a_killed_training_gives_the_same_weights(
-    kills: tuple[int, ...], tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+    kills: tuple[str, ...], tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = training(tmp_path / "whole", texts).run()
     monkeypatch.setattr(exit_training, "SAVE_SECONDS", 0.0)
@@ -165,3 +185,76 @@ def test_training_makes_exits_right_more_often_and_keeps_the_model(
     assert skip.exit_layer == record["best"] == best_exit(after)[0]
     assert (tmp_path / "out" / "README.md").read_text() == card(record)
     assert model.config.num_hidden_layers == 6
+
+
+def test_the_clock_decides_what_drafts(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_training, "TIMED", 1)
+    monkeypatch.setattr(judging, "REPEATS", 1)
+    monkeypatch.setattr(judging, "_pays", lambda _: False)
+    record = training(tmp_path / "out", texts, steps=1).run()
+    assert {*record["timed"]} <= {"trained", "before"}
+    assert record["timed"]["trained"]["compared"] == 1
+    assert record["timed"]["trained"]["faults"] == 0
+    assert SkipConfig.load(tmp_path / "out" / "layerskip.json").exit_layer is None
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks the library for an old name
+def test_adapters_are_merged(tmp_path: Path, texts: Path) -> None:
+    pytest.importorskip("peft")
+    record = training(tmp_path / "out", texts, lora=4, rate=1e-2, steps=20).run()
+    assert record["after"][3]["loss"] < record["before"][3]["loss"]
+    model = lively_model("llama", dtype=torch.float32)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() <= model.state_dict().keys()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--exits 4,x", "--exits must be layers with commas between, as 4,8, or all; got '4,x'"),
+        ("--exits 4,16", "exits must be in 1..15 for this model, got [4, 16]"),
+        ("--dropout 1", "dropout must be in 0..1, got 1"),
+        ("--keep -1", "keep must be in 0..inf, got -1"),
+        ("--rank 4", "--rank is of --recipe draft; leave it out"),
+        ("--config c.json", "--config is of --init random; leave it out"),
+        ("--init random --loss kl", "random weights are trained towards the text: loss ce"),
+        ("--init random --config short.txt", "--config short.txt is no configuration: "),
+        ("--recipe draft --lora 4", "--lora is of --recipe exits; leave it out"),
+        ("--texts none.txt", "cannot read texts none.txt: No such file or directory"),
+        ("--texts bad.jsonl", 'texts bad.jsonl, line 1: a line must be an object with "text"'),
+        ("--texts short.txt", "tokens, too few for 5 windows of 256 to train on and one to judge"),
+        ("--output full", "--output full is not empty, and holds no training; name another"),
+        ("--output short.txt", "--output short.txt is a file; give a folder"),
+        ("--lora 4", "--lora needs peft, which is not installed: pip install peft"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    (tmp_path / "short.txt").write_text("too short\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "long.txt").write_text("import os  # and so on\n" * 1000)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    given = flags.split()
+    for name, value in (("output", "out"), ("texts", "long.txt"), ("recipe", "exits")):
+        given += [] if f"--{name}" in given else [f"--{name}", value]
+    done = CliRunner().invoke(app, ["train", "demo-gemma2", "--steps", "1", *given])
+    assert done.exit_code == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert done.stderr.count("layerskip: error: ") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_runs_whole_is_refused(tmp_path: Path, texts: Path) -> None:
+    model = small_model("gpt2").float()
+    with pytest.raises(ValueError, match="'gpt2' is not opened into sublayers"):
+        ExitTraining(model, Letters(), None, texts, ExitRecipe(steps=1), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ from layerskip.cli.inputs import make_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
 from layerskip.config import SkipConfig
+from layerskip.files.trainings import LARGEST_RISE, rise
 from layerskip.registry import LossName, OptimizerName, StudentName
 
 MINUTES = 30.0
@@ -310,7 +311,7 @@ def train_exits(
 
 def _exits(record: dict[str, Any]) -> str:
     """What a training of exits brought, in words."""
-    from layerskip.training.exit_training import LARGEST_RISE, rise, table_of
+    from layerskip.training.exit_training import table_of
 
     risen, words = rise(record), ""
     if risen > LARGEST_RISE and record["recipe"]["init"] != "random":

@@ -11,9 +11,10 @@ from typing import Any, Literal
 from layerskip.files.reading import read_file
 from layerskip.files.schema import mapping, parse
 
-FileKind = Literal["run", "search", "training", "other"]
+FileKind = Literal["run", "search", "training", "exits", "other"]
 _BEGINS: dict[FileKind, bytes] = {
     "search": rb'\s*\{\s*"kind"\s*:\s*"search"',
+    "exits": rb'\s*\{\s*"kind"\s*:\s*"exits"',
     "training": rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"',
 }
 """What a document begins with as it is written, so that one that was cut off is known, too."""
@@ -34,10 +35,12 @@ def kind_of(path: str | os.PathLike[str]) -> FileKind:
         return "run"
     if not isinstance(document, dict):
         return "run"
+    named = document.get("kind")
+    if named in ("search", "exits"):
+        return "search" if named == "search" else "exits"
     if {"recipe", "curve"} <= document.keys():
         return "training"
-    named = document.get("kind")
-    return "search" if named == "search" else "run" if named == "header" else "other"
+    return "run" if named == "header" else "other"
 
 
 def read(

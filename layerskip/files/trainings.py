@@ -1,8 +1,12 @@
-"""The file that a training leaves, `train.json`: what was done and measured."""
+"""The file that a training leaves, `train.json`: what was done and measured.
+
+It is of a draft for a frozen model, or of the early exits of a model.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from layerskip.files.documents import read
@@ -61,14 +65,15 @@ def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 EXITS_SCHEMA = 1
+LARGEST_RISE = 0.02
+"""Nats that the final layer's loss may rise by without a warning: 2% of perplexity."""
 _EXITS = items(
     has(exit=NUMBER, loss=NUMBER, agreement=SHARE, accepted=SHARE, overlap=SHARE), least=2
 )
 _EXIT_RECORD = has(
+    kind=word("exits"),
     schema=version(EXITS_SCHEMA),
-    recipe=has(
-        kind=word("exits"), exits=items(integer(1), least=1), init=name_text, loss=name_text
-    ),
+    recipe=has(exits=items(integer(1), least=1), init=name_text, loss=name_text),
     base=name_text,
     model=Maybe(name_text),
     **dict.fromkeys(("steps", "tokens", "text_tokens"), COUNT),
@@ -78,7 +83,18 @@ _EXIT_RECORD = has(
     after=_EXITS,
     best=integer(1),
     promised=POSITIVE,
+    timed=named(_TIMED),
 )
+
+
+def read_exit_training(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """`read_training` for a training of exits."""
+    return read(path, "training", check_exit_record)
+
+
+def rise(record: Mapping[str, Any]) -> float:
+    """By how many nats the final layer's loss rose in a training of exits."""
+    return float(record["after"][-1]["loss"] - record["before"][-1]["loss"])
 
 
 def check_exit_record(record: Any) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -20,29 +20,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
+from layerskip.drafts import automatic_draft
 from layerskip.files.schema import parse
 from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
 from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
+from layerskip.model.opening import open_model
 from layerskip.registry import named
 from layerskip.training import data, processes, token_files
 from layerskip.training.drafts import half_is_fast
 from layerskip.training.exits import ExitModel, enabled, exit_table, exit_weights, kept_layers
-from layerskip.training.judging import formula
+from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock, formula
 from layerskip.training.loop import schedule, train
 from layerskip.training.losses import divergences
 from layerskip.training.stages import Stages
 
 RECORD = "train.json"
-LARGEST_RISE = 0.02
-"""Nats that the final layer's loss may rise by without a warning: 2% of perplexity."""
 APART = 16
 """Windows kept apart, to judge by."""
+JUDGED = 16
+"""Exits that are judged at least, of models that have so many."""
 FOR_TEXTS = 0.2
 SAVE_SECONDS = 60.0
 POINTS = 50  # of the curve, at most
+QUESTION = 64  # tokens of a timed prompt, at most
 DRAFTED = 8  # tokens of a draft, at most, in the promise
 
 
@@ -245,7 +248,7 @@ class ExitTraining(Stages):
             self.progress(f"texts: {total:,} tokens", min(1.0, total / need))
 
     def _judged(self, name: str) -> list[dict[str, float]]:
-        """The table of all exits on windows kept apart, kept in a file."""
+        """The table of exits on windows kept apart, kept in a file."""
         path = self.work / f"{name}.json"
         if not path.exists():
             self.progress(f"judging exits {name} training", 0.0)
@@ -255,7 +258,7 @@ class ExitTraining(Stages):
             )
             count = min(APART, (len(tokens) - 1) // length)
             windows = torch.stack([token_files.window(tokens, n, length) for n in range(count)])
-            exits, at = range(1, self.layers + 1), self.recipe.temperature
+            exits, at = judged_exits(self.recipe.exits, self.layers), self.recipe.temperature
             with self._precision():
                 made = (exit_table(self.module, windows.to(self.device), exits, at) for _ in [0])
                 [rows] = self.timed("judging", made)
@@ -342,12 +345,19 @@ class ExitTraining(Stages):
         state = _whole_state(self.module)
         if not processes.first():
             return
-        recipe = self.recipe
+        recipe, base = self.recipe, self.model.name_or_path or None
+        partial = self.folder / ".checkpoint.tmp"
+        shutil.rmtree(partial, ignore_errors=True)
+        state = {name: weight.to(self.dtype) for name, weight in state.items()}
+        self.model.to(self.dtype).save_pretrained(partial, state_dict=state)
+        self.tokenizer.save_pretrained(partial)
         best, promised = best_exit(after)
+        skip, timed = self._timed(partial, best)
         record = {
+            "kind": "exits",
             "schema": EXITS_SCHEMA,
-            "recipe": asdict(recipe) | {"kind": "exits"},
-            "model": self.model.name_or_path or None,
+            "recipe": asdict(recipe),
+            "model": base,
             "base": self.base,
             "steps": len(self.losses),
             "tokens": len(self.losses) * recipe.rows * recipe.window,
@@ -358,16 +368,11 @@ class ExitTraining(Stages):
             "after": after,
             "best": best,
             "promised": promised,
+            "timed": timed,
         }
         check_exit_record(record)
-        partial = self.folder / ".checkpoint.tmp"
-        shutil.rmtree(partial, ignore_errors=True)
-        state = {name: weight.to(self.dtype) for name, weight in state.items()}
-        self.model.to(self.dtype).save_pretrained(partial, state_dict=state)
-        self.tokenizer.save_pretrained(partial)
+        skip.save(partial / "layerskip.json")
         write_text(partial / "README.md", card(record))
-        exits = SkipConfig.early_exit(best)
-        replace(exits, decoding=DecodingOptions(lookup=True)).save(partial / "layerskip.json")
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             file.chmod(0o644)  # the library makes weights private to their owner
             file.replace(self.folder / file.name)  # the config, which makes it a checkpoint, last
@@ -375,14 +380,36 @@ class ExitTraining(Stages):
         write_text(self.folder / RECORD, json.dumps(record, indent=2, allow_nan=False) + "\n")
         shutil.rmtree(self.work)
 
+    def _timed(self, folder: Path, best: int) -> tuple[SkipConfig, dict[str, Any]]:
+        """The skip config for a checkpoint, after its exit was timed, and those times."""
+        opened = open_model(type(self.model).from_pretrained(folder, dtype=self.dtype).eval())
+        drafts, usual = {TRAINED: SkipConfig.early_exit(best)}, automatic_draft(opened).skip
+        if usual is not None:
+            drafts[BEFORE] = usual
+        tokens = token_files.token_file(self.work / token_files.APART)
+        length = min(self.recipe.window, QUESTION)
+        count = min(TIMED, (len(tokens) - 1) // length)
+        prompts = [token_files.window(tokens, n, length)[None, :-1] for n in range(count)]
+        temperature = self.recipe.temperature
+        timed = clock(
+            opened, prompts, drafts, temperature, until=self.until, progress=self.progress
+        )
+        best_skip, _ = chosen(drafts, timed)
+        return best_skip, timed
+
+
+def judged_exits(trained: Sequence[int], layers: int) -> list[int]:
+    """The exits that are judged: those trained, JUDGED at even distances, and the last."""
+    step = max(1, layers // JUDGED)
+    return sorted({*trained, *range(step, layers, step), layers})
+
 
 def best_exit(table: list[dict[str, float]]) -> tuple[int, float]:
     """The early exit with the largest promise, and that: its expected speedup by the formula.
 
     Taken are the shares accepted, the same at each depth, and costs by the number of layers.
     """
-    layers = len(table)
-    promises = {}
+    layers, promises = table[-1]["exit"], {}
     for row in table[:-1]:
         survival = [row["accepted"] ** depth for depth in range(1, DRAFTED + 1)]
         costs = CostTable(row["exit"] / layers, (1.0,) * (DRAFTED + 1))
@@ -398,14 +425,9 @@ def curve(losses: list[float]) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def rise(record: dict[str, Any]) -> float:
-    """By how many nats the final layer's loss rose."""
-    return float(record["after"][-1]["loss"] - record["before"][-1]["loss"])
-
-
 def table_of(record: dict[str, Any]) -> list[list[str]]:
     """Each trained exit before and after: the cells of a table."""
-    trained = {*record["recipe"]["exits"], record["best"], len(record["after"])}
+    trained = {*record["recipe"]["exits"], record["best"], record["after"][-1]["exit"]}
     lines = [["exit", "loss", "after", "agreement", "after", "accepted", "after"]]
     for before, after in zip(record["before"], record["after"], strict=True):
         if after["exit"] in trained:
@@ -480,9 +502,8 @@ def _shard(module: ExitModel, device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (processes.count(),))
-    for layer in module.parts[2]:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    for part in (*module.parts[2], module):  # else an outermost one stays whole when it was judged
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 
 def _whole_state(module: ExitModel) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,17 +85,16 @@ def judge(training: Training) -> dict[str, Any]:
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }
-    timed = _clock(training, prompts, drafts)
-    pays = _pays(timed)
-    usually = usual is not None and BEFORE in timed and timed[BEFORE]["speedup"] > 1
-    chosen = skip if pays else usual or SkipConfig()
-    written = replace(
-        chosen,
-        model=skip.model,
-        model_hash=skip.model_hash,
-        decoding=DecodingOptions(lookup=True, enabled=None if pays or usually else False),
-        notes={"trained": {"pays": pays, "timed": timed}},
+    timed = clock(
+        opened,
+        prompts,
+        drafts,
+        recipe.temperature,
+        until=training.until,
+        progress=training.progress,
     )
+    best, pays = chosen(drafts, timed)
+    written = replace(best, model=skip.model, model_hash=skip.model_hash)
     record = {
         "schema": SCHEMA,
         "recipe": recipe.to_dict(),
@@ -168,8 +167,14 @@ def formula(survival: Sequence[float], costs: CostTable) -> float:
     return best
 
 
-def _clock(
-    training: Training, prompts: Sequence[Tensor], drafts: Mapping[str, SkipConfig]
+def clock(
+    opened: Sublayers,
+    prompts: Sequence[Tensor],
+    drafts: Mapping[str, SkipConfig],
+    temperature: float,
+    *,
+    until: float,
+    progress: Callable[[str, float], None],
 ) -> dict[str, dict[str, Any]]:
     """Speedups over plain decoding of the draft and of the one before, each with lookups, in turn.
 
@@ -178,7 +183,6 @@ def _clock(
     the texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`; nothing
     where every text ended with its first token.
     """
-    opened, temperature = training.opened, training.recipe.temperature
     task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=opened.execution)
     engines = [
         Engine(opened.model, task, name, drafts.get(name), lookup=True)
@@ -191,8 +195,8 @@ def _clock(
         [plain, *engines],
         prompts[:TIMED],
         repeats=REPEATS,
-        until=training.until,
-        note=training.progress,
+        until=until,
+        note=progress,
     )
     timed: dict[str, dict[str, Any]] = {}
     for engine in engines if decoded else ():
@@ -210,6 +214,22 @@ def _clock(
             "faults": faults,
         }
     return timed
+
+
+def chosen(
+    drafts: Mapping[str, SkipConfig], timed: Mapping[str, Mapping[str, Any]]
+) -> tuple[SkipConfig, bool]:
+    """What drafts from now on, and whether that is the trained draft.
+
+    It is where it pays; else what drafted before, or nothing if that was not faster than plain
+    decoding.
+    """
+    pays, usual = _pays(timed), drafts.get(BEFORE)
+    usually = usual is not None and BEFORE in timed and timed[BEFORE]["speedup"] > 1
+    skip = drafts[TRAINED] if pays else usual or SkipConfig()
+    options = DecodingOptions(lookup=True, enabled=None if pays or usually else False)
+    notes = {"trained": {"pays": pays, "timed": {name: {**each} for name, each in timed.items()}}}
+    return replace(skip, decoding=options, notes=notes), pays
 
 
 def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:

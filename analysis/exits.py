@@ -1,0 +1,106 @@
+"""What a training of early exits brought: a table, a picture and a few sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from layerskip.analysis.drawing import Plot, finished, lines, listed, new_axes
+from layerskip.analysis.labels import printable, slug_of
+from layerskip.analysis.verdict import Verdict
+from layerskip.files.trainings import LARGEST_RISE, read_exit_training, rise
+
+QUALITIES = ("loss", "agreement", "accepted", "overlap")
+
+
+@dataclass(frozen=True)
+class ExitTraining:
+    """The file of a training of exits."""
+
+    label: str
+    slug: str
+    record: Mapping[str, Any]
+
+
+def load_exit_trainings(files: Sequence[Path]) -> list[ExitTraining]:
+    """Read and check files.
+
+    Raises:
+        ValueError: a file is not what it must be; says which and why, in one line.
+    """
+    records = [printable(read_exit_training(file)) for file in files]
+    labels = [f"Exits of {record['model'] or record['base']}" for record in records]
+    times = Counter(labels)
+    labels = [
+        f"{label}, file {number}" if times[label] > 1 else label
+        for number, label in enumerate(labels, 1)
+    ]
+    return [
+        ExitTraining(label, slug_of(label, number), record)
+        for number, (label, record) in enumerate(zip(labels, records, strict=True))
+    ]
+
+
+def facts(of: ExitTraining) -> dict[str, str]:
+    """What was done, in words."""
+    recipe, seconds = of.record["recipe"], sum(of.record["seconds"].values())
+    exits = ", ".join(map(str, recipe["exits"]))
+    return {
+        "Recipe": f"exits {exits}; loss {recipe['loss']}, {recipe['init']} weights at first",
+        "Trained on": f"{of.record['tokens']:,} tokens in {of.record['steps']:,} steps, "
+        f"{seconds / 60:.0f} minutes",
+    }
+
+
+def exits(of: ExitTraining) -> pd.DataFrame:
+    """A line for each exit, before and after."""
+    return pd.DataFrame(
+        {"exit": int(after["exit"])}
+        | {f"{name}_{when}": row[name] for name in QUALITIES for when, row in pair.items()}
+        for before, after in zip(of.record["before"], of.record["after"], strict=True)
+        for pair in [{"before": before, "after": after}]
+    )
+
+
+def exit_plots(of: ExitTraining) -> list[Plot]:
+    """How often each early exit's token is accepted, before and after."""
+    table = exits(of)[:-1]  # of the last one all are
+    both = pd.concat(
+        [
+            pd.DataFrame({"training": when, "exit": table["exit"], "accepted": table[column]})
+            for when, column in (
+                ("before training", "accepted_before"),
+                ("after training", "accepted_after"),
+            )
+        ]
+    )
+    axes = new_axes(3.6)
+    words = lines(axes, both, "training", "exit", "accepted", "{exit}: {accepted:.2f}")
+    axes.set_ylim(0, 1)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    alt = f"Share of an exit's drafted tokens that the model accepts, by exit. {words}."
+    title = "Accepted tokens by exit"
+    return [finished(axes, "exits", title, alt, "layers before the exit", "share accepted")]
+
+
+def judge_exits(of: ExitTraining) -> Verdict:
+    """Whether the model stayed as good, and what its best exit became."""
+    record, verdict = of.record, Verdict(of.label)
+    risen, before = rise(record), record["before"][-1]["loss"]
+    if risen > LARGEST_RISE and record["recipe"]["init"] != "random":
+        verdict.faults.append(
+            f"The model's own loss rose by {risen:.3f} nats, more than {LARGEST_RISE:g}: train "
+            "again with a larger --keep or a smaller --rate."
+        )
+    row = exits(of).query(f"exit == {record['best']}")
+    verdict.lines.append(
+        listed(row, "Exit {exit} is accepted {accepted_after:.3f}, before {accepted_before:.3f}; ")
+        + f"the model's own loss is {before + risen:.3f}, before {before:.3f}."
+    )
+    return verdict
