@@ -1,11 +1,8 @@
 """A second model as the draft: its text, law, cache, costs and vocabulary; replays are beside."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +32,7 @@ EXIT = SkipConfig.early_exit(4).resolve(6)
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
-def test_a_copy_of_the_target_is_always_right(family: str, execution: str) -> None:
+def test_a_copy_of_the_target_is_always_right(family, execution):
     """Its state is that of a fresh start, behind others' drafts that fell and in windows, too."""
     model = model_of(family)
     same = Assistant(Sublayers(copy.deepcopy(model), execution))
@@ -47,11 +44,11 @@ def test_a_copy_of_the_target_is_always_right(family: str, execution: str) -> No
         assert wrong.num_accepted_tokens < wrong.num_draft_tokens
 
 
-def test_the_doors_take_a_model_or_an_opened_one() -> None:
+def test_the_doors_take_a_model_or_an_opened_one():
     model, other = model_of(), second_of()
     ids, mask = prompts(model)
     inputs = {"input_ids": ids, "attention_mask": mask}
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
+    how = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
     plain = layerskip.generate(model, inputs, enabled=False, **how)
     for given in (other, Sublayers(other, "modules")):
         got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=[3, 5, 7], **how)
@@ -64,7 +61,7 @@ def test_the_doors_take_a_model_or_an_opened_one() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(12, 16), (16, 12)])
-def test_heads_may_be_padded_differently(ours: int, theirs: int) -> None:
+def test_heads_may_be_padded_differently(ours, theirs):
     """Tokens that one of them lacks are not drafted, and cost nothing but acceptance."""
     model = model_of(vocab_size=ours)
     for sample in (False, True):
@@ -76,7 +73,7 @@ def test_heads_may_be_padded_differently(ours: int, theirs: int) -> None:
         assert ours < theirs or any(token >= 12 for row in run.emitted for token in row)
 
 
-def test_a_batch_that_the_assistant_cannot_hold_is_refused() -> None:
+def test_a_batch_that_the_assistant_cannot_hold_is_refused():
     short = lively_model("llama", vocab_size=12, max_position_embeddings=32)
     with pytest.raises(ValueError, match=r"the assistant cannot draft here: .* at most 32 tokens"):
         decoded((Assistant(Sublayers(short)),), Fixed())
@@ -86,7 +83,7 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused() -> None:
 # Replays.
 
 
-def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
+def test_an_assistant_that_has_read_other_texts_is_seen():
     """The negative control: what it knows of the texts is what another model does."""
     draft = Assistant(Sublayers(second_of()))
     (text, *_), trace = traced(False, False).texts, traced(False, False)
@@ -102,7 +99,7 @@ def test_an_assistant_that_has_read_other_texts_is_seen() -> None:
 # What it costs.
 
 
-def test_costs_are_measured_and_kept_without_the_model() -> None:
+def test_costs_are_measured_and_kept_without_the_model():
     model, other = copy.deepcopy(model_of()), copy.deepcopy(second_of())
     ids, mask = prompts(model)
     request = Request(ids, mask, 8, Law((), do_sample=False, rows=len(ids)))
@@ -116,7 +113,7 @@ def test_costs_are_measured_and_kept_without_the_model() -> None:
     assert second() is None
 
 
-def test_analytic_costs_are_those_of_its_bytes() -> None:
+def test_analytic_costs_are_those_of_its_bytes():
     model = Sublayers(model_of())
     small = Sublayers(lively_model("llama", vocab_size=12, num_hidden_layers=2))
     bytes_ = small.weight_bytes()
@@ -134,14 +131,14 @@ def test_analytic_costs_are_those_of_its_bytes() -> None:
 class Words:
     """Stands for a tokenizer."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words):
         self.words = words
 
-    def get_vocab(self) -> dict[str, int]:
+    def get_vocab(self):
         return {word: token for token, word in enumerate(self.words)}
 
 
-def test_vocabularies_are_compared_token_by_token() -> None:
+def test_vocabularies_are_compared_token_by_token():
     check_vocabularies(Words("a", "b", "c"), Words("a", "b", "c"))
     check_vocabularies(Words("a", "b", "c"), Words("a", "b", "c", "<pad>"))
     check_vocabularies(Words("a", "b", "c", "<pad>"), Words("a", "b", "c"))
@@ -149,10 +146,10 @@ def test_vocabularies_are_compared_token_by_token() -> None:
         check_vocabularies(Words("a", "b", "c"), Words("a", "c", "b", "d"))
 
 
-def test_tokenizers_that_are_given_are_compared() -> None:
+def test_tokenizers_that_are_given_are_compared():
     model, (ids, mask) = model_of(), prompts(model_of())
     inputs = {"input_ids": ids, "attention_mask": mask}
-    how: dict[str, Any] = {"assistant": second_of(), "max_new_tokens": 2, "costs": COSTS}
+    how = {"assistant": second_of(), "max_new_tokens": 2, "costs": COSTS}
     words = Words("a", "b", "c")
     layerskip.generate(model, inputs, tokenizer=words, assistant_tokenizer=words, **how)
     with pytest.raises(ValueError, match="the second model has another vocabulary"):
@@ -163,7 +160,7 @@ def test_tokenizers_that_are_given_are_compared() -> None:
         layerskip.generate(model, inputs, assistant_tokenizer=words, **how)
 
 
-def test_models_whose_numbers_tell_of_other_vocabularies_warn() -> None:
+def test_models_whose_numbers_tell_of_other_vocabularies_warn():
     model = model_of(vocab_size=300)
     padded, ends = second_of(vocab_size=302), copy.deepcopy(second_of(vocab_size=300))
     warn_of_vocabularies(model, padded)
@@ -182,10 +179,10 @@ def test_models_whose_numbers_tell_of_other_vocabularies_warn() -> None:
         )
 
 
-def test_an_assistant_that_the_library_drops_is_named() -> None:
+def test_an_assistant_that_the_library_drops_is_named():
     model = model_of()
     ids, mask = prompts(model)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    how = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     decoding = layerskip.LayerSkipDecoding(EXIT, costs=COSTS)
     with pytest.warns(UserWarning, match=r"give the second model to LayerSkipDecoding\(assist"):
         got = model.generate(ids, custom_generate=decoding, assistant_model=second_of(), **how)

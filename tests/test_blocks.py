@@ -1,13 +1,8 @@
 """Modules that are trained to draft: their arithmetic, by whole texts and token by token."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from models import FAMILIES, lively_model, prompt, tiny_model
-from torch import Tensor
 
 from layerskip.model.blocks import Heads
 from layerskip.model.cache import RowCache
@@ -17,7 +12,7 @@ from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
 COUNT = 13  # more than a sliding window
 
 
-def states(model: Sublayers, ids: Tensor) -> list[Tensor]:
+def states(model, ids):
     """Hidden states of whole texts before and after every layer, (B, T, H) each."""
     embedded, step = model.first_pass(ids)
     found = [embedded]
@@ -27,7 +22,7 @@ def states(model: Sublayers, ids: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_that_begins_with_one_of_the_models_computes_what_it_does(family: str) -> None:
+def test_a_layer_that_begins_with_one_of_the_models_computes_what_it_does(family):
     model = Sublayers(tiny_model(family), "modules")
     last = max(i for i, kind in enumerate(model.layer_types) if kind == Layer(model).kind)
     known = states(model, prompt(COUNT, rows=2))
@@ -39,9 +34,7 @@ def test_a_layer_that_begins_with_one_of_the_models_computes_what_it_does(family
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_token_by_token_with_a_cache_it_computes_what_training_does(
-    family: str, execution: str
-) -> None:
+def test_token_by_token_with_a_cache_it_computes_what_training_does(family, execution):
     model = Sublayers(lively_model(family), execution)
     layer, hidden = Layer(model), states(model, prompt(COUNT, rows=2))[-2]
     want = layer(hidden)
@@ -58,8 +51,8 @@ def test_token_by_token_with_a_cache_it_computes_what_training_does(
             torch.testing.assert_close(got, wanted, rtol=near, atol=near)
 
 
-def test_nothing_of_the_model_is_trained_or_shared() -> None:
-    model: Any = tiny_model("llama", dtype=torch.float32)
+def test_nothing_of_the_model_is_trained_or_shared():
+    model = tiny_model("llama", dtype=torch.float32)
     model.requires_grad_(False)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     opened = Sublayers(model)
@@ -78,10 +71,10 @@ def test_nothing_of_the_model_is_trained_or_shared() -> None:
         assert torch.equal(weight, before[name])
 
 
-def test_every_token_sees_only_what_stands_before_it() -> None:
+def test_every_token_sees_only_what_stands_before_it():
     model = Sublayers(lively_model("gemma3"))
     features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
-    blocks: dict[str, Any] = {"exit": ExitBlock(model), "feature": FeatureBlock(model)}
+    blocks = {"exit": ExitBlock(model), "feature": FeatureBlock(model)}
     blocks |= {"heads": Heads(model, 3), "streams": Streams(model, 3)}
     # which begin as the model's own
     assert torch.equal(blocks["heads"](features, embedded)[:, :, 1], features)
@@ -98,7 +91,7 @@ def test_every_token_sees_only_what_stands_before_it() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen2"])
-def test_streams_see_the_text_before_them_and_each_other(family: str) -> None:
+def test_streams_see_the_text_before_them_and_each_other(family):
     """As pass by pass: every token alone, behind it streams that the next token forgets."""
     model = Sublayers(lively_model(family), "modules")
     block = Streams(model, 4)

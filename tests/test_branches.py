@@ -3,29 +3,24 @@
 And so the text is the target's, whatever a tree holds.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from guesses import NODES, Guesses, _Guesses, path_of, tree
 from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
-from torch import Tensor
 
-from layerskip import Lookup, SkipConfig
-from layerskip.decoding.controller import Choice, Controller, Offer
+from layerskip import Lookup
+from layerskip.decoding.controller import Controller
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.planning import trunk_first
-from layerskip.decoding.sources.base import Batch, Proposal, State
+from layerskip.decoding.sources.base import Proposal
 from layerskip.generation import generate
 from layerskip.model.branches import ROOT, along, depths, trunk
 from layerskip.model.sublayers import Sublayers
 
 
-def opened_passes(opened: Sublayers, lengths: tuple[int, ...], nodes: int = NODES) -> Passes:
+def opened_passes(opened, lengths, nodes=NODES):
     prompts = [torch.arange(row, row + each) % (VOCABULARY - 2) + 2 for row, each in
                enumerate(lengths)]  # fmt: skip
     passes = Passes(opened, [], prompts, max_new_tokens=40, max_draft_length=nodes)
@@ -33,7 +28,7 @@ def opened_passes(opened: Sublayers, lengths: tuple[int, ...], nodes: int = NODE
     return passes
 
 
-def chain_logits(passes: Passes, texts: list[list[int]]) -> Tensor:
+def chain_logits(passes, texts):
     """Logits (B, T, V) of tokens that follow one another."""
     count = len(texts[0])
     positions = [(row, offset) for row in range(len(texts)) for offset in range(count)]
@@ -41,13 +36,11 @@ def chain_logits(passes: Passes, texts: list[list[int]]) -> Tensor:
 
 
 @torch.no_grad()
-def check(
-    model: Any, execution: str, lengths: tuple[int, ...], seed: int, nodes: int = NODES
-) -> None:
+def check(model, execution, lengths, seed, nodes=NODES):
     opened, draw = Sublayers(model, execution), random.Random(seed)
     assert opened.execution == execution
 
-    def same(got: Tensor, want: Tensor) -> None:
+    def same(got, want):
         if opened.exact:
             assert torch.equal(got, want)
         else:
@@ -59,7 +52,7 @@ def check(
     positions = [(row, node) for row in range(rows) for node in range(nodes)]
     passes = opened_passes(opened, lengths, nodes)
     logits = passes.verify(torch.tensor(tokens), positions, parents).view(rows, nodes, -1).clone()
-    paths: list[list[int]] = []
+    paths = []
     for node in range(nodes - 1, 0, -max(1, nodes // 8)):
         paths = [path_of(each, node) for each in parents]
         texts = [
@@ -86,27 +79,27 @@ def check(
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_nodes_see_their_path_alone(family: str, execution: str) -> None:
+def test_nodes_see_their_path_alone(family, execution):
     for seed, lengths in enumerate([(6,), (9, 4, 30)]):
         check(lively_model(family), execution, lengths, seed)
     check(lively_model(family), execution, (9, 4), 2, nodes=33)
 
 
-def test_queries_that_are_scaled_by_their_place_go_by_depth() -> None:
+def test_queries_that_are_scaled_by_their_place_go_by_depth():
     check(lively_model("ministral3"), "modules", (9, 4), 0, nodes=33)
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
-def test_native_nodes_have_the_bits_of_their_path(family: str, dtype: torch.dtype) -> None:
+def test_native_nodes_have_the_bits_of_their_path(family, dtype):
     model = lively_model(family, dtype=dtype, max_position_embeddings=600)
     for seed, lengths in enumerate([(6,), (9, 4, 30), (250, 247), (253, 15)]):
         check(model, "native", lengths, seed)
     check(model, "native", (250, 7), 4, nodes=33)
 
 
-def test_a_chain_is_a_tree_with_one_branch_and_a_tree_that_peeks_is_seen() -> None:
+def test_a_chain_is_a_tree_with_one_branch_and_a_tree_that_peeks_is_seen():
     """Negative control: a node that saw its neighbour would have other logits."""
     opened = Sublayers(lively_model("llama"), "fused")
     chain, behind, beside = (
@@ -120,7 +113,7 @@ def test_a_chain_is_a_tree_with_one_branch_and_a_tree_that_peeks_is_seen() -> No
     assert not torch.allclose(beside[2], behind[2])
 
 
-def test_depths_and_paths() -> None:
+def test_depths_and_paths():
     parents, tokens = [0, 0, 1, 2, 4], [5, 7, 6, 5, 5]
     assert depths(parents) == [0, 1, 1, 2, 2, 3]
     assert along(parents, tokens, [7, 5, 5, 3]) == [2, 4, 5]
@@ -128,79 +121,18 @@ def test_depths_and_paths() -> None:
     assert along(parents, tokens, [9]) == []
 
 
-def texts_of(out: Any, width: int) -> list[list[int]]:
-    rows: list[list[int]] = out.sequences[:, width:].tolist()
+def texts_of(out, width):
+    rows = out.sequences[:, width:].tolist()
     return rows
-
-
-def check_text(model: Any, execution: str, rows: int, *, sample: bool, seed: int = 0) -> None:
-    lengths = (9, 4, 13)[:rows]
-    ids, mask = ragged(lengths)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "execution": execution}
-    how |= {"do_sample": sample, "eos_token_id": None}
-    how |= {"seed": 3, "temperature": 0.9, "top_k": 0} if sample else {}
-    plain = generate(model, ids, enabled=False, **how)
-    guesses = Guesses(texts_of(plain, ids.shape[1]), seed)
-    others = {"lookup": True, "skip": SkipConfig.early_exit(2)}
-    drafts: list[tuple[dict[str, Any], Controller]] = [
-        ({"lookup": False, "draft_memory": 0}, Controller()),
-        (others, Fickle(seed)),
-    ]
-    for settings, controller in drafts:
-        controller.needs_confidence = False
-        out = generate(model, ids, sources=[guesses], controller=controller,
-                       max_draft_length=8, **settings, **how)  # fmt: skip
-        assert out.sequences.tolist() == plain.sequences.tolist()
-        assert out.stats.num_accepted_tokens > 0
-    if not sample:
-        want = model.generate(ids, attention_mask=mask, max_new_tokens=24, eos_token_id=None)
-        assert plain.sequences.tolist() == want.tolist()
-
-
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
-@pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_texts_are_the_targets(family: str, execution: str, sample: bool) -> None:
-    for rows in (1, 3):
-        check_text(lively_model(family), execution, rows, sample=sample, seed=rows)
-
-
-class Mixed(Controller):
-    """Every other row takes the tree, the others steps of a draft with a shared prefix."""
-
-    needs_confidence = False
-
-    def choose(self, offers: Sequence[Offer]) -> Choice:
-        (tree,) = (i for i, offer in enumerate(offers) if offer.matches is not None)
-        return {row: tree if row % 2 else 1 - tree for row in offers[0].lengths}
-
-    def learn(self, draft: int, row: int, known: int, right: int) -> None:
-        pass
-
-
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_rows_with_trees_beside_rows_that_take_steps(execution: str, sample: bool) -> None:
-    """Steps feed one known token after another: there a tree is its trunk."""
-    model = lively_model("llama")
-    ids, mask = ragged((9, 4, 13, 6))
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": sample}
-    how |= {"execution": execution} | ({"seed": 3} if sample else {})
-    plain = generate(model, ids, enabled=False, **how)
-    guesses = Guesses(texts_of(plain, ids.shape[1]))
-    out = generate(model, ids, sources=[guesses], skip=SkipConfig.early_exit(2), lookup=False,
-                   controller=Mixed(), max_draft_length=8, **how)  # fmt: skip
-    assert out.sequences.tolist() == plain.sequences.tolist()
-    assert all(counts.num_accepted_tokens > 0 for counts in out.stats.sources)
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sample", [False, True])
-def test_native_texts_are_the_targets(sample: bool, dtype: torch.dtype) -> None:
+def test_native_texts_are_the_targets(sample, dtype):
     model = lively_model("llama", dtype=dtype)
     ids, mask = ragged((9, 4, 13))
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}
+    how = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}
     how |= {"seed": 3} if sample else {}
     plain = generate(model, ids, enabled=False, **how)
     guesses = Guesses(texts_of(plain, ids.shape[1]))
@@ -210,7 +142,7 @@ def test_native_texts_are_the_targets(sample: bool, dtype: torch.dtype) -> None:
     assert out.stats.num_accepted_tokens > 0
 
 
-def guessed(model: Any, ids: Tensor, guesses: Guesses, **how: Any) -> Any:
+def guessed(model, ids, guesses, **how):
     """Decode with guesses alone, always as long as may be."""
     controller = Controller()
     controller.needs_confidence = False
@@ -218,20 +150,20 @@ def guessed(model: Any, ids: Tensor, guesses: Guesses, **how: Any) -> Any:
                     controller=controller, max_draft_length=8, **how)  # fmt: skip
 
 
-def test_trees_give_more_tokens_a_pass_than_their_first_branch() -> None:
+def test_trees_give_more_tokens_a_pass_than_their_first_branch():
     """And each round's tokens are a path of its tree, and one more."""
     model = lively_model("llama")
     ids = torch.arange(2, 9)[None]
-    how: dict[str, Any] = {"max_new_tokens": 60}
+    how = {"max_new_tokens": 60}
     plain = generate(model, ids, enabled=False, **how)
     texts = texts_of(plain, 7)
 
     class Chains(Guesses):
-        def open(self, batch: Batch) -> State:
+        def open(self, batch):
             return _Chains(batch, self.texts, random.Random(self.seed))
 
     class _Chains(_Guesses):
-        def offer(self, row: int, most: int) -> Proposal:
+        def offer(self, row, most):
             found = super().offer(row, most)
             return found.some(trunk(found.parents)) if found.parents else found
 
@@ -244,10 +176,10 @@ def test_trees_give_more_tokens_a_pass_than_their_first_branch() -> None:
 
 
 @pytest.mark.parametrize("more", [{"repetition_penalty": 1.3}, {"acceptance": "rejection"}])
-def test_laws_that_read_the_text_get_chains(more: dict[str, Any]) -> None:
+def test_laws_that_read_the_text_get_chains(more):
     model = lively_model("llama")
     ids = torch.arange(2, 9)[None]
-    how: dict[str, Any] = {"max_new_tokens": 30, **more}
+    how = {"max_new_tokens": 30, **more}
     if "acceptance" in more:
         how |= {"do_sample": True, "seed": 1}
     plain = generate(model, ids, enabled=False, max_new_tokens=30)
@@ -258,10 +190,10 @@ def test_laws_that_read_the_text_get_chains(more: dict[str, Any]) -> None:
         assert out.sequences.tolist() == want.tolist()
 
 
-def test_scores_are_those_of_the_path() -> None:
+def test_scores_are_those_of_the_path():
     model = lively_model("llama")
     ids = torch.arange(2, 9)[None]
-    how: dict[str, Any] = {"max_new_tokens": 20, "output_scores": True, "output_logits": True}
+    how = {"max_new_tokens": 20, "output_scores": True, "output_logits": True}
     plain = generate(model, ids, enabled=False, **how)
     out = guessed(model, ids, Guesses(texts_of(plain, 7)), **how)
     assert out.sequences.tolist() == plain.sequences.tolist()
@@ -269,7 +201,7 @@ def test_scores_are_those_of_the_path() -> None:
         torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_trees_trunk_comes_first() -> None:
+def test_a_trees_trunk_comes_first():
     """So that where it is accepted nothing moves; every token still follows the same ones."""
     found = Proposal.of([5, 6, 7, 8, 9, 4], 2, [0, 0, 1, 2, 3, 3], [0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
     sorted_ = trunk_first(found)

@@ -1,10 +1,7 @@
 """Costs that heal: a clock of the test's own shows what rounds take; nothing is timed."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,13 +24,13 @@ TRUE = CostTable(
 )
 
 
-def corrected(tables: Sequence[CostTable]) -> list[CorrectedCosts]:
+def corrected(tables):
     """The costs of a model's sources, which rounds correct."""
     corrections = Corrections()
     return [CorrectedCosts(table, corrections, number) for number, table in enumerate(tables)]
 
 
-def believed(verify: float = 1.0, draft: float = 1.0, of: CostTable = TRUE) -> CostTable:
+def believed(verify=1.0, draft=1.0, of=TRUE):
     """Costs, those of draft steps and of passes over 9 tokens or more multiplied."""
     long = [verify * each for each in of.verify[8:]]
     return replace(of, draft=draft * of.draft, verify=(*of.verify[:8], *long))
@@ -42,15 +39,7 @@ def believed(verify: float = 1.0, draft: float = 1.0, of: CostTable = TRUE) -> C
 FLAT = believed(0.55)  # where long passes are cheap
 
 
-def play(
-    table: CostTable,
-    true: CostTable,
-    *,
-    copies: float,
-    model: float,
-    heals: bool = True,
-    seed: int = 0,
-) -> tuple[float, list[tuple[float, float]]]:
+def play(table, true, *, copies, model, heals=True, seed=0):
     """300 rounds of a text that lookups and a model draft; draws and clock have own streams.
 
     Returns tokens a target step of the last two thirds, and of every round what a draft step and a
@@ -62,7 +51,7 @@ def play(
     controller = ExpectedGain([lookups, own], 20, priors=[0.75, 0.93], now=clock)
     controller.reset(1)
 
-    def takes(steps: float) -> float:
+    def takes(steps):
         now[0] += steps * STEP * (1.0 + 0.05 * abs(draws.gauss(0.0, 1.0)))
         return steps
 
@@ -91,7 +80,7 @@ def play(
     return tokens / costs, prices
 
 
-def healed_after(prices: list[tuple[float, float]], which: int, true: float) -> int:
+def healed_after(prices, which, true):
     """From which round on a price is right within a fifth for all but one round in fifty."""
     off = [abs(each[which] / true - 1.0) > 0.2 for each in prices]
     return next((i for i in range(len(off)) if sum(off[i:]) <= len(off[i:]) / 50), len(off))
@@ -106,7 +95,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_wrong_costs_heal_within_ten_rounds(case: str) -> None:
+def test_wrong_costs_heal_within_ten_rounds(case):
     wrong, true, copies, model = CASES[case]
     texts = [{"copies": copies, "model": model, "seed": seed} for seed in range(3)]
     played = [play(wrong, true, **text) for text in texts]
@@ -117,7 +106,7 @@ def test_wrong_costs_heal_within_ten_rounds(case: str) -> None:
     assert sum(rate for rate, _ in played) > 0.95 * right
 
 
-def test_without_a_clock_they_do_not() -> None:
+def test_without_a_clock_they_do_not():
     wrong, true, copies, model = CASES["long passes half"]
     text = {"copies": copies, "model": model, "heals": False}
     (rate, prices), (right, _) = (play(table, true, **text) for table in (wrong, true))
@@ -125,7 +114,7 @@ def test_without_a_clock_they_do_not() -> None:
     assert rate < 0.7 * right
 
 
-def rounds_of(costs: Sequence[CorrectedCosts], count: int, pace: float = 1.0) -> None:
+def rounds_of(costs, count, pace=1.0):
     lookups, own = costs
     for number in range(count):
         lookups.see(200, 1, 1, pace * STEP)
@@ -134,7 +123,7 @@ def rounds_of(costs: Sequence[CorrectedCosts], count: int, pace: float = 1.0) ->
         own.see(200, 1, 3 + number % 2, pace * STEP * TRUE.verify_cost(3 + number % 2))
 
 
-def test_right_costs_stay_whatever_the_machine_does() -> None:
+def test_right_costs_stay_whatever_the_machine_does():
     """Other work that slows some rounds, or all from one on; what is never seen stays, too."""
     costs = lookups, own = corrected([replace(TRUE, draft=0.0), TRUE])
     rounds_of(costs, 12)
@@ -150,7 +139,7 @@ def test_right_costs_stay_whatever_the_machine_does() -> None:
     assert own.at(200, 4) == TRUE
 
 
-def test_a_table_is_the_same_object_until_it_changes() -> None:
+def test_a_table_is_the_same_object_until_it_changes():
     lookups, own = corrected([replace(TRUE, draft=0.0), TRUE])
     first = own.at(200)
     rounds_of((lookups, own), 12)
@@ -163,7 +152,7 @@ def test_a_table_is_the_same_object_until_it_changes() -> None:
     assert own.at(200).verify == pytest.approx(TRUE.verify, rel=0.1)
 
 
-def test_forgotten_times_correct_nothing() -> None:
+def test_forgotten_times_correct_nothing():
     lookups, _ = corrected([replace(TRUE, draft=0.0), TRUE])
     for _ in range(8):
         lookups.see(200, 1, 1, STEP)
@@ -177,9 +166,7 @@ def test_forgotten_times_correct_nothing() -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_no_text_depends_on_what_the_clock_says(
-    do_sample: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_text_depends_on_what_the_clock_says(do_sample, monkeypatch):
     model = lively_model("llama", dtype=torch.float64)
     ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])  # (B, W)
     law = {"do_sample": do_sample, "max_new_tokens": 40, "seed": 3, "pad_token_id": 0}
@@ -188,7 +175,7 @@ def test_no_text_depends_on_what_the_clock_says(
     for seed in range(3):
         draws, now = random.Random(seed), [0.0]
 
-        def clock(draws: random.Random = draws, now: list[float] = now) -> float:
+        def clock(draws=draws, now=now):
             now[0] += draws.choice([1e-6, 1e-3, 1.0])
             return now[0]
 

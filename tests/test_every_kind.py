@@ -3,12 +3,7 @@
 Each contract in few cases that cover all pairs of what they depend on; `kinds.py` makes the drafts.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import cycle, product
-from pathlib import Path
-from typing import Any
 
 import looped
 import pytest
@@ -45,7 +40,6 @@ from sampling import (
     sample_texts,
     small_model,
 )
-from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip import Lookup, SkipConfig
@@ -67,15 +61,11 @@ from layerskip.replay.trace import take_trace
 from layerskip.research.logit_lookup import LogitLookup
 
 DTYPES = (torch.float32, torch.bfloat16)
-BESIDE: dict[str, tuple[Any, ...]] = {
+BESIDE = {
     "alone": (),
     "lookup": (Lookup(),),
     "8 bits": (SkipConfig.low_precision(8),),
-    "lookup, an exit, 8 bits": (
-        Lookup(),
-        SkipConfig.early_exit(2),
-        SkipConfig.low_precision(8),
-    ),
+    "lookup, an exit, 8 bits": (Lookup(), SkipConfig.early_exit(2), SkipConfig.low_precision(8)),
     "laws looked up, 8 bits": (LogitLookup(), SkipConfig.low_precision(8)),
     "two lookups, streams, an assistant, layers left out": (
         *(Lookup([[*range(2, 12), 4, 6, 8, 3, 5]]), Lookup()),
@@ -84,9 +74,7 @@ BESIDE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def drafts_of(
-    drafts: Sequence[Any], model: Any, folder: Path, execution: str = "auto"
-) -> tuple[Any, ...]:
+def drafts_of(drafts, model, folder, execution="auto"):
     """Drafts, those of a kind by its name."""
     return tuple(
         draft_of(each, model, folder, execution) if isinstance(each, str) else each
@@ -95,7 +83,7 @@ def drafts_of(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("kinds")
 
 
@@ -114,7 +102,7 @@ TEXTS = covering(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_that_of_the_target(kind: str, folder: Path) -> None:
+def test_the_text_is_that_of_the_target(kind, folder):
     drafted = accepted = compactions = 0
     for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
         family = family_of(kind, family)
@@ -136,14 +124,12 @@ NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3", "qwen2"), ("greedy", "coupl
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
-    dtype: torch.dtype, folder: Path
-) -> None:
+def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(dtype, folder):
     """Near-ties included."""
     accepted = dict.fromkeys(KINDS, 0)
     for number, (kind, _, family, law, beside) in enumerate(t for t in NATIVE if t[1] is dtype):
         model, (ids, mask) = model_of(family_of(kind, family), dtype), prompts()
-        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
+        how = {"attention_mask": mask, "max_new_tokens": NEW, **LAWS[law]}
         plain = generate(model, ids, enabled=False, execution="native", **how).sequences
         drafts = drafts_of((kind, *BESIDE[beside]), model, folder, "native")
         out = decoded(model, drafts, law, (Fickle, Growing)[number % 2](2), "native", new=NEW)
@@ -158,7 +144,7 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(
     ("kind", "family"),
     covering(("healed, 8 bits", *BLOCKS, "assistant", *OFFICIAL[1:]), ("llama", "gemma3")),
 )
-def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, folder: Path) -> None:
+def test_compiled_texts_are_those_of_plain_decoding(kind, family, folder):
     family = family_of(kind, family)
     model = model_of(family)
     drafts = (draft_of(kind, model, folder, "compiled"), Lookup())
@@ -179,9 +165,7 @@ def test_compiled_texts_are_those_of_plain_decoding(kind: str, family: str, fold
         ),
     ],
 )
-def test_the_check_of_a_persons_own_machine_passes(
-    kind: str, family: str, folder: Path, sizes: Any
-) -> None:
+def test_the_check_of_a_persons_own_machine_passes(kind, family, folder, sizes):
     sizes(draws=256)
     trained = kind in TRAINED
     model = model_of(family_of(kind, family), torch.float32 if trained else torch.float64)
@@ -196,7 +180,7 @@ def test_the_check_of_a_persons_own_machine_passes(
 # The law of whole texts, enumerated through a small model itself.
 
 PAIRS = [[a, b, a] for a in range(5) for b in range(5)]
-SOURCES: dict[str, tuple[Any, ...]] = {
+SOURCES = {
     **{kind: (kind,) for kind in KINDS},
     "layers left out": (SKIP.resolve(6),),
     "layers left out, 3 tokens": (SKIP.resolve(6),),
@@ -214,13 +198,11 @@ EXECUTIONS = [
 ]
 
 
-def sampled(
-    source: str, processors: str, rejection: bool, execution: str, folder: Path
-) -> tuple[float, list[tuple[int, int]]]:
+def sampled(source, processors, rejection, execution, folder):
     """The p-value of many texts under the target's law; drafted and accepted tokens by draft."""
     family = family_of(source)
     drafts = drafts_of(SOURCES[source], small_model(family), folder)
-    how: dict[str, Any] = {"drafts": drafts, "execution": execution, "family": family}
+    how = {"drafts": drafts, "execution": execution, "family": family}
     if source.endswith("3 tokens"):
         how |= {"vocabulary": [0, 2, 3]}
     if len(drafts) > 1:  # batches enough for every draft to be taken
@@ -236,9 +218,7 @@ def sampled(
 @pytest.mark.parametrize(
     ("source", "processors", "rejection", "execution"), [*REJECTION, *COUPLED, *EXECUTIONS]
 )
-def test_texts_follow_the_targets_law(
-    source: str, processors: str, rejection: bool, execution: str, folder: Path
-) -> None:
+def test_texts_follow_the_targets_law(source, processors, rejection, execution, folder):
     if execution == "native" and extension.refusal():
         pytest.skip(str(extension.refusal()))
     fits, tokens = sampled(source, processors, rejection, execution, folder)
@@ -247,20 +227,20 @@ def test_texts_follow_the_targets_law(
     assert fits > LEVEL
 
 
-def peeking(self: Any, raw: Tensor, positions: Any, *more: Any, **named: Any) -> Any:
+def peeking(self, raw, positions, *more, **named):
     """A known mistake: a draft knows the numbers that accept it, and tells its law honestly."""
     small = accept_uniform(*self._stream(positions)) < 0.5  # (N,)
     other = torch.where(small[:, None], 3 * raw, -3 * raw)  # (N, V)
     return DRAFT(self, other, positions, *more, **named)
 
 
-def lying(self: Any, raw: Tensor, positions: Any, *more: Any, **named: Any) -> Any:
+def lying(self, raw, positions, *more, **named):
     """A known mistake: what the rule is told is another law than the drafts'."""
     drawn = DRAFT(self, raw, positions, *more, **named)
     return drawn._replace(laws=[softmax_law(law.log() * 3) for law in drawn.laws])
 
 
-def peeking_at_few(self: Draws, row: int, offset: int, tokens: list[int], raw: Any) -> list[float]:
+def peeking_at_few(self, row, offset, tokens, raw):
     """A known mistake: a draft from stored logits knows the number that accepts it."""
     small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
     chosen = 0 if small else len(tokens) - 1
@@ -284,9 +264,7 @@ MISTAKES = [
         ("stored logits", Draws, "scores", peeking_at_few),
     ],
 )
-def test_known_wrong_samplers_fail_the_same_test(
-    source: str, place: Any, name: str, wrong: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_wrong_samplers_fail_the_same_test(source, place, name, wrong, folder, monkeypatch):
     monkeypatch.setattr(place, name, wrong)
     assert sampled(source, "none", True, "fused", folder)[0] < LEVEL
 
@@ -295,7 +273,7 @@ def test_known_wrong_samplers_fail_the_same_test(
 # Replays.
 
 
-MIXTURES: dict[str, tuple[Any, ...]] = {
+MIXTURES = {
     **{kind: (kind,) for kind in (*TRAINED, "assistant")},
     "exit, assistant": (SkipConfig.early_exit(4).resolve(6), "assistant"),
     "lookup": (Lookup(),),
@@ -318,7 +296,7 @@ if OFFICIAL:
 
 
 @pytest.mark.parametrize(("number", "mixture"), list(enumerate(MIXTURES)))
-def test_simulated_rounds_are_those_of_decoding(number: int, mixture: str, folder: Path) -> None:
+def test_simulated_rounds_are_those_of_decoding(number, mixture, folder):
     """Each mixture meets all controllers, one for every law and end, by turns."""
     family = mixture.partition(":")[0] if ":" in mixture else "llama"
     model = looped.model_of(family)
@@ -343,9 +321,7 @@ def test_simulated_rounds_are_those_of_decoding(number: int, mixture: str, folde
 @pytest.mark.parametrize(
     ("kind", "sample"), list(zip(REPLAYED, cycle((False, True)), strict=False))
 )
-def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(
-    kind: str, sample: bool, folder: Path
-) -> None:
+def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(kind, sample, folder):
     family = family_of(kind)
     draft = draft_of(kind, looped.model_of(family), folder)
     trace = looped.traced(sample, False, family)
@@ -356,9 +332,7 @@ def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(
 
 @pytest.mark.parametrize("kind", REPLAYED)
 @torch.no_grad()
-def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(
-    kind: str, folder: Path
-) -> None:
+def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(kind, folder):
     """Token for token as far as a draft is on its text, by laws of states begun at each start."""
     model, (ids, mask) = model_of(family_of(kind, "gemma3")), prompts()
     law, steps = Law([TemperatureLogitsWarper(0.8)], do_sample=True, rows=1), 4

@@ -1,30 +1,25 @@
 """Followed drafts against replayed ones, up to every first wrong token and round by round."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from covering import covering
 from models import lively_model, pure, ragged
-from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import steps as steps_module
 from layerskip.decoding.sources.chain_cache import ChainCache
-from layerskip.replay.drafts import Replay, astray, follow, replay
+from layerskip.replay.drafts import astray, follow, replay
 from layerskip.replay.simulation import count_rounds
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import take_trace
 
 LENGTH = 6
 EOS = frozenset(range(5, 9))
 # family, temperature (None: greedy), accept rule, tokens that end a text
-CASES: dict[str, tuple[str, float | None, str, frozenset[int]]] = {
+CASES = {
     "greedy": ("llama", None, "coupled", frozenset()),
     "coupled": ("llama", 1.0, "coupled", EOS),
     "rejection": ("llama", 1.0, "rejection", EOS),
@@ -48,18 +43,18 @@ SKIPS = {
 }
 
 
-def sampling(temperature: float | None, *processors: Any) -> Law:
+def sampling(temperature, *processors):
     warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
     return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
 
 
-def prompts(lengths: Sequence[int] = (3, 12, 7)) -> list[Tensor]:
+def prompts(lengths=(3, 12, 7)):
     ids, mask = ragged(tuple(lengths))
     return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
 
 
 @cache
-def traced(case: str) -> Trace:
+def traced(case):
     family, temperature, acceptance, eos = CASES[case]
     return take_trace(
         lively_model(family),
@@ -72,23 +67,23 @@ def traced(case: str) -> Trace:
     )
 
 
-def followed_alone(trace: Trace, skip: SkipConfig, *length: int, enough: Any = None) -> Replay:
+def followed_alone(trace, skip, *length, enough=None):
     """A draft that can draw every token; `enough` is told its survival."""
     alone = None if enough is None else lambda each: [enough(each[0])]
     return follow(trace, skip, [None], *length, enough=alone)[0]
 
 
 @cache
-def replayed(case: str, skip: str) -> Replay:
+def replayed(case, skip):
     return replay(traced(case), SKIPS[skip])
 
 
-def agree(followed: Replay, whole: Replay) -> bool:
+def agree(followed, whole):
     """Whether both say the same of every draft up to and with its first wrong token."""
     length = followed.draft_length
     on = ~astray(whole.matches)[:, :length]  # (N, J)
 
-    def same(name: str) -> bool:
+    def same(name):
         mine, theirs = getattr(followed, name)[on], getattr(whole, name)[:, :length][on]
         if mine.is_floating_point():  # last bits may depend on how many share a product
             return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -98,7 +93,7 @@ def agree(followed: Replay, whole: Replay) -> bool:
     return all(map(same, names)) and followed.survival == whole.survival[:length]
 
 
-def ended_astray(whole: Replay) -> Tensor:
+def ended_astray(whole):
     """Which drafts end behind a wrong token, (N,)."""
     first = whole.ends & (whole.ends.cumsum(1) == 1)  # (N, J)
     return (first & astray(whole.matches)).any(1)
@@ -106,7 +101,7 @@ def ended_astray(whole: Replay) -> Tensor:
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("case", CASES)
-def test_followed_drafts_are_the_replayed_ones(case: str, skip: str) -> None:
+def test_followed_drafts_are_the_replayed_ones(case, skip):
     followed, whole = followed_alone(traced(case), SKIPS[skip]), replayed(case, skip)
     assert agree(followed, whole)
     assert followed.texts == whole.texts
@@ -118,7 +113,7 @@ def test_followed_drafts_are_the_replayed_ones(case: str, skip: str) -> None:
             assert count_rounds(followed, length) == count_rounds(whole, length)
 
 
-def vocabularies() -> list[Tensor | None]:
+def vocabularies():
     """All tokens, most, few and hardly any, other ones for each text."""
     shares = torch.rand(3, 97, generator=torch.Generator().manual_seed(4))
     return [None, shares < 0.8, shares < 0.3, shares < 0.02]
@@ -126,7 +121,7 @@ def vocabularies() -> list[Tensor | None]:
 
 @pytest.mark.parametrize("skip", ["an exit", "an odd prefix", "no prefix", "nothing skipped"])
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_followed_together_are_those_replayed_alone(case: str, skip: str) -> None:
+def test_drafts_followed_together_are_those_replayed_alone(case, skip):
     trace, each = traced(case), vocabularies()
     together = follow(trace, SKIPS[skip], each)
     survivals = []
@@ -143,7 +138,7 @@ def test_drafts_followed_together_are_those_replayed_alone(case: str, skip: str)
         assert [len(survival) for survival in told[0]] == [1] * 4
 
 
-def test_the_cases_follow_some_drafts_and_lose_some() -> None:
+def test_the_cases_follow_some_drafts_and_lose_some():
     whole = {(case, skip): replayed(case, skip) for case in CASES for skip in SKIPS}
     first, last = ([played.survival[step] for played in whole.values()] for step in (0, -1))
     assert sum(0.2 < share < 0.9 for share in first) > len(whole) / 2
@@ -156,7 +151,7 @@ def test_the_cases_follow_some_drafts_and_lose_some() -> None:
 
 
 @pytest.mark.parametrize("case", ["coupled", "windows, rejection"])
-def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case: str) -> None:
+def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case):
     for skip in ("an exit", "an odd prefix"):
         followed = followed_alone(traced(case), SKIPS[skip])
         for rows, text in zip(followed.texts, followed.trace.texts, strict=True):
@@ -174,20 +169,18 @@ def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case:
         ((256, (16, 8, 4)), (8, (4, 2)), (6, (3, 1)), (1, (1,))),
     ),
 )
-def test_chunks_and_groups_change_nothing(
-    case: str, skip: str, most: tuple[int, tuple[int, ...]], sizes: Any
-) -> None:
+def test_chunks_and_groups_change_nothing(case, skip, most, sizes):
     """Also where groups change after every step, whatever is left of them."""
     chains, groups = most
     sizes(chains=chains, groups=groups, regroup=1.0, logits=700)  # of the noise
     assert agree(followed_alone(traced(case), SKIPS[skip]), replayed(case, skip))
 
 
-def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
+def test_logits_bound_a_pass(monkeypatch, sizes):
     seen = []
 
     class Watched(ChainCache):
-        def __init__(self, known: Any, texts: Tensor, starts: Tensor, steps: int) -> None:
+        def __init__(self, known, texts, starts, steps):
             seen.append(starts.numel())
             super().__init__(known, texts, starts, steps)
 
@@ -198,12 +191,12 @@ def test_logits_bound_a_pass(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> Non
     assert agree(followed, replayed("windows", "no prefix"))
 
 
-def swapped(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
+def swapped(cache, chosen, steps, fed):
     """A known mistake: every chain of a group takes its neighbour's keys and values."""
     return RIGHT(cache, chosen.roll(1, dims=1), steps, fed)
 
 
-def stale(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
+def stale(cache, chosen, steps, fed):
     """A known mistake: the last step's keys and values stay behind."""
     return RIGHT(cache, chosen, steps, fed - 1)
 
@@ -212,16 +205,16 @@ RIGHT = ChainCache.regrouped
 
 
 @pytest.mark.parametrize("wrong", [swapped, stale])
-def test_a_wrong_regrouping_shows(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_regrouping_shows(wrong, monkeypatch):
     monkeypatch.setattr(ChainCache, "regrouped", wrong)
     followed = followed_alone(traced("windows"), SKIPS["no prefix"])
     assert not agree(followed, replayed("windows", "no prefix"))
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_processors_that_read_the_text(acceptance: str) -> None:
+def test_processors_that_read_the_text(acceptance):
     @pure
-    def by_length(ids: Tensor, scores: Tensor) -> Tensor:
+    def by_length(ids, scores):
         """Likes another token at every length, and none that has just been."""
         scores = scores.clone()
         scores[:, ids.shape[1] % scores.shape[1]] += 1.0
@@ -244,12 +237,12 @@ def test_processors_that_read_the_text(acceptance: str) -> None:
 
 
 @pytest.mark.parametrize("chains", [512, 16])
-def test_following_ends_when_it_is_enough(chains: int, sizes: Any) -> None:
+def test_following_ends_when_it_is_enough(chains, sizes):
     sizes(chains=chains)
     trace, skip = traced("windows"), SKIPS["an odd prefix"]
-    told: list[list[float]] = []
+    told = []
 
-    def enough(survival: Sequence[float]) -> bool:
+    def enough(survival):
         told.append(list(survival))
         return len(survival) == 3
 
@@ -262,11 +255,11 @@ def test_following_ends_when_it_is_enough(chains: int, sizes: Any) -> None:
     assert followed_alone(trace, skip, 2, enough=enough).draft_length == 2
 
 
-def test_one_of_several_vocabularies_may_end_sooner() -> None:
+def test_one_of_several_vocabularies_may_end_sooner():
     trace, skip, each = traced("coupled"), SKIPS["an odd prefix"], vocabularies()
     ends = [3, 1, 6, 2]
 
-    def enough(told: Sequence[Sequence[float]]) -> list[bool]:
+    def enough(told):
         return [len(mine) >= end for mine, end in zip(told, ends, strict=True)]
 
     found = follow(trace, skip, each, enough=enough)
@@ -275,7 +268,7 @@ def test_one_of_several_vocabularies_may_end_sooner() -> None:
         assert agree(played, replay(trace, skip, allowed=allowed))
 
 
-def test_bad_lengths_are_told() -> None:
+def test_bad_lengths_are_told():
     trace = traced("greedy")
     for length in (0, LENGTH + 1):
         with pytest.raises(ValueError, match=r"1\.\.6"):

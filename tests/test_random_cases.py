@@ -1,13 +1,8 @@
 """Random cases against `generate()`: whatever is drawn, the tokens are equal."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,10 +27,10 @@ DRAFTS = (
 Skip = tuple[SkipConfig, str | None]
 """And of what kind the weights are that it names, if any."""
 PLAIN = {"enabled": False}
-seen: Counter[Any] = Counter()
+seen = Counter()
 
 BY_TYPE = ("gemma2", "gemma3", "ministral", "olmo3", "qwen2", "qwen3")
-SHAPES: tuple[dict[str, int], ...] = (
+SHAPES = (
     {"num_hidden_layers": 2, "num_key_value_heads": 4},
     {"num_hidden_layers": 3, "num_key_value_heads": 1},
     {"num_hidden_layers": 5, "num_key_value_heads": 2, "hidden_size": 16, "intermediate_size": 20},
@@ -43,8 +38,8 @@ SHAPES: tuple[dict[str, int], ...] = (
 
 
 @functools.cache
-def model_of(family: str, shape: int, window: int, vocab_size: int = VOCABULARY) -> Any:
-    overrides: dict[str, Any] = {**SHAPES[shape], "vocab_size": vocab_size}
+def model_of(family, shape, window, vocab_size=VOCABULARY):
+    overrides = {**SHAPES[shape], "vocab_size": vocab_size}
     layers = overrides["num_hidden_layers"]
     if family not in ("llama", "gemma", "granite", "olmo2", "smollm3"):
         overrides["sliding_window"] = window
@@ -62,12 +57,12 @@ def model_of(family: str, shape: int, window: int, vocab_size: int = VOCABULARY)
 
 
 @functools.cache
-def second_of(family: str, shape: int, window: int) -> Any:
+def second_of(family, shape, window):
     """A second model of the same vocabulary, or one that lacks a token of it."""
     return near(model_of(family, shape, window, VOCABULARY - shape), 0.3)
 
 
-def decoding(model: Any, skips: Sequence[SkipConfig], **settings: Any) -> LayerSkipDecoding:
+def decoding(model, skips, **settings):
     if len(skips) < 2:
         return LayerSkipDecoding(*skips, **settings)
     lookup = settings.pop("lookup")
@@ -76,11 +71,11 @@ def decoding(model: Any, skips: Sequence[SkipConfig], **settings: Any) -> LayerS
 
 
 @st.composite
-def skips(draw: st.DrawFn, layers: int, sort: str) -> Skip:
+def skips(draw, layers, sort):
     """Of a sort of draft: "skip", "low" or "trained"."""
     kind = draw(st.sampled_from([*BLOCKS, "healed"])) if sort == "trained" else None
-    bits: Any = draw(st.sampled_from([8, 4]))
-    head: Any = draw(st.sampled_from([True, False, 8, 4]))
+    bits = draw(st.sampled_from([8, 4]))
+    head = draw(st.sampled_from([True, False, 8, 4]))
     if kind in BLOCKS:
         low = LowPrecision(bits=bits, attention=(), mlp=(), head=head) if head else None
         exit_layer = draw(st.integers(1, layers - 1)) if kind == "exit-block" else None
@@ -107,7 +102,7 @@ def skips(draw: st.DrawFn, layers: int, sort: str) -> Skip:
 
 
 @st.composite
-def cases(draw: st.DrawFn, drafts: str) -> dict[str, Any]:
+def cases(draw, drafts):
     shape = draw(st.integers(0, len(SHAPES) - 1))
     layers = SHAPES[shape]["num_hidden_layers"]
     name = draw(st.sampled_from([*CONTROLLERS, *UNRULY]))
@@ -147,7 +142,7 @@ def cases(draw: st.DrawFn, drafts: str) -> dict[str, Any]:
     }
 
 
-def check(case: dict[str, Any], folder: Path) -> None:
+def check(case, folder):
     model = model_of(*case["model"])
     named = [
         replace(skip, trained=kind and weights_of(kind, model, folder))
@@ -163,7 +158,7 @@ def check(case: dict[str, Any], folder: Path) -> None:
     for skip in named:
         assume(not opened.missed_keys(skip.resolve(opened.num_layers).attention))
     ids, mask = ragged(case["lengths"], seed=case["text"])
-    how: dict[str, Any] = {"eos_token_id": case["eos_token_id"], "pad_token_id": 0}
+    how = {"eos_token_id": case["eos_token_id"], "pad_token_id": 0}
     how |= {"max_new_tokens": case["max_new_tokens"], **case["processors"]}
     if "min_new_tokens" in how:
         how["min_new_tokens"] = min(how["min_new_tokens"], how["max_new_tokens"])
@@ -177,7 +172,7 @@ def check(case: dict[str, Any], folder: Path) -> None:
         "costs": COSTS,
     }
 
-    def ours(sample: bool, settings: dict[str, Any]) -> Any:
+    def ours(sample, settings):
         return model.generate(
             ids,
             attention_mask=mask,
@@ -219,11 +214,8 @@ def check(case: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
-@pytest.mark.parametrize(
-    "count",
-    [8, pytest.param(100, marks=pytest.mark.slow)],
-)
-def test_random_cases(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_cases(count, tmp_path):
     """So many of each kind of drafts: the same ones by default, others every time when slow."""
     torch.manual_seed(0)
     seen.clear()

@@ -3,11 +3,8 @@
 They are what `make checkpoints` made in the folder `checkpoints`, and are skipped where it is not.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import document, run
@@ -15,10 +12,10 @@ from models import ragged
 from ties import partings
 
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.checkpoints import Loaded, encode, load
+from layerskip.checkpoints import encode, load
 from layerskip.decoding.noise import stream_key
 from layerskip.named import MADE, SPEC_BENCH, made
-from layerskip.prompts import Prompt, read_prompts
+from layerskip.prompts import read_prompts
 
 pytestmark = pytest.mark.checkpoint
 
@@ -30,7 +27,7 @@ RESOLUTION = 1e-4  # of scores, as in test_parity
 
 
 @pytest.fixture(scope="module", params=MADE)
-def loaded(request: pytest.FixtureRequest) -> Loaded:
+def loaded(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         try:
@@ -41,22 +38,22 @@ def loaded(request: pytest.FixtureRequest) -> Loaded:
 
 
 @pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-PLAIN: dict[str, Any] = {"enabled": False}
+PLAIN = {"enabled": False}
 LEAST_LAYER = {"smollm2": 3, "gemma3-270m": 14}
 """The layer whose absence draws change least on."""
 
 
-def questions(name: str) -> list[Prompt]:
+def questions(name):
     """Three of Spec-Bench, of three categories."""
     chosen = read_prompts(SPEC_BENCH)[::12]
     return [prompt.as_chat() if CHATS[name] else prompt for prompt in chosen]
 
 
-def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded: Loaded) -> None:
+def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded):
     rows = [encode(loaded.tokenizer, prompt)[0] for prompt in questions(loaded.name)]
     ids, mask = ragged(tuple(map(len, rows)))  # (3, W) each
     for row, tokens in enumerate(rows):
@@ -64,7 +61,7 @@ def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded: Load
     skip = SkipConfig.layers([LEAST_LAYER[loaded.name]])
     how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}
 
-    def decode(sample: bool, settings: dict[str, Any] | None) -> Any:
+    def decode(sample, settings):
         return loaded.model.generate(
             ids,
             attention_mask=mask,
@@ -80,7 +77,7 @@ def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded: Load
     gaps += partings(loaded.model, mask, drafted.sequences, library.sequences)
     plain, sampled = decode(True, PLAIN | {"seed": 4}), decode(True, how | {"seed": 4})
     keys = [stream_key(4, row) for row in range(len(rows))]
-    noisy: dict[str, Any] = {"keys": keys, "temperature": TEMPERATURE}
+    noisy = {"keys": keys, "temperature": TEMPERATURE}
     gaps += partings(loaded.model, mask, sampled.sequences, plain.sequences, **noisy)
     assert max(gaps, default=0) < RESOLUTION
     assert len(gaps) <= 1  # of nine comparisons
@@ -88,7 +85,7 @@ def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded: Load
         assert 0 < output.stats.num_accepted_tokens < output.stats.num_draft_tokens
 
 
-def test_the_check_passes(loaded: Loaded, tmp_path: Path) -> None:
+def test_the_check_passes(loaded, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "2, 4,")))
     flags = ["--prompts", prompts, "--max-new-tokens", 12, "--json"]
@@ -96,7 +93,7 @@ def test_the_check_passes(loaded: Loaded, tmp_path: Path) -> None:
     assert document(run("check", loaded.name, *flags))["passed"]
 
 
-def test_an_answer_ends() -> None:
+def test_an_answer_ends():
     if not (ROOT / "checkpoints/smollm2").is_dir():
         pytest.skip("no checkpoints/smollm2")
     question = "What is the capital of France?"

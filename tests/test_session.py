@@ -1,10 +1,6 @@
 """Sessions: the texts of calls that begin with what is known are those of calls that do not."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +8,6 @@ from kinds import draft_of
 from models import WINDOW, lively_model, prompt, ragged, side_by_side
 from pictured import conditional, inputs_of
 from small import small_model
-from torch import Tensor
 
 import layerskip
 from layerskip import Session, SkipConfig
@@ -24,21 +19,21 @@ TURNS = 6
 
 
 @pytest.fixture(autouse=True)
-def _trims_often(sizes: Any) -> None:
+def _trims_often(sizes):
     """Layers with windows drop what they need not hold as soon as they can."""
     sizes(spare=1)
 
 
-def how(**more: Any) -> dict[str, Any]:
+def how(**more):
     fixed = {"skip": SkipConfig.early_exit(3), "costs": COSTS, "do_sample": False}
     return {**fixed, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, **more}
 
 
-def sampled(**more: Any) -> dict[str, Any]:
+def sampled(**more):
     return how(do_sample=True, temperature=0.9, top_k=0, **more)
 
 
-def alike(session: Session, ids: Tensor, **settings: Any) -> Any:
+def alike(session, ids, **settings):
     """A session's output, after a comparison with a call's without it."""
     # without a mask the library takes a pad token in the prompt for padding
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -50,7 +45,7 @@ def alike(session: Session, ids: Tensor, **settings: Any) -> Any:
     return out
 
 
-def model_of(family: str, execution: str) -> Any:
+def model_of(family, execution):
     native = execution == "native"
     return lively_model(family, **({"dtype": torch.float32} if native else {}))
 
@@ -67,7 +62,7 @@ RAGGED = [
 
 
 @pytest.mark.parametrize(("family", "execution"), CASES)
-def test_a_chat_of_six_turns(family: str, execution: str, built: None) -> None:
+def test_a_chat_of_six_turns(family, execution, built):
     """Every turn starts behind the last token of the turn before whose keys there are."""
     session = Session(model_of(family, execution), memory=LARGE, execution=execution)
     ids = prompt(3 * WINDOW)
@@ -81,9 +76,7 @@ def test_a_chat_of_six_turns(family: str, execution: str, built: None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_native_numbers_are_the_same_bit_by_bit(
-    family: str, dtype: torch.dtype, built: None, sizes: Any
-) -> None:
+def test_native_numbers_are_the_same_bit_by_bit(family, dtype, built, sizes):
     """However prompts are cut."""
     model = lively_model(family, dtype=dtype)
     session = Session(model, memory=LARGE)
@@ -101,9 +94,7 @@ def test_native_numbers_are_the_same_bit_by_bit(
 
 
 @pytest.mark.parametrize(("family", "execution"), RAGGED)
-def test_samples_of_a_prompt_carry_its_last_token_only(
-    family: str, execution: str, built: None
-) -> None:
+def test_samples_of_a_prompt_carry_its_last_token_only(family, execution, built):
     """Also where answers are longer than what layers with windows hold."""
     session = Session(model_of(family, execution), memory=LARGE, execution=execution)
     ids = prompt(5 * WINDOW)
@@ -114,9 +105,7 @@ def test_samples_of_a_prompt_carry_its_last_token_only(
 
 
 @pytest.mark.parametrize(("family", "known"), [("llama", (0, 40, 40)), ("gemma3", (0, 0, 40))])
-def test_documents_with_the_same_instructions(
-    family: str, known: tuple[int, ...], sizes: Any
-) -> None:
+def test_documents_with_the_same_instructions(family, known, sizes):
     """Windows of the place where two texts part are kept when the second one comes."""
     sizes(chunk=lambda *_: 16)
     session = Session(lively_model(family), memory=LARGE)
@@ -129,9 +118,7 @@ def test_documents_with_the_same_instructions(
 
 
 @pytest.mark.parametrize(("family", "execution"), RAGGED)
-def test_every_row_of_a_batch_has_its_own_beginning(
-    family: str, execution: str, built: None
-) -> None:
+def test_every_row_of_a_batch_has_its_own_beginning(family, execution, built):
     session = Session(model_of(family, execution), memory=LARGE, execution=execution)
     ids, mask = ragged((30, 4, 70, 11))
     settings = sampled(execution=execution, seeds=[3, 4, 5, 6])
@@ -157,7 +144,7 @@ def test_every_row_of_a_batch_has_its_own_beginning(
     assert out.stats.num_known_tokens >= 30 + 19 + 69  # rows 0 and 2, and perhaps 3
 
 
-def test_rows_of_one_prompt_are_held_once() -> None:
+def test_rows_of_one_prompt_are_held_once():
     session = Session(lively_model("llama"), memory=LARGE)
     session.generate(prompt(40), **how(max_new_tokens=1))
     once = session.nbytes
@@ -165,7 +152,7 @@ def test_rows_of_one_prompt_are_held_once() -> None:
     assert session.nbytes == once == 40 * 6 * 2 * 2 * 8 * 8  # layers, both, heads, width, float64
 
 
-def test_what_was_used_least_recently_is_dropped_first() -> None:
+def test_what_was_used_least_recently_is_dropped_first():
     model = lively_model("llama")
     token = 6 * 2 * 2 * 8 * 8
     session = Session(model, memory=100 * token, **how(max_new_tokens=1))
@@ -184,32 +171,32 @@ def test_what_was_used_least_recently_is_dropped_first() -> None:
     assert (session.num_texts, session.nbytes) == (0, 0)
 
 
-def _in_place(model: Any) -> None:
+def _in_place(model):
     model.model.layers[2].mlp.down_proj.weight.mul_(1.5)
 
 
-def _behind_its_back(model: Any) -> None:
+def _behind_its_back(model):
     model.lm_head.weight.data *= 1.5
 
 
-def _one_number(model: Any) -> None:
+def _one_number(model):
     model.model.layers[2].self_attn.v_proj.weight.data[3, 5] *= -30
 
 
-def _signs_of_a_row(model: Any) -> None:
+def _signs_of_a_row(model):
     model.model.layers[2].self_attn.v_proj.weight.data[3] *= -1
 
 
-def _another_weight(model: Any) -> None:
+def _another_weight(model):
     own = model.model.layers[1].self_attn.q_proj
     own.weight = torch.nn.Parameter(own.weight * 1.5)
 
 
-def _another_dtype(model: Any) -> None:
+def _another_dtype(model):
     model.double() if model.dtype is torch.float32 else model.float()
 
 
-def _another_adapter(model: Any) -> None:
+def _another_adapter(model):
     module = model.model.layers[1].mlp
     module.active_adapters, module.disable_adapters = ["second"], False
 
@@ -227,7 +214,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_nothing_of_other_weights_is_continued(change: Any) -> None:
+def test_nothing_of_other_weights_is_continued(change):
     model = lively_model("llama")
     model.model.layers[1].mlp.active_adapters = ["first"]
     model.model.layers[1].mlp.disable_adapters = False
@@ -240,7 +227,7 @@ def test_nothing_of_other_weights_is_continued(change: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_text_begun_with_other_weights_is_not_kept() -> None:
+def test_a_text_begun_with_other_weights_is_not_kept():
     model = lively_model("llama")
     session = Session(model, memory=LARGE)
     asked = {"skip": SkipConfig.early_exit(3), "costs": COSTS, "max_new_tokens": 9}
@@ -252,7 +239,7 @@ def test_a_text_begun_with_other_weights_is_not_kept() -> None:
     assert session.generate(prompt(30), **how()).stats.num_known_tokens == 0
 
 
-def test_decodings_that_are_given_up_keep_what_they_have() -> None:
+def test_decodings_that_are_given_up_keep_what_they_have():
     session = Session(lively_model("llama"), memory=LARGE)
     asked = {"skip": SkipConfig.early_exit(3), "costs": COSTS, "max_new_tokens": 40}
     rounds = session.decode(prompt(30), eos_token_id=[], **asked)
@@ -263,11 +250,11 @@ def test_decodings_that_are_given_up_keep_what_they_have() -> None:
     assert alike(session, ids, **how()).stats.num_known_tokens == 30 + len(emitted) - 1
 
 
-def test_an_error_leaves_a_session_as_good_as_before() -> None:
+def test_an_error_leaves_a_session_as_good_as_before():
     session = Session(lively_model("llama"), memory=LARGE)
     session.generate(prompt(30), **how())
 
-    def fails(ids: Tensor, _: Any) -> bool:
+    def fails(ids, _):
         if ids.shape[1] > 36:
             raise RuntimeError("a criterion's own")
         return False
@@ -278,7 +265,7 @@ def test_an_error_leaves_a_session_as_good_as_before() -> None:
 
 
 @pytest.mark.parametrize("kind", ["exit-block", "feature-block", "heads", "streams"])
-def test_drafts_that_read_the_targets_states_of_prompts(kind: str, tmp_path: Path) -> None:
+def test_drafts_that_read_the_targets_states_of_prompts(kind, tmp_path):
     model = lively_model("llama")
     skip = draft_of(kind, model, tmp_path)
     session = Session(model, memory=LARGE)
@@ -298,7 +285,7 @@ def test_drafts_that_read_the_targets_states_of_prompts(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", ["gpt2", "falcon"])
-def test_models_that_are_served_whole(family: str) -> None:
+def test_models_that_are_served_whole(family):
     session = Session(small_model(family), memory=LARGE)
     ids = prompt(9)
     for turn in range(3):
@@ -307,14 +294,14 @@ def test_models_that_are_served_whole(family: str) -> None:
         ids = torch.cat([out.sequences, prompt(2, seed=turn)], 1)
 
 
-def test_bad_models_and_settings_are_refused() -> None:
+def test_bad_models_and_settings_are_refused():
     with pytest.raises(ValueError, match="memory must be a number of bytes"):
         Session(lively_model("llama"), memory=-1)
     with pytest.raises(ValueError, match="encoder-decoder, whose keys and values depend"):
         Session(small_model("bart"))
 
 
-def test_prompts_with_pictures_neither_use_nor_leave_anything() -> None:
+def test_prompts_with_pictures_neither_use_nor_leave_anything():
     model = conditional("gemma3")
     session = Session(model, memory=LARGE)
     inputs = inputs_of(model, "gemma3", (24,), ((3,),))
@@ -325,13 +312,13 @@ def test_prompts_with_pictures_neither_use_nor_leave_anything() -> None:
         assert out.stats.num_known_tokens == session.nbytes == 0
 
 
-def test_several_threads_share_a_session() -> None:
+def test_several_threads_share_a_session():
     model = lively_model("gemma3")
     session = Session(model, memory=30 * 1000)  # which is never enough
     wanted = [layerskip.generate(model, prompt(40, seed=s), **how()).sequences for s in range(3)]
-    found: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+    found = {0: [], 1: [], 2: []}
 
-    def calls(number: int) -> None:
+    def calls(number):
         for turn in range(6):
             seed = (number + turn) % 3
             found[seed].append(session.generate(prompt(40, seed=seed), **how()).sequences)
@@ -344,10 +331,10 @@ def test_several_threads_share_a_session() -> None:
     assert session.nbytes <= session.memory
 
 
-def test_progress_tells_what_is_read(sizes: Any) -> None:
+def test_progress_tells_what_is_read(sizes):
     sizes(chunk=lambda *_: 20)
     session = Session(lively_model("llama"), memory=LARGE)
-    told: list[tuple[int, int]] = []
+    told = []
     session.generate(prompt(50), **how(progress=lambda *each: told.append(each)))
     assert told == [(20, 50), (40, 50), (50, 50)]
     told.clear()
@@ -355,11 +342,11 @@ def test_progress_tells_what_is_read(sizes: Any) -> None:
     assert told == [(50, 50)]
 
 
-def test_the_default_memory_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_memory_is_a_share_of_what_is_free(monkeypatch):
     monkeypatch.setattr("layerskip.session.free_memory", lambda: 4000)
     assert Session(lively_model("llama")).memory == 1000
     monkeypatch.setattr("layerskip.session.free_memory", lambda: None)
     assert Session(lively_model("llama")).memory == 1 << 30
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (800, 1000))
-    assert layerskip.session.share(gpu) == 200  # type: ignore[arg-type]
+    assert layerskip.session.share(gpu) == 200

@@ -1,12 +1,9 @@
 """Sources: one's own in thirty lines, what drafts by default, and what is kept of a model."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,31 +19,31 @@ from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 
 GUIDE = Path(__file__).parents[1] / "docs" / "sources.md"
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
 @pytest.fixture
-def native() -> None:
+def native():
     reason = extension.refusal()
     if reason is not None:
         pytest.skip(reason)
 
 
-def example() -> Any:
+def example():
     """The classes of the guide, as a reader would paste them."""
     _, code, *_ = GUIDE.read_text(encoding="utf-8").split("```python\n")
-    names: dict[str, Any] = {}
+    names = {}
     exec(code.partition("```")[0], names)
     return names
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_the_guides_source_drafts_and_leaves_the_text(sample: bool) -> None:
+def test_the_guides_source_drafts_and_leaves_the_text(sample):
     names = example()
     model = lively_model("llama", vocab_size=24)
     ids, mask = ragged((9, 4, 7), seed=2)
     ids = torch.where(mask.bool(), ids % 22 + 2, 0)  # (B, W)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}
+    how = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}
     how |= {"seed": 3} if sample else {}
     plain = layerskip.generate(model, ids, enabled=False, **how)
     phrases = names["Phrases"]([plain.sequences[0, 10:30].tolist(), [5, 6, 7, 8]])
@@ -70,7 +67,7 @@ def test_the_guides_source_drafts_and_leaves_the_text(sample: bool) -> None:
     assert len(out.stats.sources) == 3
 
 
-def test_the_guides_source_is_replayed_as_it_decodes() -> None:
+def test_the_guides_source_is_replayed_as_it_decodes():
     from layerskip.decoding.controllers import make_controller
     from layerskip.replay.drafts import replay
     from layerskip.replay.simulation import simulate
@@ -83,7 +80,7 @@ def test_the_guides_source_is_replayed_as_it_decodes() -> None:
     phrases = example()["Phrases"]([text[10:16], text[20:29]])
     fixed = make_controller("fixed", max_draft_length=5, costs=layerskip_costs())
     simulated = [r.accepted for r in simulate(replay(trace, phrases, 5), fixed)]
-    settings: dict[str, Any] = {"lookup": False, "draft_memory": 0, "controller": "fixed"}
+    settings = {"lookup": False, "draft_memory": 0, "controller": "fixed"}
     real = layerskip.decode(
         model, ids, sources=[phrases], max_draft_length=5, max_new_tokens=30, **settings
     )
@@ -91,7 +88,7 @@ def test_the_guides_source_is_replayed_as_it_decodes() -> None:
     assert sum(sum(counts) for counts in simulated) > 4
 
 
-def layerskip_costs() -> Any:
+def layerskip_costs():
     from layerskip.costs.speculation import CostTable
 
     return CostTable(0.0, (1.0, 1.1))
@@ -102,10 +99,10 @@ def layerskip_costs() -> Any:
 
 
 @pytest.mark.usefixtures("native")
-def test_what_is_added_never_takes_away() -> None:
+def test_what_is_added_never_takes_away():
     """The draft in 8 bits stays beside lookups, a second model and sources of one's own."""
     model = lively_model("llama", dtype=torch.float32)
-    given: list[dict[str, Any]] = [
+    given = [
         {},
         {"lookup": True},
         {"lookup": Lookup([[5, 6, 7]])},
@@ -127,16 +124,14 @@ def test_what_is_added_never_takes_away() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_rejection_rules_text_does_not_depend_on_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_rejection_rules_text_does_not_depend_on_free_memory(monkeypatch):
     texts = []
     for free in (1, 10**15):
         monkeypatch.setattr("layerskip.drafts.free_memory", lambda free=free: free)
         model = lively_model("llama", dtype=torch.float32)
         coupled = automatic_draft(sublayers_of(model)).skip
         assert (coupled is None) == (free == 1)
-        how: dict[str, Any] = {"do_sample": True, "seed": 4, "acceptance": "rejection"}
+        how = {"do_sample": True, "seed": 4, "acceptance": "rejection"}
         out = layerskip.generate(model, prompt(6), max_new_tokens=40, **how)
         texts.append(out.sequences.tolist())
         assert len(out.stats.sources) == 2
@@ -145,7 +140,7 @@ def test_the_rejection_rules_text_does_not_depend_on_free_memory(
     assert texts[0] == texts[1]
 
 
-def test_explain_says_what_drafts_and_why_nothing_better() -> None:
+def test_explain_says_what_drafts_and_why_nothing_better():
     model = lively_model("llama")  # in float64, which has no native passes
     words = LayerSkipDecoding().explain(model)
     assert "keys and values: 2 MB for 1,000 tokens of a text" in words
@@ -160,20 +155,20 @@ def test_explain_says_what_drafts_and_why_nothing_better() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_explain_of_native_passes_has_nothing_to_excuse() -> None:
+def test_explain_of_native_passes_has_nothing_to_excuse():
     words = LayerSkipDecoding().explain(lively_model("llama", dtype=torch.bfloat16))
     assert "passes: native" in words
     assert "near-ties" not in words
     assert "drafts: whole model, in 8 bits" in words
 
 
-def _packed(model: Any) -> None:
+def _packed(model):
     linear = model.model.layers[1].mlp.up_proj
     weight = linear.weight.detach().as_subclass(Packed)
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
 
 
-def _adapted(model: Any) -> None:
+def _adapted(model):
     model.model.layers[1].mlp.up_proj = LowRank(model.model.layers[1].mlp.up_proj).eval()
 
 
@@ -189,14 +184,12 @@ class Packed(torch.Tensor):
         (lambda model: model.half(), "in float16, .* load it with dtype='bfloat16'"),
     ],
 )
-def test_what_to_load_differently_for_drafts_in_8_bits_is_said_once(
-    change: Any, words: str
-) -> None:
+def test_what_to_load_differently_for_drafts_in_8_bits_is_said_once(change, words):
     model = lively_model("llama", dtype=torch.float32)
     change(model)
     decoding = LayerSkipDecoding(seed=0)
     assert re.search("no drafts by the model in 8 bits: it.*" + words, decoding.explain(model))
-    how: dict[str, Any] = {"max_new_tokens": 6, "custom_generate": decoding}
+    how = {"max_new_tokens": 6, "custom_generate": decoding}
     with pytest.warns(UserWarning, match="lookups are the only drafts: it.*" + words):
         first = model.generate(prompt(5), **how)
     assert model.generate(prompt(5), **how).tolist() == first.tolist()  # warnings are errors
@@ -211,7 +204,7 @@ def test_what_to_load_differently_for_drafts_in_8_bits_is_said_once(
 
 
 @pytest.mark.parametrize("own", [{}, {"top_k": 7}, {"top_p": 0.8, "temperature": 1.3}])
-def test_all_doors_mean_the_same_law_where_nobody_says_one(own: dict[str, Any]) -> None:
+def test_all_doors_mean_the_same_law_where_nobody_says_one(own):
     """The model's generation config, then the library's own default, a top_k of 50."""
     from layerskip.bench.batches import one_by_one
     from layerskip.bench.methods import Engine
@@ -220,7 +213,7 @@ def test_all_doors_mean_the_same_law_where_nobody_says_one(own: dict[str, Any]) 
     model = lively_model("llama", initializer_range=0.02)  # a flat law, of which top_k cuts half
     model.generation_config.update(**own)
     ids = prompt(6)
-    asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 30}
+    asked = {"do_sample": True, "max_new_tokens": 30}
     by_generate = layerskip.generate(model, ids, seed=1, **asked).sequences[0, 6:].tolist()
     by_decode = [t for r in layerskip.decode(model, ids, seed=1, **asked) for t in r.tokens[0]]
     task = Sampling(do_sample=True).task(model, 30, seed=1, execution="auto")
@@ -236,35 +229,33 @@ def test_all_doors_mean_the_same_law_where_nobody_says_one(own: dict[str, Any]) 
 # What is kept of a model, and how it goes.
 
 
-def _hooked(model: Any) -> None:
+def _hooked(model):
     model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
 
 
-def _patched(model: Any) -> None:
+def _patched(model):
     own = model.model.layers[1].mlp.forward
     model.model.layers[1].mlp.forward = lambda x: own(x)
 
 
-def _replaced(model: Any) -> None:
+def _replaced(model):
     model.model.layers[2].mlp.down_proj = nn.Linear(48, 32, bias=False, dtype=torch.float64)
 
 
-def _cast(model: Any) -> None:
+def _cast(model):
     model.to(torch.float32)
 
 
-def _widened(model: Any) -> None:
+def _widened(model):
     model.config.max_position_embeddings += 1
 
 
 @pytest.mark.parametrize("change", [_hooked, _patched, _replaced, _cast, _widened])
-def test_a_model_is_opened_once_until_it_changes(
-    change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Any] = []
+def test_a_model_is_opened_once_until_it_changes(change, monkeypatch):
+    found = []
     build = Sublayers.__init__
 
-    def counted(self: Sublayers, *given: Any) -> None:
+    def counted(self, *given):
         found.append(given)
         build(self, *given)
 
@@ -281,9 +272,9 @@ def test_a_model_is_opened_once_until_it_changes(
 
 
 @torch.no_grad()
-def test_changed_numbers_need_no_opening_and_are_read() -> None:
+def test_changed_numbers_need_no_opening_and_are_read():
     model, ids = lively_model("llama"), prompt(5)
-    how: dict[str, Any] = {"skip": SkipConfig.low_precision(8), "controller": "fixed", **GREEDY}
+    how = {"skip": SkipConfig.low_precision(8), "controller": "fixed", **GREEDY}
     layerskip.generate(model, ids, **how)
     before = copies_of(model).changes
     for layer in model.model.layers:
@@ -295,7 +286,7 @@ def test_changed_numbers_need_no_opening_and_are_read() -> None:
     assert out.stats.acceptance_rate > 0.8
 
 
-def test_copies_can_be_released_and_live_no_longer_than_the_model() -> None:
+def test_copies_can_be_released_and_live_no_longer_than_the_model():
     model = lively_model("llama")
     out = layerskip.generate(model, prompt(5), skip=SkipConfig.low_precision(8), **GREEDY)
     held = copies_of(model).nbytes

@@ -2,14 +2,13 @@
 
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
 
 from layerskip.research.stop_rules import Classifier, Entropy, Heuristic, TargetConfidence
 
 
-def test_heuristic_follows_transformers() -> None:
+def test_heuristic_follows_transformers():
     controller = Heuristic()
     controller.reset(1)
     lengths = []
@@ -24,13 +23,13 @@ def test_heuristic_follows_transformers() -> None:
     assert controller.limit(0, 99) == 3
 
 
-def test_heuristic_starts_where_transformers_starts() -> None:
+def test_heuristic_starts_where_transformers_starts():
     transformers = pytest.importorskip("transformers")
     model_default = transformers.GenerationConfig._get_default_generation_params()
     assert model_default["num_assistant_tokens"] == Heuristic().limit(0, 1000)
 
 
-def test_entropy_follows_svip() -> None:
+def test_entropy_follows_svip():
     """sqrt(.15 H) > .3 stops: at H = .6."""
     controller = Entropy()
     controller.reset(2)
@@ -43,7 +42,7 @@ def test_entropy_follows_svip() -> None:
     assert not controller.keep_drafting(0, 0.1)
 
 
-def test_target_confidence_gates_what_follows() -> None:
+def test_target_confidence_gates_what_follows():
     controller = TargetConfidence()
     controller.reset(2)
     limits = []
@@ -54,7 +53,7 @@ def test_target_confidence_gates_what_follows() -> None:
     assert controller.limit(1, 9) == 5  # nothing is known yet
 
 
-def draft_of(features: Sequence[tuple[float, float]], controller: Classifier) -> int:
+def draft_of(features, controller):
     """How many tokens of these confidences and entropies it drafts."""
     drafted, limit = 0, controller.limit(0, len(features))
     for confidence, entropy in features:
@@ -65,7 +64,7 @@ def draft_of(features: Sequence[tuple[float, float]], controller: Classifier) ->
     return drafted
 
 
-def test_classifier_learns_which_drafts_are_rejected() -> None:
+def test_classifier_learns_which_drafts_are_rejected():
     """By what tells here: the entropy, above 1; the confidences say nothing."""
     controller = Classifier()
     controller.reset(1)

@@ -1,10 +1,6 @@
 """Logits stored in a file: what it holds, who refuses it, and that drafts begin with it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import kinds
 import numpy as np
@@ -20,21 +16,21 @@ from layerskip.generation import generate
 from layerskip.model.sublayers import Sublayers
 
 
-def learnt(most: int = 100, tokens: int = 60) -> tuple[StoredLogits, list[int]]:
+def learnt(most=100, tokens=60):
     text = torch.randint(2, 24, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
     laws = StoredLogits(most)
     laws.learn(kinds.model_of("llama"), text)
     return laws, text
 
 
-def said(laws: StoredLogits, context: list[int]) -> tuple[int, list[int], list[float]]:
+def said(laws, context):
     suffix, place = laws.find(context)
     if not suffix:
         return 0, [], []
     return suffix, laws.tokens[place].tolist(), laws.logits[place].tolist()
 
 
-def test_what_is_learnt_is_what_the_model_says() -> None:
+def test_what_is_learnt_is_what_the_model_says():
     laws, text = learnt()
     with torch.no_grad():
         raw = kinds.model_of("llama")(torch.tensor([text])).logits[0]  # (T, V)
@@ -46,9 +42,7 @@ def test_what_is_learnt_is_what_the_model_says() -> None:
         assert logits == pytest.approx(want.values.tolist(), rel=1e-5)
 
 
-def test_long_texts_are_read_in_pieces_that_see_what_came_before(
-    sizes: Any,
-) -> None:
+def test_long_texts_are_read_in_pieces_that_see_what_came_before(sizes):
     model, told = kinds.model_of("llama"), []
     sizes(piece_learnt=16)
     laws, text = StoredLogits(), (list(range(2, 24)) * 3)[:50]
@@ -60,7 +54,7 @@ def test_long_texts_are_read_in_pieces_that_see_what_came_before(
 
 
 @pytest.mark.parametrize("most", [7, 100])
-def test_a_file_holds_what_was_kept(most: int, tmp_path: Path) -> None:
+def test_a_file_holds_what_was_kept(most, tmp_path):
     laws, text = learnt(most)
     laws.save(tmp_path / "laws")
     assert (tmp_path / "laws").stat().st_size < 272 * len(laws) + 1000
@@ -73,10 +67,10 @@ def test_a_file_holds_what_was_kept(most: int, tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["again", "laws"]
 
 
-def test_drafts_begin_with_what_a_file_knows_and_leave_it_as_it_is(tmp_path: Path) -> None:
+def test_drafts_begin_with_what_a_file_knows_and_leave_it_as_it_is(tmp_path):
     """Same text, fewer passes; a call without the file begins with nothing again."""
     model, (ids, mask) = kinds.model_of("llama"), kinds.prompts()
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "lookup": False}
+    how = {"attention_mask": mask, "max_new_tokens": 40, "lookup": False}
     how |= {"draft_memory": 0, "controller": All(), "do_sample": True, "seed": 5, "top_k": 0}
     plain = generate(model, ids, enabled=False, **how).sequences
     laws = StoredLogits()
@@ -93,7 +87,7 @@ def test_drafts_begin_with_what_a_file_knows_and_leave_it_as_it_is(tmp_path: Pat
     assert len(known) == size
 
 
-def test_another_model_refuses_them_by_name(tmp_path: Path) -> None:
+def test_another_model_refuses_them_by_name(tmp_path):
     laws, _ = learnt()
     laws.save(tmp_path / "laws")
     with pytest.raises(ValueError, match=r"laws belong to a model with other weights \(weights-"):
@@ -104,7 +98,7 @@ def test_another_model_refuses_them_by_name(tmp_path: Path) -> None:
         laws.learn(kinds.model_of("llama"), [5, 24])
 
 
-def changed(laws: StoredLogits, path: Path, **arrays: Any) -> None:
+def changed(laws, path, **arrays):
     laws.save(path)
     found = load(path.read_bytes()) | arrays
     path.write_bytes(save({name: each for name, each in found.items() if each is not None}))
@@ -123,15 +117,13 @@ def changed(laws: StoredLogits, path: Path, **arrays: Any) -> None:
         ({"logits": np.arange(60 * 24, dtype=np.float32).reshape(60, 24)}, "do not fall"),
     ],
 )
-def test_damaged_files_are_refused_in_a_line(
-    arrays: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_damaged_files_are_refused_in_a_line(arrays, words, tmp_path):
     changed(learnt()[0], tmp_path / "laws", **arrays)
     with pytest.raises(ValueError, match=words):
         StoredLogits.load(tmp_path / "laws")
 
 
-def test_files_that_are_none_are_refused_in_a_line(tmp_path: Path) -> None:
+def test_files_that_are_none_are_refused_in_a_line(tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(ValueError, match="no safetensors file"):
         StoredLogits.load(tmp_path / "text")
@@ -142,12 +134,12 @@ def test_files_that_are_none_are_refused_in_a_line(tmp_path: Path) -> None:
         StoredLogits.load(tmp_path / "laws").check(Sublayers(kinds.model_of("llama")))
 
 
-def test_the_command_line_makes_keeps_and_refuses_them(tmp_path: Path) -> None:
+def test_the_command_line_makes_keeps_and_refuses_them(tmp_path):
     laws, text = str(tmp_path / "laws"), tmp_path / "text"
     text.write_text("Once there was a fox. " * 9)
     lean = ["--execution", "fused", "--threads", "1"]
 
-    def run(*args: str) -> Any:
+    def run(*args):
         return CliRunner().invoke(app, [*args])
 
     made = run("laws", "--text", str(text), "--output", laws, "--json", *lean)
@@ -184,7 +176,7 @@ def test_the_command_line_makes_keeps_and_refuses_them(tmp_path: Path) -> None:
         assert words in refused.output
 
 
-def test_of_families_with_windows_and_short_positions() -> None:
+def test_of_families_with_windows_and_short_positions():
     laws = StoredLogits()
     laws.learn(lively_model("gemma3", max_position_embeddings=16), [*range(2, 60)])
     assert len(laws) == 58

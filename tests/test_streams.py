@@ -1,7 +1,5 @@
 """A controller that spies on thrown-away drafts must not bend the law of the rejection rule."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,24 +20,24 @@ class Spy(Controller):
 
     needs_confidence = True
 
-    def reset(self, rows: int) -> None:
-        self.seen: list[list[float]] = [[] for _ in range(rows)]
+    def reset(self, rows):
+        self.seen = [[] for _ in range(rows)]
         self.rounds = [0] * rows
 
-    def limit(self, row: int, allowed: int) -> int:
+    def limit(self, row, allowed):
         if self.rounds[row] == 0:
             return 3  # one more than wanted: so that the second confidence is told, too
         return int(self.seen[row][1] > 0.25)
 
-    def keep_drafting(self, row: int, confidence: float) -> bool:
+    def keep_drafting(self, row, confidence):
         self.seen[row].append(confidence)
         return len(self.seen[row]) < 2
 
-    def update(self, row: int, drafted: int, accepted: int) -> None:
+    def update(self, row, drafted, accepted):
         self.rounds[row] += 1
 
 
-def second_tokens() -> list[int]:
+def second_tokens():
     """Of the rows whose first round rejected its first token, the token after the correction."""
     request = Request(
         input_ids=torch.zeros(ROWS, 1, dtype=torch.long),
@@ -49,7 +47,7 @@ def second_tokens() -> list[int]:
         keys=[stream_key(5, row) for row in range(ROWS)],
         rejection=True,
     )
-    recorded: Any = Recorded(TARGET)
+    recorded = Recorded(TARGET)
     decoder = Decoder(recorded, RecordedDraft(DRAFT), Spy(), request, max_draft_length=3)
     rounds = decoder.rounds()
     next(rounds)
@@ -69,6 +67,6 @@ def test_what_was_thrown_away_tells_nothing_of_what_comes():
 
 
 @pytest.mark.thorough
-def test_the_spy_would_find_a_reused_stream(monkeypatch: pytest.MonkeyPatch):
+def test_the_spy_would_find_a_reused_stream(monkeypatch):
     monkeypatch.setattr("layerskip.decoding.draws.stream_key", lambda key, start: key)
     assert chi_square(second_tokens(), softmax_law(TARGET)) < LEVEL

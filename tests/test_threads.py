@@ -1,12 +1,7 @@
 """Threads of a CPU: how many are chosen, and that no number of them changes what is computed."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,21 +15,21 @@ from layerskip.timing.threads import cpu_threads, fitting_threads
 
 
 @pytest.fixture
-def opened() -> Sublayers:
+def opened():
     return Sublayers(tiny_model("llama", dtype=torch.float32), "fused")
 
 
 @pytest.fixture
-def four() -> Iterator[None]:
+def four():
     with cpu_threads(4):
         yield
 
 
-def clock(seconds: dict[int, float]) -> Callable[[], float]:
+def clock(seconds):
     """A clock by which a pass takes what is said for the number of threads it runs on."""
     now = 0.0
 
-    def look() -> float:
+    def look():
         nonlocal now
         now += seconds[torch.get_num_threads()]
         return now
@@ -52,29 +47,27 @@ def clock(seconds: dict[int, float]) -> Callable[[], float]:
         ({1: 1e-3, 2: 1e-3, 4: 0.2}, 4),  # so long that nothing is tried
     ],
 )
-def test_the_smallest_number_that_hardly_another_beats_is_chosen(
-    opened: Sublayers, seconds: dict[int, float], chosen: int
-) -> None:
+def test_the_smallest_number_that_hardly_another_beats_is_chosen(opened, seconds, chosen):
     assert fitting_threads(opened, now=clock(seconds)) == chosen
     assert torch.get_num_threads() == 4
 
 
 @pytest.mark.usefixtures("four")
-def test_a_number_is_chosen_by_a_real_clock_and_from_one_by_none(opened: Sublayers) -> None:
+def test_a_number_is_chosen_by_a_real_clock_and_from_one_by_none(opened):
     assert fitting_threads(opened) in (1, 2, 4)
     with cpu_threads(1):
         assert fitting_threads(opened, now=lambda: pytest.fail("looked at the clock")) == 1
 
 
-def _tokens(model: Any) -> list[tuple[int, ...]]:
+def _tokens(model):
     prompt = torch.tensor([[5, 7, 11]])
-    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "seed": 3}
+    settings = {"max_new_tokens": 40, "do_sample": True, "seed": 3}
     rounds = decode(model, prompt, enabled=False, eos_token_id=[], keep_scores=True, **settings)
-    return [(round_.tokens[0][0], *round_.logits[0][0].tolist()) for round_ in rounds]  # type: ignore[index]
+    return [(round_.tokens[0][0], *round_.logits[0][0].tolist()) for round_ in rounds]
 
 
 @pytest.mark.usefixtures("built")
-def test_more_threads_than_cores_compute_the_same_bits() -> None:
+def test_more_threads_than_cores_compute_the_same_bits():
     """Such a team waits long enough to sleep, and its passes are carried by one thread by turns."""
     model = tiny_model("gemma3", dtype=torch.float32, hidden_size=256, intermediate_size=512)
     with cpu_threads(1):
@@ -86,11 +79,9 @@ def test_more_threads_than_cores_compute_the_same_bits() -> None:
 
 
 @pytest.mark.usefixtures("built")
-def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(monkeypatch):
     opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
-    backend: Any = opened.backend
+    backend = opened.backend
     with cpu_threads(3):
         for disturbed, during in ((True, 1), (False, 3)):
             monkeypatch.setattr(backend.extension, "disturbed", lambda told=disturbed: told)
@@ -102,12 +93,10 @@ def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(
 
 
 @pytest.mark.usefixtures("built")
-def test_commands_measure_the_number_unless_it_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[int] = []
+def test_commands_measure_the_number_unless_it_is_known(tmp_path, monkeypatch):
+    measured = []
 
-    def fitting(opened: Sublayers) -> int:
+    def fitting(opened):
         measured.append(torch.get_num_threads())
         return 1
 
