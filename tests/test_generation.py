@@ -22,6 +22,7 @@ from models import (
     prompt,
     pure,
     ragged,
+    side_by_side,
     tiny_model,
 )
 from ties import partings
