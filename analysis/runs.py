@@ -41,8 +41,7 @@ class Round(NamedTuple):
     accepted: int
     emitted: int
     steps: int
-    """Draft steps of the whole round; `wide` is as in `CostTable.round_cost`."""
-    wide: int
+    """Draft steps of the whole round."""
     source: int | None
     """The number of the method's source that it drafted from; None: it drafted nothing."""
     depth: int
@@ -190,12 +189,11 @@ def rounds_of(record: dict[str, Any], number: int, sources: Sequence[str]) -> It
                 0 if each is not None and sources[each] in FREE else count
                 for count, each in zip(drafted, by_row, strict=True)
             )
-        wide = rounds["wide"][turn] if rounds.get("wide") else 0
         depths = rounds["depths"][turn] if rounds.get("depths") else drafted
         for row, count in enumerate(drafted):
             accepted, emitted = (rounds[name][turn][row] for name in ("accepted", "emitted"))
             if emitted:
-                counts = count, accepted, emitted, steps, wide
+                counts = count, accepted, emitted, steps
                 yield Round(number, turn, row, *place, *counts, by_row[row], depths[row])
 
 

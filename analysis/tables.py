@@ -242,7 +242,7 @@ def gain(rounds: pd.DataFrame, costs: CostTable) -> float:
     Rows draft in lockstep: a round costs what its longest draft does, and plain decoding takes as
     many steps as its longest row has tokens after the first.
     """
-    longest = rounds.groupby(["record", "number"])[["drafted", "steps", "wide"]].max()
+    longest = rounds.groupby(["record", "number"])[["drafted", "steps"]].max()
     paid = sum(costs.round_cost(*map(int, counts)) for counts in longest.to_numpy())
     plain = rounds.groupby(["record", "row"])["emitted"].sum().groupby("record").max().sum()
     return float(plain / paid)

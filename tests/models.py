@@ -19,7 +19,7 @@ from layerskip.decoding.controller import Choice, Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import source_of
-from layerskip.research.trees import WIDEST, GrownTrees
+from layerskip.research.trees import GrownTrees
 
 VOCABULARY = 97
 FEW = 24  # tokens of a vocabulary, so that texts repeat some stretches
@@ -315,7 +315,6 @@ class Growing(Fickle):
     """A `Fickle` that has any of the second-best tokens verified beside its chains."""
 
     signal = "margin"
-    branches = True
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -329,9 +328,6 @@ class Growing(Fickle):
 
     def rates(self, confidence: float, count: int) -> Sequence[float]:
         return 0.9, *(self.draws.uniform(0.2, 1.0) / 10 for _ in range(count - 1))
-
-    def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
-        return self.draws.randint(0, self.draws.choice((2, 2, WIDEST)))
 
     def copied(self, draft: int, row: int) -> Sequence[float]:
         return [self.draws.random() for _ in range(32)]

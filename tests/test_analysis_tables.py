@@ -331,13 +331,10 @@ def test_a_round_may_have_a_source_for_each_row():
         "sources": [[0, 1, None], 1],
     }
     record = {"batch_size": 3, "category": None, "method": "self", "rounds": rounds}
-    for told, steps in (
-        ({}, [(1, 0), (1, 0)]),
-        ({"steps": [3, 1], "wide": [2, 0]}, [(3, 2), (1, 0)]),
-    ):
+    for told, steps in (({}, [1, 1]), ({"steps": [3, 1]}, [3, 1])):
         record["rounds"] = rounds | told  # of trees there may be more, or fewer
         found = list(rounds_of(record, 0, ["lookup", "sublayers"]))
         assert [each.source for each in found] == [0, 1, None, 1, 1]
         assert [each.drafted for each in found] == [2, 1, 0, 1, 0]
-        of_rounds = {each.number: (each.steps, each.wide) for each in found}
+        of_rounds = {each.number: each.steps for each in found}
         assert list(of_rounds.values()) == steps

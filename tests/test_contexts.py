@@ -137,7 +137,7 @@ def test_a_round_reads_its_drafts_and_the_whole_model():
     own = Engine(model, Task(4), "self", SkipConfig.early_exit(3))
     read = bytes_read(Sublayers(model), own, batch, decoded)
     assert read == 2 * draft + 2 * whole + slot * (3 * (8 + 9) + 6 * (10 + 10))
-    tree = replace(rounds[1], drafted=(3,), wide=1)  # a step of two tokens is one
+    tree = replace(rounds[1], drafted=(3,))  # a tree of three tokens, of two steps
     read = bytes_read(Sublayers(model), own, batch, replace(decoded, rounds=[rounds[0], tree]))
     assert read == 2 * draft + whole + slot * (3 * (8 + 9) + 6 * 11)
     looked_up = Engine(model, Task(4), "self", lookup=True)

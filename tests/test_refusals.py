@@ -9,7 +9,6 @@ from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.costs.speculation import (
     CostTable,
     expected_tokens,
-    round_sublayer_tokens,
     speedup_bound,
 )
 from layerskip.decoding.controllers import make_controller
@@ -89,7 +88,6 @@ REFUSED = {
         (lambda: speedup_bound(0.0), "draft_cost must be finite and positive, got 0"),
         (lambda: expected_tokens(1.2, 3), r"alpha must be in \[0, 1\], got 1.2"),
         (lambda: expected_tokens(0.5, -1), "draft_length must be at least 0, got -1"),
-        (lambda: round_sublayer_tokens(2, kept=3, prefix=4, sublayers=8), "prefix <= kept"),
         # controllers and trees
         (lambda: make_controller("greedy", costs=COSTS), "fixed, confidence, .*, got 'greedy'"),
         *(

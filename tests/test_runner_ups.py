@@ -19,14 +19,13 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding import live_target
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Drawn, Draws
-from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position
 from layerskip.decoding.sources.base import Proposal
 from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.research.tree_gain import LaterAcceptance, TreeGain
-from layerskip.research.trees import Grower, Joined, Node, Place, conditional, grown
+from layerskip.research.trees import Joined, Node, Place, conditional, grown
 
 FLAT = CostTable(0.2, (1.0,) * 20)
 STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
@@ -222,8 +221,7 @@ def test_as_many_tokens_are_verified_as_pay() -> None:
 
     def width(price: float, chances: Sequence[float], rows: int = 1) -> int:
         table = CostTable(0.1, tuple(1.0 + price * n for n in range(20)))
-        controller: Grower = TreeGain(table)
-        assert isinstance(controller, ExpectedGain)
+        controller = TreeGain(table)
         controller.reset(rows)
         controller.begin(100, rows)
         for row in range(rows):

@@ -13,7 +13,6 @@ from layerskip.costs.speculation import (
     optimal_draft_length,
     remaining,
     rising,
-    round_sublayer_tokens,
     speedup,
     speedup_bound,
 )
@@ -68,33 +67,6 @@ def test_expected_tokens_matches_the_quotient_and_its_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "exit_layer", "drafted", "ratio"),
-    [
-        (32, 8, 12, 0.769),
-        (32, 8, 6, 0.786),
-        (40, 15, 4, 0.70),
-        (24, 12, 7, 0.562),
-        (24, 18, 7, 0.344),
-    ],
-)
-def test_prefix_reuse_saves_the_published_share_of_verification(
-    layers: int, exit_layer: int, drafted: int, ratio: float
-) -> None:
-    kept = 2 * exit_layer
-    total = round_sublayer_tokens(drafted, kept, prefix=kept, sublayers=2 * layers)
-    without_reuse = (drafted + 1) * 2 * layers
-    assert (total - drafted * kept) / without_reuse == pytest.approx(ratio, abs=0.0006)
-
-
-def test_round_sublayer_tokens_of_a_scattered_set_and_of_a_plain_step() -> None:
-    # 8 sublayers of which 3 and 5 are left out, 2 drafts: 2 * 6 + 3 * (8 - 3) + 3.
-    assert round_sublayer_tokens(2, kept=6, prefix=3, sublayers=8) == 30
-    assert round_sublayer_tokens(0, kept=6, prefix=3, sublayers=8) == 8
-    # one step and two tokens behind it: 6 + 2 * 3 + 3 * (8 - 3)
-    assert round_sublayer_tokens(2, kept=6, prefix=3, sublayers=8, steps=1) == 27
-
-
-@pytest.mark.parametrize(
     ("asked", "tokens_left", "free_slots", "limit"),
     [(5, 100, 100, 5), (5, 4, 100, 3), (5, 100, 3, 2), (5, 1, 100, 0), (5, 0, 0, 0), (0, 9, 9, 0)],
 )
@@ -109,7 +81,7 @@ def test_cost_table_reads_and_extrapolates() -> None:
     assert costs.round_cost(0) == 1.0
     assert costs.round_cost(1) == pytest.approx(0.25 + 1.2)
     assert costs.round_cost(4) == pytest.approx(4 * 0.25 + 1.35)
-    assert costs.round_cost(4, 2, 1) == pytest.approx(2 * 0.25 + 0.25 * 0.2 + 1.35)
+    assert costs.round_cost(4, 2) == pytest.approx(2 * 0.25 + 1.35)
     assert CostTable(0.25, (1.0,)).verify_cost(9) == 1.0
     assert CostTable(0.25, (1.0, 1.3, 1.2)).verify_cost(9) == 1.2
     assert CostTable.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs

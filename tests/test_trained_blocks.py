@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from guesses import Guesses, path_of
-from kinds import BLOCKS, OFFICIAL, draft_of, family_of, weights_of
+from guesses import Guesses
+from kinds import BLOCKS, weights_of
 from looped import (
     ENDS,
     decoded,
@@ -148,53 +148,11 @@ def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture: str, fo
     assert taken[True]  # paths that had to be moved
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["feature-block", "assistant", *OFFICIAL[:1]])
-def test_a_node_is_drafted_on_as_the_last_token_of_its_path(kind: str, folder: Path) -> None:
-    """Whatever lies beside it in the drafts' own keys and values."""
-    model, parents = model_of(family_of(kind)), [-1, 0, 0, 2, 1, 3, 3]
-    drafts = (draft_of(kind, model, folder),)
-    tokens = torch.tensor([[7, 9, 11, 5, 8, 3, 6], [4, 3, 8, 10, 6, 2, 9]])
-
-    def opened_passes() -> Passes:
-        texts = [torch.arange(2, 11), torch.arange(5, 9)]
-        emitted = [[token] for token in tokens[:, 0].tolist()]
-        limits: dict[str, Any] = {"max_new_tokens": 20, "max_draft_length": 8}
-        passes = Passes(Sublayers(model, "modules"), drafts, texts, emitted=emitted, **limits)
-        passes.prefill()
-        for row, first in enumerate(emitted):
-            passes.tell(row, first)
-        return passes
-
-    tree = opened_passes()
-    said = [tree.draft_step(tokens[:, 0], 0)[:, None]]
-    for first, end in ((1, 3), (3, 5), (5, 7)):
-        said.append(tree.draft_step(tokens[:, first:end], first, 0, [parents[:end]] * 2))
-    raw = torch.cat(said, 1)  # (R, N, V)
-    for node in (2, 4, 5, 6):
-        chain = opened_passes()
-        for offset, at in enumerate(path := path_of(parents, node)):
-            alone = chain.draft_step(tokens[:, at], offset)
-        assert len(path) > 1
-        torch.testing.assert_close(raw[:, node], alone)
-
-
 @pytest.mark.parametrize("mixture", ["lookup, feature-block", "lookup, assistant"])
 def test_states_are_those_of_whole_texts_where_drafts_branch(mixture: str, folder: Path) -> None:
-    drafts, controller, widths = drafts_of(mixture, folder), Growing(3), Counter[int]()
-    expand = Growing.expand
-
-    def noted(self: Growing, rows: Any) -> int:
-        width = expand(self, rows)
-        widths[width] += any(len(chances) >= width for chances in rows.values())
-        return width
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Growing, "expand", noted)
-        counts = play(drafts, controller, True)
-    assert counts["looked"]
+    controller = Growing(3)
+    assert play(drafts_of(mixture, folder), controller, True)["looked"]
     assert controller.widened
-    assert sum(count for width, count in widths.items() if width > 2)
 
 
 @pytest.mark.parametrize("together", [0, 2, 64])

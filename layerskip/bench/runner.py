@@ -247,7 +247,6 @@ def record_of(
         rounds["signal"] = decoded.rounds[0].signal
         if any(parents for each in after for parents in each.parents):
             rounds["depths"] = [[depth(each, row) for row in range(batch.rows)] for each in after]
-            rounds["wide"] = [each.wide for each in after]
     compared = judge.compare(timed.method, [(batch, decoded.tokens)])
     differing = () if compared is None else compared.differences
     wrong = {difference.prompt for difference in differing}

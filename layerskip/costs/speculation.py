@@ -75,28 +75,6 @@ def optimal_draft_length(alpha: float, costs: CostTable, longest: int = 64) -> i
     return max(range(longest + 1), key=lambda g: speedup(alpha, g, costs.draft, costs.verify_cost))
 
 
-def round_sublayer_tokens(
-    drafted: int, kept: int, prefix: int, sublayers: int, steps: int | None = None
-) -> int:
-    """Sublayer evaluations of one row's round, in tokens: d n_kept + (d + 1) (2L - k) + k.
-
-    `drafted` tokens (d) each run the draft's `kept` sublayers (n_kept); verification runs the
-    `sublayers` (2L) minus the shared `prefix` (k) over d + 1 positions, and carries the last
-    position through the prefix. A plain step (d = 0) costs 2L.
-
-    Args:
-        steps: the tokens that draft steps were fed, where not all verified ones were.
-    """
-    steps = drafted if steps is None else steps
-    if drafted < 0 or not 0 <= prefix <= kept <= sublayers:
-        raise ValueError(
-            "drafted must be at least 0 and 0 <= prefix <= kept <= sublayers, "
-            f"got drafted={drafted}, kept={kept}, prefix={prefix}, sublayers={sublayers}"
-        )
-    anew = max(0, drafted + 1 - steps)
-    return steps * kept + (drafted + 1) * (sublayers - prefix) + anew * prefix
-
-
 def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:
     """The most tokens a round may draft: with d drafts it emits, and caches, up to d + 1."""
     return max(0, min(asked, tokens_left - 1, free_slots - 1))
@@ -152,20 +130,17 @@ class CostTable:
         slope = max(0.0, self.verify[-1] - self.verify[-2]) if longest > 1 else 0.0
         return self.verify[-1] + slope * (n - longest)
 
-    def round_cost(self, drafted: int, steps: int | None = None, wide: int = 0) -> float:
+    def round_cost(self, drafted: int, steps: int | None = None) -> float:
         """d c + v(d + 1); a round without drafts is a plain step and costs 1.
 
         Args:
             steps: draft steps, where they are fewer: tokens were looked up, or in trees.
-            wide: the tokens of a row that steps took beyond one each, at the price of a second one
-                in a pass of the target.
         """
         _check_length(drafted)
         if drafted == 0:
             return 1.0
         steps = drafted if steps is None else steps
-        draft = self.draft * (steps + wide * (self.verify_cost(2) - 1.0)) if steps else 0.0
-        return draft + self.verify_cost(drafted + 1)
+        return self.draft * steps + self.verify_cost(drafted + 1)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` reads back equal."""

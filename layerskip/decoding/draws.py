@@ -49,8 +49,7 @@ class DraftedTokens:
     Attributes:
         step_free, chosen: the rows whose tokens were drafted without a step, and behind all steps.
         parents: of rows whose tokens have branches, what each one follows (`Proposal.parents`).
-        num_steps, num_wide: how many steps there were, and the tokens of a row that they took
-            beyond one each.
+        num_steps: how many steps there were.
         kept_steps: from how many of these steps verification goes on.
         steps: for every draft step of chains its positions, and the tokens drawn there, -1 for
             none, (N,).
@@ -65,7 +64,6 @@ class DraftedTokens:
     chosen: set[int] = field(default_factory=set)
     parents: dict[int, Sequence[int]] = field(default_factory=dict)
     num_steps: int = 0
-    num_wide: int = 0
     kept_steps: int = 0
     steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)

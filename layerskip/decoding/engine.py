@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import round_sublayer_tokens
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.draws import DraftedTokens, Draws
@@ -214,9 +213,7 @@ class Decoder:
     def _round(self, index: int) -> Round:
         self._times.clear()
         self._mark()
-        copied, dropped = self._speculator.compact()
-        self.stats.num_compactions += dropped
-        self.stats.compacted_bytes += copied
+        self.stats.num_compactions += self._speculator.compact()
         outcome = self._speculator.round(self._mark, keep=self.request.keep_scores)
         return self._close(index, outcome)
 
@@ -251,18 +248,9 @@ class Decoder:
             drafts=tuple(map(tuple, drafts.tokens)),
             parents=tuple(drafts.parents.get(row) for row in self.rows),
             steps=drafts.num_steps,
-            wide=drafts.num_wide,
         )
-        self.stats.add(round_, lambda row: self._sublayer_tokens(round_, row, drafts))
+        self.stats.add(round_)
         return round_
-
-    def _sublayer_tokens(self, round_: Round, row: int, drafts: DraftedTokens) -> int:
-        source = round_.source_of(row)
-        state = None if source is None else self.passes.states[source]
-        prefix, kept = (0, 0) if state is None else (state.prefix, state.kept)
-        steps = len(drafts.confidences[row]) if row in drafts.chosen else None  # as many as tokens
-        sublayers = self.passes.model.num_sublayers
-        return round_sublayer_tokens(round_.drafted[row], kept, prefix, sublayers, steps)
 
 
 def _by_row(

@@ -15,7 +15,7 @@ from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import Ask, Mark, Node, Said, Verdict
+from layerskip.decoding.target import Ask, Mark, Said, Verdict
 from layerskip.model.branches import along, depths
 from layerskip.model.cache import on_device
 
@@ -42,7 +42,6 @@ class LiveTarget:
         passes.score = lambda row, *place: draws[row].scores(row, *place)
         self._feed: Tensor  # (R, 1) tokens that the next step of a chain feeds
         self._beside: tuple[Tensor, Tensor] | None = None  # rows without steps, and their tokens
-        self._parents: list[list[int]] = []  # of what steps have fed, where there are branches
 
     @property
     def states(self) -> Sequence[State]:
@@ -109,17 +108,9 @@ class LiveTarget:
                     tokens[some, 1 : 1 + drawn.others.shape[1]] = drawn.others
         return Drawn(tokens[:, 0], sure, tokens[:, 1 : ask.best], [])
 
-    def draft(
-        self,
-        drafts: DraftedTokens,
-        rows: Sequence[int],
-        ask: Ask,
-        nodes: Mapping[int, Sequence[Node]] | None = None,
-    ) -> Said | None:
+    def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said | None:
         if not drafts.num_steps:
             self._begin(drafts)
-        if nodes is not None:
-            return self._draft_nodes(drafts, nodes, ask)
         places, step = self.passes.rows, drafts.num_steps
         last = self._feed[:, 0]  # (R,)
         raw = self.passes.draft_step(last, step, ask.source)  # (R, V)
@@ -155,7 +146,6 @@ class LiveTarget:
         """Begin a round's draft with every row's last token; rows without steps feed theirs."""
         places, device = self.passes.rows, self.passes.model.device
         self._feed = on_device([[self.seats[row].emitted[-1]] for row in places], device)
-        self._parents = [[] for _ in places]
         self._beside = None
         if drafts.step_free:
             most = max(drafts.lengths)
@@ -183,30 +173,6 @@ class LiveTarget:
         entropies = more.pop(0) if ask.signal is not None and ask.entropies else []
         best = [[int(each) for each in ranked] for ranked in zip(tokens, *more, strict=True)]
         return Said(best, sure, entropies)
-
-    def _draft_nodes(
-        self, drafts: DraftedTokens, nodes: Mapping[int, Sequence[Node]], ask: Ask
-    ) -> Said:
-        """Take a step of several tokens of a row; nothing follows the fillers of shorter rows."""
-        places, device = self.passes.rows, self.passes.model.device
-        size, fed = max(map(len, nodes.values())), len(self._parents[0])
-        tokens = []
-        for row, place in places.items():
-            taken, last = nodes.get(row, ()), self.seats[row].emitted[-1]
-            idle = size - len(taken)
-            self._parents[place] += [*(each.parent for each in taken), *[fed - 1] * idle]
-            tokens.append([*((each.path or (last,))[-1] for each in taken), *[last] * idle])
-        feed = on_device(tokens, device)  # (R, T)
-        if all(row == [*range(-1, fed)] for row in self._parents):  # no branches yet
-            raw = self.passes.draft_step(feed[:, 0], fed, ask.source)[:, None]  # (R, 1, V)
-        else:
-            raw = self.passes.draft_step(feed, fed, ask.source, self._parents)  # (R, T, V)
-        raw = raw.flatten(0, 1)  # (R * T, V)
-        at = [places[row] * size + i for row, taken in nodes.items() for i in range(len(taken))]
-        positions = [(row, len(each.path)) for row, taken in nodes.items() for each in taken]
-        raw = raw if at == [*range(len(raw))] else raw[on_device(at, device)]  # (N, V)
-        drawn = self._drawn(raw, positions, ask)
-        return self._said(raw, drawn, ask)
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
@@ -306,8 +272,8 @@ class LiveTarget:
         self.passes.commit(row, emitted, path)
         self.draws[row].forget(self.seats[row])
 
-    def keep(self, rows: Sequence[int]) -> int:
-        return self.passes.keep(rows)
+    def keep(self, rows: Sequence[int]) -> None:
+        self.passes.keep(rows)
 
     def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
         assert verdict.raw is not None

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.planning import in_common
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes
 from layerskip.decoding.sources.base import Source, State
 from layerskip.decoding.sources.following import in_chunks
-from layerskip.model.branches import Branches, along
+from layerskip.model.branches import Branches
 from layerskip.model.cache import LINE, RowCache, on_device
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
@@ -102,9 +103,8 @@ class Passes:
         self._drafting: State | None = None  # in the round in progress
         self._prefix = 0  # of it
         self._steps = 0  # that it took, once verified
-        self._fed: list[Tensor] = []  # the tokens that they were fed, (R, T) each
+        self._fed: list[Tensor] = []  # the tokens that they were fed, (R, 1) each
         self._read: list[list[int]] | None = None  # all of these, (R, N), once they were read
-        self._parents: Sequence[Sequence[int]] | None = None  # what these follow, (R, N)
         # at the end of the prefix, one per token fed: (R, 1, H), and the layers' own inputs
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
 
@@ -226,15 +226,16 @@ class Passes:
                 states[row, filling.end + 1 - len(held) : filling.end + 1] = held
 
     @in_inference_mode
-    def keep(self, rows: Sequence[int]) -> int:
-        """Drop all rows but these (ascending) from further passes; returns the bytes copied."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these (ascending) from further passes."""
         places = [self.rows[row] for row in rows]
         self.seated = [*rows]
         self.rows = {row: place for place, row in enumerate(rows)}
         length = max(self.lengths[row] for row in rows)
         self._tapped = {tap: states[places] for tap, states in self._tapped.items()}
-        moved = self.cache.keep(places, length)
-        return moved + sum(state.keep(places, length) for state in self.states)
+        self.cache.keep(places, length)
+        for state in self.states:
+            state.keep(places, length)
 
     def _place(
         self, offset: int, count: int, parents: Sequence[Sequence[int]] | None = None
@@ -297,24 +298,16 @@ class Passes:
         return states[places, slots.clamp(max=states.shape[1] - 1)]
 
     @in_inference_mode
-    def draft_step(
-        self,
-        tokens: Tensor,
-        offset: int,
-        draft: int = 0,
-        parents: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
+    def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
         """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
 
         Tokens outside the draft vocabulary have -inf. A round takes one source, and its offsets
-        are 0, 1, 2, ... without gaps. Or several tokens of each row, (R, T), with what every token
-        of the round follows; then logits are (R, T, V) (see `State.wide`).
+        are 0, 1, 2, ... without gaps.
         """
         state = self.states[draft]
         self._drafting, self._prefix = state, state.prefix
-        fed = tokens[:, None] if parents is None else tokens  # (R, T)
-        self._fed, self._read, self._parents = [*self._fed[:offset], fed], None, parents
-        hidden, step = self._feed(fed, offset, parents)
+        self._fed, self._read = [*self._fed[:offset], tokens[:, None]], None
+        hidden, step = self._feed(tokens[:, None], offset)
         return state.step(tokens, hidden, step, offset)
 
     @in_inference_mode
@@ -382,29 +375,19 @@ class Passes:
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
         """Keep the round's fed tokens of a row up to the last emitted one, which was not fed."""
-        path = path[: len(emitted) - 1]
-        place, root = self.rows[row], self.lengths[row]
-        fed_path: Sequence[int] = ()
-        steps = self._steps
-        if steps and self._drafting is not None:  # which were fed a tree of their own
+        place, steps = self.rows[row], self._steps
+        if steps:  # those that were fed the row's text
             if self._read is None:  # once for all rows: a device is waited for
                 self._read = torch.cat(self._fed, 1).tolist()
-            fed = self._read[place]
-            parents = range(-1, len(fed)) if self._parents is None else self._parents[place]
-            fed_path = along(parents[1 : len(fed)], fed[1:], emitted[:-1])
-            steps = len(fed_path) + 1
-        self._keep_paths(place, root, path, fed_path)
+            steps = 1 + in_common(self._read[place][1:], emitted[:-1])
+        self._keep_path(place, self.lengths[row], path[: len(emitted) - 1])
         self.tell(row, emitted, steps)
         self.lengths[row] += len(emitted)
 
     @in_inference_mode
-    def _keep_paths(
-        self, place: int, root: int, path: Sequence[int], fed_path: Sequence[int]
-    ) -> None:
+    def _keep_path(self, place: int, root: int, path: Sequence[int]) -> None:
         """Move what the nodes of a path hold to where they lie without other branches."""
         self.cache.keep_path(place, root, path)
-        for cache in self._drafting.caches if self._drafting is not None else ():
-            cache.keep_path(place, root, fed_path)
         at = [node + root + 1 for node in path]
         for states in self._tapped.values():
             states[place, root + 2 : root + 2 + len(at)] = states[place, at]

@@ -5,7 +5,7 @@ Letters: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -23,8 +23,7 @@ class Round:
         accepted: drafted tokens that were emitted, per row.
         drafts: per row, the drafted tokens.
         parents: per row, what each of them follows (see `Proposal.parents`); None: the one before.
-        steps, wide: how many draft steps the batch took, and the tokens of a row that they took
-            beyond one each.
+        steps: how many draft steps the batch took.
         signal: the kind of confidence: "probability", the draft's (softmax of its raw logits at
             temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
             scores, noise included; None if the controller needs none.
@@ -49,7 +48,6 @@ class Round:
     drafts: tuple[tuple[int, ...], ...] = ()
     parents: tuple[Sequence[int] | None, ...] = ()
     steps: int = 0
-    wide: int = 0
 
     def taken(self, row: int) -> list[int]:
         """The drafted tokens that a row has emitted, by their numbers from 1 on."""
@@ -80,9 +78,8 @@ class DecodingStats:
         num_drafts: those of them that drafted at least one token.
         accepted_per_position: entry j counts rounds whose draft token j + 1 was emitted.
         num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
-        num_known_tokens: tokens of prompts whose keys and values were known, and not computed.
-        sublayer_tokens: tokens carried through one sublayer in rounds, padding not counted.
-        compacted_bytes: bytes of keys and values that this copied.
+        num_known_tokens: tokens of prompts whose keys and values were cached, and not computed.
+        num_compactions: how often finished rows were dropped from passes.
         seeds: the seed of each row's noise; empty for greedy decoding.
     """
 
@@ -95,9 +92,7 @@ class DecodingStats:
     num_new_tokens: int = 0
     num_sequences: int = 0
     num_known_tokens: int = 0
-    sublayer_tokens: int = 0
     num_compactions: int = 0
-    compacted_bytes: int = 0
     seeds: tuple[int, ...] = ()
 
     @property
@@ -116,8 +111,8 @@ class DecodingStats:
         emitted = self.num_new_tokens - self.num_sequences
         return emitted / self.num_rounds if self.num_rounds else 0.0
 
-    def add(self, round_: Round, cost: Callable[[int], int]) -> None:
-        """Count a round; `cost` gives the sublayer-tokens of a row."""
+    def add(self, round_: Round) -> None:
+        """Count a round."""
         self.num_new_tokens += sum(map(len, round_.tokens))
         if round_.index == 0:
             self.num_sequences += len(round_.tokens)
@@ -131,7 +126,6 @@ class DecodingStats:
             self.num_draft_tokens += drafted
             self.num_accepted_tokens += accepted
             source = round_.source_of(row)
-            self.sublayer_tokens += cost(row)
             if source is not None and drafted:
                 missing = source + 1 - len(self.sources)
                 self.sources += [SourceCounts() for _ in range(missing)]

@@ -12,7 +12,7 @@ from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.planning import Plan, chained, in_common, offer_of, trunk_first, usable
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import Ask, Node, Said, Target, Verdict
+from layerskip.decoding.target import Ask, Target, Verdict
 from layerskip.model.branches import along
 
 
@@ -29,46 +29,36 @@ class Outcome(NamedTuple):
         return self.plans[row].source if row in self.plans and self.drafts.tokens[row] else None
 
 
-class Turn(NamedTuple):
-    """The draft steps of a round, as a controller's `trees` see them.
-
-    Attributes:
-        beside: whether other rows draft tokens of their own without steps.
-        eos: by row, tokens behind which nothing is drafted.
-    """
-
-    state: State
-    plans: Mapping[int, Plan]
-    rows: Sequence[int]
-    beside: bool
-    eos: Sequence[frozenset[int]]
-    longest: int
-    step: Callable[[Mapping[int, Sequence[Node]]], Said]
-
-
 class Trees(Protocol):
     """What a controller has as its `trees`, if it has other tokens verified than those of chains.
 
-    Rounds ask it where a source takes steps and drafts may have branches.
+    A round asks it if a source takes steps and drafts may have branches.
     """
 
-    def spread(self, turn: Turn) -> bool:
-        """Take all steps of a round, by `turn.step`; False: they are those of chains."""
+    def begin(
+        self, plans: Mapping[int, Plan], ends: Sequence[frozenset[int]], longest: int, state: State
+    ) -> None:
+        """A round begins in which rows take steps of a source.
 
-    def see(self, turn: Turn, row: int, tokens: Sequence[int], confidence: float) -> None:
+        Args:
+            ends: by row, tokens behind which nothing is drafted.
+            longest: the most tokens of a row that are verified.
+        """
+
+    def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
         """Told the best tokens of a row's next place, the first of which it has drafted."""
 
     def choose(
-        self, turn: Turn, chains: Mapping[int, int]
+        self, chains: Mapping[int, int]
     ) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
         """What rows verify once all steps are done: tokens, and what each one follows.
 
         Args:
-            chains: by row, so many tokens of its chain are verified in any case.
+            chains: by row, how many tokens of its chain are verified in any case.
         """
 
-    def learn(self, row: int, tokens: Sequence[int], eos: frozenset[int]) -> None:
-        """Told what the target has accepted of a row that took steps, and its own token behind."""
+    def learn(self, row: int, tokens: Sequence[int]) -> None:
+        """Told which tokens the target has accepted of a row that took steps, and its own next."""
 
 
 class Speculator:
@@ -98,16 +88,17 @@ class Speculator:
         self._proposals: Sequence[Mapping[int, Proposal]] = ()
         self._branches = False  # whether this round's drafts may have any
 
-    def compact(self) -> tuple[int, bool]:
+    def compact(self) -> bool:
         """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
         rows = [*self.target.rows]
         going = [row for row in rows if not self.seats[row].finished]
         size = remaining(len(rows), len(going))
         if size == len(rows):
-            return 0, False
+            return False
         done = [row for row in rows if self.seats[row].finished]
         done.sort(key=self.target.lengths.__getitem__)  # the shortest have the least to attend to
-        return self.target.keep(sorted([*going, *done[: size - len(going)]])), True
+        self.target.keep(sorted([*going, *done[: size - len(going)]]))
+        return True
 
     def round(self, mark: Callable[[], None] = lambda: None, *, keep: bool = False) -> Outcome:
         """Run a round.
@@ -136,7 +127,7 @@ class Speculator:
             target.commit(row, emitted[row], drafts)
             self._learn(row, emitted[row])
             if trees is not None and plans[row].limit and plans[row].tokens is None:
-                trees.learn(row, tokens, seat.eos)
+                trees.learn(row, tokens)
             self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
         if self._observer is not None:
             last = {
@@ -208,12 +199,14 @@ class Speculator:
                 f"sources {', '.join(map(str, stepping))}"
             )
         for source, rows in stepping.items():
-            state = self.target.states[source]
+            state, ask = self.target.states[source], Ask(source, self.signal)
             if trees is None or state is None:
-                drafts.kept_steps = self._take_steps(drafts, Ask(source, self.signal), rows, plans)
+                drafts.kept_steps = self._take_steps(drafts, ask, rows, plans)
             else:
-                ask = Ask(source, self.signal, state.best)
-                self._draft_trees(drafts, ask, rows, plans, state, trees)
+                trees.begin(plans, [seat.eos for seat in self.seats], self.longest, state)
+                ask = ask._replace(best=state.best)
+                drafts.kept_steps = self._take_steps(drafts, ask, rows, plans, trees.see)
+                self._branch_out(drafts, rows, state, trees)
         return drafts
 
     def _take_steps(
@@ -259,41 +252,15 @@ class Speculator:
             drafting = going_on
         return drafts.num_steps
 
-    def _draft_trees(
-        self,
-        drafts: DraftedTokens,
-        ask: Ask,
-        rows: Sequence[int],
-        plans: Mapping[int, Plan],
-        state: State,
-        trees: Trees,
+    def _branch_out(
+        self, drafts: DraftedTokens, rows: Sequence[int], state: State, trees: Trees
     ) -> None:
-        """Draft what a controller's trees say, in steps of their own or beside chains."""
-
-        def step(nodes: Mapping[int, Sequence[Node]]) -> Said:
-            said = self.target.draft(drafts, [*nodes], ask, nodes)
-            assert said is not None
-            drafts.num_steps += 1
-            drafts.num_wide += max(map(len, nodes.values())) - 1
-            asked = [row for row, each in nodes.items() for _ in each]
-            for row, tokens, sure in zip(asked, said.tokens, said.confidences, strict=True):
-                if tokens[0] >= 0 and sure == sure:
-                    drafts.confidences[row].append(sure)
-            return said
-
-        eos = [seat.eos for seat in self.seats]
-        turn = Turn(state, plans, rows, bool(drafts.step_free), eos, self.longest, step)
-        observed = self._observer is not None
-        if state.wide and not observed and not drafts.step_free and trees.spread(turn):
-            chains = dict.fromkeys(rows, 0)
-        else:
-            steps = self._take_steps(drafts, ask, rows, plans, partial(trees.see, turn))
-            drafts.kept_steps = steps
-            # what is beside a chain comes behind all steps; without a prefix all is fed anew
-            lengths = {row: len(drafts.tokens[row]) for row in rows}
-            chains = {row: n for row, n in lengths.items() if not state.prefix or n == steps}
-        for row, (tokens, parents) in trees.choose(turn, chains).items():
-            if len(tokens) > len(drafts.tokens[row]) and not state.prefix:
+        """Put what a controller's trees choose in the place of rows' chains."""
+        # branches come behind all steps of a shared prefix; without one all tokens are fed anew
+        lengths, steps = {row: len(drafts.tokens[row]) for row in rows}, drafts.kept_steps
+        chains = {row: n for row, n in lengths.items() if not state.prefix or n == steps}
+        for row, (tokens, parents) in trees.choose(chains).items():
+            if len(tokens) > lengths[row] and not state.prefix:
                 drafts.kept_steps = 0
             drafts.propose(row, tokens, None if [*parents] == [*range(len(parents))] else parents)
             drafts.chosen.add(row)

@@ -16,20 +16,6 @@ from layerskip.decoding.sources.base import Proposal, State
 Mark = Callable[[], None]
 
 
-class Node(Protocol):
-    """A token that a draft step takes where drafts have branches.
-
-    Attributes:
-        parent: the number of what it follows among all that the row was fed, fillers included; -1
-            for the row's last token, which is the first.
-    """
-
-    @property
-    def parent(self) -> int: ...
-    @property
-    def path(self) -> tuple[int, ...]: ...
-
-
 class Ask(NamedTuple):
     """What is asked about the tokens of a draft step.
 
@@ -94,14 +80,8 @@ class Target(Protocol):
     def allowed(self, row: int, tokens: Sequence[int]) -> int:
         """How many of a chain's tokens a row's grammars allow."""
 
-    def draft(
-        self,
-        drafts: DraftedTokens,
-        rows: Sequence[int],
-        ask: Ask,
-        nodes: Mapping[int, Sequence[Node]] | None = None,
-    ) -> Said | None:
-        """Take a draft step behind each row's last token, or behind several tokens of each.
+    def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said | None:
+        """Take a draft step behind each row's last token.
 
         Returns:
             What is said, row by row; None where nobody needs it before the target has seen it.
@@ -118,5 +98,5 @@ class Target(Protocol):
     def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
         """Of the laws of rows' last tokens: the largest probabilities, and the entropies."""
 
-    def keep(self, rows: Sequence[int]) -> int:
-        """Drop all rows but these (ascending) from further rounds; returns the bytes copied."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these (ascending) from further rounds."""

@@ -240,7 +240,7 @@ def _rounds(line: Line, sources: int) -> None:
         **dict.fromkeys(("drafted", "accepted", "emitted"), by_turn_and_row(COUNT)),
         confidences=optional(items(items(items(NUMBER), rows))),
         sources=items(one_or_by_row, turns),
-        **dict.fromkeys(("steps", "wide"), Maybe(items(COUNT, turns))),
+        steps=Maybe(items(COUNT, turns)),
         depths=Maybe(by_turn_and_row(COUNT)),
     )(rounds, "rounds")
     for turn, row in product(range(turns), range(rows)):

@@ -61,12 +61,6 @@ class Branches:
                 seen[row, node, node] = True
         return seen
 
-    def before(self, held: Tensor) -> Tensor:
-        """Of (B, N, H) of all nodes so far, those that the tokens of a pass follow, (B, T, H)."""
-        parents = [row[self.first :] for row in self.parents]  # (B, T)
-        nodes = torch.tensor(parents).to(held.device, non_blocking=True)
-        return held.take_along_dim(nodes[:, :, None], 1)
-
 
 def depths(parents: Sequence[int]) -> list[int]:
     """How far the root and the nodes behind it (1, 2, ...) are from the root."""

@@ -10,7 +10,7 @@ import torch
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.planning import in_common
 from layerskip.decoding.sources.base import Batch, Proposal, State
-from layerskip.decoding.target import Ask, Mark, Node, Said, Verdict
+from layerskip.decoding.target import Ask, Mark, Said, Verdict
 from layerskip.model.branches import along
 from layerskip.replay.drafts import Replay
 from layerskip.replay.drawing import NOTHING
@@ -86,13 +86,7 @@ class RecordedTarget:
     def allowed(self, row: int, tokens: Sequence[int]) -> int:
         return self.batch.draws.allowed(row, tokens, self.trace.model.vocabulary)
 
-    def draft(
-        self,
-        drafts: DraftedTokens,
-        rows: Sequence[int],
-        ask: Ask,
-        nodes: Mapping[int, Sequence[Node]] | None = None,
-    ) -> Said:
+    def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said:
         step, tables = drafts.num_steps, self.drafts[ask.source]
         self._source = ask.source
         places = [(tables[row], self._start(row)) for row in rows]
@@ -141,6 +135,5 @@ class RecordedTarget:
         places = [self.trace.offsets[self.texts[row].number] + self._start(row) - 1 for row in rows]
         return [[numbers[place] for place in places] for numbers in self.trace.certainties]
 
-    def keep(self, rows: Sequence[int]) -> int:
+    def keep(self, rows: Sequence[int]) -> None:
         self.batch.rows = {row: place for place, row in enumerate(rows)}
-        return 0

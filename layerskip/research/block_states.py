@@ -20,7 +20,6 @@ from layerskip.decoding.sources.steps import Texts, read, states_behind
 from layerskip.decoding.sources.sublayers import SharedSteps
 from layerskip.decoding.sources.trained import BEST, FedSteps, TrainedDraft
 from layerskip.model.backend import Block
-from layerskip.model.branches import Branches
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass
 
@@ -64,20 +63,16 @@ class _Layered(Following):
         starts: Sequence[int],
         blocks: Sequence[Block],
         rows: range | None = None,
-        branches: Branches | None = None,
     ) -> Tensor:
         """Run inputs (R, T, H) of tokens from those places on through blocks."""
         batch, rows = self.batch, rows or range(len(starts))
-        self.cache.place(starts, inputs.shape[1], rows=rows, branches=branches)
+        self.cache.place(starts, inputs.shape[1], rows=rows)
         step = Pass(batch.model, self.cache, batch.rotary)
         return batch.model.backend.run(inputs, step, blocks)
 
     def places(self, offset: int) -> list[int]:
         """The place in each row of the token of step `offset`."""
         return [self.batch.lengths[row] + offset for row in self.batch.rows]
-
-    def keep(self, places: Sequence[int], length: int) -> int:
-        return self.cache.keep(places, length)
 
 
 class ExitSteps(SharedSteps):
@@ -99,7 +94,7 @@ class ExitState(_Layered):
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
-        self.prefix = self.tap = self.kept = draft.prefix
+        self.prefix = self.tap = draft.prefix
 
     def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
         return self.batch.tapped(self.prefix, starts, tokens.shape[1], rows=rows)
@@ -139,8 +134,8 @@ class FeatureState(_Layered):
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
         self.tap: int = batch.model.num_sublayers
-        self.best, self.wide = BEST, batch.model.branches and not self.everywhere
-        self.features: Tensor  # of the round's tokens that have been fed, (R, N, H)
+        self.best = BEST
+        self.features: Tensor  # of the token that was fed last, (R, 1, H)
 
     def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
         features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
@@ -149,16 +144,11 @@ class FeatureState(_Layered):
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if offset:
-            branches = self.batch.cache.branches
-            held = self.features[:, :offset]
-            before = held[:, -1:] if branches is None else branches.before(held)  # (R, T, H)
-            inputs = self.block.join(before, hidden)  # (R, T, H)
-            new = self.advance(inputs, self.places(offset), self.blocks, branches=branches)
-            self.features = torch.cat([held, new], 1)
+            inputs = self.block.join(self.features, hidden)  # (R, 1, H)
+            self.features = self.advance(inputs, self.places(offset), self.blocks)
         else:
-            self.features = new = self.catch_up()[:, None]  # (R, 1, H)
-        raw = self.head(new.flatten(0, 1)[None], None)[0]  # (R * T, V)
-        return raw if tokens.dim() == 1 else raw.unflatten(0, tokens.shape)
+            self.features = self.catch_up()[:, None]  # (R, 1, H)
+        return self.head(self.features.transpose(0, 1), None)[0]
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         # its own drafts were fed with its own features, not with the target's

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from layerskip.decoding.acceptance import BINS, bin_of
-from layerskip.decoding.expected_gain import ExpectedGain, Progress
-from layerskip.decoding.source_gain import SourceGain
+from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.research.trees import GrownTrees
-
-_LEAST_BESIDE = 0.02  # the least chance of a token that a step takes beside the likeliest
-
 
 # Of the tokens behind the best one, where that is wrong: their priors by rank, and weight.
 _LATER_PRIOR = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02)
@@ -18,12 +14,10 @@ _LATER_WEIGHT = 6.0
 
 
 class TreeGain(ExpectedGain):
-    """`ExpectedGain` that also drafts and verifies tokens beside the likeliest (see `Grower`).
+    """`ExpectedGain` that also has tokens verified beside those of chains.
 
     Each is taken by its chance and by what another token in a pass costs.
     """
-
-    branches = True
 
     def _start(self) -> None:
         super()._start()
@@ -31,63 +25,31 @@ class TreeGain(ExpectedGain):
         # by source, of the tokens behind the best one, and of tokens looked up in its place
         self._later = [LaterAcceptance() for _ in self._sources]
         self._instead = [LaterAcceptance() for _ in self._sources]  # whatever the confidence
-        self._begin_tree()
-
-    def _begin_tree(self) -> None:
-        self._wide = 0  # tokens of a row that the round's steps took, beyond one each
-        self._told: set[int] = set()  # rows of which `see_rank` was called in this round
-
-    @property
-    def _wider(self) -> float:
-        """What another token in a step costs; it is taken to cost what it does in a target pass."""
-        costs = self._drafting.costs
-        assert costs is not None
-        return costs.verify_cost(2) - 1.0
 
     def rates(self, confidence: float, count: int) -> Sequence[float]:
+        """P(right) of the `count` best tokens of a place, if what is before the place is right."""
         confidence_bin = bin_of(confidence)
         best = self._drafting.acceptance.given_confidence[confidence_bin]
         later = self._later[self._round.source or 0].given_wrong(confidence_bin, count - 1)
         return best, *((1.0 - best) * rate for rate in later)
 
-    def expand(self, rows: Mapping[int, Sequence[float]]) -> int:
-        round_, source = self._round, self._drafting
-        judged = [rows[row] for row in round_.judges if row in rows]
-        price = len(round_.judges) * self.rate
-        right = source.acceptance.next
-        beside = (1.0 - right) * self._later[round_.source or 0].mean
-        likely = sum(chances[0] for chances in judged if chances)
-        wider = source.step * self._wider
-        width, gain, alive = 1, 0.0, likely
-        for width in range(1, max(map(len, judged), default=0) + 1):
-            more = right * sum(chances[width] for chances in judged if len(chances) > width)
-            nodes = min(round_.steps + self._wide + width, source.most) - 1
-            least = price * (wider + source.step_costs[nodes] - source.step)
-            # it takes the place of the last token on the likeliest path that fits
-            last = likely * right ** (source.most - nodes)
-            if more <= max(least, last, _LEAST_BESIDE * len(judged)):
-                break
-            gain += more - price * wider
-        for steps in range(round_.steps, source.most):
-            cost = source.step_costs[min(steps + self._wide, source.most - 1)]
-            gain += alive * right - price * cost
-            gain += max(0.0, alive * beside - price * (cost - source.step))
-            alive *= right
-            if gain > 0.0:
-                round_.steps += 1
-                self._wide += width - 1
-                return width
-        return 0
-
     def copied(self, draft: int, row: int) -> Sequence[float]:
+        """P(right) of each token that a lookup proposes, if the one before it is right."""
         offer, copies = (self._round.offers or ())[draft], self._sources[draft].copies
         match = (offer.matches or {})[row]
         return [copies.acceptance(match + depth) for depth in range(offer.lengths[row])]
 
     def instead(self, draft: int) -> float:
+        """P(a looked-up token is right, given that the draft's best token there is wrong)."""
         return self._instead[draft].mean
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
+        """How many tokens to verify of a row, at most, once the round's last step is done.
+
+        Args:
+            rows: by row, how many are verified in any case, and the chances of all: of these first,
+                then of the others, the likeliest first.
+        """
         round_, source = self._round, self._drafting
         width = max(round_.looked_up, *(chain for chain, _ in rows.values()))
         longest = max(len(chances) for _, chances in rows.values())
@@ -102,6 +64,10 @@ class TreeGain(ExpectedGain):
         return max(width, round_.looked_up)
 
     def see_rank(self, row: int, confidence: float, rank: int | None) -> None:
+        """Reports which token was right at a drafted place, before `update`: 0 for the best one.
+
+        None: it was none of the best ones.
+        """
         confidence_bin = bin_of(confidence)
         self._told.add(row)
         self._drafting.acceptance.observe(confidence_bin, rank == 0)
@@ -109,26 +75,20 @@ class TreeGain(ExpectedGain):
             self._later[self._round.source or 0].observe(confidence_bin, rank)
 
     def see_instead(self, draft: int, right: bool) -> None:
+        """Reports whether a looked-up token was right where the draft's best token was wrong."""
         self._instead[draft].observe(0, 1 if right else None)
-
-    def _count(self, row: int, drafted: int) -> None:
-        if row not in self._told:  # else `expand` and `widen` have counted
-            super()._count(row, drafted)
-
-    def _cost(self) -> float:
-        return super()._cost() + self._wide * self._drafting.step * self._wider
 
     def _learn_steps(self, row: int, drafted: int, accepted: int) -> None:
         if row not in self._told:  # else `see_rank` has counted its places
             super()._learn_steps(row, drafted, accepted)
 
-    def _report_times(self, round_: Progress, source: SourceGain) -> None:
-        if not self._wide:  # what a step of several tokens costs is not learnt
-            super()._report_times(round_, source)
+    def _count(self, row: int, drafted: int) -> None:
+        if row not in self._told:  # else `widen` has counted
+            super()._count(row, drafted)
 
     def _end_round(self) -> None:
         super()._end_round()
-        self._begin_tree()
+        self._told: set[int] = set()  # rows of which `see_rank` was called in this round
 
 
 class LaterAcceptance:

@@ -17,7 +17,6 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.steps import Steps, Texts, stacked
-from layerskip.model.branches import Branches
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -84,7 +83,7 @@ def common(raw: Tensor, target: Sublayers) -> Tensor:
     return F.pad(raw, (0, missing), value=float("-inf")) if missing else raw
 
 
-def known(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Tensor:
+def of_assistant(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Tensor:
     """The target's tokens on the assistant's device; those it lacks become its last one."""
     tokens = tokens.to(assistant.device)
     if assistant.vocabulary < target.vocabulary:
@@ -102,7 +101,6 @@ class _State(Following):
         self.model = model
         self.cache = model.new_cache(len(batch.prompts), batch.slots)
         self.caches = [self.cache]
-        self.wide = model.branches
         self.resized()
         self.head = model.weights.head()
         self.blocks = [*model.blocks, self.head]
@@ -118,13 +116,9 @@ class _State(Following):
         if not offset:
             self.see()
         starts = [batch.lengths[row] + offset for row in batch.rows]
-        fed, branches = known(tokens, model, batch.model), batch.cache.branches
-        fed = fed[:, None] if tokens.dim() == 1 else fed  # (R, T)
-        raw = model.backend.run(*self._feed(fed, starts, branches=branches), self.blocks)
-        return common(raw[:, 0] if tokens.dim() == 1 else raw, batch.model)
-
-    def keep(self, places: Sequence[int], length: int) -> int:
-        return self.cache.keep(places, length)
+        fed = of_assistant(tokens, model, batch.model)[:, None]  # (R, 1)
+        raw = model.backend.run(*self._feed(fed, starts), self.blocks)[:, 0]
+        return common(raw, batch.model)
 
     def _catch_up(self, count: int) -> Tensor:
         """Feed the last `count` tokens of every row; raw logits after the last, (R, any)."""
@@ -139,7 +133,7 @@ class _State(Following):
 
         last = in_chunks(
             model,
-            known(tokens, model, self.batch.model),
+            of_assistant(tokens, model, self.batch.model),
             missing,
             run,
             partial=self.cache.partial,
@@ -148,14 +142,9 @@ class _State(Following):
         return self.head(last[None], None)[0]
 
     def _feed(
-        self,
-        tokens: Tensor,
-        starts: Sequence[int],
-        rows: range | None = None,
-        branches: Branches | None = None,
+        self, tokens: Tensor, starts: Sequence[int], rows: range | None = None
     ) -> tuple[Tensor, Pass]:
-        rows = rows or range(len(starts))
-        self.cache.place(starts, tokens.shape[1], rows=rows, branches=branches)
+        self.cache.place(starts, tokens.shape[1], rows=rows or range(len(starts)))
         return self.model.feed(tokens, self.cache, self.rotary)
 
 
@@ -163,7 +152,7 @@ class _Steps(Steps):
     def __init__(self, texts: Texts, model: Sublayers) -> None:
         caches = []
         for text in texts.texts:
-            tokens = known(text.tokens, model, texts.model)[None]  # (1, T)
+            tokens = of_assistant(text.tokens, model, texts.model)[None]  # (1, T)
             hidden, step = model.first_pass(tokens)
             model.run(hidden, step, range(model.num_sublayers))
             caches.append(step.cache)
@@ -171,7 +160,7 @@ class _Steps(Steps):
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         target = self.source.model
-        tokens, model = known(tokens, self.model, target), self.model
+        tokens, model = of_assistant(tokens, self.model, target), self.model
         embedded = model.embed(tokens)
         blocks, inputs = [*model.blocks, model.weights.head()], model.inputs(tokens, embedded)
         return common(self.run(embedded, blocks, inputs=inputs), target)

@@ -218,23 +218,17 @@ class State:
     Attributes:
         prefix: how many of the target's first sublayers its steps run; their states are exact, and
             verification starts from them.
-        kept: how many of the target's sublayers its steps run in all.
         tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
         whole_prompts: whether those of prompts' tokens before the last are needed, too.
-        wide: whether `step` takes several tokens of a row at once, with the branches of
-            `batch.cache`: then they are (R, T), and so are its logits, (R, T, V). Without a prefix
-            only.
         best: how many of the best tokens of a place may be verified, where branches are asked for.
         everywhere: whether what it says of a place is the same, whatever was drafted before it.
         reads_logits: whether `read` is called.
     """
 
     prefix = 0
-    kept = 0
     tap: int | None = None
     whole_prompts = True
     longest: int | None = None
-    wide = False
     best = 2
     everywhere = False
     reads_logits = False
@@ -296,9 +290,10 @@ class State:
     def resized(self) -> None:
         """The batch has other `slots`; only where rows join and leave."""
 
-    def keep(self, places: Sequence[int], length: int) -> int:
+    def keep(self, places: Sequence[int], length: int) -> None:
         """Drop all rows but those at these places of a pass, as `RowCache.keep`."""
-        return 0
+        for cache in self.caches:
+            cache.keep(places, length)
 
 
 class RowsState(State):

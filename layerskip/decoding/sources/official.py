@@ -118,9 +118,8 @@ class _State(State):
         self.cache = RowCache(len(batch.prompts), batch.cache.slots, model.windows)
         self.resized()
         self.cache.prefilled = True
-        self.wide = batch.model.branches
         self.pass_: Pass  # of the round
-        self.carried: Tensor  # h behind each of its tokens that have been fed, (R, N, H)
+        self.carried: Tensor  # h behind the token fed last, (R, 1, H)
 
     def resized(self) -> None:
         batch = self.batch
@@ -135,19 +134,10 @@ class _State(State):
             self.cache.borrow(batch.cache, self.source.sources)
             self.cache.place([place - 1 for place in places], 1, rows=range(len(places)))
             self.pass_ = Pass(model, self.cache, self.rotary)
-            before = batch.model.decoder.norm(batch.tapped(self.tap, places, 1, before=1))
-            held = before[:, :0]  # (R, offset, H)
-        else:
-            branches, held = batch.cache.branches, self.carried[:, :offset]
-            before = held[:, -1:] if branches is None else branches.before(held)  # (R, T, H)
-        # one by one: all have one position, and see what was accepted, but not each other
-        both = [
-            self.source.compute(embedded, state, self.pass_)
-            for embedded, state in zip(hidden.split(1, 1), before.split(1, 1), strict=True)
-        ]
-        raw, new = (torch.cat(each, 1) for each in zip(*both, strict=True))  # (R, T, V), (R, T, H)
-        self.carried = torch.cat([held, new], 1)
-        return raw[:, 0] if tokens.dim() == 1 else raw
+            before = batch.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
+            self.carried = batch.model.decoder.norm(before)
+        raw, self.carried = self.source.compute(hidden, self.carried, self.pass_)
+        return raw[:, 0]
 
 
 class _Steps(Steps):

@@ -65,13 +65,10 @@ def key_of(skip: SkipConfig) -> str:
 class _State(State):
     def __init__(self, batch: Batch, source: SublayerDraft, blocks: Sequence[Block]) -> None:
         super().__init__(batch)
-        self.prefix, self.kept = source.prefix, len(source.skip.kept())
-        self.wide = not self.prefix
-        self.blocks = blocks
+        self.prefix, self.blocks = source.prefix, blocks
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        raw = self.batch.model.backend.run(hidden, step, self.blocks)  # (R, T, V)
-        return raw[:, 0] if tokens.dim() == 1 else raw
+        return self.batch.model.backend.run(hidden, step, self.blocks)[:, 0]
 
 
 class SharedSteps(Steps):
