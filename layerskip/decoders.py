@@ -21,8 +21,7 @@ from layerskip.drafts import Drafts, choose_drafts
 from layerskip.model.opening import sublayers_of
 from layerskip.requests import sampling_of, warpers
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
-from layerskip.timing.analytic import by_bytes
-from layerskip.timing.tables import cost_tables, stored
+from layerskip.timing.tables import by_bytes, cost_tables, stored
 
 
 def make_decoder(model: Any, settings: Settings, request: Request) -> tuple[Decoder, Costs | None]:

@@ -230,7 +230,7 @@ class LayerSkipDecoding(Settings):
         if not config.return_dict_in_generate:
             return sequences
         costs = None
-        if all_costs is not None and all_costs.used:
+        if all_costs is not None and decoder.stats.num_rounds:
             costs = all_costs.at(int(attention_mask.sum()) // rows, rows)
         return GenerationOutput(
             sequences=sequences,  # type: ignore[arg-type]  # the library says LongTensor

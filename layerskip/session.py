@@ -1,4 +1,4 @@
-"""`Session`: what is known of earlier texts is not computed again."""
+"""`Session`: keys and values of earlier texts are not computed again."""
 
 from __future__ import annotations
 

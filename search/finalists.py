@@ -29,8 +29,7 @@ from layerskip.replay.trace import Trace
 from layerskip.search.objective import Choice, LookedUp, Objective, best_choice, choices, speedup
 from layerskip.search.sampler import finished_sets, read_history
 from layerskip.search.space import Space
-from layerskip.timing.analytic import analytic
-from layerskip.timing.tables import cost_tables
+from layerskip.timing.tables import analytic, cost_tables
 
 MORE = 2
 """So many more configs are replayed whole than finalists are wanted."""

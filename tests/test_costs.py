@@ -35,9 +35,8 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import architecture
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
-from layerskip.timing.analytic import analytic
 from layerskip.timing.sublayers import disturbed, measure
-from layerskip.timing.tables import cost_tables
+from layerskip.timing.tables import analytic, cost_tables
 
 LAYERS = 6
 SKIP = SkipConfig.early_exit(2).resolve(LAYERS)

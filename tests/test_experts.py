@@ -29,8 +29,8 @@ from layerskip.search.fitting import space_for
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
 from layerskip.search.stages import Search
-from layerskip.timing.analytic import analytic
 from layerskip.timing.sublayers import measure
+from layerskip.timing.tables import analytic
 
 MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral")
 EXECUTIONS = ("modules", "fused")

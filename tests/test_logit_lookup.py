@@ -13,7 +13,7 @@ import kinds
 import pytest
 import torch
 from looped import traced
-from models import seated
+from models import lively_model, prompt, seated
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -27,7 +27,7 @@ from layerskip import LogitLookup, Session, StoredLogits
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import NoiseBlocks, gumbel_noise
-from layerskip.generation import generate
+from layerskip.generation import decode, generate
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.research.logit_lookup import BestAcceptance, _Best
@@ -74,6 +74,26 @@ def test_laws_of_another_model_are_dropped() -> None:
     assert laws.find([1, 2])[0] == 2
     laws.check(another)
     assert laws.find([1, 2]) == (0, -1)
+
+
+def test_logits_that_a_decoding_reads_are_not_dropped_for_another_model() -> None:
+    stored = StoredLogits()
+    first, second = (lively_model(family) for family in ("llama", "qwen2"))
+    how: dict[str, Any] = {"sources": [LogitLookup(stored)], "max_new_tokens": 20}
+    rounds = decode(first, prompt(9), **how)
+    texts = [*next(rounds).tokens[0]]
+    with pytest.raises(ValueError, match="give each model a StoredLogits"):
+        generate(second, prompt(9), **how)
+    with pytest.raises(ValueError, match="read by a decoding of another model"):
+        stored.learn(second, [3, 4, 5])
+    texts += [token for round_ in rounds for token in round_.tokens[0]]
+    assert (
+        texts
+        == generate(first, prompt(9), enabled=False, max_new_tokens=20).sequences[0, 9:].tolist()
+    )
+    del rounds
+    generate(second, prompt(9), **how)  # nobody reads those of the first any more
+    assert stored.find(texts[:2]) == (0, -1)
 
 
 # ---------------------------------------------------------------------------------------------

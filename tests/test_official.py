@@ -205,8 +205,8 @@ def test_only_tokens_of_the_draft_vocabulary_are_drafted(centroids: bool) -> Non
 def test_a_step_reads_its_own_weights_and_of_the_head_what_centroids_choose() -> None:
     for centroids in (False, True):
         source = source_of("gemma4", centroids)
-        own = sum(weight.nbytes for weight in source.own.parameters())
-        unread = source.own.lm_head.weight.nbytes // 2 if centroids else 0
+        own = sum(weight.nbytes for weight in source.module.parameters())
+        unread = source.module.lm_head.weight.nbytes // 2 if centroids else 0
         assert sum(source.step_bytes()) == own - unread
         assert source.key == source_of("gemma4", centroids).key
 

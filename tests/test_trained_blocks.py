@@ -36,8 +36,7 @@ from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.research import block_states as states
-from layerskip.timing.analytic import analytic
-from layerskip.timing.tables import cost_tables
+from layerskip.timing.tables import analytic, cost_tables
 
 LOW = {
     f"{kind} in {bits} bits": LowPrecision(bits=bits, attention=(), mlp=(), head=head)

@@ -24,7 +24,7 @@ _PACE = 4  # times of any kind that tell how fast the machine is
 _MOVED = 0.03  # by which logarithm a correction has to change, so that tables are made anew
 _OLD = 256  # times of other kinds after which a kind's times are forgotten
 SPARE = 0.005
-"""Target steps a round that may be spent on kinds of work of which nothing is known."""
+"""Target steps a round that may be spent on kinds of work that were never timed."""
 MOST_SPARE = 2.0  # of these, at once
 _WIDEST = 4  # the size of passes over 9 tokens or more
 
@@ -110,11 +110,6 @@ class CorrectedCosts:
         if made is None or made[0] is not table or made[1] != version:
             made = self._made[rows] = table, version, self._corrected(table, rows)
         return made[2]
-
-    @property
-    def used(self) -> bool:
-        """As of `ContextCosts`."""
-        return self.costs.used
 
     def see(self, context: int, rows: int, tokens: int, seconds: float) -> None:
         """Report what a pass over so many tokens of every row took; 0: a draft step."""

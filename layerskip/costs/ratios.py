@@ -27,30 +27,30 @@ class Totals(NamedTuple):
         return float(self.tokens.sum() / self.seconds.sum())
 
 
-def measured_speedup(own: Totals, over: Totals) -> Ratio:
-    """Tokens a second of `own` over those of `over`, and the ratio's 95% bootstrap interval.
+def measured_speedup(method: Totals, over: Totals) -> Ratio:
+    """Tokens a second of `method` over those of `over`, and the ratio's 95% bootstrap interval.
 
     Both hold the same prompts in one order. For the interval, prompts are drawn with replacement,
     both methods of a prompt together (paired), DRAWS times from a fixed seed; its ends are the 2.5%
     and 97.5% quantiles. One prompt has no interval: NaN. No prompt has no ratio either.
     """
-    units = len(own.tokens)
-    ratio = own.rate / over.rate if units else math.nan
+    units = len(method.tokens)
+    ratio = method.rate / over.rate if units else math.nan
     if units < 2:
         return ratio, math.nan, math.nan
     drawn = np.random.default_rng(0).integers(0, units, (DRAWS, units))  # (draws, units)
     rates = [
-        each.tokens[drawn].sum(axis=1) / each.seconds[drawn].sum(axis=1) for each in (own, over)
+        each.tokens[drawn].sum(axis=1) / each.seconds[drawn].sum(axis=1) for each in (method, over)
     ]  # (draws,) each
     low, high = np.quantile(rates[0] / rates[1], [0.025, 0.975])
     return ratio, float(low), float(high)
 
 
-def times_over(own: Totals, over: Totals) -> dict[str, float | None]:
+def times_over(method: Totals, over: Totals) -> dict[str, float | None]:
     """The same as JSON values, with the rate; None: an end that there is not."""
-    faster, *ends = measured_speedup(own, over)
+    faster, *ends = measured_speedup(method, over)
     low, high = (None if np.isnan(end) else end for end in ends)
-    return {"speedup": faster, "low": low, "high": high, "tokens_per_second": own.rate}
+    return {"speedup": faster, "low": low, "high": high, "tokens_per_second": method.rate}
 
 
 def decoding_totals(records: Sequence[dict[str, Any]], name: str) -> Totals:

@@ -156,11 +156,6 @@ class CostTable:
         """This table, whatever the context and the rows are."""
         return self
 
-    @property
-    def used(self) -> bool:
-        """As of `Costs`."""
-        return True
-
 
 class ContextCosts:
     """The costs by context and rows, from a function that is called once for similar contexts."""
@@ -177,21 +172,12 @@ class ContextCosts:
             self._made[key] = self._table(*key)
         return self._made[key]
 
-    @property
-    def used(self) -> bool:
-        """As of `Costs`."""
-        return bool(self._made)
-
 
 class Costs(Protocol):
     """The costs of a source: a table, or tables by context and rows."""
 
     def at(self, context: int, rows: int = 1) -> CostTable:
         """The table for that many tokens before a pass, in each of so many rows."""
-
-    @property
-    def used(self) -> bool:
-        """Whether any table has been asked for."""
 
 
 def keys_read(per_token: Mapping[int | None, float], context: int) -> float:

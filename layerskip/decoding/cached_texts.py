@@ -1,7 +1,7 @@
 """Keys and values of finished texts, in a tree of segments, for later texts that begin alike.
 
 Layers with windows hold only what was held when a text was kept. So prompts of such models are
-kept at their end, too, and where they were found to differ from a text that is held.
+kept at their end, too, and where they differ from a text that is held.
 Letters: H key-value heads, n slots, D head width.
 """
 
@@ -102,7 +102,7 @@ class CachedTexts:
     def start(
         self, tokens: Sequence[int], window: int, needed: set[Part]
     ) -> tuple[list[Filling], int]:
-        """What is known of a prompt, all but its last token; and how many of its tokens are known.
+        """What is held of a prompt, all but its last token; and how many of its tokens are held.
 
         Args:
             window: the longest sliding window of layers that do not hold all slots; 0: none.

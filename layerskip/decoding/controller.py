@@ -23,7 +23,7 @@ class Offer(NamedTuple):
 
     Attributes:
         lengths: the most tokens of every row that is not finished; 0 for none.
-        matches: `Proposal.match` by row; None if tokens are not known before they are drawn.
+        matches: `Proposal.match` by row; None if its tokens take steps.
         chances: `Proposal.chances` by row, of rows that have any.
     """
 
@@ -84,16 +84,16 @@ class Chooser(Protocol):
     def choose(self, offers: Sequence[Offer]) -> Choice:
         """The number of the source that the batch drafts from next; None: a plain step.
 
-        Or those of each row, of which one at most has tokens that are not known beforehand: all
-        rows take its steps together. Called before `limit`, with the offer of each source.
+        Or the source of each row, of which one at most takes steps: all rows take them together.
+        Called before `limit`, with the offer of each source.
         """
 
-    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+    def learn(self, draft: int, row: int, shown: int, right: int) -> None:
         """Reports how good a looked-up draft was, used or not, before the row's `update`.
 
         Args:
-            known: how many of its first tokens the round has shown to be right or wrong.
-            right: how many of those, up to the first wrong one, are the row's own next tokens.
+            shown: how many of its first tokens the round has shown to be right or wrong.
+            right: how many of these, up to the first wrong one, the row has emitted.
         """
 
 

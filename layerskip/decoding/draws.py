@@ -200,11 +200,25 @@ class Draws:
     ) -> Drawn:
         """Draw from a draft's raw logits (N, V) at those positions.
 
+        Where processors that read the text fail, nothing is drawn. If the text comes to that
+        position, they fail again when the target draws.
+
         Args:
             signal: the kind of confidence: "probability", that of the token under the softmax of
                 its raw logits, or "margin", 1 - exp(-m) for the margin m between the two best of
                 the scores it is drawn by; None for none.
         """
+        try:
+            return self._draft(raw, positions, signal, best)
+        except Exception:
+            if not self.reads_history:
+                raise
+            nothing = raw.new_full((len(raw),), -1, dtype=torch.long)  # (N,)
+            return Drawn(nothing, raw.new_zeros(len(raw)), None, raw.float().unbind())
+
+    def _draft(
+        self, raw: Tensor, positions: Sequence[Position], signal: str | None, best: int
+    ) -> Drawn:
         if self.native is not None and signal != "probability":
             tokens, behind, second = self._drawn(self.native, raw, positions)
             sure, ranked = ahead(behind) if signal == "margin" else None, [tokens, second]
@@ -258,7 +272,7 @@ class Draws:
             del scores[max(self.warp.least, kept) :]
         (key,), (place,) = self._stream([(row, offset)])
         noise = self.noise.of_tokens(key, place, tokens[: len(scores)])
-        return [own + each for own, each in zip(scores, noise, strict=True)]
+        return [score + each for score, each in zip(scores, noise, strict=True)]
 
     def judge(
         self,
@@ -270,10 +284,10 @@ class Draws:
     ) -> VerifiedTokens:
         """The target's decisions on its raw logits (N, V) at those positions, ascending.
 
-        Where processors read the history, positions behind a rejected looked-up token are left
-        undecided: processors may fail on a text that they forbid.
+        Where processors read the text, positions that it does not come to are left undecided, as
+        processors may fail there: those behind a rejected token, or an end of text.
         """
-        if drafts is not None and drafts.step_free and self.law.reads_history:
+        if drafts is not None and any(drafts.lengths) and self.reads_history:
             return self._judge_in_turn(raw, positions, drafts, keep=keep)
         return self._judge(raw, positions, drafts, keep=keep)
 
@@ -284,7 +298,7 @@ class Draws:
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
         accepted = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)  # (N,)
         scores = torch.zeros_like(raw, dtype=torch.float) if keep else None  # (N, V)
-        alive = {row for row, _ in positions}
+        alive, seats = {row for row, _ in positions}, self.seats
         for now in range(1 + max(offset for _, offset in positions)):
             here = [i for i, (row, at) in enumerate(positions) if at == now and row in alive]
             if not here:
@@ -298,8 +312,8 @@ class Draws:
             drawn[here], accepted[here] = said.drawn, stays
             if scores is not None and said.scores is not None:
                 scores[here] = said.scores
-            on = zip(some, stays.tolist(), strict=True)
-            alive = {row for (row, _), stay in on if stay}
+            on = zip(some, stays.tolist(), drafted, strict=True)
+            alive = {row for (row, _), stay, token in on if stay and token not in seats[row].eos}
         return VerifiedTokens(accepted, drawn, scores)
 
     def _judge(

@@ -103,7 +103,7 @@ class Decoder:
         self.passes = Passes(
             model,
             self.drafts,
-            [own[mask.bool()] for own, mask in zip(ids, request.attention_mask, strict=True)],
+            [prompt[mask.bool()] for prompt, mask in zip(ids, request.attention_mask, strict=True)],
             max_new_tokens=request.max_new_tokens,
             max_draft_length=max_draft_length,
             emitted=self.emitted,
@@ -141,7 +141,9 @@ class Decoder:
             longest=max_draft_length,
             rejection=draws.rejection,
         )
-        self.stats = DecodingStats(sources=[SourceCounts() for _ in self.drafts])
+        self.stats = DecodingStats(
+            sources=[SourceCounts(each.name) for each in self.passes.sources]
+        )
         self._times: list[float] = []  # of the round in progress
         controller.reset(rows)
 

@@ -168,12 +168,12 @@ class ExpectedGain(Controller):
             self._round.began = self._now()
         return {row: lookups.get(row, source) for row in self._round.rows} if lookups else source
 
-    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+    def learn(self, draft: int, row: int, shown: int, right: int) -> None:
         offer = (self._round.offers or ())[draft]
         if row in offer.chances:
             return  # its source has its own expectations
         match = (offer.matches or {})[row]
-        for depth in range(known):
+        for depth in range(shown):
             self._sources[draft].copies.observe(match + depth, depth < right)
 
     def limit(self, row: int, allowed: int) -> int:

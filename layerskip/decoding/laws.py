@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,13 +58,13 @@ class _Text:
         return self.state
 
 
-def _known(*names: str) -> frozenset[type]:
+def _library(*names: str) -> frozenset[type]:
     """The library's classes of these names, as far as this version has them."""
     return frozenset(vars(logits_process)[name] for name in names if name in vars(logits_process))
 
 
 # Processors of `transformers` whose output depends on the scores alone, position by position.
-_POSITIONWISE = _known(
+_POSITIONWISE = _library(
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
     "InfNanRemoveLogitsProcessor",
@@ -78,7 +78,7 @@ _POSITIONWISE = _known(
     "TypicalLogitsWarper",
 )
 # Those that read the history of their row, but not its number.
-_OF_THE_ROW = _known(
+_OF_THE_ROW = _library(
     "ExponentialDecayLengthPenalty",
     "ForcedBOSTokenLogitsProcessor",
     "ForcedEOSTokenLogitsProcessor",
@@ -92,7 +92,7 @@ _OF_THE_ROW = _known(
     "WatermarkLogitsProcessor",
 )
 # Those that depend on a row's number in the batch.
-_OF_THE_BATCH = _known(
+_OF_THE_BATCH = _library(
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
     "PrefixConstrainedLogitsProcessor",
@@ -185,23 +185,22 @@ class Law:
     @property
     def warp(self) -> Warp | None:
         """The law as a few numbers; None if it is more than temperature, top-k and top-p."""
-        found, order = Warp(), []
+        warp, order = Warp(), []
         for processor in self.processors:
-            known: Any = processor
-            kind = type(processor)
+            warper, kind = cast(Any, processor), type(processor)
             if kind is logits_process.TemperatureLogitsWarper:
-                found, place = found._replace(temperature=float(known.temperature)), 0
+                warp, place = warp._replace(temperature=float(warper.temperature)), 0
             elif kind is logits_process.TopKLogitsWarper:
-                found, place = found._replace(top_k=int(known.top_k)), 1
+                warp, place = warp._replace(top_k=int(warper.top_k)), 1
             elif kind is logits_process.TopPLogitsWarper:
-                least = max(1, known.min_tokens_to_keep)
-                found, place = found._replace(top_p=float(known.top_p), least=least), 2
+                least = max(1, warper.min_tokens_to_keep)
+                warp, place = warp._replace(top_p=float(warper.top_p), least=least), 2
             else:
                 return None
-            if place and known.filter_value != -float("inf"):
+            if place and warper.filter_value != -float("inf"):
                 return None
             order.append(place)
-        return found if order == sorted(set(order)) else None
+        return warp if order == sorted(set(order)) else None
 
     def scores(
         self,
@@ -257,9 +256,9 @@ class Law:
         count = len(tokens)
         for number, processor in enumerate(self.processors):
             if isinstance(processor, Stateful):
-                own = self._text(number, row, processor)
+                state = self._text(number, row, processor)
                 for place, token in enumerate(tokens[:count]):
-                    scores = own.at([*text, *tokens[:place]]).mask(torch.zeros(size))  # (V,)
+                    scores = state.at([*text, *tokens[:place]]).mask(torch.zeros(size))  # (V,)
                     if scores[token] == -float("inf"):
                         count = place
                         break

@@ -92,20 +92,19 @@ class LiveTarget:
             yield draws, some, part, [positions[i] for i in some]
 
     def _drawn(self, raw: Tensor, positions: Sequence[Position], ask: Ask) -> Drawn:
-        """Draw from a draft's raw logits (N, V); nothing for texts that this ends."""
+        """Draw from a draft's raw logits (N, V)."""
         if self._joint is not None:
             return self._joint.draft(raw, positions, ask.signal, best=ask.best)
         tokens = torch.full((len(raw), max(2, ask.best)), -1, device=raw.device)  # (N, best)
         sure = torch.zeros(len(raw), device=raw.device)  # (N,)
         native = ask.signal != "probability"
         for draws, some, part, where in self._by_law(raw, positions, native=native):
-            with draws.ending():
-                drawn = draws.draft(part, where, ask.signal, best=ask.best)
-                tokens[some, 0] = drawn.tokens
-                if drawn.confidences is not None:
-                    sure[some] = drawn.confidences
-                if drawn.others is not None:
-                    tokens[some, 1 : 1 + drawn.others.shape[1]] = drawn.others
+            drawn = draws.draft(part, where, ask.signal, best=ask.best)
+            tokens[some, 0] = drawn.tokens
+            if drawn.confidences is not None:
+                sure[some] = drawn.confidences
+            if drawn.others is not None:
+                tokens[some, 1 : 1 + drawn.others.shape[1]] = drawn.others
         return Drawn(tokens[:, 0], sure, tokens[:, 1 : ask.best], [])
 
     def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said | None:

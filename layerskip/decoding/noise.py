@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,10 +92,13 @@ def gumbel_noise(
     noise = torch.empty(len(keys), vocabulary, device=starts.device)  # (N, V)
     count = at_once(noise, TILE)
     for some, out in zip(starts.split(count), noise.split(count), strict=True):
-        uniform = _uniform(some + steps)
-        # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
-        torch.neg(uniform.neg_().log1p_().neg_().log_(), out=out)
+        torch.neg(_negative_gumbel(some + steps), out=out)
     return noise
+
+
+def _negative_gumbel(x: Tensor) -> Tensor:
+    # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
+    return _uniform(x).neg_().log1p_().neg_().log_()
 
 
 TILE = 2**17  # elements of noise that a CPU makes at once
@@ -144,21 +146,16 @@ class NoiseBlocks:
         return [made[place] for made, _, place in asked]
 
     def of_tokens(self, key: int, place: int, tokens: Sequence[int]) -> list[float]:
-        """The noise of some tokens at one place; of a few, calls of torch cost more than it."""
+        """The noise of some tokens at one place."""
         made = self._made.get(key, {}).get(place)
         if made is not None and made.device.type == "cpu":
-            there: list[float] = made[torch.tensor(tokens)].tolist()
-            return there
-        begin = np.uint64(starts_of([key], [place])[0] & _MASK64)
-        x = np.array(tokens, np.uint64) * np.uint64(_GOLDEN) + begin  # (n,), as `_uniform`
-        for shift, factor in ((30, _MIX1), (27, _MIX2)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-        bits = (x >> np.uint64(32)).astype(np.float32)
-        uniform = np.minimum(
-            (bits + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1.0 - 2.0**-24)
-        )
-        noise: list[float] = (-np.log(-np.log1p(-uniform))).tolist()
-        return noise
+            noise = made[torch.tensor(tokens)]  # (n,)
+        else:
+            start = starts_of([key], [place])[0]
+            x = torch.tensor([_signed(start + token * _GOLDEN) for token in tokens])  # (n,)
+            noise = -_negative_gumbel(x)
+        numbers: list[float] = noise.tolist()
+        return numbers
 
     def forget(self, key: int, place: int | None = None) -> None:
         """Drop a row's noise before a place, or all of it.

@@ -20,7 +20,7 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.planning import in_common
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes
-from layerskip.decoding.sources.base import Source, State
+from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.branches import Branches
 from layerskip.model.cache import LINE, RowCache, on_device
@@ -55,16 +55,11 @@ def in_inference_mode(method: Method) -> Method:
     return cast(Method, run)
 
 
-class Passes:
+class Passes(Batch):
     """One batch on one model with any number of sources, one of which drafts in a round.
 
-    It is the `Batch` that the states of sources read.
-
     Attributes:
-        total, slots: the most tokens of a row, and of its keys and values.
-        rows: the rows that take part in passes, in order, and the place of each in a pass.
-        lengths: per row, the tokens whose keys and values are exact in every layer; the row's
-            last emitted token is not among them: the next pass feeds it.
+        seated: the row at each place of the cache, those that join included.
         piece: the most tokens of a prompt to run at a time, where rows join.
     """
 
@@ -81,9 +76,9 @@ class Passes:
     ) -> None:
         self.model = model
         self.pictures = None if pictures is None else pictures.to(model.device)
-        self.prompts = [prompt.to(model.device) for prompt in prompts]
-        self.prompt_lengths = [len(prompt) for prompt in prompts]
-        self.emitted = emitted
+        self.prompts: list[Tensor] = [prompt.to(model.device) for prompt in prompts]
+        self.prompt_lengths: list[int] = [len(prompt) for prompt in prompts]
+        self.emitted: Sequence[list[int]] = emitted
         self.score: Callable[..., Sequence[float]] | None = None
         self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
@@ -94,8 +89,8 @@ class Passes:
         self.cache.reserve(max(self.prompt_lengths, default=0))
         self.rotary = model.rotary(self.slots, self.total)
         self.seated = [*range(len(prompts))]
-        self.rows = {row: row for row in self.seated}
-        self.lengths = [0] * len(prompts)
+        self.rows: dict[int, int] = {row: row for row in self.seated}
+        self.lengths: list[int] = [0] * len(prompts)
         self.sources = [source_of(model, draft) for draft in drafts]
         self.states = [source.open(self) for source in self.sources]
         self._taps = sorted({each.tap for each in self.states if each.tap is not None})
@@ -266,9 +261,6 @@ class Passes:
 
     def _keep_states(self, tap: int, hidden: Tensor) -> None:
         states = self.cache.taking_part(self._states(tap, hidden, self.cache.rows))
-        if self.cache.in_step:
-            states[:, self.cache.start + 1 : self.cache.end + 1] = hidden
-            return
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]  # (R, 1)
         states[rows, self.cache.placed(hidden.device) + 1] = hidden
 
@@ -287,11 +279,8 @@ class Passes:
         rows: range | None = None,
     ) -> Tensor:
         """States at a tap, (R, count, H), from each row's `starts` token, or `before` it, on."""
-        states, start = self._tapped[tap], starts[0] + 1 - before
         place = 0 if rows is None else rows.start
-        states = states[place : place + len(starts)]
-        if start + count <= states.shape[1] and all(each == starts[0] for each in starts):
-            return states[:, start : start + count]
+        states = self._tapped[tap][place : place + len(starts)]
         first = on_device(starts, states.device)[:, None] + 1 - before  # (R, 1)
         slots = first + torch.arange(count, device=states.device)  # (R, count)
         places = torch.arange(len(states), device=states.device)[:, None]  # (R, 1)

@@ -62,8 +62,9 @@ class Round:
 
 @dataclass
 class SourceCounts:
-    """Counts of one of several sources, as in `DecodingStats`."""
+    """Counts of one of several sources, as in `DecodingStats`; its name is that of records."""
 
+    name: str = ""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -127,8 +128,6 @@ class DecodingStats:
             self.num_accepted_tokens += accepted
             source = round_.source_of(row)
             if source is not None and drafted:
-                missing = source + 1 - len(self.sources)
-                self.sources += [SourceCounts() for _ in range(missing)]
                 counts = self.sources[source]
                 counts.num_drafts += 1
                 counts.num_draft_tokens += drafted

@@ -59,7 +59,8 @@ class Target(Protocol):
 
     Attributes:
         states: of each source, what says how it takes steps; None where its steps are recorded.
-        lengths: per row, its tokens that need not be fed any more.
+        rows, lengths: as of `Batch`.
+        branches: whether drafts may have branches.
     """
 
     @property

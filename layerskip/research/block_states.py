@@ -35,7 +35,11 @@ class _Layered(Following):
         slots = batch.model.backend.capacity(batch.slots)
         self.cache = RowCache(len(batch.prompts), slots, (self.block.layer.window,))
         self.caches = [self.cache]
-        self.own, self.blocks, self.head = draft.own, draft.own[:-1], draft.own[-1]
+        self.step_blocks, self.blocks, self.head = (
+            draft.step_blocks,
+            draft.step_blocks[:-1],
+            draft.step_blocks[-1],
+        )
 
     @abstractmethod
     def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
@@ -46,7 +50,7 @@ class _Layered(Following):
         """
 
     def catch_up(self) -> Tensor:
-        """Feed all tokens that are known; states after the last ones, (R, H)."""
+        """Feed all tokens that were not seen yet; states after the last ones, (R, H)."""
         starts, missing, tokens = self.latest(self.missing())
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
@@ -78,13 +82,13 @@ class _Layered(Following):
 class ExitSteps(SharedSteps):
     def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
         super().__init__(texts, draft.prefix, (), follow=follow)
-        self.own, states = draft.own, states_behind(texts, draft.prefix)
+        self.step_blocks, states = draft.step_blocks, states_behind(texts, draft.prefix)
         window = draft.block.layer.window
-        own = read(texts, states, self.own[:-1], window, lambda tokens, states: states)
-        self.texts = (*self.texts, own)
+        cache = read(texts, states, self.step_blocks[:-1], window, lambda tokens, states: states)
+        self.texts = (*self.texts, cache)
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        return self.run(super().compute(step, tokens, rows), self.own, cache=1)
+        return self.run(super().compute(step, tokens, rows), self.step_blocks, cache=1)
 
 
 class ExitState(_Layered):
@@ -104,12 +108,16 @@ class ExitState(_Layered):
             if self.missing() > 1:
                 return self.head(self.catch_up()[None], None)[0]
             self.see()
-        return self.advance(hidden, self.places(offset), self.own)[:, 0]
+        return self.advance(hidden, self.places(offset), self.step_blocks)[:, 0]
 
 
 class FeatureSteps(FedSteps):
     def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
-        self.block, self.longest, (*self.own, self.head) = draft.block, draft.longest, draft.own
+        self.block, self.longest, (*self.step_blocks, self.head) = (
+            draft.block,
+            draft.longest,
+            draft.step_blocks,
+        )
         model, states = texts.model, states_behind(texts, texts.model.num_sublayers)
 
         def fed(tokens: Tensor, states: Tensor) -> Tensor:
@@ -118,10 +126,10 @@ class FeatureSteps(FedSteps):
             return inputs
 
         window = self.block.layer.window
-        super().__init__(texts, states, read(texts, states, self.own, window, fed))
+        super().__init__(texts, states, read(texts, states, self.step_blocks, window, fed))
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        out = self.run(self.block.join(self.carried[0], self.model.embed(tokens)), self.own)
+        out = self.run(self.block.join(self.carried[0], self.model.embed(tokens)), self.step_blocks)
         self.carried = [out]
         return self.head(out, None)
 
@@ -161,7 +169,7 @@ class StreamsSteps(FeatureSteps):
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         if not step:  # (B, G, K, H)
             self.carried = [self.block.fed(self.carried[0], self.model.embed(tokens))]
-        return self.head(self.run(self.carried[0][:, :, step], self.own), None)
+        return self.head(self.run(self.carried[0][:, :, step], self.step_blocks), None)
 
 
 class StreamsState(FeatureState):
@@ -180,12 +188,12 @@ class StreamsState(FeatureState):
             shortest = min(self.batch.lengths[row] for row in self.batch.rows) + 1
             if not self.cache.prefilled or self.missing() > min(shortest, TOGETHER):
                 self.catch_up()
-            starts, _, known = self.latest(self.missing())
+            starts, _, tokens = self.latest(self.missing())
             features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
             ahead = self.block.streams(features, hidden)[
                 :, 0, : self.count - 1
             ]  # (R, up to K - 1, H)
-            inputs = torch.cat([self.inputs(starts, known), ahead], 1)
+            inputs = torch.cat([self.inputs(starts, tokens), ahead], 1)
             out = self.advance(inputs, starts, self.blocks)
             self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
         # a round's last step may come after the last draft

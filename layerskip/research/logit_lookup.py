@@ -70,9 +70,10 @@ class LogitLookup(Source):
 
     def open(self, batch: Batch) -> State:
         stored = StoredLogits() if self.laws is None else self.laws
+        state = _State(batch, stored, self)
         for each in (stored, *self.fixed):
-            each.check(batch.model)
-        return _State(batch, stored, self)
+            each.check(batch.model, state)
+        return state
 
     def timed(self) -> Source:
         return Lookup().timed()

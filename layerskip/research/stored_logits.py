@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,7 @@ class StoredLogits:
         if self.most < 1:
             raise ValueError(f"logits must be stored of 1 place at least, got most={most}")
         self._lock = threading.Lock()
+        self._readers = WeakSet[object]()  # decodings in progress
         self._model: str | None = None  # its fingerprint
         self._file: str | None = None  # that they came from
         self._clear()
@@ -75,11 +77,14 @@ class StoredLogits:
         self._contexts: list[tuple[int, ...]] = []
         self._places: dict[tuple[int, ...], int] = {}
 
-    def check(self, model: Sublayers) -> None:
+    def check(self, model: Sublayers, reader: object | None = None) -> None:
         """Drop everything if it is of another model than this one.
 
+        Args:
+            reader: a decoding that reads it for as long as this object lives.
+
         Raises:
-            ValueError: it came from a file of another model.
+            ValueError: it came from a file of another model, or is read by a decoding of another.
         """
         fingerprint = model.weights.fingerprint()
         with self._lock:
@@ -97,8 +102,16 @@ class StoredLogits:
                         "`layerskip laws`"
                     )
             elif self._model not in (None, fingerprint):
+                if self._readers:
+                    raise ValueError(
+                        f"these stored logits are read by a decoding of another model "
+                        f"({self._model}, got {fingerprint}); give each model a StoredLogits() of "
+                        "its own"
+                    )
                 self._clear()
             self._model = fingerprint
+            if reader is not None:
+                self._readers.add(reader)
 
     def add(self, contexts: Sequence[Sequence[int]], raw: Tensor) -> None:
         """Keep raw logits (N, V) behind contexts, the last tokens of each."""

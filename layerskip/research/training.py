@@ -59,5 +59,5 @@ def muon(parameters: Iterable[nn.Parameter], rate: float) -> list[torch.optim.Op
     for each in parameters:
         (matrices if each.dim() == 2 else rest).append(each)
     how: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}
-    found = adamw(rest, rate) if rest else []
-    return [*found, torch.optim.Muon(matrices, lr=MUON * rate, **how)] if matrices else found
+    others = adamw(rest, rate) if rest else []
+    return [*others, torch.optim.Muon(matrices, lr=MUON * rate, **how)] if matrices else others

@@ -104,10 +104,11 @@ class LaterAcceptance:
 
     def given_wrong(self, confidence_bin: int, count: int = 1) -> list[float]:
         """The chances of so many tokens there, the second-best's first."""
-        own, seen = self._won[confidence_bin], self._seen[confidence_bin] + _LATER_WEIGHT
+        here, seen = self._won[confidence_bin], self._seen[confidence_bin] + _LATER_WEIGHT
         prior = _LATER_WEIGHT / self._places
         return [
-            (won + prior * every) / seen for won, every in zip(own[:count], self._all, strict=False)
+            (won + prior * every) / seen
+            for won, every in zip(here[:count], self._all, strict=False)
         ]
 
     @property

@@ -1,4 +1,4 @@
-"""What a round verifies: the most promising tokens of what a draft says, and of what is known."""
+"""Trees of tokens to verify: the likeliest ones of what draft steps and other sources say."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Joined(NamedTuple):
 
     Attributes:
         rates: how likely each of its tokens is to be right if what it follows is.
-        instead: that likely is one that is not the draft's best where that is wrong.
+        instead: P(one of its tokens is right, given that the draft's top token there is wrong).
     """
 
     proposal: Proposal
@@ -69,10 +69,10 @@ class Joined(NamedTuple):
 
 
 def conditional(proposal: Proposal) -> list[float]:
-    """How likely each of a proposal's tokens is to be right if what it follows is, if it tells."""
+    """P(right) of each token of a proposal with chances, given that what it follows is right."""
     chances, parents = proposal.chances or (), proposal.parents or range(proposal.length)
     before = [1.0, *chances]
-    return [own / before[parent] for own, parent in zip(chances, parents, strict=False)]
+    return [chance / before[parent] for chance, parent in zip(chances, parents, strict=False)]
 
 
 def grown(
@@ -92,7 +92,7 @@ def grown(
         chain: so many best tokens, one behind the other, come first, whatever their chances.
         ends: tokens behind which nothing follows.
     """
-    found: list[Node] = []
+    nodes: list[Node] = []
     order = count()
     # not of the chain, -chance, order, parent, token, the place behind it, where the joined have it
     waiting: list[
@@ -108,8 +108,8 @@ def grown(
         if place is not None:
             rates.update(zip(place.tokens, place.rates, strict=False))
             best = place.tokens[0]
-        for each, own in here:
-            for child in each.behind(own):
+        for each, start in here:
+            for child in each.behind(start):
                 token, rate = each.token(child), each.rates[child - 1]
                 at.setdefault(token, []).append((each, child))
                 if place is not None:
@@ -117,17 +117,17 @@ def grown(
                 if token != best:
                     rates[token] = max(rate, rates.get(token, 0.0))
         for token, rate in rates.items():
-            beside = token != best or node != len(found) or node >= chain
+            beside = token != best or node != len(nodes) or node >= chain
             behind = None if place is None else place.behind.get(token)
             if token >= 0 and (not beside or behind is not None or chance * rate >= LEAST):
                 key = beside, -chance * rate, next(order)
                 heappush(waiting, (*key, node, token, behind, at.get(token, ())))
-        if not waiting or len(found) == most:
-            return found
+        if not waiting or len(nodes) == most:
+            return nodes
         _, less, _, parent, token, place, here = heappop(waiting)
         chance = -less
-        found.append(Node(chance, parent, token))
-        node = len(found)
+        nodes.append(Node(chance, parent, token))
+        node = len(nodes)
         if token in ends:
             place, here = None, ()
 
@@ -145,12 +145,8 @@ class GrownTrees:
     def begin(
         self, plans: Mapping[int, Plan], ends: Sequence[frozenset[int]], longest: int, state: State
     ) -> None:
-        self.plans, self.ends, self.longest, self.everywhere = (
-            plans,
-            ends,
-            longest,
-            state.everywhere,
-        )
+        self.plans, self.ends, self.longest = plans, ends, longest
+        self.everywhere = state.everywhere
         self.said: dict[int, Place] = {}  # by row, of the place behind its last token
         self._latest: dict[int, Place] = {}  # by row, of the last place of its chain
 

@@ -49,7 +49,7 @@ class Stopwatch(Controller):
     def choose(self, offers: Sequence[Offer]) -> int | None:
         return self.draft if self.length else None
 
-    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+    def learn(self, draft: int, row: int, shown: int, right: int) -> None:
         pass
 
     def limit(self, row: int, allowed: int) -> int:

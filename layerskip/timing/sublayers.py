@@ -31,9 +31,8 @@ from layerskip.decoding.sources.base import Source
 from layerskip.model.opening import opened_of
 from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.analytic import traffic_of
 from layerskip.timing.rounds import CONTEXT, Times, time_rounds, typical
-from layerskip.timing.tables import machine
+from layerskip.timing.tables import machine, traffic_of
 
 CONTEXTS = (64, 256)  # tokens before the rounds to be priced, by default
 TRIMMED = (16, 8, 4, 2)  # parts of the vocabulary that draft vocabularies are to be

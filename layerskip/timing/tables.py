@@ -2,14 +2,19 @@
 
 Rounds of fixed length are timed once for each model and kind of law: with one row, with as many as
 the call has, and behind a long context where the call gets near that. They give the few numbers of
-the model of costs (see `costs/model.py`), and serve other processes through a small file (see
-`kept.py`). A call without costs spends little time on measuring, and the next calls continue. Under
-the rejection rule the text depends on draft lengths, which a clock must not decide; there the costs
-are those of the bytes of weights and keys.
+the model of costs (see `costs/model.py`), and serve other processes through a small file in the
+folder `$LAYERSKIP_CACHE` (if that is empty, nothing is kept), else in the user's cache folder. A
+call without costs spends little time on measuring, and the next calls continue. Under the rejection
+rule the text depends on draft lengths, which a clock must not decide; there the costs are those of
+the bytes of weights and keys.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
 import threading
 import time
 import warnings
@@ -20,8 +25,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from layerskip import __version__
 from layerskip.config import SkipConfig
 from layerskip.costs.correction import CorrectedCosts, Corrections
 from layerskip.costs.model import Place, Rates, Traffic, fitted
@@ -31,9 +38,8 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
 from layerskip.environment import hardware
+from layerskip.files.writing import replacing
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing import kept
-from layerskip.timing.analytic import traffic_of
 from layerskip.timing.rounds import BUDGET, CONTEXT, Times, disturbed, time_rounds, typical
 
 _FAR = 4096  # tokens behind which costs are measured, too, where calls get near that
@@ -43,6 +49,32 @@ _NEAR = 0.25  # of that length: from there on it is measured
 _MOST_ROWS = 32
 _CALLS = 4  # that measure the same at most, while times are disturbed
 _TRIES = 20  # calls that measure the same at most, while some work was not timed
+_TOKENS = 64  # of a pass up to which a mixture's experts are counted
+_DAYS = 30  # that a file of times is valid: machines change
+
+
+def traffic_of(model: Sublayers, draft: DraftOrSkip) -> Traffic:
+    """What passes of a model and steps of a source read."""
+    source = source_of(model, draft)
+    prefix = model.weight_bytes()["sublayers"][: source.prefix] if source.prefix else ()
+    return Traffic(
+        model.pass_bytes(range(1, _TOKENS + 1 if model.mixtures else 2)),
+        model.key_bytes(),
+        math.fsum(source.step_bytes()),
+        source.key_bytes(),
+        math.fsum(prefix),
+    )
+
+
+def by_bytes(model: Sublayers, draft: DraftOrSkip) -> ContextCosts:
+    """The costs on a machine that is limited by reading weights and keys; nothing is timed."""
+    traffic = traffic_of(model, draft)
+    return ContextCosts(lambda context, rows: Rates().table(traffic, None, context, rows))
+
+
+def analytic(model: Sublayers, draft: DraftOrSkip, rows: int = 1) -> CostTable:
+    """The table of `by_bytes` where no keys are read yet."""
+    return Rates().table(traffic_of(model, draft), None, 0, rows)
 
 
 class _Calibration:
@@ -66,8 +98,8 @@ class _Calibration:
     ) -> list[ContextCosts]:
         """The costs of sources; times what is missing, or disturbed where costs were asked for."""
         if self.times is None:
-            self.file = kept.file_of(model, machine(model), kind_of(request.law))
-            self.times = kept.read(self.file)
+            self.file = _file_of(model, request.law)
+            self.times = _read(self.file)
         rows = request.input_ids.shape[0]
         context = int(request.attention_mask.sum()) // rows + request.max_new_tokens
         stepping = [source for source in sources if not source.step_free]
@@ -99,7 +131,7 @@ class _Calibration:
             self.corrections.reset()
             self.costs.clear()
             quiet = {place: each for place, each in self.times.items() if not disturbed(each)}
-            kept.write(self.file, quiet)
+            _write(self.file, quiet)
         missing = {
             each.key: traffic_of(model, each) for each in sources if each.key not in self.costs
         }
@@ -130,6 +162,53 @@ class _Calibration:
             if times.get((None, 1))
         }
         return fitted(seconds, traffic) if Place(1, CONTEXT) in seconds else Rates()
+
+
+def _file_of(model: Sublayers, law: Law) -> Path | None:
+    """The file of the times of a kind of call; None if none are kept."""
+    folder = os.environ.get("LAYERSKIP_CACHE")
+    if folder == "":
+        return None
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    weights, where = model.weights, sorted(machine(model).items())
+    about = (__version__, torch.__version__, weights.fingerprint(), where, weights.vocabulary)
+    name = hashlib.sha256(json.dumps([*about, kind_of(law)]).encode()).hexdigest()[:24]
+    return Path(folder or Path(user, "layerskip"), "costs", f"{name}.json")
+
+
+def _read(file: Path | None) -> dict[Place, Times]:
+    """The times by place; none if the file is old or broken: then it is written anew."""
+    times: dict[Place, Times] = {}
+    try:
+        if file is None or time.time() - file.stat().st_mtime > _DAYS * 86400:
+            return {}
+        for rows, context, source, tokens, seconds in json.loads(file.read_text(encoding="utf-8")):
+            if not 0.0 < seconds < 1e6:
+                return {}
+            # twice, as times that nothing has disturbed
+            place = times.setdefault(Place(int(rows), int(context)), {})
+            place[source, int(tokens)] = 2 * [float(seconds)]
+    except (OSError, ValueError, TypeError):
+        return {}
+    return times
+
+
+def _write(file: Path | None, times: Mapping[Place, Times]) -> None:
+    """Write typical times, whole or not at all; skipped if the folder cannot be written."""
+    lines = [
+        [*place, source, tokens, typical(seconds)]
+        for place, works in times.items()
+        for (source, tokens), seconds in works.items()
+        if seconds and (source is None or isinstance(source, str))
+    ]
+    if file is None or not lines:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(lines), encoding="utf-8")
+    except OSError:
+        return  # a full disk, or no permission: every process measures for itself
 
 
 def _keep_pace(times: Times, before: Times) -> None:

@@ -20,40 +20,32 @@ from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
 
-class Batch(Protocol):
+class Batch:
     """What a state may read of its batch; only the engine changes it.
 
     Attributes:
-        prompts: token ids of each row, pads left out, (length,) each.
-        emitted: tokens that each row has emitted.
+        prompts: token ids of each row, without padding, (length,) each.
+        emitted: the tokens that each row has emitted.
         rows: the rows that take part in passes, in order, and the place of each in a pass.
-        lengths: per row, the tokens whose keys and values are exact; the row's last emitted token
+        lengths: per row, the tokens whose keys and values are exact. The row's last emitted token
             is not among them: the next pass feeds it.
         total, slots: the most tokens of a row, and of its keys and values.
+        rotary: rotary angles of so many slots.
         cache: the target's keys and values; behind a row's `lengths` they are of rejected drafts.
     """
 
-    @property
-    def model(self) -> Sublayers: ...
-    @property
-    def prompts(self) -> Sequence[Tensor]: ...
-    @property
-    def prompt_lengths(self) -> Sequence[int]: ...
-    @property
-    def emitted(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def rows(self) -> Mapping[int, int]: ...
-    @property
-    def lengths(self) -> Sequence[int]: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def rotary(self) -> Any: ...
-    @property
-    def cache(self) -> RowCache: ...
+    model: Sublayers
+    prompts: Sequence[Tensor]
+    prompt_lengths: Sequence[int]
+    emitted: Sequence[Sequence[int]]
+    rows: Mapping[int, int]
+    lengths: Sequence[int]
+    total: int
+    slots: int
+    rotary: Any
+    cache: RowCache
 
+    @abstractmethod
     def tapped(
         self,
         tap: int,
@@ -70,14 +62,15 @@ class Batch(Protocol):
             rows: of a pass, if only some are asked for.
         """
 
+    @abstractmethod
     def scores(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
     ) -> Sequence[float]:
         """The scores of some tokens, the likeliest first, if these were the target's raw logits.
 
-        So many places behind a row's emitted tokens, by the request's law and the noise of that
-        place: the target would draw the largest. Of fewer tokens, perhaps, and of none where that
-        cannot be said of a few.
+        They are of the position `offset` places behind the row's emitted tokens, by the request's
+        law and the noise there: the target would draw the largest. There may be fewer scores than
+        tokens, and none where the law is more than temperature, top-k and top-p.
         """
 
 
@@ -85,13 +78,12 @@ class Proposal(NamedTuple):
     """What a row may draft in its next round.
 
     Attributes:
-        tokens: the tokens, if they are known without a pass of any model; else `State.step` is
-            called.
-        match: for known tokens, how many tokens the row's history has in common with their source.
-        parents: for known tokens with branches, what each one follows: the number of an earlier
-            one, from 1 on, or 0, the row's last token. None: each follows the one before it.
-        chances: for known tokens, perhaps, how likely each one is to be accepted; the first ones
-            are drafted, so that they are to fall.
+        tokens: the tokens, if they take no pass of a model; else `State.step` is called.
+        match: how many tokens the row's history has in common with the source of `tokens`.
+        parents: if `tokens` have branches, what each one follows: the number of an earlier one,
+            from 1 on, or 0, the row's last token. None: each follows the one before it.
+        chances: if the source can tell, how likely each of `tokens` is to be accepted. They must
+            not rise, as the first ones are drafted.
     """
 
     length: int
@@ -108,13 +100,13 @@ class Proposal(NamedTuple):
         parents: Sequence[int] | None = None,
         chances: Sequence[float] | None = None,
     ) -> Proposal:
-        """A proposal of known tokens; parents that are a chain's are left out."""
+        """A proposal of tokens; parents that are a chain's are left out."""
         if parents is not None and [*parents] == [*range(len(parents))]:
             parents = None
         return cls(len(tokens), tokens, match, parents, chances)
 
     def some(self, nodes: Sequence[int]) -> Proposal:
-        """Some of its known tokens, by their numbers from 1 on, each with what it follows."""
+        """Some of its tokens, by their numbers from 1 on, each with what it follows."""
         tokens, old = self.tokens or (), self.parents or range(len(self.tokens or ()))
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = [place[old[node - 1]] for node in nodes]
@@ -165,7 +157,7 @@ class Source(ABC):
         """Its state in a batch."""
 
     def step_bytes(self) -> Sequence[float]:
-        """Bytes of the weights that a step reads; empty if tokens are known without a step."""
+        """Bytes of the weights that a step reads; empty if tokens are drafted without steps."""
         return ()
 
     def key_bytes(self) -> Mapping[int | None, float]:
@@ -188,7 +180,7 @@ class Source(ABC):
     def steps(self, texts: Texts, *, follow: bool) -> Steps:
         """Its steps for many chains at once, for replays along recorded texts.
 
-        Sources of known tokens need none.
+        Sources that draft without steps need none.
 
         Args:
             follow: whether a chain ends where it differs from its text.
@@ -198,7 +190,7 @@ class Source(ABC):
         """
         raise TypeError(
             f"a {type(self).__name__} cannot be replayed, as it has no steps; allowed are the "
-            "library's own sources, and those whose tokens are known"
+            "library's own sources, and those that draft without steps"
         )
 
 

@@ -25,17 +25,17 @@ class ChainCache(RowCache):
         steps: the most tokens a chain feeds.
     """
 
-    def __init__(self, known: RowCache, texts: Tensor, starts: Tensor, steps: int) -> None:
+    def __init__(self, source: RowCache, texts: Tensor, starts: Tensor, steps: int) -> None:
         rows, self.group = starts.shape
-        self.texts, self.starts, self.source = texts, starts, known
-        self.known = int(starts.max())  # S
-        super().__init__(rows, self.known + steps * self.group, known.windows)
+        self.texts, self.starts, self.source = texts, starts, source
+        self.places = int(starts.max())  # S
+        super().__init__(rows, self.places + steps * self.group, source.windows)
         self.count = self.group
         self.in_step = False
 
     def advance(self, step: int) -> None:
         """Say that the next pass feeds token `step` of every chain."""
-        self.start = self.known + step * self.group
+        self.start = self.places + step * self.group
         self.end = self.start + self.group
 
     def placed(self, device: Any) -> Tensor:
@@ -43,7 +43,7 @@ class ChainCache(RowCache):
         return (self.starts + self._fed() - 1).to(device)
 
     def _fed(self) -> int:
-        return (self.end - self.known) // self.group
+        return (self.end - self.places) // self.group
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -69,7 +69,7 @@ class ChainCache(RowCache):
         ):
             shape = (self.rows, like.shape[1], self.slots, like.shape[3])
             mine[layer] = like.new_empty(shape)  # (B, H, S + J G, D), written before it is read
-            mine[layer][:, :, : self.known] = theirs[layer][self.texts, :, : self.known]
+            mine[layer][:, :, : self.places] = theirs[layer][self.texts, :, : self.places]
 
     def regrouped(self, chosen: Tensor, steps: int, fed: int) -> ChainCache:
         """The same for some of the chains, in other groups, after `fed` tokens of each.
@@ -83,12 +83,12 @@ class ChainCache(RowCache):
         for layer in self.keys:
             new._open(layer, self.keys[layer], self.values[layer])
             for mine, old in ((new.keys, self.keys), (new.values, self.values)):
-                own = old[layer][:, :, self.known : self.known + fed * self.group]
-                heads, width = own.shape[1], own.shape[3]
-                own = own.reshape(self.rows, heads, fed, self.group, width)
-                own = own.permute(0, 3, 1, 2, 4).flatten(0, 1)[chosen]  # (B', G', H, fed, D)
-                own = own.permute(0, 2, 3, 1, 4).reshape(rows, heads, fed * group, width)
-                mine[layer][:, :, new.known : new.known + fed * group] = own
+                chains = old[layer][:, :, self.places : self.places + fed * self.group]
+                heads, width = chains.shape[1], chains.shape[3]
+                chains = chains.reshape(self.rows, heads, fed, self.group, width)
+                chains = chains.permute(0, 3, 1, 2, 4).flatten(0, 1)[chosen]  # (B', G', H, fed, D)
+                chains = chains.permute(0, 2, 3, 1, 4).reshape(rows, heads, fed * group, width)
+                mine[layer][:, :, new.places : new.places + fed * group] = chains
         return new
 
     def needs_mask(self, window: int | None) -> bool:
@@ -99,13 +99,13 @@ class ChainCache(RowCache):
         """Which slots each chain sees, (B, 1, G, end) bool."""
         steps = self._fed()
         starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
-        slots = torch.arange(self.known, device=device)  # (S,)
+        slots = torch.arange(self.places, device=device)  # (S,)
         text = slots < starts  # (B, G, S)
         alone = torch.eye(self.group, dtype=torch.bool, device=device)  # (G, G)
-        own = alone.repeat(1, steps)  # (G, steps G)
+        chains = alone.repeat(1, steps)  # (G, steps G)
         if window is not None:
             place = self.placed(device)[:, :, None]  # (B, G, 1)
             text = text & ((slots > place - window) | (slots < sink))
             ages = torch.arange(steps - 1, -1, -1, device=device).repeat_interleave(self.group)
-            own = own & ((ages < window) | (place - ages < sink))  # (B, G, steps G)
-        return torch.cat([text, own.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)
+            chains = chains & ((ages < window) | (place - ages < sink))  # (B, G, steps G)
+        return torch.cat([text, chains.expand(self.rows, -1, -1)], -1)[:, None]  # (B, 1, G, end)

@@ -56,11 +56,11 @@ class Following(State):
         for row in batch.rows:
             end = batch.lengths[row] + 1
             first, prompt = max(0, end - count), batch.prompt_lengths[row]
-            known = batch.prompts[row][first:].tolist()
-            known += batch.emitted[row][max(0, first - prompt) : end - prompt]
+            some = batch.prompts[row][first:].tolist()
+            some += batch.emitted[row][max(0, first - prompt) : end - prompt]
             starts.append(first)
             missing.append(range(min(self.seen[row], end - 1) - first, end - first))
-            tokens.append(known + known[-1:] * (count - len(known)))
+            tokens.append(some + some[-1:] * (count - len(some)))
             self.seen[row] = end
         return starts, missing, on_device(tokens, batch.model.device)
 
@@ -86,7 +86,7 @@ def in_chunks(
         The hidden states of the last tokens, (R, H).
     """
     firsts, ends = [each.start for each in places], [each.stop for each in places]
-    found: Tensor | None = None
+    last: Tensor | None = None
     most = chunk_size(model, tokens.shape[1])
     while any(first < end for first, end in zip(firsts, ends, strict=True)):
         # in step, so that caches need not hold what one row is ahead of the others
@@ -101,14 +101,14 @@ def in_chunks(
                 [tokens[row, at : at + count] for row, at in zip(rows, here, strict=True)]
             )
             hidden = run(chunk, rows, here)  # (r, t, H)
-            if found is None:
-                found = hidden.new_empty(len(tokens), hidden.shape[2])  # (R, H)
+            if last is None:
+                last = hidden.new_empty(len(tokens), hidden.shape[2])  # (R, H)
             for place, row in enumerate(rows):
                 if 0 < ends[row] - firsts[row] <= count:
-                    found[row] = hidden[place, ends[row] - firsts[row] - 1]
+                    last[row] = hidden[place, ends[row] - firsts[row] - 1]
                 firsts[row] += count
-    assert found is not None
-    return found
+    assert last is not None
+    return last
 
 
 def chunk_size(model: Sublayers, slots: int) -> int:

@@ -46,24 +46,24 @@ class ForcedRow:
 
     def find(self, longest: int) -> Proposal:
         """The tokens that must come next, at most so many."""
-        known: list[list[int]] = [each.forced() for each in self._states if hasattr(each, "forced")]
-        found = max(known, key=len, default=[])[:longest]
-        if len(known) < len(self._states):
-            found = found or self._by_masks(longest)
-        return Proposal.of(found, _SURE) if found else NOTHING
+        told: list[list[int]] = [each.forced() for each in self._states if hasattr(each, "forced")]
+        tokens = max(told, key=len, default=[])[:longest]
+        if len(told) < len(self._states):
+            tokens = tokens or self._by_masks(longest)
+        return Proposal.of(tokens, _SURE) if tokens else NOTHING
 
     def _by_masks(self, longest: int) -> list[int]:
-        found = list[int]()
-        while len(found) < longest:
+        tokens = list[int]()
+        while len(tokens) < longest:
             scores = torch.zeros(self._vocabulary)  # (V,)
             for state in self._states:
                 scores = state.mask(scores)
             allowed = (scores > -float("inf")).nonzero()[:, 0]  # (n,)
             if len(allowed) != 1:
                 break
-            found.append(int(allowed[0]))
-            self.extend(found[-1:])
-        if found:
+            tokens.append(int(allowed[0]))
+            self.extend(tokens[-1:])
+        if tokens:
             for state in self._states:
-                state.rollback(len(found))
-        return found
+                state.rollback(len(tokens))
+        return tokens

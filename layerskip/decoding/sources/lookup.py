@@ -142,14 +142,14 @@ class LookupRow:
 
     def __init__(self, lookup: Lookup, *, own: bool = True) -> None:
         self._lookup, self._looks_at_own = lookup, own
-        self._own = Automaton()
+        self._history = Automaton()
         self._state = self._match = 0  # in the other texts
 
     def extend(self, tokens: Iterable[int]) -> None:
         others = self._lookup.others
         for token in tokens:
             if self._looks_at_own:
-                self._own.append(token)
+                self._history.append(token)
             while self._state > 0 and token not in others.following[self._state]:
                 self._state = others.link[self._state]
                 self._match = others.length[self._state]
@@ -162,19 +162,19 @@ class LookupRow:
 
         In the history a draft continues into itself, as a loop would. It ends with another text.
         """
-        own, others = self._own, self._lookup.others
+        history, others = self._history, self._lookup.others
         state, match = self._state, self._match
         while others.end[state] < 0 < state:  # nothing follows there
             state = others.link[state]
             match = others.length[state]
-        if match > own.match:
+        if match > history.match:
             first = others.end[state] + 1
             tokens = others.tokens[first : first + longest]
             if _END in tokens:
                 del tokens[tokens.index(_END) :]
             return Proposal.of(tokens, match)
-        if not own.match:
+        if not history.match:
             return NOTHING
-        period = len(own.tokens) - own.behind
-        tokens = [own.tokens[own.behind + i % period] for i in range(longest)]
-        return Proposal.of(tokens, own.match)
+        period = len(history.tokens) - history.behind
+        tokens = [history.tokens[history.behind + i % period] for i in range(longest)]
+        return Proposal.of(tokens, history.match)

@@ -41,8 +41,8 @@ class Official(Source):
             )
         sources = _sources(target)
         self.sources = {part.keys: sources[part.kind].number for part in model.parts}
-        self.own: Any = model.model  # as the library names its parts
-        self.centroids = self.own.masked_embedding
+        self.module: Any = model.model  # as the library names its parts
+        self.centroids = self.module.masked_embedding
         self.allowed: Tensor | None = None  # (V,) bool
         if tokens is not None and self.centroids is None:
             model = model.trimmed([*tokens])
@@ -64,7 +64,7 @@ class Official(Source):
     @property
     def key(self) -> Hashable:
         model = self.model
-        return (weakref.ref(self.own), model.execution, model.dtype, model.weights.vocabulary)
+        return (weakref.ref(self.module), model.execution, model.dtype, model.weights.vocabulary)
 
     def open(self, batch: Batch) -> State:
         return _State(batch, self)
@@ -73,12 +73,12 @@ class Official(Source):
         return _Steps(texts, self)
 
     def step_bytes(self) -> Sequence[float]:
-        own, ends = self.own, [self.own.pre_projection, self.own.post_projection]
+        module, ends = self.module, [self.module.pre_projection, self.module.post_projection]
         head = self.model.weights.head_bytes()
         if self.centroids is not None:
-            ends += [own.model.norm, self.centroids.centroids]
+            ends += [module.model.norm, self.centroids.centroids]
             count = self.centroids.centroid_intermediate_top_k / self.centroids.num_centroids
-            head = own.lm_head.weight.nbytes * count
+            head = module.lm_head.weight.nbytes * count
         around = float(sum(read_bytes(each, None) for each in ends))
         return [*self.model.weight_bytes()["sublayers"], around, head]
 
@@ -87,11 +87,11 @@ class Official(Source):
 
     def compute(self, embedded: Tensor, state: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
         """Raw logits (B, T, V) and the next h (B, T, H), from tokens and states (B, T, H)."""
-        hidden = self.own.pre_projection(torch.cat([embedded, state], -1))  # (B, T, W)
+        hidden = self.module.pre_projection(torch.cat([embedded, state], -1))  # (B, T, W)
         hidden = self.model.backend.run(hidden, step, self.model.blocks)
-        normed = self.own.model.norm(hidden)
+        normed = self.module.model.norm(hidden)
         raw = self.head(hidden, None) if self.centroids is None else self._of_candidates(normed)
-        return raw, self.own.post_projection(normed)
+        return raw, self.module.post_projection(normed)
 
     def _of_candidates(self, normed: Tensor) -> Tensor:
         """Logits of the likeliest centroids' tokens, (B, T, W) to (B, T, V); else -inf."""
@@ -99,12 +99,12 @@ class Official(Source):
         best = centroids.centroids(normed).topk(centroids.centroid_intermediate_top_k).indices
         by_centroid = centroids.token_ordering.view(centroids.num_centroids, -1)
         tokens = by_centroid[best].flatten(-2)  # (B, T, K)
-        rows = self.own.lm_head.weight[tokens]  # (B, T, K, W)
-        found = (rows @ normed[..., None])[..., 0]  # (B, T, K)
+        rows = self.module.lm_head.weight[tokens]  # (B, T, K, W)
+        logits = (rows @ normed[..., None])[..., 0]  # (B, T, K)
         if self.allowed is not None:
-            found = found.masked_fill(~self.allowed[tokens], float("-inf"))
-        raw = found.new_full((*found.shape[:-1], self.model.vocabulary), float("-inf"))
-        out: Tensor = raw.scatter_(-1, tokens, found)
+            logits = logits.masked_fill(~self.allowed[tokens], float("-inf"))
+        raw = logits.new_full((*logits.shape[:-1], self.model.vocabulary), float("-inf"))
+        out: Tensor = raw.scatter_(-1, tokens, logits)
         return out
 
 
@@ -146,8 +146,8 @@ class _Steps(Steps):
     def __init__(self, texts: Texts, source: Official) -> None:
         super().__init__(texts, source.model)
         self.assistant, target = source, texts.model
-        self.known = RowCache(texts.cache.rows, texts.cache.slots, source.model.windows)
-        self.known.borrow(texts.cache, source.sources)
+        self.borrowed = RowCache(texts.cache.rows, texts.cache.slots, source.model.windows)
+        self.borrowed.borrow(texts.cache, source.sources)
         states = states_behind(texts, target.num_sublayers)
         self.states = [target.decoder.norm(each) for each in states]  # (T, H) each
 
@@ -158,7 +158,7 @@ class _Steps(Steps):
         groups = zip(texts.tolist(), starts.tolist(), strict=True)
         before = [self.states[text][[place - 1 for place in places]] for text, places in groups]
         self.carried = [torch.stack(before)]  # (B, G, H)
-        self._read(ChainCache(self.known, texts, starts, 0))
+        self._read(ChainCache(self.borrowed, texts, starts, 0))
 
     def _read(self, cache: ChainCache) -> None:
         cache.advance(-1)  # the chains' own tokens are not seen
@@ -177,10 +177,10 @@ class _Steps(Steps):
 
 def _misfit(target: Sublayers, model: Sublayers) -> str | None:
     """Why an assistant cannot draft for a model, or None."""
-    own, needed = ((each.dtype, each.device) for each in (model, target))
-    if own != needed or target.spread:
+    made, needed = ((each.dtype, each.device) for each in (model, target))
+    if made != needed or target.spread:
         where = "on several devices" if target.spread else f"{needed[0]} on {needed[1]}"
-        return f"its weights are {own[0]} on {own[1]}, the model's {where}"
+        return f"its weights are {made[0]} on {made[1]}, the model's {where}"
     sources = _sources(target)
     pairs: list[tuple[str, Any, Any]] = [
         (

@@ -95,12 +95,12 @@ class Steps(ABC):
 
 def states_behind(source: Texts, tap: int) -> list[Tensor]:
     """The target's states of all tokens of every text after `tap` sublayers, (T, H) each."""
-    model, found = source.model, []
+    model, states = source.model, []
     for text in source.texts:
         tokens = text.tokens.to(model.device)[None]  # (1, T)
         hidden, step = model.first_pass(tokens)
-        found.append(model.run(hidden, step, range(tap))[0])
-    return found
+        states.append(model.run(hidden, step, range(tap))[0])
+    return states
 
 
 def read(

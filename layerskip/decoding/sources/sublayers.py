@@ -57,9 +57,9 @@ class SublayerDraft(Source):
 
 def key_of(skip: SkipConfig) -> str:
     """A key for the drafts of one model."""
-    known = skip.to_dict()
+    values = skip.to_dict()
     chosen = ("attention", "mlp", "low", "trained", "experts", "window")
-    return json.dumps({k: known[k] for k in chosen if k in known})
+    return json.dumps({k: values[k] for k in chosen if k in values})
 
 
 class _State(State):

@@ -34,8 +34,8 @@ class TrainedDraft(Source):
     """The trained module that a resolved skip config names.
 
     Attributes:
-        own: the blocks that a step runs in the module's cache: its layer, if it has one, and the
-            draft's head.
+        step_blocks: the blocks that a step runs in the module's cache: its layer, if it has one,
+            and the draft's head.
 
     Raises:
         ValueError: it does not belong to this model, or does not fit its skip config.
@@ -49,7 +49,7 @@ class TrainedDraft(Source):
         self.model, self.skip = model, skip
         block, sublayers, _ = model.weights.module(skip)
         self.block: Any = block
-        self.own: list[Block] = [*sublayers, model.weights.head(skip)]
+        self.step_blocks: list[Block] = [*sublayers, model.weights.head(skip)]
         self.max_positions, self.longest = model.max_positions, block.count
         assert skip.trained is not None
         self._state: Any = named("state", skip.trained.kind)
@@ -76,17 +76,17 @@ class TrainedDraft(Source):
         return steps
 
     def step_bytes(self) -> Sequence[float]:
-        own = float(read_bytes(self.block, self.skip.module_bits))
+        module = float(read_bytes(self.block, self.skip.module_bits))
         before = self.model.weight_bytes()["sublayers"][: self.prefix]
         steps = self.longest or 1  # of one pass
-        return [*before, own / steps, self.model.weights.head_bytes(self.skip) / steps]
+        return [*before, module / steps, self.model.weights.head_bytes(self.skip) / steps]
 
     def key_bytes(self) -> Mapping[int | None, float]:
-        found = self.model.key_bytes(range(self.prefix // 2))
-        if own := self.own_bytes():
+        nbytes = self.model.key_bytes(range(self.prefix // 2))
+        if each := self.own_bytes():
             window = self.block.layer.window
-            found[window] = found.get(window, 0.0) + own
-        return found
+            nbytes[window] = nbytes.get(window, 0.0) + each
+        return nbytes
 
     def own_bytes(self) -> float:
         layer = getattr(self.block, "layer", None)
@@ -112,7 +112,7 @@ class FedSteps(Steps):
 class HeadsSteps(FedSteps):
     def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
         super().__init__(texts, states_behind(texts, texts.model.num_sublayers))
-        self.block, (self.head,), self.longest = draft.block, draft.own, draft.longest
+        self.block, (self.head,), self.longest = draft.block, draft.step_blocks, draft.longest
 
     def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         if not step:  # (B, G, K, H)
@@ -129,7 +129,7 @@ class HeadsState(State):
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)
         self.best, self.block, self.longest = BEST, draft.block, draft.longest
-        (self.project,) = draft.own
+        (self.project,) = draft.step_blocks
         self.tap: int = batch.model.num_sublayers
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
