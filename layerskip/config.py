@@ -83,11 +83,8 @@ class DecodingOptions:
         for name in ("enabled", "lookup", "branches"):
             optional(flag)(getattr(self, name), name)
         if self.acceptance not in (None, "coupled", "rejection"):
-            several = self.acceptance in ("k-seq", "without-replacement")
-            why = ", a rule for several drafts of one place, which only replays know"
             raise ValueError(
                 f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
-                f"{why if several else ''}"
             )
         if self.draft_vocabulary is not None:
             tokens = token_list(self.draft_vocabulary, "draft_vocabulary")

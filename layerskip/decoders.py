@@ -73,16 +73,19 @@ def prepare(
 def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[Costs | None]:
     """The costs of each source for a request; None where the controller does not need them.
 
-    They are the given ones, or those of the skip config; else they are measured when a round first
+    They are the given ones, or those of the skip configs; else they are measured when a round first
     asks for them. Where a text depends on its drafts they are computed from bytes, as measured
     costs would let a clock decide the text.
     """
     model, sources, rows = drafts.model, drafts.sources, request.input_ids.shape[0]
-    given = settings.costs
-    if given is None and settings.skip is not None and settings.assistant is None:
-        given = stored(settings.skip, model, rows)
-    if given is not None:
-        return [replace(given, draft=0.0) if each.step_free else given for each in sources]
+    given, skips = [settings.costs], settings.skips
+    if settings.costs is None and skips and settings.assistant is None:
+        given = [stored(skip, model, rows) for skip in skips]
+    tables = [table for table in given if table is not None]
+    if len(tables) == len(given) > 0:
+        tables = [tables[0]] * (len(sources) - len(tables)) + tables
+        pairs = zip(sources, tables, strict=True)
+        return [replace(table, draft=0.0) if each.step_free else table for each, table in pairs]
     if settings.controller != DEFAULT_CONTROLLER:
         return [None] * len(sources)
     if request.rejection and request.law.do_sample:

@@ -1,11 +1,13 @@
 """What drafts for a model: one answer for every door.
 
-A skip config names the model's own draft. Without one, two sources need no training, search or
-data. Lookups cost nothing. The model itself with its weights in 8 bits needs memory for the copies,
-and pays where products with them are fast; of a long text it reads the first tokens and the last
-ones only, else it would read as many keys as the model. `expected-gain` finds out while decoding
-whether they pay on a text. Other sources that are given are added. Where only the way a model was
-loaded rules out 8 bits, a warning says what to do.
+A skip config names the model's own draft; of several, the controller chooses one in each round.
+They read one KV cache and one copy of rounded weights, and verification starts from the states that
+the chosen one shares with the model. Without one, two sources need no training, search or data.
+Lookups cost nothing. The model itself with its weights in 8 bits needs memory for the copies, and
+pays where products with them are fast; of a long text it reads the first tokens and the last ones
+only, else it would read as many keys as the model. `expected-gain` finds out while decoding whether
+they pay on a text. Other sources that are given are added. Where only the way a model was loaded
+rules out 8 bits, a warning says what to do.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ class Drafts:
     Attributes:
         model: the target; the head that its own draft reads may be trimmed to a vocabulary.
         sources: in the order in which rounds number them. Without any, decoding is plain.
-        skip: the skip config of the model's own draft, the last source; None if it has none.
+        skips: the skip configs of the model's own drafts, which are the last sources.
         reason: why the model does not draft in 8 bits by default.
     """
 
     model: Sublayers
     sources: Sequence[Source] = ()
-    skip: SkipConfig | None = None
+    skips: Sequence[SkipConfig] = ()
     reason: str | None = None
 
     @property
@@ -63,10 +65,13 @@ class Drafts:
     def words(self) -> list[str]:
         """A description of each source; weights that were copied for it say how much they take."""
         lines = [source.words for source in self.sources]
-        if self.skip is not None:
-            lines[-1] = skip_label(self.skip, self.skip.resolve(self.model.num_layers))
-            if nbytes := self.model.weights.nbytes(self.skip):
-                lines[-1] += f" ({in_words(nbytes)} of memory)"
+        first = len(lines) - len(self.skips)
+        for number, skip in enumerate(self.skips, first):
+            lines[number] = skip_label(skip, skip.resolve(self.model.num_layers))
+            if len(self.skips) > 1:
+                lines[number] = f"{self.sources[number].name}: {lines[number]}"
+            if nbytes := self.model.weights.nbytes(skip):
+                lines[number] += f" ({in_words(nbytes)} of memory)"
         return lines
 
 
@@ -88,21 +93,23 @@ def choose_drafts(
     sources += settings.sources
     if settings.assistant is not None:
         sources.append(_second_model(model, settings))
-    skip, reason = settings.skip, None
+    skips, reason = settings.skips, None
     if settings.automatic:
         chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
-        skip, reason = chosen.skip, chosen.reason
+        skips, reason = () if chosen.skip is None else (chosen.skip,), chosen.reason
         if warn and sources == [settings.lookup]:
             _warn_of_loading(model, chosen)
-    if skip is not None:
+    if skips and settings.draft_vocabulary is not None:
+        model = model.trimmed(settings.draft_vocabulary)
+    for number, skip in enumerate(skips, 1):
         resolved = skip.resolve(model.num_layers)
         own_hash = model.weights.fingerprint() if skip.model_hash else None
         skip.warn_if_foreign(getattr(model.model, "name_or_path", None) or None, own_hash)
-        if settings.draft_vocabulary is not None:
-            model = model.trimmed(settings.draft_vocabulary)
         model.weights.blocks(resolved)  # raises here, before anything is decoded
-        sources.append(source_of(model, resolved))
-    return Drafts(model, sources, skip, reason)
+        sources.append(source := source_of(model, resolved))
+        if len(skips) > 1:
+            source.name = f"{source.name} {number}"  # type: ignore[misc]
+    return Drafts(model, sources, skips, reason)
 
 
 def _second_model(target: Sublayers, settings: Settings) -> Source:

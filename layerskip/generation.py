@@ -7,7 +7,6 @@ Letters: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoders import law_of, make_decoder, prepare
 from layerskip.decoding.engine import Request
@@ -47,7 +45,7 @@ from layerskip.requests import (
     pictures_of,
     stop_of,
 )
-from layerskip.settings import Settings
+from layerskip.settings import Settings, Skips
 from layerskip.vocabulary import check_vocabularies
 
 
@@ -80,9 +78,11 @@ class LayerSkipDecoding(Settings):
     call. If something waits for its end, use `layerskip.generate`, which always ends it.
 
     Args:
-        skip: what the model's own draft leaves out or rounds, or a path to its JSON. Without one,
-            drafts need no set-up: they are looked up, and the model drafts in 8 bits where that is
-            fast (see `layerskip.drafts`). Other sources that are given are added.
+        skip: what the model's own draft leaves out or rounds, or a path to its JSON. Or several of
+            them: "expected-gain" chooses one in each round, by what each has gained; options come
+            from the first. Without one, drafts need no set-up: they are looked up, and the model
+            drafts in 8 bits where that is fast (see `layerskip.drafts`). Other sources that are
+            given are added.
         lookup: whether drafts are also looked up in each row's own history (given a `Lookup`, in
             other texts, too).
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
@@ -246,7 +246,7 @@ def generate(
     model: Any,
     inputs: Tensor | Mapping[str, Any],
     *,
-    skip: SkipConfig | str | os.PathLike[str] | None = None,
+    skip: Skips | Sequence[Skips] | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
     assistant_tokenizer: Any = None,
@@ -305,7 +305,7 @@ def decode(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
-    skip: SkipConfig | str | os.PathLike[str] | None = None,
+    skip: Skips | Sequence[Skips] | None = None,
     max_new_tokens: int = 128,
     do_sample: bool = False,
     temperature: float | None = None,

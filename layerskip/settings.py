@@ -16,6 +16,9 @@ from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 
+Skips = SkipConfig | str | os.PathLike[str]
+"""A skip config, or the path of one."""
+
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # the default of `max_draft_length`
 
@@ -25,7 +28,7 @@ class Settings:
 
     def __init__(
         self,
-        skip: SkipConfig | str | os.PathLike[str] | None = None,
+        skip: Skips | Sequence[Skips] | None = None,
         *,
         lookup: bool | Lookup | None = None,
         assistant: Any = None,
@@ -46,14 +49,14 @@ class Settings:
         progress: Callable[[int, int], None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        if skip is not None and not isinstance(skip, SkipConfig):
-            skip = SkipConfig.load(skip)
+        self.skips = _loaded(skip)
+        main = self.skips[0] if self.skips else None
         if seed is not None and seeds is not None:
             raise ValueError("give seed (one for the batch) or seeds (one per row), not both")
         for given_seed in (seed, *(() if seeds is None else seeds)):
             if given_seed is not None and not hasattr(given_seed, "__index__"):
                 raise TypeError(f"a seed must be an integer, got {given_seed!r}")
-        stored = (skip and skip.decoding) or DecodingOptions()
+        stored = (main and main.decoding) or DecodingOptions()
         given = DecodingOptions(  # validates
             controller=controller if isinstance(controller, str) else None,
             max_draft_length=max_draft_length,
@@ -64,7 +67,6 @@ class Settings:
             lookup=lookup if not isinstance(lookup, Lookup) else None,
             branches=branches,
         )
-        self.skip = skip
         self.controller: str | Controller = stored.controller or DEFAULT_CONTROLLER
         if controller is not None:
             self.controller = controller if isinstance(controller, str) else completed(controller)
@@ -80,7 +82,7 @@ class Settings:
         self.enabled = wanted is not False
         self.assistant = assistant
         self.sources = tuple(sources)
-        self.automatic = skip is None
+        self.automatic = not self.skips
         if self.automatic and lookup is None:
             self.lookup = Lookup()
         if draft_memory is not None and not self.automatic:
@@ -97,7 +99,8 @@ class Settings:
 
     def __repr__(self) -> str:
         how = self.controller if isinstance(self.controller, str) else type(self.controller)
-        return f"LayerSkipDecoding({self.skip!r}, controller={how!r})"
+        skips = self.skips[0] if len(self.skips) == 1 else [*self.skips] or None
+        return f"LayerSkipDecoding({skips!r}, controller={how!r})"
 
     def row_seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
         """(seed, row) of each row's noise stream; none for greedy decoding."""
@@ -111,3 +114,17 @@ class Settings:
         if seed is None:
             seed = int(torch.randint(2**31, ()))
         return [(seed, row) for row in range(rows)]
+
+
+def _loaded(skip: Skips | Sequence[Skips] | None) -> tuple[SkipConfig, ...]:
+    """The skip configs that are given, read from their files."""
+    if skip is None:
+        return ()
+    several = [skip] if isinstance(skip, SkipConfig | str | os.PathLike) else [*skip]
+    if not several:
+        raise ValueError("skip must hold at least one skip config, got none; None for the default")
+    skips = [each if isinstance(each, SkipConfig) else SkipConfig.load(each) for each in several]
+    for number, each in enumerate(skips):
+        if each in skips[:number]:
+            raise ValueError(f"skip holds {each} twice; give each skip config once")
+    return tuple(skips)

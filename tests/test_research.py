@@ -16,7 +16,6 @@ WORDS = {
     "stop rules": """"heuristic" "entropy" "classifier" "target-confidence" SVIP DISCO Heuristic
         Entropy Classifier TargetConfidence""",
     "losses and optimisers": '"kl" "tvd++" "ce" TVD tvd_plus "muon" Muon',
-    "several drafts": "SpecTr k_seq without_replacement AcceptTests",
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank see_instead tree_gain",
     "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState EAGLE ProphetNet",
     "stored logits": "LogitLookup LookupLaws StoredLogits stored_logits logit_lookup",

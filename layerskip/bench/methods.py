@@ -106,13 +106,13 @@ class Engine:
         model: Any,
         task: Task,
         name: str = "plain",
-        skip: SkipConfig | None = None,
+        skip: SkipConfig | Sequence[SkipConfig] | None = None,
         *,
         draft: str | None = None,
         named: str | None = None,
         **settings: Any,
     ) -> None:
-        self.model, self.task, self.name, self.skip = model, task, name, skip
+        self.model, self.task, self.name = model, task, name
         self.draft, self.named = draft, named
         self.settings = {
             "skip": skip,
@@ -122,6 +122,8 @@ class Engine:
             "execution": task.execution,
             **settings,
         }
+        self.skips = self.decoding.skips
+        self.skip = self.skips[0] if self.skips else None
         self.costs: dict[str, CostTable] = {}
         self.prices: dict[str, dict[str, Any]] = {}
         self.kind = "self" if self.source_names else "plain"
@@ -138,7 +140,9 @@ class Engine:
         names = [] if decoding.lookup is None else ["lookup"]
         names += [each.name for each in decoding.sources]
         names += [] if decoding.assistant is None else ["assistant"]
-        return names if self.skip is None else [*names, "sublayers"]
+        if len(self.skips) > 1:
+            return names + [f"sublayers {number}" for number, _ in enumerate(self.skips, 1)]
+        return [*names, "sublayers"] if self.skips else names
 
     @property
     def _rejects(self) -> bool:
@@ -153,8 +157,8 @@ class Engine:
         resolved = None if self.skip is None else self.skip.resolve(num_layers)
         vocabulary = self.skip and self.skip.draft_vocabulary
         labels = [{"assistant": f"assistant {self.named}"}.get(n, n) for n in self.source_names]
-        if self.skip is not None and resolved is not None:
-            labels[-1] = skip_label(self.skip, resolved)
+        for number, each in enumerate(self.skips, len(labels) - len(self.skips)):
+            labels[number] = skip_label(each, each.resolve(num_layers))
         how = f"{decoding.controller}{' with branches' if decoding.branches else ''}"
         return {
             "name": self.name,
@@ -164,6 +168,7 @@ class Engine:
             "sources": self.source_names,
             "assistant": self.named,
             "skip": self.skip and self.skip.to_dict(),
+            **({"skips": [each.to_dict() for each in self.skips]} if len(self.skips) > 1 else {}),
             "draft_vocabulary": vocabulary and len(vocabulary),
             **_sublayers_of(resolved, num_layers),
             "controller": decoding.controller,
@@ -176,11 +181,11 @@ class Engine:
     def use(self, key: str, costs: CostTable) -> None:
         """Let the controller decide with these costs in batches of a key.
 
-        Where the skip config brings costs, or the accept rule lets no clock decide, they serve
-        predictions only.
+        Where the skip config brings costs, the accept rule lets no clock decide, or several skip
+        configs have costs of their own, they serve predictions only.
         """
         brought = self.skip is not None and self.skip.costs is not None
-        if not brought and not self._rejects:
+        if not brought and not self._rejects and len(self.skips) < 2:
             self.costs[key] = costs
 
     def decode(

@@ -300,7 +300,7 @@ DRAFTS = ("lookup", "sources", "assistant")
 
 def price(method: Engine, batches: Sequence[PromptBatch]) -> None:
     """Measure what drafting costs, once, and give it to the method for all its calls."""
-    skip = None if method.skip is None else method.skip.bare()
+    skip = [each.bare() for each in method.skips] or None
     drafts = {name: method.settings[name] for name in DRAFTS if name in method.settings}
     task = replace(method.task, acceptance="coupled")
     bare = Engine(method.model, task, skip=skip, **drafts).decoding

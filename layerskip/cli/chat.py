@@ -64,6 +64,11 @@ _SHOWN = {  # by source: the colour of its tokens, and what they are
 }
 
 
+def _shown(source: str) -> tuple[str, str]:
+    """Colour and meaning of a source; several sets of sublayers are numbered."""
+    return _SHOWN[source.partition(" ")[0]]
+
+
 def chat(
     *,
     wording: Wording,
@@ -338,11 +343,11 @@ def _draft(conversation: Conversation, names: Sequence[str]) -> None:
         if source is None:
             answer.append(shown(piece))
         else:
-            answer.append(shown(piece if coloured else f"[{piece}]"), _SHOWN[source][0])
+            colour, _ = _shown(source)
+            answer.append(shown(piece if coloured else f"[{piece}]"), colour)
     console.print(answer)
     legend = Text("\n")
-    for source in names:
-        colour, meaning = _SHOWN[source]
+    for colour, meaning in dict.fromkeys(map(_shown, names)):
         legend.append(meaning, colour).append("; ")
     if not names:
         legend.append("nothing drafts here")

@@ -43,6 +43,8 @@ def check(
     tokens drawn by both accept rules against the model's law; the cache; and the model, which must
     stay as it was.
     """
+    if len(draft.given()) > 1:
+        raise ValueError("check takes one --skip or --exit-layer; run it once for each")
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
     with open_checked_drafts(draft, loading, talk) as opened:
@@ -53,7 +55,7 @@ def check(
         report = check_tokens(
             loaded.model,
             [encode(loaded.tokenizer, each) for each in chosen],
-            opened.settings["skip"],
+            next(iter(opened.settings["skip"] or ()), None),
             **opened.sources,
             max_new_tokens=max_new_tokens,
             seed=seed,

@@ -107,16 +107,21 @@ class Loading(Flags):
 class Skip(Flags):
     """The model's own draft."""
 
-    skip: str | None = flag("JSON file of a skip config.", "FILE")
-    exit_layer: int | None = flag("Draft with layers 0 to E-1: an early exit.", "E")
+    skip: list[str] | None = flag(
+        "JSON file of a skip config; repeatable: each round drafts with what is expected to gain "
+        "most.",
+        "FILE",
+    )
+    exit_layer: list[int] | None = flag(
+        "Draft with layers 0 to E-1: an early exit; repeatable, as --skip.", "E"
+    )
 
-    def given(self) -> SkipConfig | None:
-        """The skip config; asked before the model is loaded, so that errors come at once."""
-        if self.skip is not None and self.exit_layer is not None:
+    def given(self) -> list[SkipConfig]:
+        """The skip configs; asked before the model is loaded, so that errors come at once."""
+        if self.skip and self.exit_layer:
             raise ValueError("give --skip or --exit-layer, not both")
-        if self.exit_layer is not None:
-            return SkipConfig.early_exit(self.exit_layer)
-        return None if self.skip is None else SkipConfig.load(self.skip)
+        exits = [SkipConfig.early_exit(layer) for layer in self.exit_layer or ()]
+        return exits or [SkipConfig.load(path) for path in self.skip or ()]
 
 
 @dataclass(frozen=True)

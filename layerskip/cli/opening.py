@@ -113,20 +113,10 @@ class Opened:
         return {name: self.settings[name] for name in ("lookup", "sources", "assistant")}
 
 
-def own_draft(
-    sources: Sources, model: Sublayers, given: SkipConfig | None = None
-) -> tuple[SkipConfig | None, str | None]:
-    """The model's own draft as the flags say, and why it has no better one.
-
-    Args:
-        given: the skip config that is named, if there is one.
-    """
+def own_draft(sources: Sources, model: Sublayers) -> tuple[SkipConfig | None, str | None]:
+    """The model's own draft where no skip config is named, and why it has no better one."""
     from layerskip.drafts import automatic_draft, in_words
 
-    if given is not None:
-        if sources.memory is not None:
-            warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
-        return sources.changed(given), None
     default, reason = SkipConfig(), None
     if sources.low_precision is None:
         automatic = automatic_draft(model, sources.memory)
@@ -214,18 +204,24 @@ def open_drafts(
         from layerskip.drafts import choose_drafts
         from layerskip.generation import LayerSkipDecoding
 
-        given = given or loaded.skip_config()
-        off = given is not None and given.decoding is not None and given.decoding.enabled is False
+        beside = loaded.skip_config()
+        given = given or ([] if beside is None else [beside])
+        off = any(each.decoding and each.decoding.enabled is False for each in given)
         if off and second is not None:
-            given, off = None, False
-        own, reason = own_draft(flags, model, given)
+            given, off = [], False
+        if given:
+            own, reason = [flags.changed(each) for each in given], None
+            warn_idle({"draft_memory": flags.draft_memory}, "with a skip config")
+        else:
+            default, reason = own_draft(flags, model)
+            own = [] if default is None else [default]
         lookup = looked_up(flags, text, loaded, talk)
         settings |= {
-            "skip": own,
-            "lookup": True if lookup is None and given is None else lookup,
+            "skip": own or None,
+            "lookup": True if lookup is None and not given else lookup,
             "assistant": None if second is None else second.opened(loading.execution),
             "sources": (),
-            "draft_memory": 0 if own is None else None,
+            "draft_memory": None if own else 0,
         }
         settings["lookup"] = LayerSkipDecoding(**settings).lookup or False
         if laws is not None:

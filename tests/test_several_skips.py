@@ -1,0 +1,96 @@
+"""Several skip configs in one decoding: the text, which one drafts, and what is told of them."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import looped
+import pytest
+import torch
+from models import Fickle, lively_model, ragged
+
+from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.bench.methods import Engine, Task
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.generation import generate
+from layerskip.replay.drafts import replay
+from layerskip.replay.simulation import SimulatedRound, simulate
+
+EXITS = [SkipConfig.early_exit(2), SkipConfig.early_exit(4)]
+SETS = [*EXITS, SkipConfig(attention=(1, 3), mlp=(5,)), SkipConfig.low_precision(8)]
+DEAR, CHEAP = CostTable(0.9, (1.0, 1.05, 1.1)), CostTable(0.1, (1.0, 1.05, 1.1))
+
+
+@pytest.mark.parametrize(("execution", "sample"), product(("modules", "fused"), (False, True)))
+def test_the_text_is_the_targets_whichever_set_drafts(execution: str, sample: bool) -> None:
+    model, (ids, mask) = lively_model("llama"), ragged((9, 4, 13))
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "execution": execution}
+    how |= {"do_sample": sample, "seed": 3, "eos_token_id": None} if sample else {}
+    plain = generate(model, ids, enabled=False, **how)
+    for controller in (Fickle(5), None):
+        out = generate(model, ids, skip=SETS, controller=controller, lookup=True, **how)
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.stats is not None
+        names = ["lookup", *(f"sublayers {number}" for number in range(1, 5))]
+        assert [each.name for each in out.stats.sources] == names
+        if controller is not None:
+            assert all(each.num_accepted_tokens > 0 for each in out.stats.sources[1:])
+
+
+@pytest.mark.parametrize("tables", [[DEAR, CHEAP], [CHEAP, DEAR]])
+def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(
+    tables: list[CostTable],
+) -> None:
+    trace = looped.traced(True, False)
+    drafts = [skip.resolve(6) for skip in EXITS]
+    run = looped.decoded(drafts, ExpectedGain(tables), sample=True, eos=trace.eos)
+    real = [
+        SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
+        for r in run.played[1:]
+    ]
+    replays = [replay(trace, draft) for draft in drafts]
+    assert [*simulate(replays, ExpectedGain(tables), range(len(trace.texts)))] == real
+    drafted = [each.num_drafts for each in run.stats.sources]
+    assert (drafted[0] < drafted[1]) is (tables == [DEAR, CHEAP])
+
+
+def test_costs_in_skip_configs_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is timed; with one config that brings none all are measured."""
+    monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
+    model, (ids, mask) = lively_model("llama"), ragged((9,))
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "execution": "modules"}
+    exits = [
+        SkipConfig(exit_layer=layer, costs=table.to_dict())
+        for layer, table in zip((2, 4), (DEAR, CHEAP), strict=True)
+    ]
+    out = generate(model, ids, skip=exits, **how)
+    assert out.stats is not None
+    dear, cheap = out.stats.sources
+    assert dear.num_drafts < cheap.num_drafts
+    with pytest.raises(TypeError, match="NoneType"):  # it would be timed
+        generate(model, ids, skip=[exits[0], EXITS[1]], **how)
+
+
+def test_what_is_told_of_several_sets(tmp_path: Path) -> None:
+    model = lively_model("llama")
+    EXITS[0].save(path := tmp_path / "skip.json")
+    decoding = LayerSkipDecoding([path, EXITS[1]], execution="modules")
+    assert decoding.skips == tuple(EXITS)
+    lines = decoding.explain(model).splitlines()
+    assert "drafts: sublayers 1: exit 2" in lines
+    assert "drafts: sublayers 2: exit 4" in lines
+    assert repr(decoding).startswith("LayerSkipDecoding([SkipConfig(exit_layer=2), Skip")
+    told = Engine(model, Task(4), "self", EXITS, draft="both").describe()
+    assert told["sources"] == ["sublayers 1", "sublayers 2"]
+    assert told["label"].startswith("exit 2 and exit 4, ")
+    assert told["skips"] == [each.to_dict() for each in EXITS]
+
+
+def test_sets_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one skip config, got none"):
+        LayerSkipDecoding([])
+    with pytest.raises(ValueError, match=r"skip holds SkipConfig\(exit_layer=2\) twice"):
+        LayerSkipDecoding([*EXITS, SkipConfig.early_exit(2)])
