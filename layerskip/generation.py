@@ -146,15 +146,7 @@ class LayerSkipDecoding(Settings):
 
     @torch.no_grad()
     def __call__(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        generation_config: GenerationConfig | None = None,
-        streamer: Any = None,
-        inputs_tensor: Tensor | None = None,
-        **model_kwargs: Any,
+        self, model: Any, input_ids: Tensor, *, streamer: Any = None, **prepared: Any
     ) -> GenerationOutput | Tensor:
         """Called by `model.generate(custom_generate=...)` with everything prepared.
 
@@ -169,25 +161,17 @@ class LayerSkipDecoding(Settings):
                 stacklevel=2,
             )
         with ending(streamer):
-            return self._decode(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config or model.generation_config,
-                streamer,
-                inputs_tensor,
-                **model_kwargs,
-            )
+            return self._decode(model, input_ids, streamer=streamer, **prepared)
 
     def _decode(
         self,
         model: Any,
         input_ids: Tensor,
-        logits_processor: LogitsProcessorList | None,
-        stopping_criteria: StoppingCriteriaList | None,
+        *,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
         generation_config: GenerationConfig,
-        streamer: Any,
+        streamer: Any = None,
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:

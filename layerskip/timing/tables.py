@@ -143,15 +143,11 @@ class _Calibration:
 
     def _wants(self, place: Place, sources: Sequence[Hashable], *, again: bool) -> bool:
         """Whether the next call is to time rounds there, for the first time or again."""
-        times: Times = {work: [] for work in [(None, 1), *((key, 0) for key in sources)]}
-        times |= {
-            work: seconds
-            for work, seconds in (self.times or {}).get(place, {}).items()
-            if work[0] is None or work[0] in sources
-        }
-        calls = self.calls[place, *sources]
-        if all(times.values()):
-            return again and calls < _CALLS and disturbed(times)
+        times, calls = (self.times or {}).get(place, {}), self.calls[place, *sources]
+        works = [(None, 1), *((key, 0) for key in sources)]
+        if all(times.get(work) for work in works):
+            asked = {work: times[work] for work in times if work[0] is None or work in works}
+            return again and calls < _CALLS and disturbed(asked)
         return calls < _TRIES
 
     def _rates(self, traffic: Mapping[Hashable, Traffic]) -> Rates:
