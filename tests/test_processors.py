@@ -85,7 +85,7 @@ class OnlyThis:
         return scores
 
 
-@pytest.mark.parametrize("drafts", ["an exit", "lookups", "stored logits"])
+@pytest.mark.parametrize("drafts", ["an exit", "lookups"])
 def test_an_error_where_the_text_never_comes_is_none(drafts: str) -> None:
     model, ids = lively_model("llama"), prompt(9)
     how: dict[str, Any] = {"max_new_tokens": 30, "controller": "fixed", "max_draft_length": 6}
