@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from layerskip.checkpoints import load as load
     from layerskip.config import DecodingOptions as DecodingOptions
     from layerskip.config import LowPrecision as LowPrecision
     from layerskip.config import SkipConfig as SkipConfig
@@ -56,6 +57,7 @@ _HOME = {
     "decode": "layerskip.generation",
     "fingerprint": "layerskip.model.fingerprint",
     "generate": "layerskip.generation",
+    "load": "layerskip.checkpoints",
     "release": "layerskip.model.opening",
     "shipped": "layerskip.named",
 }

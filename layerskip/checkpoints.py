@@ -22,9 +22,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as chatter
 
 from layerskip.config import SkipConfig
+from layerskip.model import extension
 from layerskip.model.assistants import load_assistant
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
+from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
 from layerskip.model.opening import open_model
+from layerskip.model.stored import stored_words
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
@@ -62,7 +65,9 @@ class Loaded:
         """Name, size, dtype and device in a few words."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"{self.name}: {parameters / 1e6:.1f}M parameters, {dtype}, {self.model.device}"
+        words = f"{self.name}: {parameters / 1e6:.1f}M parameters, {dtype}, {self.model.device}"
+        stored = stored_words(self.model)
+        return words if stored is None else f"{words}; {stored}"
 
 
 def load(
@@ -72,19 +77,22 @@ def load(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     bars: bool = False,
+    packed: bool = True,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
     transformers and the Hub then report errors only.
 
     Args:
-        name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, or a Hugging Face
-            Hub id.
+        name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, a GGUF file, or a
+            Hugging Face Hub id.
         device: a torch device; "auto" is the first CUDA device if there is one, else the CPU.
         dtype: one of `DTYPES`; "auto" is the checkpoint's own, and float32 for a shipped model
             on the CPU, where it is small and narrower types only make near-ties.
         trust_remote_code: run code that comes with the checkpoint.
         bars: let the library show bars of its progress.
+        packed: read weights of few bits as they are stored, where native passes serve the model
+            (on a CPU, in float32 or bfloat16); else they are unpacked.
 
     Raises:
         ValueError: nothing by that name, a folder without a whole checkpoint, an unknown dtype, or
@@ -100,6 +108,8 @@ def load(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if dtype == "auto" and place.type == "cpu" and name in SHIPPED + SHIPPED_ASSISTANTS:
         dtype = "float32"
+    if name.endswith(".gguf") and Path(name).is_file():
+        return _load_gguf(Path(name), place, dtype, packed)
     folder = model_folder(name)
     source = name if folder is None else str(folder)
     options = {"trust_remote_code": trust_remote_code}
@@ -140,6 +150,20 @@ def load(
     if folder is not None and name in SHIPPED + MADE:
         model.name_or_path = name  # what its skip config calls it, wherever it is installed
     return Loaded(name, model, tokenizer, folder)
+
+
+def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loaded:
+    """A model of a GGUF file; activations are in float32 by default, as the file says nothing."""
+    numbers = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    served = place.type == "cpu" and numbers in (torch.float32, torch.bfloat16)
+    served = served and extension.refusal() is None
+    model = gguf_model(path, numbers, packed=packed and served)
+    try:
+        tokenizer = gguf_tokenizer(path)
+    except Exception as error:  # whatever goes wrong here is about the file
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(f"{path} describes no tokenizer that can be read: {reason}") from error
+    return Loaded(str(path), model if packed and served else model.to(place), tokenizer, None)
 
 
 def load_official(name: str, like: Loaded) -> Loaded | None:

@@ -29,12 +29,16 @@ from layerskip.decoding.sources.base import Source
 from layerskip.environment import free_memory
 from layerskip.model.assistants import load_assistant
 from layerskip.model.opening import sublayers_of
+from layerskip.model.stored import stored_weights, stored_words
 from layerskip.model.sublayers import ASKED, Sublayers
 from layerskip.settings import Settings
 from layerskip.vocabulary import warn_of_vocabularies
 
 WINDOW = 1024
 """Tokens that the model's own draft sees of a long text (`SkipConfig.window`)."""
+
+WORTH = 0.75
+"""The most that copies of stored weights may take of their bytes, to draft by default."""
 
 SHARE = 0.5
 """The share of free memory that copies may take by default."""
@@ -130,6 +134,8 @@ def explain_drafts(model: Any, settings: Settings) -> str:
     """What drafts for a model, and why nothing better does; a line each."""
     opened = sublayers_of(model, settings.execution)
     lines = [f"passes: {opened.describe()}"]
+    if words := stored_words(opened.model):
+        lines.append(words)
     if each := opened.cache_bytes(1000):
         lines.append(f"keys and values: {in_words(round(each))} for 1,000 tokens of a text")
     if not settings.enabled:
@@ -220,6 +226,9 @@ def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticD
             return AutomaticDraft(None, reason, loading=memory != 0)
         reason = f"products with 8 bits are fast in native passes, and these are {model.execution}"
         return AutomaticDraft(None, reason)
+    whole, lower = (sum(each["sublayers"]) for each in map(model.weight_bytes, (None, 8)))
+    if stored_weights(model.model) and lower > WORTH * whole:
+        return AutomaticDraft(None, "its weights are stored in so few bits that 8 save too little")
     nbytes = model.weights.nbytes(skip)
     free = free_memory() if memory is None and by_memory else None
     limit = memory if free is None else int(SHARE * free)

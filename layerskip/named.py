@@ -90,7 +90,7 @@ def model_folder(name: str) -> Path | None:
                 raise ValueError(f"checkpoint {name}: {path.name} is a pipe or a device, no file")
         return folder
     if folder.exists():
-        raise ValueError(f"model {name} is a file; give the folder of the checkpoint")
+        raise ValueError(f"model {name} is a file; give a GGUF file, or a folder")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no folder {name}{suggestion(name)}")
     return None

@@ -54,7 +54,7 @@ def test_what_is_not_there(tmp_path, folder):
         (str(tmp_path / "missing"), "there is no folder"),
         ("./missing", "there is no folder ./missing"),
         (str(tmp_path / "empty"), "holds no checkpoint: it has no config.json"),
-        (str(folder / "config.json"), "is a file; give the folder"),
+        (str(folder / "config.json"), "is a file; give a GGUF file, or"),
         (" ", "name is empty"),
         ("nobody/nothing", "cannot load model 'nobody/nothing' from the Hub"),
     ]:

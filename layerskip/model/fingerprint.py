@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.model.stored import Stored
+
 _SAMPLES = 32  # numbers of every tensor
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -55,10 +57,15 @@ def checksum(model: Any) -> bytes:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Some numbers of a tensor, evenly spread, as bfloat16; none of a tensor subclass."""
-    if type(tensor.data) is not Tensor:
+    """Some numbers of a tensor, evenly spread, as bfloat16; none of the library's subclasses."""
+    stored = isinstance(tensor, Stored)
+    if not stored and type(tensor.data) is not Tensor:
         return torch.empty(0, dtype=torch.bfloat16)
-    flat = tensor.detach().flatten()  # (N,)
-    count = min(_SAMPLES, len(flat))
-    places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(1, count - 1)
-    return flat[places].bfloat16()
+    size = tensor.numel()
+    count = min(_SAMPLES, size)
+    places = torch.arange(count, device=tensor.device) * (size - 1) // max(1, count - 1)
+    if stored:
+        columns = tensor.shape[1]
+        rows = tensor.detach()[places // columns].unpacked()  # (count, columns)
+        return rows[torch.arange(count), places % columns].bfloat16()
+    return tensor.detach().flatten()[places].bfloat16()

@@ -54,7 +54,7 @@ struct Given {
       const int64_t outputs = each->outputs();
       for (const Matrix& matrix : each->inputs) {
         check_matrix<S>(matrix, matrix.rows(), width_);
-        require(matrix.bits == each->inputs[0].bits, "inputs of a sublayer differ in precision");
+        require(alike<S>(matrix, each->inputs[0]), "inputs of a sublayer differ in precision");
       }
       if (each->kind == Kind::attention) {
         const int64_t own = each->heads * each->width, keys = each->kv_heads * each->width;
@@ -79,6 +79,13 @@ struct Given {
     }
   }
 
+  // Whether products with two matrices take the same packed inputs.
+  template <typename S>
+  static bool alike(const Matrix& a, const Matrix& b) {
+    const bool floats = std::is_same_v<S, float> || a.layout.has_value() == b.layout.has_value();
+    return a.bits == b.bits && floats;
+  }
+
   template <typename S>
   static void check(const std::optional<Norm>& norm, int64_t width) {
     if (norm && norm->weight) ::check<S>(*norm->weight, {width}, "a norm's weight");
@@ -92,13 +99,12 @@ struct Given {
 
   template <typename S>
   static void check_matrix(const Matrix& matrix, int64_t outputs, int64_t inputs) {
-    if (matrix.bits) {
-      require(matrix.rounded_rows == outputs && matrix.rounded_columns == inputs, "a rounded weight of (",
-              matrix.rounded_rows, ", ", matrix.rounded_columns, ") must be (", outputs, ", ", inputs,
-              "); open the model again");
-    } else {
+    if (matrix.plain())
       ::check<S>(matrix.weight, {outputs, inputs}, "a weight");
-    }
+    else
+      require(matrix.rows() == outputs && matrix.columns() == inputs, "a packed weight of (",
+              matrix.rows(), ", ", matrix.columns(), ") must be (", outputs, ", ", inputs,
+              "); open the model again");
     if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
   }
 
@@ -118,9 +124,10 @@ struct Given {
 
   template <typename S>
   static void check_experts(const Matrix& matrix, int64_t count, int64_t outputs, int64_t inputs) {
-    if (!matrix.bits) return ::check<S>(matrix.weight, {count, outputs, inputs}, "experts");
+    if (matrix.plain()) return ::check<S>(matrix.weight, {count, outputs, inputs}, "experts");
     check_matrix<S>(matrix, count * outputs, inputs);
-    require(outputs % integers::BLOCK == 0, "rounded experts have whole blocks of rows");
+    require(!matrix.bits || outputs % integers::BLOCK == 0,
+            "rounded experts have whole blocks of rows");
   }
 
   template <typename S>

@@ -1,4 +1,4 @@
-// A weight of a model, exact or rounded, and the products of a rounded one.
+// A weight of a model, exact, as a file stores it, or rounded, and the products of a rounded one.
 
 #pragma once
 
@@ -7,12 +7,15 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "integers.h"
 #include "products.h"
+#include "stored.h"
 #include "team.h"
 
 namespace {
@@ -20,21 +23,24 @@ namespace {
 using at::Tensor;
 
 struct Matrix {
-  Tensor weight;  // (rows, columns), or (E, rows, columns); packed numbers of a rounded one
+  Tensor weight;  // (rows, columns), or (E, rows, columns); bytes of a stored or rounded one
   std::optional<Tensor> bias;
   int bits = 0;  // of a rounded one
-  int64_t rounded_rows = 0, rounded_columns = 0;
+  int64_t packed_rows = 0, packed_columns = 0;  // of a stored or rounded one
   std::optional<Tensor> scales;  // (rows,) of 8 bits
   // what heals it, bfloat16: (rank, columns), and by blocks of rows (blocks, rank, BLOCK), which
   // are read from end to end
   std::optional<Tensor> inner, outer;
+  std::optional<stored::Layout> layout{};  // of a stored one
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
+  bool plain() const { return !bits && !layout; }
   // of several experts those of all
-  int64_t rows() const { return bits ? rounded_rows : weight.numel() / weight.size(-1); }
-  int64_t columns() const { return bits ? rounded_columns : weight.size(-1); }
+  int64_t rows() const { return plain() ? weight.numel() / weight.size(-1) : packed_rows; }
+  int64_t columns() const { return plain() ? weight.size(-1) : packed_columns; }
   int64_t row_bytes() const {
-    return bits ? integers::row_bytes(bits, rounded_columns) : columns() * weight.element_size();
+    if (layout) return layout->row_bytes;
+    return bits ? integers::row_bytes(bits, packed_columns) : columns() * weight.element_size();
   }
 };
 
@@ -73,6 +79,52 @@ Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional
     check<BFloat16>(*outer, {blocks, rank, integers::BLOCK}, "the outer part of a delta");
   }
   return {packed, bias, bits, rows, columns, scales, inner, outer};
+}
+
+// A matrix as a file stores it.
+Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::string& format,
+                     int64_t rows, int64_t columns, int64_t group) {
+  const stored::Layout layout = stored::layout_of(format, columns, group);
+  check<uint8_t>(weight, {rows, layout.row_bytes}, "a stored weight");
+  Matrix made{weight, bias, 0, rows, columns};
+  made.layout = layout;
+  return made;
+}
+
+// Unpacks the rows of a stored matrix for `take(row, numbers)`, by several threads.
+template <typename Take>
+void each_row(const Matrix& matrix, const Take& take) {
+  require(matrix.layout.has_value(), "only a stored weight is unpacked");
+  const int64_t columns = matrix.columns(), bytes = matrix.row_bytes();
+  const auto* from = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
+  at::parallel_for(0, matrix.rows(), 1 + (1 << 16) / columns, [&](int64_t first, int64_t last) {
+    std::vector<float> room(columns);
+    for (int64_t row = first; row < last; ++row) {
+      stored::unpack(*matrix.layout, from + row * bytes, 0, columns, room.data());
+      take(row, room);
+    }
+  });
+}
+
+// The numbers of a stored matrix, (rows, columns) in float32.
+Tensor unpacked(const Matrix& matrix) {
+  const Tensor out = at::empty({matrix.rows(), matrix.columns()}, at::kFloat);
+  auto* to = static_cast<float*>(out.data_ptr());
+  each_row(matrix, [&](int64_t row, const std::vector<float>& numbers) {
+    std::copy(numbers.begin(), numbers.end(), to + row * numbers.size());
+  });
+  return out;
+}
+
+// Whether all of them are finite.
+bool all_finite(const Matrix& matrix) {
+  std::atomic<bool> whole{true};
+  each_row(matrix, [&](int64_t, const std::vector<float>& numbers) {
+    float total = 0;  // NaN as soon as one is not finite
+    for (const float number : numbers) total += number * 0.0f;
+    if (total != 0.0f) whole = false;
+  });
+  return whole;
 }
 
 template <typename S>

@@ -103,7 +103,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
       .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),
            py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"),
-           py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt);
+           py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt)
+      .def(py::init(&stored_matrix), py::arg("weight"), py::arg("bias"), py::kw_only(),
+           py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group"))
+      .def("finite", &all_finite, py::call_guard<py::gil_scoped_release>())
+      .def("unpacked", &unpacked, py::call_guard<py::gil_scoped_release>());
   py::class_<Norm>(module, "Norm")
       .def(py::init(&norm_of), py::arg("weight"), py::arg("epsilon"), py::arg("style"));
   py::class_<Tail>(module, "Tail").def(py::init([](const py::kwargs& given) {

@@ -33,6 +33,7 @@ from layerskip.model.fused import Fused
 from layerskip.model.norms import FusedRotary, weight_and_epsilon
 from layerskip.model.products import Function
 from layerskip.model.rounded import ROWS
+from layerskip.model.stored import Stored
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -338,6 +339,9 @@ class Native(Fused):
         return self.extension.Norm(*weight_and_epsilon(module), self.model.family.norm)
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
+        if isinstance(module.weight, Stored):
+            self._fresh.append(module.weight.bytes)
+            return module.weight.matrix(module.bias)
         self._fresh.append(module.weight)
         return self.extension.Matrix(module.weight, module.bias)
 

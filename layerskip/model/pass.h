@@ -225,6 +225,8 @@ class Pass : Given {
     if (matrix.bits) {
       integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed, own.first,
                              own.last);
+    } else if (matrix.layout) {
+      pack_inputs<float>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     } else {
       pack_inputs<S>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     }
@@ -259,9 +261,15 @@ class Pass : Given {
     me.stamps.enter(piece.phase, (mine.last - mine.first) * matrix.row_bytes());
     const int64_t columns = matrix.columns();
     const uint8_t* weight = begins(me, piece);
+    const S* bias = numbers<S>(matrix.bias);
+    if (bias) bias += piece.first;
+    if (matrix.layout)
+      return stored::product(*matrix.layout, weight, mine.first, mine.last, me.packed, tokens, then,
+                             [&](int64_t t, int64_t row, int64_t count, const float* sums) {
+                               ::finish(sums, bias ? bias + row : nullptr, count,
+                                        out + t * stride + row);
+                             });
     if (!matrix.bits) {
-      const S* bias = numbers<S>(matrix.bias);
-      if (bias) bias += piece.first;
       const S* rows = reinterpret_cast<const S*>(weight) - mine.first * columns;
       product(rows, bias, mine.first, mine.last, columns, me.packed, tokens, out, stride,
               reinterpret_cast<const S*>(then));

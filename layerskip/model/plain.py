@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from layerskip.model.architecture import Architecture, foreign_hooks
+from layerskip.model.stored import Stored
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,6 +91,8 @@ def _not_plain(module: Any, home: str, name: str) -> str | None:
     if "forward" in vars(module) or not original:
         return "has a patched forward"
     for name, weight in module.named_parameters(recurse=False):
+        if isinstance(weight, Stored) and kind is nn.Linear:
+            continue
         if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
             return f"has a {name} of class {type(weight).__name__}, not a plain parameter"
         if weight.is_meta:

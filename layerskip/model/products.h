@@ -147,16 +147,12 @@ struct Fetch {
   int64_t every;
 };
 
-// The sums of a tile over `span` columns are added to sums_out. Inputs x lie vector by vector, in
+// Products of a tile with `span` columns are added to its sums. Inputs x lie vector by vector, in
 // each those of all tokens.
 template <typename S, bool PAIRS, int ROWS, int TOKENS>
-inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, Fetch<S> fetch,
-                 float* sums_out) {
-  Vec sums[TOKENS][ROWS];
-#pragma GCC unroll 8
-  for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) sums[t][r] = Vec(0.0f);
+[[gnu::always_inline]] inline void accumulate(const S* weight, int64_t columns, int64_t span,
+                                              const float* x, Fetch<S> fetch,
+                                              Vec (&sums)[TOKENS][ROWS]) {
   constexpr int64_t STEP = PARTS<S> * LANES, LINE = 64 / sizeof(S);
   const int64_t whole = span / STEP * STEP;
   S rest[ROWS][STEP];
@@ -194,6 +190,18 @@ inline void tile(const S* weight, int64_t columns, int64_t span, const float* x,
     step(weight + k, columns);
   }
   if (whole < span) step(rest[0], STEP);
+}
+
+// The sums of a tile over `span` columns are added to sums_out.
+template <typename S, bool PAIRS, int ROWS, int TOKENS>
+inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, Fetch<S> fetch,
+                 float* sums_out) {
+  Vec sums[TOKENS][ROWS];
+#pragma GCC unroll 8
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums[t][r] = Vec(0.0f);
+  accumulate<S, PAIRS, ROWS, TOKENS>(weight, columns, span, x, fetch, sums);
   float totals[TOKENS * ROWS];
   sums_of<TOKENS * ROWS>(&sums[0][0], totals);
 #pragma GCC unroll 8

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from layerskip.model.deltas import Deltas
 from layerskip.model.products import Function
+from layerskip.model.stored import Stored
 
 GROUP = 32
 """Columns that share a scale in 4 bits."""
@@ -315,8 +316,8 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The linears of a sublayer, decoder or head that can be rounded, and their names ("" for
     itself).
 
-    Others are used as they are: quantised and offloaded ones, the small ones that adapters put
-    beside a base, and those that choose experts.
+    Others are used as they are: those that the library has quantised or offloaded, the small ones
+    that adapters put beside a base, and those that choose experts.
     """
     adapted = [name for name, each in module.named_modules() if hasattr(each, "base_layer")]
     for name, each in module.named_modules():
@@ -326,5 +327,6 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         if name.endswith(("gate", "router")) or type(each) is not nn.Linear:
             continue
         weight = each.weight
-        if type(weight) is nn.Parameter and type(weight.data) is Tensor and not weight.is_meta:
+        plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
+        if (plain and not weight.is_meta) or isinstance(weight, Stored):
             yield name, each

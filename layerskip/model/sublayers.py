@@ -28,6 +28,7 @@ from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.modules import Modules
 from layerskip.model.native import Native
 from layerskip.model.pictures import Pictures, ahead
+from layerskip.model.stored import stored_weights
 from layerskip.model.weights import DraftWeights
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
@@ -337,6 +338,12 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
             f"execution {execution!r} cannot serve this model: {reason}; "
             "use execution='auto' or 'modules'"
         )
+    stored = bool(stored_weights(model.model))
+    if execution in ("fused", "compiled") and stored:
+        raise ValueError(
+            f"execution {execution!r} cannot serve this model: its weights are read as their file "
+            "stores them, by native passes; load it with packed=False, or use execution='auto'"
+        )
     if execution == "compiled" and model.mixtures:
         reason = "there are no compiled passes of mixtures of experts"
         native.warn_refusal(reason)
@@ -352,9 +359,9 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
     reason = native.refusal(model)
     if reason is None:
         reason = extension.refusal()
-    elif execution == "auto":
+    elif execution == "auto" and not stored:
         return Fused(model), reason if model.device.type == "cpu" else None
     if reason is None:
         return Native(model), None
     native.warn_refusal(reason)
-    return Fused(model), reason
+    return Modules(model) if stored else Fused(model), reason

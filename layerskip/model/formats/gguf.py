@@ -1,0 +1,269 @@
+"""Models of GGUF files, with their weights as the file stores them.
+
+The configuration is the one that transformers makes of a file's metadata, and the weights are its
+weights. What it would leave out (factors of rotary frequencies) or guess is read here, or refused
+by name. Nothing is trusted: tensors must be those of the model, in number and shape, and finite.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from layerskip.files.gguf import Contents, Entry, read_gguf
+from layerskip.model.stored import UNIT, Stored
+
+MODELS = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+"""The `model_type` of each architecture that is read."""
+
+_GEMMAS = ("gemma2", "gemma3")
+_NUMBERS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "rope.freq_base": "rope_theta",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+}
+_GEMMA_NUMBERS = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad"}
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FACTORS = "rope_freqs.weight"
+_DIGITS = ("smollm", "starcoder", "refact", "command-r")
+"""Kinds of tokenizers that split off each digit, which the library's conversion leaves out."""
+
+
+def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
+    """The causal language model of a file, on the CPU.
+
+    Args:
+        dtype: of activations, and of weights that are unpacked.
+        packed: weights stay as the file stores them, mapped, not read into memory.
+
+    Raises:
+        ValueError: what `read_gguf` refuses, a model that is not read, or one that is not whole.
+    """
+    contents = read_gguf(path)
+    config = _config(contents)
+    with _Unfilled():
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=_attention(config)
+        )
+    names, lacking = dict(_named(contents)), []
+    for name, parameter in model.named_parameters():  # shared ones once
+        entry = names.pop(name, None)
+        if entry is None:
+            lacking.append(name)
+            continue
+        if entry.shape != tuple(parameter.shape):
+            raise ValueError(
+                f"{path}: {entry.name} has shape {entry.shape}, and the model that its metadata "
+                f"describes needs {tuple(parameter.shape)}"
+            )
+        weight = _weight(contents, entry, dtype, packed and "norm" not in name)
+        _put(model, name, weight)
+    if lacking or names:
+        raise ValueError(
+            f"{path} is not whole, or holds another kind of model: "
+            + (f"{lacking[0]} has no tensor" if lacking else f"no weight is {next(iter(names))}")
+        )
+    if _FACTORS in contents.tensors:
+        _stretch(model.model.rotary_emb, _numbers(contents, contents.tensors[_FACTORS]))
+    model.tie_weights()
+    model.name_or_path = str(path)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer that a file describes."""
+    tokenizer = PreTrainedTokenizerFast(gguf_file=path.name, name_or_path=str(path.parent))
+    kind = read_gguf(path).metadata.get("tokenizer.ggml.pre")
+    if kind in _DIGITS:
+        from tokenizers import pre_tokenizers
+
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        fast = tokenizer.backend_tokenizer
+        fast.pre_tokenizer = pre_tokenizers.Sequence([digits, fast.pre_tokenizer])
+    return tokenizer
+
+
+class _Unfilled(TorchFunctionMode):
+    """Weights of modules that are made inside take no memory; their buffers are filled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def _config(contents: Contents) -> Any:
+    metadata, path = contents.metadata, contents.path
+    kind = metadata.get("general.architecture")
+    if kind not in MODELS or any("_exps." in name for name in contents.tensors):
+        words = f"architecture {kind!r}" if kind not in MODELS else "a mixture of experts"
+        raise ValueError(
+            f"{path}: {words} is not read from GGUF; read are {', '.join(MODELS)}; for others "
+            "convert the file to a folder with transformers (save_pretrained)"
+        )
+    given = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
+    values: dict[str, Any] = {}
+    for key, name in (_NUMBERS | (_GEMMA_NUMBERS if kind in _GEMMAS else {})).items():
+        if key in given:
+            values[name] = given[key]
+    if kind == "llama" and "head_dim" not in values and "rope.dimension_count" in given:
+        values["head_dim"] = given["rope.dimension_count"]
+    if given.get("attention.value_length", values.get("head_dim")) != values.get("head_dim"):
+        raise ValueError(f"{path}: keys and values of different width are not read")
+    layers = {name.split(".")[1] for name in contents.tensors if name.startswith("blk.")}
+    if len(layers) != values.get("num_hidden_layers"):
+        raise ValueError(
+            f"{path} is not whole: its metadata tells of {values.get('num_hidden_layers')} layers, "
+            f"and there are tensors of {len(layers)}"
+        )
+    for key, name in _TOKENS.items():
+        if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            values[f"{name}_token_id"] = token
+    embedding = contents.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ValueError(f"{path} has no matrix token_embd.weight")
+    values["vocab_size"] = embedding.shape[0]
+    values["tie_word_embeddings"] = "output.weight" not in contents.tensors
+    scaling = given.get("rope.scaling.type", "none")
+    try:
+        config = AutoConfig.for_model(MODELS[kind], **values)
+    except Exception as error:  # whatever the library makes of hostile numbers
+        raise ValueError(f"{path}: its metadata describe no model: {error}") from error
+    if scaling == "linear" and kind == "gemma3":
+        full = config.rope_parameters["full_attention"]
+        full |= {"rope_type": "linear", "factor": float(given["rope.scaling.factor"])}
+    elif scaling != "none":
+        raise ValueError(
+            f"{path}: rotary scaling {scaling!r} is not read from GGUF; load the model's own folder"
+        )
+    return config
+
+
+def _attention(config: Any) -> str:
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def _named(contents: Contents) -> Iterator[tuple[str, Entry]]:
+    """The model's weights by name, besides factors of frequencies."""
+    gemma = contents.metadata["general.architecture"] in _GEMMAS
+    known = _NAMES | _GEMMA_NAMES if gemma else _NAMES
+    for name, entry in contents.tensors.items():
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        layer, part, kind = match.groups() if match else (None, "", "")
+        if part in known:
+            within = known[part] if layer is None else f"model.layers.{int(layer)}.{known[part]}"
+            yield f"{within}.{kind}", entry
+        elif name != _FACTORS:
+            yield name, entry  # which no weight has
+
+
+def _weight(contents: Contents, entry: Entry, dtype: torch.dtype, packed: bool) -> Tensor:
+    """A tensor as a parameter's data."""
+    kind = contents.metadata["general.architecture"]
+    part = entry.name.rpartition(".")[0].rpartition(".")[2]
+    if packed and len(entry.shape) == 2 and entry.shape[1] % UNIT == 0:
+        stored = _stored(contents, entry, dtype)
+        rows = stored.bytes
+        if kind == "llama" and part in ("attn_q", "attn_k"):
+            rows = _turned(rows, contents.metadata, part)
+        return Stored(rows, entry.format, entry.shape[1], dtype)
+    numbers = _numbers(contents, entry)
+    if kind == "llama" and part in ("attn_q", "attn_k"):
+        numbers = _turned(numbers, contents.metadata, part)
+    if kind in _GEMMAS and part.endswith("norm"):
+        numbers = numbers - 1
+    return numbers.to(dtype)
+
+
+def _stored(contents: Contents, entry: Entry, dtype: torch.dtype = torch.float32) -> Stored:
+    """A tensor as the file stores it, if its numbers are finite; one of one dimension as a row."""
+    *rows, columns = entry.shape
+    data = _bytes(contents, entry).view(math.prod(rows), -1)
+    stored = Stored(data, entry.format, columns, dtype)
+    if not stored.finite():
+        raise _not_finite(contents, entry)
+    return stored
+
+
+def _numbers(contents: Contents, entry: Entry) -> Tensor:
+    """The numbers of a tensor, in float32."""
+    if entry.format not in _TORCH:
+        return _stored(contents, entry).unpacked().view(entry.shape)
+    numbers = _bytes(contents, entry).clone().view(_TORCH[entry.format]).float()
+    if not numbers.isfinite().all():
+        raise _not_finite(contents, entry)
+    return numbers.view(entry.shape)
+
+
+def _bytes(contents: Contents, entry: Entry) -> Tensor:
+    return torch.frombuffer(
+        contents.data, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset
+    )
+
+
+def _not_finite(contents: Contents, entry: Entry) -> ValueError:
+    return ValueError(f"{contents.path}: {entry.name} holds numbers that are not finite")
+
+
+def _turned(rows: Tensor, metadata: Mapping[str, Any], part: str) -> Tensor:
+    """Rows of queries or keys in the library's order: both halves of a head one after the other."""
+    count = metadata["llama.attention.head_count"]
+    if part == "attn_k":
+        count = metadata.get("llama.attention.head_count_kv", count)
+    return rows.view(count, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _stretch(rotary: Any, factors: Tensor) -> None:
+    """Divide rotary frequencies by the factors of a file (Llama 3)."""
+    for name in ("inv_freq", "original_inv_freq"):
+        getattr(rotary, name).div_(factors)
+
+
+def _put(model: nn.Module, name: str, weight: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, nn.Parameter(weight, requires_grad=False))

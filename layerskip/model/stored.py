@@ -1,0 +1,168 @@
+"""Weights as files store them: tensors that keep the bytes, and mean the numbers.
+
+A `Stored` takes the place of a parameter of an `nn.Linear` or `nn.Embedding`. Native passes read
+its bytes (see `stored.h`), embeddings unpack the rows of their tokens, and everything else unpacks
+the whole weight for a moment: any code that computes with weights works, if slowly.
+Letters: R rows, C columns, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from layerskip.model.extension import extension, refusal
+
+UNIT = 32
+"""Columns that native passes unpack together: a stored row has a multiple of them."""
+
+
+class Stored(Tensor):
+    """A weight (R, C) in the bytes of a file.
+
+    It cannot be trained or changed in place.
+
+    Attributes:
+        bytes: (R, bytes of a row), uint8.
+        format: a name of `stored.cpp`: those of GGUF, and of codes in groups.
+        group: how many columns share a scale, where the format leaves that open; else 0.
+    """
+
+    bytes: Tensor
+    format: str
+    group: int
+
+    @staticmethod
+    def __new__(
+        cls, data: Tensor, format: str, columns: int, dtype: torch.dtype, group: int = 0
+    ) -> Stored:
+        made: Stored = torch.Tensor._make_wrapper_subclass(
+            cls, (len(data), columns), dtype=dtype, device=data.device
+        )
+        made.bytes, made.format, made.group = data, format, group
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Stored({self.format}, {tuple(self.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["bytes"], (self.format, self.shape[1], self.dtype, self.group)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], how: Any, *_: Any) -> Stored:
+        return Stored(inner["bytes"], *how)
+
+    def matrix(self, bias: Tensor | None = None) -> Any:
+        """What native passes read."""
+        rows, columns = self.shape
+        return extension().Matrix(
+            self.bytes, bias, format=self.format, rows=rows, columns=columns, group=self.group
+        )
+
+    def unpacked(self) -> Tensor:
+        """The numbers, (R, C), in its dtype."""
+        if refusal() is None:
+            return self.matrix().unpacked().to(self.dtype)  # type: ignore[no-any-return]
+        from gguf import GGMLQuantizationType, dequantize
+
+        kind = GGMLQuantizationType[self.format]
+        return torch.from_numpy(dequantize(self.bytes.numpy(), kind)).to(self.dtype)
+
+    def finite(self) -> bool:
+        """Whether no number is NaN or infinite; reads all of them."""
+        if refusal() is None:
+            return self.matrix().finite()  # type: ignore[no-any-return]
+        return bool(self.unpacked().isfinite().all())
+
+    def as_parameter(self) -> nn.Parameter:
+        return nn.Parameter(self, requires_grad=False)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and isinstance(args[0], Stored):
+            raise TypeError(
+                "a weight that is read as its file stores it cannot be changed in place; load the "
+                "model with packed=False"
+            )
+        kept = _KEPT.get(func)
+        out = None if kept is None else kept(*args, **kwargs)
+        if out is not None:
+            return out
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+
+def stored_weights(model: nn.Module) -> list[Stored]:
+    """The weights of a model that are read as a file stores them, each once."""
+    return [weight for weight in model.parameters() if isinstance(weight, Stored)]
+
+
+def stored_words(model: nn.Module) -> str | None:
+    """How a model's weights are stored and what they take, in words; None where none is."""
+    taken: dict[str, int] = {}
+    for weight in stored_weights(model):
+        taken[weight.format] = taken.get(weight.format, 0) + weight.bytes.nbytes
+    if not taken:
+        return None
+    shares = sorted(taken.items(), key=lambda pair: -pair[1])
+    words = ", ".join(f"{form} {nbytes / 1e6:.0f} MB" for form, nbytes in shares)
+    return f"weights as they are stored: {words}"
+
+
+def _plain(value: Any) -> Any:
+    return value.unpacked() if isinstance(value, Stored) else value
+
+
+def _some(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
+    data = weight.bytes if rows is None else weight.bytes[rows]
+    dtype = weight.dtype if dtype is None else dtype
+    return Stored(data, weight.format, weight.shape[1], dtype, weight.group)
+
+
+def _same(weight: Stored, **_: Any) -> Stored:
+    return _some(weight, None)
+
+
+def _embedded(weight: Stored, tokens: Any, *_: Any, **__: Any) -> Tensor:
+    rows = _some(weight, tokens.reshape(-1)).unpacked()  # (tokens, C)
+    return rows.view(*tokens.shape, -1)
+
+
+def _indexed(weight: Any, which: Any) -> Stored | None:
+    rows = which[0] if len(which) == 1 and isinstance(weight, Stored) else None
+    return _some(weight, rows) if rows is not None and rows.dim() == 1 else None
+
+
+def _sliced(
+    weight: Stored, dim: int = 0, first: Any = None, last: Any = None, step: int = 1
+) -> Any:
+    whole = dim == 0 or (not first and (last is None or last >= weight.shape[dim]) and step == 1)
+    return _some(weight, slice(first, last, step) if dim == 0 else None) if whole else None
+
+
+def _converted(weight: Stored, dtype: Any = None, device: Any = None, **_: Any) -> Stored | None:
+    kept = dtype in (None, torch.float32, torch.bfloat16)
+    kept = kept and (device is None or torch.device(device).type == "cpu")
+    return _some(weight, None, dtype) if kept else None
+
+
+_ATEN = torch.ops.aten
+_KEPT: dict[Any, Callable[..., Any]] = {
+    _ATEN.detach.default: _same,
+    _ATEN.alias.default: _same,
+    _ATEN.clone.default: _same,
+    _ATEN.embedding.default: _embedded,
+    _ATEN.index.Tensor: _indexed,
+    _ATEN.slice.Tensor: _sliced,
+    _ATEN._to_copy.default: _converted,
+}
+"""What needs no unpacked weight; None where it does after all."""

@@ -1,0 +1,256 @@
+"""GGUF files as models: what they mean, by every door, and files that nobody means."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from commands import document, refused, run
+from gguf_files import raw, write
+
+import layerskip
+from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.checkpoints import load
+from layerskip.drafts import explain_drafts
+from layerskip.files.gguf import read_gguf
+from layerskip.model import extension
+from layerskip.model.fingerprint import fingerprint
+from layerskip.model.stored import Stored, stored_weights
+from layerskip.settings import Settings
+
+native = pytest.mark.skipif(
+    extension.refusal() is not None, reason="there are no native passes here"
+)
+DRAFTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "an exit": {"skip": SkipConfig.early_exit(2)},
+    "8 bits": {"skip": SkipConfig.low_precision(8)},
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write(path)
+    return path
+
+
+def text_of(model: Any, ids: torch.Tensor, **settings: Any) -> list[int]:
+    decoding = LayerSkipDecoding(**settings)
+    out = model.generate(
+        ids, custom_generate=decoding, max_new_tokens=24, do_sample=False, eos_token_id=None
+    )
+    return out[0].tolist()  # type: ignore[no-any-return]
+
+
+@native
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_texts_are_those_of_the_model_that_the_file_means(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.gguf"
+    plain = write(path, kind, tied=kind != "qwen3", seed=1)
+    packed = load(str(path)).model
+    assert len(stored_weights(packed)) == len([p for p in plain.parameters() if p.dim() == 2])
+    ids = torch.arange(40, 52)[None]
+    expected = plain.double().generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    for settings in ({"enabled": False}, *DRAFTS.values()):
+        assert text_of(packed, ids, **settings) == expected[0].tolist()
+    unpacked = load(str(path), packed=False, dtype="float64").model
+    assert not stored_weights(unpacked)
+    for (name, ours), theirs in zip(unpacked.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@native
+def test_sampled_texts_are_those_of_plain_decoding(file: Path) -> None:
+    model = load(str(file), dtype="bfloat16").model
+    ids = torch.arange(30, 40)[None]
+    how = {"max_new_tokens": 24, "do_sample": True, "seed": 3}
+    plain = layerskip.generate(model, ids, enabled=False, **how)
+    for settings in DRAFTS.values():
+        assert torch.equal(
+            layerskip.generate(model, ids, **settings, **how).sequences, plain.sequences
+        )
+
+
+@native
+def test_it_is_told_how_weights_are_stored_and_what_they_take(file: Path) -> None:
+    loaded = layerskip.load(str(file))
+    stored = stored_weights(loaded.model)
+    matrices = [e for e in read_gguf(file).tensors.values() if len(e.shape) == 2]
+    assert sum(each.bytes.nbytes for each in stored) == sum(each.nbytes for each in matrices)
+    assert "weights as they are stored: " in loaded.describe()
+    words = explain_drafts(loaded.model, Settings())
+    assert "passes: native" in words
+    assert "weights as they are stored: " in words
+    assert "8 bits: its weights are stored in so few bits that 8 save too little" in words
+    assert fingerprint(loaded.model) == fingerprint(load(str(file), packed=False).model)
+    with pytest.raises(ValueError, match="load it with packed=False, or use execution='auto'"):
+        layerskip.generate(
+            loaded.model, torch.ones(1, 3, dtype=int), max_new_tokens=2, execution="fused"
+        )
+
+
+def test_a_file_is_a_model_for_commands(file: Path) -> None:
+    asked = ("--prompt", "abc", "--max-new-tokens", "8")
+    ours = document(run("generate", str(file), *asked, "--json"))
+    plain = document(run("generate", str(file), *asked, "--json", "--no-draft"))
+    assert ours["token_ids"] == plain["token_ids"]
+
+
+@pytest.mark.thorough
+def test_a_file_can_be_checked(file: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\nxyz\n")
+    checked = run("check", str(file), "--prompts", prompts, "--max-new-tokens", "8")
+    assert checked.exit_code == 0, checked.output
+
+
+def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path: Path) -> None:
+    plain = write(tmp_path / "model.gguf")
+    factors = np.linspace(1, 4, 32, dtype=np.float32)
+    changed = rewritten(tmp_path / "model.gguf", {"rope_freqs.weight": factors})
+    made = load(str(changed)).model.model.rotary_emb.inv_freq
+    assert torch.equal(made, plain.model.rotary_emb.inv_freq / torch.from_numpy(factors))
+
+
+def rewritten(path: Path, more: dict[str, np.ndarray], *left_out: str) -> Path:
+    """The file with other tensors, and without some."""
+    made = path.with_name("changed.gguf")
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            kind = field.types[0]
+            of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kind, sub_type=of)
+    for tensor in reader.tensors:
+        if tensor.name not in {*more, *left_out}:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for name, data in more.items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return made
+
+
+# ---------------------------------------------------------------------------------------------
+# Files that nobody means: one line, and no memory.
+
+HEAD = struct.Struct("<4sIQQ")
+
+
+def spoilt(file: Path, kind: str, path: Path) -> str:
+    """Write a spoilt copy of a file; returns words of what is said of it."""
+    data = bytearray(file.read_bytes())
+    magic, version, tensors, keys = HEAD.unpack_from(data)
+    if kind.startswith("cut at "):
+        del data[int(len(data) * float(kind.removeprefix("cut at "))) :]
+        words = "it is empty" if not data else "is no GGUF file that can be read: "
+    elif kind == "magic":
+        data[:4] = b"GGML"
+        words = "its first four bytes are not GGUF"
+    elif kind == "version":
+        HEAD.pack_into(data, 0, magic, 3 << 24, tensors, keys)
+        words = "its version must be 2 or 3"
+    elif kind == "2^60 tensors":
+        HEAD.pack_into(data, 0, magic, version, 1 << 60, keys)
+        words = "it claims 1,152,921,504,606,846,976 tensors, more than its bytes can hold"
+    elif kind == "2^60 keys":
+        HEAD.pack_into(data, 0, magic, version, tensors, 1 << 60)
+        words = "it claims 1,152,921,504,606,846,976 metadata keys"
+    elif kind == "2^60 characters":
+        struct.pack_into("<Q", data, HEAD.size, 1 << 60)
+        words = "bytes of the name of a key, more than"
+    else:
+        entry = read_gguf(file).tensors["blk.0.attn_norm.weight"]
+        at = data.index(struct.pack("<Q", len(entry.name)) + entry.name.encode()) + 8
+        at += len(entry.name)  # dimensions, sizes, kind, offset
+        place, value, words = {
+            "2^31 dimensions": (0, struct.pack("<I", 1 << 31), "dimensions, more than 4"),
+            "2^60 numbers": (4, struct.pack("<Q", 1 << 60), "it may be cut off"),
+            "no numbers": (4, struct.pack("<Q", 0), "does not fit blocks"),
+            "other numbers": (4, struct.pack("<Q", 224), "has shape (224,), and the model that"),
+            "a kind that is not read": (12, struct.pack("<I", 10), "is in format Q2_K, which is"),
+            "an unknown kind": (12, struct.pack("<I", 99), "is in format number 99, which is"),
+            "beyond the file": (16, struct.pack("<Q", 1 << 62), "it may be cut off"),
+        }[kind]
+        data[at + place : at + place + len(value)] = value
+    path.write_bytes(data)
+    return words
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("cut at 0", "cut at 0.0001", "cut at 0.001", "cut at 0.01", "cut at 0.9"),
+        *("magic", "version", "2^60 tensors", "2^60 keys", "2^60 characters"),
+        *("2^31 dimensions", "2^60 numbers", "no numbers", "other numbers"),
+        *("a kind that is not read", "an unknown kind", "beyond the file"),
+    ],
+)
+def test_spoilt_files_are_refused_in_one_line(file: Path, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "spoilt.gguf"
+    words = spoilt(file, kind, path)
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        load(str(path))
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_command_refuses_a_spoilt_file(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "spoilt.gguf"
+    words = spoilt(file, "2^60 tensors", path)
+    assert words in refused("generate", str(path), "--prompt", "a")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_1", "Q4_K", "Q6_K", "F16"])
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path, form: str, value: float) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, forms=(form,))
+    entry = read_gguf(path).tensors["blk.1.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    at = entry.offset + (208 if form == "Q6_K" else 0)
+    data[at : at + 2] = np.float16(value).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"blk.1.ffn_down.weight holds numbers that are not fin"):
+        load(str(path))
+
+
+def test_files_of_other_models_are_refused(file: Path, tmp_path: Path) -> None:
+    for named, words in (
+        ("blk.2.ffn_up.weight", r"model.layers.2.mlp.up_proj.weight has no tensor"),
+        ("token_embd.weight", "has no matrix token_embd.weight"),
+    ):
+        changed = rewritten(file, {}, named)
+        with pytest.raises(ValueError, match=words):
+            load(str(changed))
+    more = {"blk.0.attn_gate.weight": np.ones((4, 4), dtype=np.float32)}
+    with pytest.raises(ValueError, match=r"no weight is blk.0.attn_gate.weight"):
+        load(str(rewritten(file, more)))
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
+    writer.add_block_count(1)
+    writer.add_tensor("a", raw(np.random.default_rng(0), "F32", 2, 2).view(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="'mamba' is not read from GGUF; read are llama, qwen2"):
+        load(str(tmp_path / "other.gguf"))
+
+
+def test_a_weight_whose_rows_are_no_units_is_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    plain = write(path, hidden_size=48, forms=("F16", "F32"), intermediate_size=48, head_dim=12)
+    model = load(str(path)).model
+    assert not any(isinstance(each, Stored) for each in model.parameters())
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)

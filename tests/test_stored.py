@@ -1,0 +1,147 @@
+"""Weights as files store them: the numbers that they mean, and the same sums by native passes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import FORMATS, numbers, raw, write
+from torch import nn
+
+from layerskip.model import extension
+from layerskip.model.formats.gguf import gguf_model
+from layerskip.model.opening import sublayers_of
+from layerskip.model.stored import Stored
+
+pytestmark = pytest.mark.skipif(
+    extension.refusal() is not None, reason="there are no native passes here"
+)
+
+
+def stored(rng: Any, form: str, rows: int, columns: int) -> Stored:
+    return Stored(torch.from_numpy(raw(rng, form, rows, columns)), form, columns, torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_numbers_are_those_of_the_reference_bit_by_bit(form: str) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        weight = stored(rng, form, int(rng.integers(1, 40)), 256 * int(rng.integers(1, 4)))
+        assert torch.equal(weight.unpacked(), numbers(weight.bytes.numpy(), form))
+
+
+@pytest.mark.parametrize(("form", "bits"), [("G4", 4), ("G8", 8), ("F8", 8)])
+def test_codes_in_groups_mean_what_they_are_scaled_to(form: str, bits: int) -> None:
+    rng = np.random.default_rng(1)
+    rows, columns, group = 7, 192, 64
+    codes = torch.from_numpy(rng.integers(0, 120 if form == "F8" else 1 << bits, (rows, columns)))
+    scales = torch.from_numpy(rng.normal(0, 1, (rows, 3)).astype(np.float32))
+    zeros = torch.from_numpy(rng.integers(0, 16, (rows, 3)).astype(np.float32))
+    weight = grouped(codes, scales, zeros, form)
+    values = codes.float()
+    if form == "F8":
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    spread = [each.repeat_interleave(group, 1) for each in (zeros, scales)]
+    assert torch.equal(weight.unpacked(), (values - spread[0]) * spread[1])
+
+
+def sums(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+    """Products by the native backend, as a head without a norm."""
+    module = extension.extension()
+    plan = module.Plan()
+    matrix = weight.matrix() if isinstance(weight, Stored) else module.Matrix(weight.data, None)
+    return plan.run(x, [plan.add("head", inputs=[matrix])], [], [], [], [])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_products_are_those_of_the_unpacked_weight_bit_by_bit(form: str) -> None:
+    rng = np.random.default_rng(2)
+    for rows, columns in ((1, 256), (24, 512), (61, 2304)):
+        weight = stored(rng, form, rows, columns)
+        for tokens in (1, 2, 3, 4, 5, 9, 40):
+            x = torch.from_numpy(rng.normal(size=(1, tokens, columns)).astype(np.float32))
+            ours = sums(weight, x)
+            assert torch.equal(ours, sums(nn.Parameter(weight.unpacked()), x))
+            torch.testing.assert_close(ours, x @ weight.unpacked().T, atol=1e-3, rtol=1e-3)
+
+
+def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16() -> None:
+    rng = np.random.default_rng(3)
+    for form in FORMATS:
+        weight = stored(rng, form, 50, 512).to(torch.bfloat16)
+        x = torch.from_numpy(rng.normal(size=(1, 11, 512))).bfloat16()
+        whole = sums(weight, x)
+        torch.testing.assert_close(whole, x @ weight.unpacked().T, atol=0.1, rtol=0.02)
+        for t in range(11):
+            assert torch.equal(sums(weight, x[:, t : t + 1]), whole[:, t : t + 1])
+
+
+def test_it_stands_for_its_numbers_in_any_code() -> None:
+    rng = np.random.default_rng(4)
+    weight = stored(rng, "Q4_1", 40, 64).as_parameter()
+    flat = weight.unpacked()
+    x = torch.randn(3, 64, requires_grad=True)
+    assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, flat))
+    nn.functional.linear(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, flat.sum(0).expand(3, 64))
+    ids = torch.tensor([[3, 0], [39, 3]])
+    assert torch.equal(nn.functional.embedding(ids, weight), flat[ids])
+    for rows in (slice(5, 9), torch.tensor([8, 1])):
+        some = weight[rows]
+        assert isinstance(some, Stored)
+        assert torch.equal(some.unpacked(), flat[rows])
+    assert torch.equal(weight[:, 3], flat[:, 3])
+    assert torch.equal(weight.double(), flat.double())
+    assert torch.equal(copy.deepcopy(weight).unpacked(), flat)
+    with pytest.raises(TypeError, match="cannot be changed in place; load the model with"):
+        weight.add_(1)
+    assert torch.equal(weight.unpacked(), flat)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"form": "Q3"}, "there is no format Q3"),
+        ({"form": "Q4_K", "columns": 64}, "a multiple of 256 columns, not 64"),
+        ({"form": "G4", "group": 48}, "groups of 48 columns do not divide 96"),
+        ({"form": "Q8_0", "group": 32}, "groups of 32 columns"),
+        ({"form": "Q8_0", "nbytes": 101}, "a stored weight must be"),
+    ],
+)
+def test_bytes_that_are_no_such_weight_are_refused(how: dict[str, Any], words: str) -> None:
+    data = torch.zeros(2, how.get("nbytes", 102), dtype=torch.uint8)
+    weight = Stored(data, how["form"], how.get("columns", 96), torch.float32, how.get("group", 0))
+    with pytest.raises(ValueError, match=words):
+        weight.matrix()
+
+
+def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path: Path) -> None:
+    for kind in ("llama", "gemma3"):
+        plain = write(tmp_path / "model.gguf", kind)
+        packed: Any = gguf_model(tmp_path / "model.gguf", torch.float32, packed=True)
+        ids = torch.randint(0, 300, (2, 13), generator=torch.Generator().manual_seed(0))
+        logits = []
+        for model in (plain, packed):
+            opened = sublayers_of(model)
+            assert opened.execution == "native"
+            with torch.no_grad():
+                hidden, step = opened.first_pass(ids)
+                logits.append(opened.finish(hidden, step, range(opened.num_sublayers)))
+        assert torch.equal(*logits)
+        with torch.no_grad():  # by the library's own modules, which unpack
+            assert torch.equal(packed(ids).logits, plain(ids).logits)
+
+
+def grouped(codes: Any, scales: Any, zeros: Any, form: str) -> Stored:
+    """Codes (R, C) with scales and zeros (R, G) as `stored.cpp` reads them."""
+    columns = codes.shape[1]
+    kept = codes.to(torch.uint8)
+    if form == "G4":
+        halves = kept.unflatten(1, (-1, 2, 16))
+        kept = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    parts = [kept, *(each.contiguous().view(torch.uint8) for each in (scales, zeros))]
+    return Stored(torch.cat(parts, 1), form, columns, torch.float32, columns // scales.shape[1])
