@@ -524,10 +524,12 @@ def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
 def test_version_and_help():
     assert run("--version").stdout == f"layerskip {__version__}\n"
     assert "/help" in run("chat", "-h").stdout
-    for command in ("demo", "generate", "train", "check", "benchmark", "report", "env"):
-        assert command in run("--help").stdout
-        text = run(command, "-h", columns=60).stdout
-        assert "--json" in text
+    commands = re.findall(r"(?m)^  (\w+) +[A-Z]", run("--help", columns=80).stdout)
+    assert len(commands) == 12
+    for command in commands:
+        text = run(command, "-h", columns=80).stdout
+        assert max(map(len, text.splitlines())) <= 80, command
+        assert ("--json " in text) == (command not in ("chat", "serve", "run"))
 
 
 def test_choices_are_those_of_the_library():

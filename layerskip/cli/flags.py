@@ -13,7 +13,7 @@ from typer.models import OptionInfo
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.files.reading import read_text
-from layerskip.registry import ControllerName
+from layerskip.registry import CONTROLLERS, ControllerName
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
@@ -54,7 +54,7 @@ DrawnSeed = Annotated[
 MaxRows = Annotated[int, typer.Option(min=1, metavar="N", help="Decode at most N texts at once.")]
 Memory = Annotated[
     float | None,
-    typer.Option(min=0, metavar="GB", help="Memory for keys and values of texts in progress."),
+    typer.Option(min=0, metavar="GB", help="Memory for the KV cache of texts in progress."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print results, warnings and errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
@@ -82,9 +82,9 @@ class Loading(Flags):
             "one that `make checkpoints` has made (smollm2, gemma3-270m)."
         ),
     ] = "demo-llama"
-    device: str = flag("auto, cpu, cuda, cuda:1, ...", "NAME", default="auto")
+    device: str = flag("Run on this device: auto, cpu, cuda, cuda:1.", "NAME", default="auto")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = flag(
-        "Type of the weights; auto: as in the checkpoint, float32 for shipped models on the CPU.",
+        "Type of the weights; auto: that of the checkpoint; of shipped models on a CPU, float32.",
         default="auto",
     )
     trust_remote_code: bool = switch("--trust-remote-code", "Run code that the checkpoint brings.")
@@ -129,22 +129,22 @@ class Sources(Flags):
     """What drafts, beside what a skip config names."""
 
     low_precision: Literal["8", "4", "none"] | None = flag(
-        "Draft with weights rounded to so many bits.  [default: as the skip config says; without "
-        "one 8, where that is fast]"
+        "Draft with the weights rounded to this many bits.  [default: as the skip config says; "
+        "without one 8, where that is fast]"
     )
     window: int | None = flag(
-        "In long texts, drafts read only the first few tokens and so many of the last; 0: all.  "
-        "[default: as the skip config says; without one 1024, where drafts are in 8 bits]",
+        "In long texts, drafts attend to the first few tokens and to so many of the last; 0: to "
+        "all.  [default: as the skip config says; without one 1024, where drafts are in 8 bits]",
         "TOKENS",
         min=0,
     )
     lookup: bool | None = flag(
         "Draft what followed the same words earlier in the text.  [default: as the skip config "
-        "says; without one --lookup]",
+        "says; without one, yes]",
         None,
         "--lookup/--no-lookup",
     )
-    lookup_file: Path | None = flag("Look drafts up in this UTF-8 text, too.", "FILE")
+    lookup_file: Path | None = flag("Also look drafts up in this UTF-8 text.", "FILE")
     laws: Path | None = flag(
         "Draft trees of the tokens that the model found likely after the same words, in this file "
         "of `layerskip laws` and in the text so far.",
@@ -215,7 +215,7 @@ class Pace(Flags):
 
     max_draft_length: int | None = flag("Draft at most N tokens a round.", "N", min=1)
     threshold: float | None = flag(
-        "Confidence at which a draft ends, for controllers that have a threshold.",
+        "End a draft below this confidence, for controllers that have a threshold.",
         "P",
         min=0,
         max=1,
@@ -243,7 +243,8 @@ class Decoding(Pace, DraftFlags):
     """How to decode: what drafts, how long, and whether at all."""
 
     controller: ControllerName | None = flag(
-        "What decides how long to draft.  [default: expected-gain]"
+        "What decides how long to draft: " + ", ".join(CONTROLLERS) + ".  [default: expected-gain]",
+        "NAME",
     )
     no_draft: bool = switch("--no-draft", "Decode plainly.")
 
@@ -262,25 +263,25 @@ class Decoding(Pace, DraftFlags):
 class Sampling(Flags):
     """The distribution that tokens are drawn from."""
 
-    do_sample: bool = switch("--do-sample", "Sample, instead of taking the likeliest token.")
+    do_sample: bool = switch("--do-sample", "Sample, instead of taking the most likely token.")
     temperature: float | None = flag(
         "Temperature of sampling.  [default: the model's setting, else 1]", "T"
     )
     top_p: float | None = flag(
-        "Sample from the likeliest tokens with this total probability.  [default: the model's "
-        "setting, else all]",
+        "Sample from the most likely tokens that have this total probability.  [default: the "
+        "model's setting, else all]",
         "P",
         min=0,
         max=1,
     )
     top_k: int | None = flag(
-        "Sample from the K likeliest tokens; 0: from all.  [default: the model's setting, else 50, "
-        "as in transformers]",
+        "Sample from the K most likely tokens; 0: from all.  [default: the model's setting, else "
+        "50, as in transformers]",
         "K",
         min=0,
     )
     acceptance: Literal["coupled", "rejection"] | None = flag(
-        "Rule by which sampling accepts drafts.  [default: coupled]"
+        "Rule by which drafts are accepted in sampling.  [default: coupled]"
     )
 
     def check(self, seed: int | None = None) -> None:
@@ -322,10 +323,10 @@ class Wording(Flags):
     system: str | None = flag("System message for prompts without one; implies --chat.", "TEXT")
     stop: list[str] | None = flag("End the text after this string; repeatable.", "TEXT")
     repetition_penalty: float | None = flag(
-        "Above 1, tokens that the text already has become less likely.", "X"
+        "Above 1, tokens that are already in the text become less likely.", "X"
     )
     min_p: float | None = flag(
-        "Sample tokens with at least this share of the likeliest one's probability.",
+        "Sample only tokens with at least this share of the most likely one's probability.",
         "P",
         min=0,
         max=1,
