@@ -1,11 +1,11 @@
-"""Check the figures of README against records of benchmarks; `make figures`.
+"""Check the figures of README against records of benchmarks, or mend them; `make figures`.
 
-    python scripts/figures.py runs/benchmark/smollm2-greedy.jsonl ...    # takes them up, and checks
+    python scripts/figures.py runs/benchmark/smollm2-float32.jsonl ...   # takes up, mends README
     python scripts/figures.py                                            # checks
 
 After each figure in README a comment, which no page shows, says which one it is:
 
-    2.84 (2.69-2.99)<!-- smollm2-greedy plain/generate -->
+    2.84 (2.69-2.99)<!-- smollm2-float32 plain/generate -->
 
 The first word is the run, the name of its file. The second is the figure: `plain` is tokens a
 second, `plain/generate` a ratio, `:decode` and `:prefill` that of a part of the time; `@4000` is of
@@ -48,29 +48,43 @@ def figures_of(run: Run) -> dict[str, Any]:
         figures[f"{ratio}:prefill{at}"] = [row["prefill_speedup"]]
         figures[f"{ratio}:decode{at}"] = [row[f"decode_{name}"] for name in ENDS]
     machine = f"{header['environment']['cpu']['model']}, {machine_words(header)}"
-    told = {"command": " ".join(header["argv"]), "machine": machine, "created": header["created"]}
-    return told | {"figures": {name: [x for x in of if x == x] for name, of in figures.items()}}
+    facts = {"command": " ".join(header["argv"]), "machine": machine, "created": header["created"]}
+    return facts | {"figures": {name: [x for x in of if x == x] for name, of in figures.items()}}
 
 
-def wrong(text: str, stored: dict[str, Any]) -> list[str]:
-    """What figures of a text are not those of the records, and what ratios are of none."""
+def told(text: str, stored: dict[str, Any]) -> tuple[str, list[str]]:
+    """The text with its figures as records have them, and what is wrong in it.
+
+    Wrong are figures that are others in the records, and ratios that name no record.
+    """
     lines = [f"{match[0]} names no record" for match in RATIO.finditer(text)]
-    for *shown, run, name in MARKED.findall(text):
-        recorded = stored.get(run, {}).get("figures", {}).get(name, [])
-        told = [number.replace(",", "") for number in shown if number]
-        places = [len(number.partition(".")[2]) for number in told]
-        rounded = [f"{value:.{n}f}" for value, n in zip(recorded, places, strict=False)]
-        if rounded != told:
-            lines.append(f"{run} {name}: README says {' '.join(told)}, records {rounded or 'none'}")
-    return lines
+
+    def recorded(match: re.Match[str]) -> str:
+        *shown, run, name = match.groups()
+        values = stored.get(run, {}).get("figures", {}).get(name, [])
+        numbers = [number for number in shown if number]
+        places = [len(number.partition(".")[2]) for number in numbers]
+        right = [f"{value:,.{n}f}" for value, n in zip(values, places, strict=False)]
+        if right == numbers:
+            return match[0]
+        lines.append(f"{run} {name}: README says {' '.join(numbers)}, records {right or 'none'}")
+        if len(right) < len(numbers):
+            return match[0]
+        rest = iter(right)
+        return re.sub(NUMBER, lambda _: next(rest), match[0], count=len(right))
+
+    return MARKED.sub(recorded, text), lines
 
 
 def main() -> None:
     stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+    readme = README.read_text(encoding="utf-8")
     if files := [Path(name) for name in sys.argv[1:]]:
         stored |= {run_of.stem: figures_of(load_runs([run_of])[0]) for run_of in files}
         write_text(STORED, json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
-    lines = wrong(README.read_text(encoding="utf-8"), stored)
+        readme, _ = told(readme, stored)
+        write_text(README, readme)
+    _, lines = told(readme, stored)
     print("\n".join(lines) or f"README's figures are those of {len(stored)} runs")
     raise SystemExit(bool(lines))
 
