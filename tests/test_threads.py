@@ -92,6 +92,19 @@ def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(monkeypatc
             assert (torch.get_num_threads(), opened.threads) == (3, 3)
 
 
+@pytest.mark.usefixtures("built", "four")
+@pytest.mark.parametrize(("disturbed", "chosen"), [(False, 1), (True, 4)])
+def test_a_busy_moment_takes_no_threads_away_for_good(
+    monkeypatch: pytest.MonkeyPatch, disturbed: bool, chosen: int
+) -> None:
+    """One thread is as fast as four while others have the cores; passes see to that themselves."""
+    opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
+    extension: Any = opened.backend.extension  # type: ignore[attr-defined]
+    monkeypatch.setattr(extension, "disturbed", lambda: disturbed)
+    assert fitting_threads(opened, now=clock(dict.fromkeys((1, 2, 4), 4e-3))) == chosen
+    assert torch.get_num_threads() == 4
+
+
 @pytest.mark.usefixtures("built")
 def test_commands_measure_the_number_unless_it_is_known(tmp_path, monkeypatch):
     measured = []
@@ -109,7 +122,7 @@ def test_commands_measure_the_number_unless_it_is_known(tmp_path, monkeypatch):
         again = CliRunner().invoke(app, command)
         assert measured == [2]  # a run that goes on stays with its own
         assert json.loads(output.read_text().splitlines()[0])["threads"] == 1
-        told = "1 thread); more, of 2, are not worth it here\n"
+        told = "1 thread); more gain nothing here (--threads 2 takes all)\n"
         assert told in first.stderr
         assert again.exit_code == first.exit_code == 0
         said = ["generate", "--prompt", "It", "--max-new-tokens", "2", "--no-draft"]

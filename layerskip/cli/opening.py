@@ -85,7 +85,7 @@ def open_passes(
     with cpu_threads(None) as most, cpu_threads(threads or fitting_threads(opened)) as count:
         words = f"passes: {opened.describe()}"
         if threads is None and count < most:
-            words += f"; more, of {most}, are not worth it here"
+            words += f"; more gain nothing here (--threads {most} takes all)"
         talk.say(words)
         yield opened
 

@@ -36,8 +36,9 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
 
     Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second or
     until it is clear, and takes the smallest number that hardly any other beats. It returns torch's
-    own number on other devices, with compiled passes (each number would need compiling), and if
-    passes are so long that every thread pays.
+    own number on other devices, with compiled passes (each number would need compiling), if passes
+    are so long that every thread pays, and if other processes need the cores at the moment: such a
+    moment says nothing of later ones, and passes take fewer threads by themselves while it lasts.
     """
     most = torch.get_num_threads()
     if most == 1 or model.device.type != "cpu" or model.execution == "compiled":
@@ -57,6 +58,9 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
                     passes.verify(token[None], [(0, 0)])  # at a place that is never committed
                     if number:
                         seconds[count].append(now() - start)
+                with model.disturbed():
+                    if model.limited:
+                        return most
                 if count == most and min(seconds[most]) > _LONG:
                     return most
             typical = {count: statistics.median(times) for count, times in seconds.items()}
