@@ -99,7 +99,7 @@ def test_a_busy_moment_takes_no_threads_away_for_good(
 ) -> None:
     """One thread is as fast as four while others have the cores; passes see to that themselves."""
     opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
-    extension: Any = opened.backend.extension  # type: ignore[attr-defined]
+    extension = opened.backend.extension  # type: ignore[attr-defined]
     monkeypatch.setattr(extension, "disturbed", lambda: disturbed)
     assert fitting_threads(opened, now=clock(dict.fromkeys((1, 2, 4), 4e-3))) == chosen
     assert torch.get_num_threads() == 4
