@@ -94,12 +94,10 @@ def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(monkeypatc
 
 @pytest.mark.usefixtures("built", "four")
 @pytest.mark.parametrize(("disturbed", "chosen"), [(False, 1), (True, 4)])
-def test_a_busy_moment_takes_no_threads_away_for_good(
-    monkeypatch: pytest.MonkeyPatch, disturbed: bool, chosen: int
-) -> None:
+def test_a_busy_moment_takes_no_threads_away_for_good(monkeypatch, disturbed, chosen):
     """One thread is as fast as four while others have the cores; passes see to that themselves."""
     opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
-    extension = opened.backend.extension  # type: ignore[attr-defined]
+    extension = opened.backend.extension
     monkeypatch.setattr(extension, "disturbed", lambda: disturbed)
     assert fitting_threads(opened, now=clock(dict.fromkeys((1, 2, 4), 4e-3))) == chosen
     assert torch.get_num_threads() == 4
