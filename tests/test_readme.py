@@ -11,7 +11,8 @@ import run_files as made
 import speed
 from models import lively_model, prompt
 
-from layerskip import LayerSkipDecoding, SkipConfig
+import layerskip
+from layerskip import SkipConfig
 from layerskip.analysis.runs import load_runs
 from layerskip.checkpoints import load
 from layerskip.search import SearchResult, search
@@ -21,16 +22,22 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
+EXAMPLE = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
+
+
 def test_the_program_runs(monkeypatch, capsys, tmp_path):
+    """With a shipped model in place of one of the Hub."""
     monkeypatch.chdir(tmp_path)  # as with an installed wheel, outside of a checkout
-    exec(compile(PROGRAMS[0], "README.md", "exec"), {})
+    assert PROGRAMS[0].count(EXAMPLE) == 1
+    program = PROGRAMS[0].replace(EXAMPLE, repr(str(layerskip.shipped("demo-llama"))))
+    exec(compile(program, "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert printed.startswith("def fib(n):")
+    assert "drafts: " in printed
     assert re.search(r"^0\.\d+ [1-9]\.\d+$", printed, re.MULTILINE)  # the two rates
 
 
 def test_the_controller_decodes():
-    names = {"LayerSkipDecoding": LayerSkipDecoding, "skip": SkipConfig.early_exit(3)}
+    names: dict[str, object] = {}
     exec(compile(PROGRAMS[1], "README.md", "exec"), names)
     model, ids = lively_model("llama"), prompt(7)
     how = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
