@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import Any
 
 NONE: AbstractSet[int] = frozenset()
@@ -18,10 +19,16 @@ def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = 
     if keep.isdisjoint(tokens):
         text: str = tokenizer.decode(tokens, skip_special_tokens=True)
         return text
-    special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = _special(tokenizer)
     shown = [token for token in tokens if token in keep or token not in special]
     text = tokenizer.decode(shown, skip_special_tokens=False)
     return text
+
+
+@lru_cache(maxsize=4)  # there may be thousands
+def _special(tokenizer: Any) -> frozenset[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(id_ for id_, token in added if token.special)
 
 
 class Detokenizer:

@@ -572,6 +572,7 @@ class TestRefusals:
             ("chat/completions", {"tools": [{"type": "x"}]}, "tools.0.type", "Input should be"),
             ("chat/completions", {"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "'g'"),
             ("chat/completions", {"tool_choice": "required"}, "tool_choice", "needs tools"),
+            ("chat/completions", {"tool_choice": NAMED}, "tool_choice", "tools are none"),
             ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0", "needs content"),
             ("chat/completions", {"tools": [BAD_TOOL]}, "tools.0.function.name", "match pattern"),
             (

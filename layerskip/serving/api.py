@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Served:
         format: how the model writes tool calls, if that is known.
         reasoning: the marks around its reasoning, if it has some.
         longest_token: characters of a token, at most.
+        added: tokens that a tokenizer has beside its model's, by their text.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Served:
     format: Format | None = None
     reasoning: tuple[str, str] | None = None
     longest_token: int = 256
+    added: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -101,12 +103,12 @@ class Served:
             format=format_of(tool_parser, template),
             reasoning=reasoning_of(reasoning_parser, template),
             longest_token=max(map(len, tokenizer.get_vocab())),
+            added=tokenizer.get_added_vocab(),
         )
 
     def marks(self, texts: Sequence[str]) -> frozenset[int]:
         """The tokens that are these marks."""
-        added = self.tokenizer.get_added_vocab()
-        return frozenset(added[each] for each in texts if each in added)
+        return frozenset(self.added[each] for each in texts if each in self.added)
 
 
 def answer_of(asked: Asked, served: Served) -> Answer:

@@ -118,7 +118,7 @@ def make_app(
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     card = {"id": served.name, "object": "model", "created": int(time.time())}
-    card |= {"owned_by": "layerskip", "context_length": served.context}
+    card |= {"owned_by": "layerskip", "max_model_len": served.context}
 
     @get("/v1/models")
     async def models() -> Response:

@@ -16,6 +16,7 @@ from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.seats import Reason
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opening import sublayers_of
+from layerskip.requests import check_tokens
 from layerskip.serving.batch import Batch
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
 from layerskip.serving.texts import Tell, Text, index_of
@@ -50,6 +51,10 @@ class ServingStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+
+
+def _tokens(request: TextRequest) -> tuple[Sequence[int], ...]:
+    return request.prompt, request.predicted
 
 
 class Serving:
@@ -142,6 +147,9 @@ class Serving:
         """
         batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
         self.check_room(len(requests))
+        given = {id(each): each for request, _ in requests for each in _tokens(request)}
+        for tokens in given.values():  # many texts may share them
+            check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))
         for request, tell in requests:
             text = Text.of(request, batch.model.model, batch.max_tokens, batch.longest, tell)
             needed = batch.passes.nbytes(1, text.slots)

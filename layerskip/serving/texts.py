@@ -24,7 +24,7 @@ from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.decoding.speculator import Outcome
-from layerskip.requests import check_tokens, end_tokens
+from layerskip.requests import end_tokens
 from layerskip.serving.requests import Counts, Piece, TextRequest
 
 Tell = Callable[[Piece], None]
@@ -64,7 +64,7 @@ class Text(Seat):
 
     @classmethod
     def of(cls, request: TextRequest, model: Any, most: int, longest: int, tell: Tell) -> Text:
-        """The text of a checked request.
+        """The text of a request whose tokens are checked.
 
         Args:
             most: tokens of its prompt and its text, at most.
@@ -73,7 +73,6 @@ class Text(Seat):
         """
         if not request.prompt:
             raise ValueError("a prompt is empty; it needs at least one token")
-        check_tokens(model, torch.tensor([*request.prompt, *request.predicted]))
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
         total = len(request.prompt) + request.max_new_tokens

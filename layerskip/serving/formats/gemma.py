@@ -142,9 +142,9 @@ def _object(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str
     required = [name for name in properties if name in schema.get("required", ())]
     others = [name for name in properties if name not in required]
     rule = {name: f'"{name}:" {_rule(properties[name], rules, quote)}' for name in properties}
-    parts = ' "," '.join(rule[name] for name in required)
-    for name in others:
-        parts = f'{parts} ("," {rule[name]})?' if required else f"{parts} ({rule[name]})?"
-    if not required and len(others) > 1:  # one of them at most: commas would need many rules
-        parts = f"({' | '.join(rule[name] for name in others)})?"
-    return f'"{{" {parts} "}}"'
+    if required:
+        body = ' "," '.join(rule[name] for name in required)
+        body += "".join(f' ("," {rule[name]})?' for name in others)
+    else:  # one of them at most: commas between any of them would need many rules
+        body = f"({' | '.join(rule[name] for name in others)})?" if others else ""
+    return f'"{{" {body} "}}"'
