@@ -16,7 +16,7 @@ ROOMS = {
     "decoding": 3_600,
     "decoding/sources": 1_400,
     "doors": 2_000,
-    "serving": 3_500,
+    "serving": 3_550,
     "bench": 1_850,
     "replay": 1_450,
     "research": 1_650,

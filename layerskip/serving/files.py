@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -60,7 +60,7 @@ class Answers:
         if (fingerprint := self._fingerprints.get(row["id"])) is not None:
             row = row | {"fingerprint": fingerprint}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        with _locked(self._path, _WAIT), naming(self._path), self._path.open("a+b") as file:
+        with _locked(self._path), naming(self._path), self._path.open("a+b") as file:
             _cut_torn(file)
             file.write(line)
             _to_disk(file)
@@ -92,7 +92,7 @@ def open_answers(
         OSError: it cannot be read or written.
     """
     with _alone(path, *part):
-        with _locked(path, _WAIT):
+        with _locked(path):
             rows = _read_rows(path)
             other = {id_: row for id_, row in rows.items() if _differs(row, fingerprints.get(id_))}
             if other and not force:
@@ -170,45 +170,47 @@ def _to_disk(file: IO[bytes]) -> None:
 @contextmanager
 def _alone(path: Path, index: int, count: int) -> Iterator[None]:
     """Meanwhile no run in other parts, and no other process of this part, writes the file."""
-    mine = f".{path.name}.{index}-of-{count}.lock"
+    mine = path.with_name(f".{path.name}.{index}-of-{count}.lock")
     pattern = re.compile(rf"\.{re.escape(path.name)}\.\d+-of-(\d+)\.lock")
-    lock = FileLock(path.with_name(mine), timeout=0)  # a dead process lets go
-    with _locked(path, _WAIT):
-        for other in path.parent.iterdir():
-            match = pattern.fullmatch(other.name)
-            if match is not None and other.name != mine and int(match[1]) != count:
-                with _held(FileLock(other, timeout=0), path):
-                    other.unlink()
-        _acquire(lock, path)
-    try:
-        yield
-    finally:
-        with _locked(path, _WAIT):
-            path.with_name(mine).unlink(missing_ok=True)
-            lock.release()
+    with ExitStack() as stack:
+        with _locked(path):
+            for other in path.parent.iterdir():
+                match = pattern.fullmatch(other.name)
+                if match is not None and int(match[1]) != count:
+                    with _held(other, path):
+                        other.unlink()
+            stack.enter_context(_held(mine, path))
+        try:
+            yield
+        finally:
+            with _locked(path):
+                mine.unlink(missing_ok=True)
+                stack.close()
 
 
-def _acquire(lock: FileLock, path: Path) -> None:
+@contextmanager
+def _held(lock: Path, path: Path, seconds: float = 0) -> Iterator[None]:
+    """A lock of a file; a dead process lets go of it.
+
+    Raises:
+        ValueError: others have it for longer than so many seconds.
+    """
+    held = FileLock(lock, timeout=seconds)
     try:
-        lock.acquire()
+        held.acquire()
     except Timeout as error:
         raise ValueError(
             f"another run writes {path}; wait for its end, or give another --output"
         ) from error
-
-
-@contextmanager
-def _held(lock: FileLock, path: Path) -> Iterator[None]:
-    _acquire(lock, path)
     try:
         yield
     finally:
-        lock.release()
+        held.release()
 
 
-def _locked(path: Path, seconds: float) -> Any:
+def _locked(path: Path) -> AbstractContextManager[None]:
     """Nobody else reads or adds rows meanwhile."""
-    return _held(FileLock(path.with_name(f".{path.name}.lock"), timeout=seconds), path)
+    return _held(path.with_name(f".{path.name}.lock"), path, _WAIT)
 
 
 def shard_of(prompts: Sequence[Prompt], index: int, count: int) -> list[Asked]:

@@ -53,10 +53,6 @@ class ServingStats:
     accepted: int = 0
 
 
-def _tokens(request: TextRequest) -> tuple[Sequence[int], ...]:
-    return request.prompt, request.predicted
-
-
 class Serving:
     """Decodes tasks together, first come first served.
 
@@ -147,8 +143,8 @@ class Serving:
         """
         batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
         self.check_room(len(requests))
-        given = {id(each): each for request, _ in requests for each in _tokens(request)}
-        for tokens in given.values():  # many texts may share them
+        given = [tokens for task, _ in requests for tokens in (task.prompt, task.predicted)]
+        for tokens in {id(each): each for each in given}.values():  # many texts may share them
             check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))
         for request, tell in requests:
             text = Text.of(request, batch.model.model, batch.max_tokens, batch.longest, tell)
