@@ -86,6 +86,9 @@ SIZES = {
     "traced_logits": "replay.trace.LOGITS",
     **{name: f"replay.chains.{name.upper()}" for name in ("chains", "groups", "regroup", "logits")},
     "draws": "bench.lawtest.DRAWS",
+    "batch_rate": "decoding.expected_gain.BATCH_RATE",
+    "wide": "model.fused.WIDE",
+    "free_memory": "drafts.free_memory",
 }
 
 
@@ -98,3 +101,20 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(f"layerskip.{SIZES[name]}", value)
 
     return change
+
+
+@pytest.fixture
+def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Notes what a function is given: `keep` says of each call what to note of its arguments."""
+
+    def spy(place: Any, name: str, keep: Callable[..., Any]) -> list[Any]:
+        calls, function = [], getattr(place, name)
+
+        def noted(*given: Any, **named: Any) -> Any:
+            calls.append(keep(*given))
+            return function(*given, **named)
+
+        monkeypatch.setattr(place, name, noted)
+        return calls
+
+    return spy

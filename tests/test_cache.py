@@ -129,17 +129,10 @@ def test_8000_tokens_take_what_the_formula_says(family: str, known: bool) -> Non
 @pytest.mark.parametrize("execution", ["modules", "fused", NATIVE])
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral"])
 def test_texts_across_windows_are_those_of_transformers(
-    family: str, execution: str, monkeypatch: pytest.MonkeyPatch, sizes: Any
+    family: str, execution: str, spied: Any, sizes: Any
 ) -> None:
     sizes(spare=4)
-    made: list[Passes] = []
-    keep = Passes.__init__
-
-    def noted(self: Passes, *args: Any, **kwargs: Any) -> None:
-        keep(self, *args, **kwargs)
-        made.append(self)
-
-    monkeypatch.setattr(Passes, "__init__", noted)
+    made = spied(Passes, "__init__", lambda passes, *_: passes)
     dtype = torch.float32 if execution == "native" else torch.float64
     model = lively_model(family, dtype=dtype)
     ids, mask = ragged((3 * WINDOW, 5, 2 * WINDOW + 3), seed=4)

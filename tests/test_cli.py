@@ -352,15 +352,8 @@ def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
 # check, demo, env, version, help
 
 
-def test_a_prompt_is_carried_once_and_what_prompts_share_too(folder, tmp_path, monkeypatch):
-    carried = []
-    feed = Sublayers.feed
-
-    def noted(self, tokens, *rest):
-        carried.append(tokens.tolist())
-        return feed(self, tokens, *rest)
-
-    monkeypatch.setattr(Sublayers, "feed", noted)
+def test_a_prompt_is_carried_once_and_what_prompts_share_too(folder, tmp_path, spied):
+    carried = spied(Sublayers, "feed", lambda _, tokens, *__: tokens.tolist())
     path = tmp_path / "prompts.txt"
     shared = " ".join(f"w{n}" for n in range(30, 60))
     path.write_text(f"{shared} w8 w9\n{shared} w7\n{shared} w8 w9\n")

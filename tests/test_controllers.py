@@ -19,7 +19,6 @@ from layerskip.costs.speculation import (
     optimal_draft_length,
     speedup,
 )
-from layerskip.decoding import expected_gain
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.controller import Controller, completed, signal_of
 from layerskip.decoding.controllers import Fixed, make_controller
@@ -606,9 +605,9 @@ def mispriced():
     return fmean(cost_of(each, true, 100) for each in rounds)
 
 
-def test_a_batch_loses_less_than_3_percent_where_its_costs_are_off_by_a_tenth(monkeypatch):
+def test_a_batch_loses_less_than_3_percent_where_its_costs_are_off_by_a_tenth(sizes):
     assert mispriced() < 1 / 0.975
-    monkeypatch.setattr(expected_gain, "_BATCH_RATE", 0.0)
+    sizes(batch_rate=0.0)
     assert mispriced() > 1 / 0.97
 
 

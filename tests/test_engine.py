@@ -44,7 +44,7 @@ from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
-from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.passes import Passes
 from layerskip.model import compiled
 from layerskip.model.sublayers import Sublayers
 
@@ -405,19 +405,11 @@ class Sure(Erratic):
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("sample", [False, True])
 def test_confidences_are_margins_where_they_are_asked_for(
-    llama: Any, sample: bool, skip: str, monkeypatch: pytest.MonkeyPatch
+    llama: Any, sample: bool, skip: str, spied: Any
 ) -> None:
     asked = request(sample=sample, processors=(TemperatureLogitsWarper(0.7),) if sample else ())
     run = decoder(llama, asked, skip=skip, controller=Sure())
-    seen: list[tuple[Tensor, list[Position]]] = []
-    draws = run.target.draws[0]
-    draft = draws.draft
-
-    def watched(raw: Tensor, at: Any, *more: Any, **named: Any) -> Any:
-        seen.append((raw.clone(), at))
-        return draft(raw, at, *more, **named)
-
-    monkeypatch.setattr(draws, "draft", watched)
+    seen = spied(run.target.draws[0], "draft", lambda raw, at, *_: (raw.clone(), at))
     compared = 0
     for round_ in run.rounds():
         assert round_.signal == "margin"
@@ -463,15 +455,9 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
 
 
 @pytest.mark.parametrize("rejection", [False, True])
-def test_the_host_waits_once_a_round(
-    llama: Any, rejection: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_waits_once_a_round(llama: Any, rejection: bool, spied: Any) -> None:
     """Reading single numbers is not seen here, but on a GPU (test_gpu.py)."""
-    reads = []
-    read = live_target.on_host
-    monkeypatch.setattr(
-        live_target, "on_host", lambda *values: reads.append(len(values)) or read(*values)
-    )
+    reads = spied(live_target, "on_host", lambda *values: len(values))
     asked = request(sample=True, rejection=rejection)
     for controller, per_step in ((Script(3, 0, 5), 0), (Watched(4), 1)):
         reads.clear()

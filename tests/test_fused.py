@@ -36,13 +36,11 @@ def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_queries_side_by_side_agree_with_the_module_path(family, monkeypatch):
+def test_queries_side_by_side_agree_with_the_module_path(family, spied, sizes):
     model = tiny_model(family)
     apart = Sublayers(model, "fused")
-    monkeypatch.setattr(fused, "WIDE", 8)
-    asked = []
-    attend = fused._sdpa
-    monkeypatch.setattr(fused, "_sdpa", lambda q, *rest: asked.append(q.shape) or attend(q, *rest))
+    sizes(wide=8)
+    asked = spied(fused, "_sdpa", lambda q, *_: q.shape)
     modules, lean = Sublayers(model, "modules"), Sublayers(model, "fused")
     for rows, ragged in ((1, False), (3, False), (3, True)):
         assert_agree(modules, lean, rows=rows, ragged=ragged)

@@ -158,13 +158,12 @@ def test_without_a_skip_config_drafts_need_no_set_up(do_sample):
         LayerSkipDecoding(SKIP, draft_memory=1)
 
 
-def test_copies_of_weights_keep_within_the_memory_that_is_free(monkeypatch):
+@pytest.mark.usefixtures("built")
+def test_copies_of_weights_keep_within_the_memory_that_is_free(sizes):
     model = Sublayers(lively_model("llama", dtype=torch.float32))
-    if model.execution != "native":
-        pytest.skip("no native passes here")
     nbytes = model.weights.nbytes(SkipConfig.low_precision(8))
     for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):
-        monkeypatch.setattr("layerskip.drafts.free_memory", lambda free=free: free)
+        sizes(free_memory=lambda free=free: free)
         found = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32)))
         assert (found.skip == SkipConfig.low_precision(8)) is drafts
         assert (found.reason is None) is drafts
@@ -173,7 +172,7 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(monkeypatch):
     assert refused.skip is None
     assert "the limit is" in str(refused.reason)
     # what is decided stays, whatever becomes free or taken
-    monkeypatch.setattr("layerskip.drafts.free_memory", lambda: 0)
+    sizes(free_memory=lambda: 0)
     assert automatic_draft(model, nbytes).skip is not None
     modules = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32), "modules"))
     assert modules.skip is None

@@ -114,22 +114,13 @@ def test_sampled_rows_equal_themselves_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("execution", ["auto", *slow("modules")])
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "mistral3"])
-def test_prompts_longer_than_a_pass(
-    kind: str, execution: str, monkeypatch: pytest.MonkeyPatch, sizes: Any
-) -> None:
+def test_prompts_longer_than_a_pass(kind: str, execution: str, spied: Any, sizes: Any) -> None:
     """A pass of the prefill never ends inside a picture whose tokens see each other."""
     model = conditional(kind, LARGE)
     inputs = inputs_of(model, kind, (44, 20, 60), ((3, 20), (1,), (0, 30)), LARGE)
     want = run(model, inputs)
     sizes(chunk=lambda *_: 15)  # five tokens of each row
-    passes = []
-    feed = Sublayers.feed
-
-    def noted(self: Any, tokens: Tensor, *rest: Any) -> Any:
-        passes.append(tokens.shape[1])
-        return feed(self, tokens, *rest)
-
-    monkeypatch.setattr(Sublayers, "feed", noted)
+    passes = spied(Sublayers, "feed", lambda _, tokens, *__: tokens.shape[1])
     got = run(model, inputs, drafting(DRAFTS["exit"][0], execution=execution))
     assert got.sequences.tolist() == want.sequences.tolist()
     assert (max(passes) > LARGE) is (kind in TWO_WAY)

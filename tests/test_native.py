@@ -77,17 +77,9 @@ def both(model: Any) -> tuple[Sublayers, Sublayers]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def calls(spied: Any) -> list[int]:
     """How many tokens each native call carries."""
-    found = []
-    run = Native._run
-
-    def noted(self: Native, hidden: Tensor, *rest: Any) -> Tensor:
-        found.append(hidden.shape[0] * hidden.shape[1])
-        return run(self, hidden, *rest)
-
-    monkeypatch.setattr(Native, "_run", noted)
-    return found
+    return spied(Native, "_run", lambda _, hidden, *__: hidden.shape[0] * hidden.shape[1])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -144,24 +144,16 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
     assert any(sum(round_.accepted) for round_ in found[0][1] or ())
 
 
-def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once() -> None:
+def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spied: Any) -> None:
     """For the last tokens: nothing else is read of their states."""
-    counts = []
     model = target_of("gemma4")
     upper = model.model.layers[-1].mlp
-    forward = type(upper).forward
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(upper), "forward", lambda self, x: seen(self, x))
-
-        def seen(self: Any, x: Tensor) -> Tensor:
-            if self is upper:
-                counts.append(x.shape[1])
-            return forward(self, x)  # type: ignore[no-any-return]
-
-        how: dict[str, Any] = {"lookup": False, "draft_memory": 0, "execution": "modules"}
-        how |= {"controller": "fixed", "max_draft_length": 3, "max_new_tokens": 6}
-        ids = torch.tensor([[5, 6, 7, 8, 9]])
-        layerskip.generate(model, ids, assistant=assistant_of("gemma4"), do_sample=False, **how)
+    calls = spied(type(upper), "forward", lambda mlp, x: (mlp, x.shape[1]))
+    how: dict[str, Any] = {"lookup": False, "draft_memory": 0, "execution": "modules"}
+    how |= {"controller": "fixed", "max_draft_length": 3, "max_new_tokens": 6}
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    layerskip.generate(model, ids, assistant=assistant_of("gemma4"), do_sample=False, **how)
+    counts = [count for mlp, count in calls if mlp is upper]
     assert counts[0] == 1
     assert max(counts) == 4
 

@@ -361,26 +361,23 @@ def test_every_processor_of_the_library_is_known_or_refused():
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_processors_of_the_library_are_asked_once_for_every_position(rows):
+def test_processors_of_the_library_are_asked_once_for_every_position(rows, spied):
     """And not once for every row and length: ragged rows hardly have two of a length."""
-    asked = []
-
-    def count(self, ids, scores):
-        asked.extend([ids.shape[1]] * len(ids))
-        return scores
-
+    asked = spied(
+        RepetitionPenaltyLogitsProcessor, "__call__", lambda _, ids, __: [ids.shape[1]] * len(ids)
+    )
     processor = RepetitionPenaltyLogitsProcessor(1.5)
     law = Law([processor], do_sample=True, rows=rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", count)
-        at = [(row, 9 + 7 * row + offset) for row in range(rows) for offset in range(5)]
-        law.scores(
-            torch.zeros(len(at), 11),
-            torch.zeros(rows, 99, dtype=torch.long),
-            [row for row, _ in at],
-            [length for _, length in at],
-        )
-    assert sorted(asked) == sorted(length for _, length in at)
+    at = [(row, 9 + 7 * row + offset) for row in range(rows) for offset in range(5)]
+    law.scores(
+        torch.zeros(len(at), 11),
+        torch.zeros(rows, 99, dtype=torch.long),
+        [row for row, _ in at],
+        [length for _, length in at],
+    )
+    assert sorted(length for lengths in asked for length in lengths) == sorted(
+        length for _, length in at
+    )
 
 
 # ---------------------------------------------------------------------------------------------

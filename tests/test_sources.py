@@ -13,20 +13,12 @@ from torch import nn
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
 from layerskip.drafts import automatic_draft, choose_drafts
-from layerskip.model import extension
 from layerskip.model.opening import sublayers_of
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 
 GUIDE = Path(__file__).parents[1] / "docs" / "sources.md"
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
-
-
-@pytest.fixture
-def native():
-    reason = extension.refusal()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def example():
@@ -98,7 +90,7 @@ def layerskip_costs():
 # What drafts where nobody says, and beside what is said.
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("built")
 def test_what_is_added_never_takes_away():
     """The draft in 8 bits stays beside lookups, a second model and sources of one's own."""
     model = lively_model("llama", dtype=torch.float32)
@@ -123,11 +115,11 @@ def test_what_is_added_never_takes_away():
     assert [source.skip for source in alone.sources] == [None]
 
 
-@pytest.mark.usefixtures("native")
-def test_the_rejection_rules_text_does_not_depend_on_free_memory(monkeypatch):
+@pytest.mark.usefixtures("built")
+def test_the_rejection_rules_text_does_not_depend_on_free_memory(sizes):
     texts = []
     for free in (1, 10**15):
-        monkeypatch.setattr("layerskip.drafts.free_memory", lambda free=free: free)
+        sizes(free_memory=lambda free=free: free)
         model = lively_model("llama", dtype=torch.float32)
         coupled = automatic_draft(sublayers_of(model)).skip
         assert (coupled is None) == (free == 1)
@@ -154,7 +146,7 @@ def test_explain_says_what_drafts_and_why_nothing_better():
     assert "enabled is False" in LayerSkipDecoding(enabled=False).explain(model)
 
 
-@pytest.mark.usefixtures("native")
+@pytest.mark.usefixtures("built")
 def test_explain_of_native_passes_has_nothing_to_excuse():
     words = LayerSkipDecoding().explain(lively_model("llama", dtype=torch.bfloat16))
     assert "passes: native" in words
@@ -251,15 +243,8 @@ def _widened(model):
 
 
 @pytest.mark.parametrize("change", [_hooked, _patched, _replaced, _cast, _widened])
-def test_a_model_is_opened_once_until_it_changes(change, monkeypatch):
-    found = []
-    build = Sublayers.__init__
-
-    def counted(self, *given):
-        found.append(given)
-        build(self, *given)
-
-    monkeypatch.setattr(Sublayers, "__init__", counted)
+def test_a_model_is_opened_once_until_it_changes(change, spied):
+    found = spied(Sublayers, "__init__", lambda *given: given)
     model = lively_model("llama")
     for _ in range(3):
         layerskip.generate(model, prompt(5), skip=SkipConfig.early_exit(2), **GREEDY)

@@ -248,15 +248,8 @@ def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
         assert any(c == 0.0 for r in rounds for c in r.confidences[0])  # no logit was its own
 
 
-def test_a_check_drafts_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
-    made: list[int] = []
-    trimmed = Sublayers.trimmed
-
-    def counted(self: Sublayers, tokens: Any) -> Sublayers:
-        made.append(len(tokens))
-        return trimmed(self, tokens)
-
-    monkeypatch.setattr(Sublayers, "trimmed", counted)
+def test_a_check_drafts_from_the_vocabulary(spied: Any, sizes: Any) -> None:
+    made = spied(Sublayers, "trimmed", lambda _, tokens: len(tokens))
     options = DecodingOptions(draft_vocabulary=SOME[:9], enabled=False, controller="fixed")
     skip = SkipConfig(exit_layer=4, decoding=options)
     sizes(draws=256)
