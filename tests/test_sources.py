@@ -283,5 +283,6 @@ def test_copies_can_be_released_and_live_no_longer_than_the_model():
     weight = weakref.ref(model.model.layers[0].mlp.down_proj.weight)
     copies, alive = weakref.ref(copies_of(model)), weakref.ref(model)
     del model, out, again
-    gc.collect()
+    for _ in range(2):  # what the first frees may hold others
+        gc.collect()
     assert (alive(), copies(), weight()) == (None, None, None)
