@@ -171,7 +171,7 @@ def test_the_check_of_a_persons_own_machine_passes(kind, family, folder, sizes):
     model = model_of(family_of(kind, family), torch.float32 if trained else torch.float64)
     ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])][trained:]
     draft = draft_of(kind, model, folder)
-    second = None if trained else draft.own if kind in OFFICIAL else draft.model
+    second = None if trained else draft.module if kind in OFFICIAL else draft.model
     report = check(model, ids, draft if trained else None, assistant=second, max_new_tokens=NEW)
     assert report.passed
 
