@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from layerskip.cli.main import app
 from layerskip.config import SkipConfig
 from layerskip.files.trainings import rise
 from layerskip.training import exit_training, judging
-from layerskip.training.exit_training import ExitRecipe, ExitTraining, best_exit, card
+from layerskip.training.exit_results import best_exit, card
+from layerskip.training.exit_training import ExitRecipe, ExitTraining
 from layerskip.training.exits import (
     ExitModel,
     drop_rates,
@@ -29,6 +31,7 @@ from layerskip.training.exits import (
     exit_table,
     exit_weights,
     kept_layers,
+    random_model,
 )
 
 
@@ -209,6 +212,60 @@ def test_adapters_are_merged(tmp_path: Path, texts: Path) -> None:
     assert load_file(tmp_path / "out" / "model.safetensors").keys() <= model.state_dict().keys()
 
 
+THE_OTHER = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_exits
+from layerskip.training import exit_training, processes
+exit_training.clock = lambda *_, **__: test_exits.FASTER
+exit_training.SAVE_SECONDS = 0.0
+with processes.process_group():
+    try:
+        test_exits.training(Path(sys.argv[2]), Path(sys.argv[3]), stop=sys.argv[4]).run()
+    except test_exits.Stopped:
+        os._exit(7)
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes_share_the_weights_and_train_what_one_does(
+    tmp_path: Path, texts: Path
+) -> None:
+    """They are stopped once, and go on; but for rounding, nothing differs."""
+    script = tmp_path / "other.py"
+    script.write_text(THE_OTHER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    command += [str(Path(__file__).parent), str(tmp_path / "two"), str(texts)]
+    for stop, code in ((FIVE[2], 1), ("never", 0)):
+        done = subprocess.run([*command, stop], capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stderr
+        assert (tmp_path / "two" / "work" / "checkpoint.pt").is_dir() == (stop != "never")
+    training(tmp_path / "one", texts).run()
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    begun = lively_model("llama", dtype=torch.float32).state_dict()
+    off, moved = (
+        max((one[name] - other[name]).abs().max().item() for name in one) for other in (two, begun)
+    )
+    assert off < 1e-3 * moved
+
+
+def test_random_weights_learn_the_text(tmp_path: Path, texts: Path) -> None:
+    config = tiny_model("llama").config
+    config.num_hidden_layers = 2
+    config.save_pretrained(tmp_path)
+    model = random_model(tmp_path / "config.json", lively_model("llama"), 0)
+    how: dict[str, Any] = {"init": "random", "loss": "ce", "keep": 0.0, "exits": (), "steps": 40}
+    recipe = ExitRecipe(**HOW | how | {"rate": 1e-2})
+    record = ExitTraining(model, Letters(), None, texts, recipe, tmp_path / "out").run()
+    assert rise(record) < -0.5
+    assert record["recipe"]["exits"] == [1]
+    config.vocab_size += 1
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the tokenizer of this model has"):
+        random_model(tmp_path / "config.json", lively_model("llama"), 0)
+
+
 # What is refused
 
 
@@ -217,8 +274,8 @@ def test_adapters_are_merged(tmp_path: Path, texts: Path) -> None:
     [
         ("--exits 4,x", "--exits must be layers with commas between, as 4,8, or all; got '4,x'"),
         ("--exits 4,16", "exits must be in 1..15 for this model, got [4, 16]"),
-        ("--dropout 1", "dropout must be in 0..1, got 1"),
-        ("--keep -1", "keep must be in 0..inf, got -1"),
+        ("--dropout 1", "dropout must be 0 or more and less than 1, got 1"),
+        ("--keep -1", "keep must be 0 or more and less than inf, got -1"),
         ("--rank 4", "--rank is of --recipe draft; leave it out"),
         ("--config c.json", "--config is of --init random; leave it out"),
         ("--init random --loss kl", "random weights are trained towards the text: loss ce"),
@@ -226,7 +283,7 @@ def test_adapters_are_merged(tmp_path: Path, texts: Path) -> None:
         ("--recipe draft --lora 4", "--lora is of --recipe exits; leave it out"),
         ("--texts none.txt", "cannot read texts none.txt: No such file or directory"),
         ("--texts bad.jsonl", 'texts bad.jsonl, line 1: a line must be an object with "text"'),
-        ("--texts short.txt", "tokens, too few for 5 windows of 256 to train on and one to judge"),
+        ("--texts short.txt", "tokens, too few for 4 windows of 256 to train on and one to judge"),
         ("--output full", "--output full is not empty, and holds no training; name another"),
         ("--output short.txt", "--output short.txt is a file; give a folder"),
         ("--lora 4", "--lora needs peft, which is not installed: pip install peft"),

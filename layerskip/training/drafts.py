@@ -39,6 +39,8 @@ FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the minutes that are asked for
 LEAST_JUDGING = 60.0
 """Seconds that judging gets at least, or a third of all."""
 FOR_TEXTS_OF_MODULES = 0.4  # they train in a third of the time, so they see texts about as often
+FEW = 20_000
+"""Tokens of answers below which a draft learns little, as SmolLM2's did."""
 APART = 8  # at most so many windows are held out, to measure the curve
 POINTS = 8  # of the curve, plus one before training
 ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
@@ -191,6 +193,8 @@ class Training(Stages):
         of_texts = FOR_TEXTS_OF_MODULES if self.student.module else FOR_TEXTS
         left, spent = self.until - time.monotonic(), self.seconds["texts"]
         limit = of_texts * max(1.0, left + spent)
+        if recipe.minutes is not None and self.corpus.answers:
+            self._foresee(limit)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
         if self.half:  # faster, and nearly the model's law
             self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
@@ -203,6 +207,20 @@ class Training(Stages):
                 share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
                 self.progress(f"texts: {total:,} tokens", share)
         self.corpus.drawn_by = self.opened.model
+
+    def _foresee(self, seconds: float) -> None:
+        """Say how many tokens the model answers in the time for texts, after timing a pass."""
+        ids = torch.ones(1, data.BATCH, dtype=torch.long)
+        with torch.no_grad():
+            for _ in range(2):  # the first one is slow
+                began = time.monotonic()
+                features.run(self.opened, ids)
+        drawn = data.BATCH * seconds / (time.monotonic() - began)
+        few = " That is few: expect little of it." if drawn < FEW else ""
+        self.say(
+            f"{self.recipe.minutes:g} minutes suffice to train on about {drawn:,.0f} tokens of "
+            f"answers, each several times.{few}"
+        )
 
     def _make_features(self, ids: Tensor) -> None:
         folder, tokens = self.work / "features", ids.numel()

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import CostTable
 from layerskip.drafts import automatic_draft
 from layerskip.files.schema import parse
 from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
@@ -31,8 +30,9 @@ from layerskip.model.opening import open_model
 from layerskip.registry import named
 from layerskip.training import data, processes, token_files
 from layerskip.training.drafts import half_is_fast
+from layerskip.training.exit_results import best_exit, card, curve, judged_exits
 from layerskip.training.exits import ExitModel, enabled, exit_table, exit_weights, kept_layers
-from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock, formula
+from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock
 from layerskip.training.loop import schedule, train
 from layerskip.training.losses import divergences
 from layerskip.training.stages import Stages
@@ -40,13 +40,11 @@ from layerskip.training.stages import Stages
 RECORD = "train.json"
 APART = 16
 """Windows kept apart, to judge by."""
-JUDGED = 16
-"""Exits that are judged at least, of models that have so many."""
+FEW = 300_000
+"""Tokens below which exits learn little, as demo-gemma2's did."""
 FOR_TEXTS = 0.2
 SAVE_SECONDS = 60.0
-POINTS = 50  # of the curve, at most
 QUESTION = 64  # tokens of a timed prompt, at most
-DRAFTED = 8  # tokens of a draft, at most, in the promise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +87,10 @@ class ExitRecipe:
     rows: int = 4
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("keep", 0, math.inf),
-            ("dropout", 0, 1),
-            ("rate", 0, math.inf),
-        ):
+        for name, most in (("keep", math.inf), ("dropout", 1), ("rate", math.inf)):
             value = getattr(self, name)
-            if not low <= value < high:
-                raise ValueError(f"{name} must be in {low}..{high}, got {value}")
+            if not 0 <= value < most:
+                raise ValueError(f"{name} must be 0 or more and less than {most}, got {value}")
         if self.init == "random" and (self.loss != "ce" or self.lora is not None):
             raise ValueError("random weights are trained towards the text: loss ce, without lora")
         if self.steps is None and self.minutes is None:
@@ -148,19 +142,18 @@ class ExitTraining(Stages):
             _peft()
             if processes.count() > 1:
                 raise ValueError("--lora trains in one process; leave out torchrun, or --lora")
+        if recipe.rows % processes.count():
+            raise ValueError(
+                f"--rows must be a multiple of {processes.count()}, the number of processes, got "
+                f"{recipe.rows}"
+            )
         if corpus is None:
-            least = recipe.rows * processes.count() + 1
-            token_files.check_length(self._given(), least, recipe.window)
+            token_files.check_length(self._given(), recipe.rows, recipe.window)
         check_empty(folder)
         self.dtype, self.device = model.dtype, model.device
         self.base = fingerprint(model)
-        super().__init__(
-            folder,
-            self._identity(),
-            ("texts", "training", "judging"),
-            minutes=recipe.minutes,
-            **said,
-        )
+        stages = ("texts", "training", "judging")
+        super().__init__(folder, self._identity(), stages, minutes=recipe.minutes, **said)
         self.half = half_is_fast(self.device)
         self.losses: list[float] = []
 
@@ -201,10 +194,10 @@ class ExitTraining(Stages):
                 f"windows of {recipe.window}; give more prompts or texts, or more minutes"
             )
         frozen = None
-        kept = recipe.init == "checkpoint" and (recipe.loss != "ce" or recipe.keep > 0)
         if not self.half:
             self.model.float()
-        if kept and recipe.lora is None:
+        needed = recipe.init == "checkpoint" and (recipe.loss != "ce" or recipe.keep > 0)
+        if needed and recipe.lora is None:
             frozen = ExitModel(deepcopy(self.model)).requires_grad_(False)
         self.model.float()
         adapted = None if recipe.lora is None else _adapted(self.model, recipe)
@@ -252,10 +245,8 @@ class ExitTraining(Stages):
         path = self.work / f"{name}.json"
         if not path.exists():
             self.progress(f"judging exits {name} training", 0.0)
-            tokens, length = (
-                token_files.token_file(self.work / token_files.APART),
-                self.recipe.window,
-            )
+            tokens = token_files.token_file(self.work / token_files.APART)
+            length = self.recipe.window
             count = min(APART, (len(tokens) - 1) // length)
             windows = torch.stack([token_files.window(tokens, n, length) for n in range(count)])
             exits, at = judged_exits(self.recipe.exits, self.layers), self.recipe.temperature
@@ -301,16 +292,18 @@ class ExitTraining(Stages):
             with self._precision():
                 target = original(ids)  # (B, T, V)
                 logits = self.module(ids, (*exits, last), kept)
-                losses = []
-                for each, weight in counts.items():
-                    mine = logits[each]
-                    losses.append(
-                        weight * loss_of(mine, mine if target is None else target, labels, at)
-                    )
+                like = logits[last] if target is None else target  # `ce` does not look at it
+                losses = [
+                    weight * loss_of(logits[each], like, labels, at)
+                    for each, weight in counts.items()
+                ]
                 if target is not None and recipe.keep:
                     losses.append(recipe.keep * divergences(logits[last], target, 1.0)[0])
             return torch.stack(losses).sum()
 
+        a_step = recipe.rows * recipe.window
+        if recipe.minutes is not None:
+            self._foresee(step_loss, a_step, len(tokens))
         steps = train(
             self.module,
             named("optimizer", recipe.optimizer)(weights, recipe.rate),
@@ -322,7 +315,6 @@ class ExitTraining(Stages):
             save_seconds=SAVE_SECONDS,
             log=self.losses,
         )
-        a_step = recipe.rows * recipe.window
         for step, loss, share in self.timed("training", steps):
             self.losses.append(loss)
             left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
@@ -331,6 +323,20 @@ class ExitTraining(Stages):
                 f"{left / 60:.0f} min left",
                 share,
             )
+
+    def _foresee(
+        self, step_loss: Callable[[int, float], Tensor], a_step: int, text_tokens: int
+    ) -> None:
+        """Say what the minutes suffice for, after a step that is taken back."""
+        began = time.monotonic()
+        torch.autograd.backward(step_loss(0, 0.0))
+        self.module.zero_grad()
+        steps = self._budget() / (time.monotonic() - began)
+        few = " That is few: expect little of it." if steps * a_step < FEW else ""
+        self.say(
+            f"{self.recipe.minutes:g} minutes suffice for about {steps:,.0f} steps of {a_step:,} "
+            f"tokens: the texts {steps * a_step / text_tokens:.1f} times.{few}"
+        )
 
     def _budget(self) -> float:
         """Seconds of training over all starts, that leave as many for judging as it took before."""
@@ -396,75 +402,6 @@ class ExitTraining(Stages):
         )
         best_skip, _ = chosen(drafts, timed)
         return best_skip, timed
-
-
-def judged_exits(trained: Sequence[int], layers: int) -> list[int]:
-    """The exits that are judged: those trained, JUDGED at even distances, and the last."""
-    step = max(1, layers // JUDGED)
-    return sorted({*trained, *range(step, layers, step), layers})
-
-
-def best_exit(table: list[dict[str, float]]) -> tuple[int, float]:
-    """The early exit with the largest promise, and that: its expected speedup by the formula.
-
-    Taken are the shares accepted, the same at each depth, and costs by the number of layers.
-    """
-    layers, promises = table[-1]["exit"], {}
-    for row in table[:-1]:
-        survival = [row["accepted"] ** depth for depth in range(1, DRAFTED + 1)]
-        costs = CostTable(row["exit"] / layers, (1.0,) * (DRAFTED + 1))
-        promises[int(row["exit"])] = formula(survival, costs)
-    best = max(promises, key=lambda each: promises[each])
-    return best, promises[best]
-
-
-def curve(losses: list[float]) -> list[float]:
-    """Mean losses of at most POINTS equal parts of a training."""
-    size = max(1, math.ceil(len(losses) / POINTS))
-    parts = (losses[first : first + size] for first in range(0, len(losses), size))
-    return [sum(part) / len(part) for part in parts]
-
-
-def table_of(record: dict[str, Any]) -> list[list[str]]:
-    """Each trained exit before and after: the cells of a table."""
-    trained = {*record["recipe"]["exits"], record["best"], record["after"][-1]["exit"]}
-    lines = [["exit", "loss", "after", "agreement", "after", "accepted", "after"]]
-    for before, after in zip(record["before"], record["after"], strict=True):
-        if after["exit"] in trained:
-            pairs = ((before[name], after[name]) for name in ("loss", "agreement", "accepted"))
-            lines.append([f"{after['exit']:.0f}", *(f"{v:.3f}" for pair in pairs for v in pair)])
-    return lines
-
-
-def card(record: dict[str, Any]) -> str:
-    """The model card: what was done, and what came of it."""
-    recipe = record["recipe"]
-    lines = table_of(record)
-    rows = "\n".join("| " + " | ".join(line) + " |" for line in lines[1:])
-    head = "| " + " | ".join(lines[0]) + " |\n" + "|---" * len(lines[0]) + "|"
-    begun = record["model"] or "a model of no name"
-    begun = f"random weights of the shape of {begun}" if recipe["init"] == "random" else begun
-    return f"""---
-library_name: transformers
-tags: [layerskip, early-exit]
----
-
-# Trained for early exits
-
-Begun with {begun} ({record["base"]}); the terms of that model and of the texts hold for this one.
-Trained by `layerskip train --recipe exits`: {record["steps"]:,} steps, {record["tokens"]:,} tokens,
-loss `{recipe["loss"]}`, weight {recipe["keep"]:g} of the final layer's divergence from the
-original, layer dropout up to {recipe["dropout"]:g}, {recipe["curriculum"]} curriculum, learning
-rate {recipe["rate"]:g}, seed {recipe["seed"]}.
-
-On texts kept apart, before and after; the last row is the model itself. "accepted" is the share of
-tokens that an exit drafts right under shared noise, at temperature {recipe["temperature"]:g}.
-
-{head}
-{rows}
-
-`layerskip.json` names exit {record["best"]}. It loads in transformers and in any server as before.
-"""
 
 
 def check_empty(folder: Path) -> None:

@@ -1,0 +1,89 @@
+"""What a training of exits came to: which exits are judged, which is best, the card.
+
+Rows of a table are those of `exits.exit_table`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from layerskip.costs.speculation import CostTable
+from layerskip.training.judging import formula
+
+JUDGED = 16
+"""Exits that are judged at least, of models that have so many."""
+POINTS = 50
+"""Points of a curve, at most."""
+DRAFTED = 8
+"""Tokens of a draft, at most, in what is expected of it."""
+
+
+def judged_exits(trained: Sequence[int], layers: int) -> list[int]:
+    """The exits that are judged: those trained, JUDGED at even distances, and the last."""
+    step = max(1, layers // JUDGED)
+    return sorted({*trained, *range(step, layers, step), layers})
+
+
+def best_exit(table: list[dict[str, float]]) -> tuple[int, float]:
+    """The early exit with the largest promise, and that: its expected speedup by the formula.
+
+    Taken are the shares accepted, the same at each depth, and costs by the number of layers.
+    """
+    layers, promises = table[-1]["exit"], {}
+    for row in table[:-1]:
+        survival = [row["accepted"] ** depth for depth in range(1, DRAFTED + 1)]
+        costs = CostTable(row["exit"] / layers, (1.0,) * (DRAFTED + 1))
+        promises[int(row["exit"])] = formula(survival, costs)
+    best = max(promises, key=lambda each: promises[each])
+    return best, promises[best]
+
+
+def curve(losses: list[float]) -> list[float]:
+    """Mean losses of at most POINTS equal parts of a training."""
+    size = max(1, math.ceil(len(losses) / POINTS))
+    parts = (losses[first : first + size] for first in range(0, len(losses), size))
+    return [sum(part) / len(part) for part in parts]
+
+
+def table_of(record: dict[str, Any]) -> list[list[str]]:
+    """Each trained exit before and after: the cells of a table."""
+    trained = {*record["recipe"]["exits"], record["best"], record["after"][-1]["exit"]}
+    lines = [["exit", "loss", "after", "agreement", "after", "accepted", "after"]]
+    for before, after in zip(record["before"], record["after"], strict=True):
+        if after["exit"] in trained:
+            pairs = ((before[name], after[name]) for name in ("loss", "agreement", "accepted"))
+            lines.append([f"{after['exit']:.0f}", *(f"{v:.3f}" for pair in pairs for v in pair)])
+    return lines
+
+
+def card(record: dict[str, Any]) -> str:
+    """The model card: what was done, and what came of it."""
+    recipe = record["recipe"]
+    lines = table_of(record)
+    rows = "\n".join("| " + " | ".join(line) + " |" for line in lines[1:])
+    head = "| " + " | ".join(lines[0]) + " |\n" + "|---" * len(lines[0]) + "|"
+    begun = record["model"] or "a model of no name"
+    begun = f"random weights of the shape of {begun}" if recipe["init"] == "random" else begun
+    return f"""---
+library_name: transformers
+tags: [layerskip, early-exit]
+---
+
+# Trained for early exits
+
+Begun with {begun} ({record["base"]}); the terms of that model and of the texts hold for this one.
+Trained by `layerskip train --recipe exits`: {record["steps"]:,} steps, {record["tokens"]:,} tokens,
+loss `{recipe["loss"]}`, weight {recipe["keep"]:g} of the final layer's divergence from the
+original, layer dropout up to {recipe["dropout"]:g}, {recipe["curriculum"]} curriculum, learning
+rate {recipe["rate"]:g}, seed {recipe["seed"]}.
+
+On texts kept apart, before and after; the last row is the model itself. "accepted" is the share of
+tokens that an exit drafts right under shared noise, at temperature {recipe["temperature"]:g}.
+
+{head}
+{rows}
+
+`layerskip.json` names exit {record["best"]}. It loads in transformers and in any server as before.
+"""
