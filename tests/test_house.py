@@ -20,7 +20,7 @@ ROOMS = {
     "bench": 1_850,
     "replay": 1_450,
     "research": 1_650,
-    "training": 2_260,
+    "training": 2_280,
     "cli": 3_260,
     "search": 2_300,
     "analysis": 2_260,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ APART = 16
 """Windows kept apart, to judge by."""
 FEW = 300_000
 """Tokens below which exits learn little, as demo-gemma2's did."""
-FOR_TEXTS = 0.2
+FOR_TEXTS, FOR_JUDGING = 0.2, 0.05
+"""Shares of the minutes: for all texts, and for judging once."""
 SAVE_SECONDS = 60.0
 QUESTION = 64  # tokens of a timed prompt, at most
 
@@ -218,15 +219,22 @@ class ExitTraining(Stages):
             return
         need = math.inf if recipe.steps is None else recipe.steps * recipe.rows * recipe.window
         limit = FOR_TEXTS * 60 * (recipe.minutes or math.inf)
-        texts = self._given()
+        texts: Iterator[list[int]] = takewhile(
+            lambda _: self.seconds["texts"] < limit, self._given()
+        )
         if self.corpus is not None:
-            half = need / 2 if self.texts is not None else need
+            part = 1 if self.texts is None else 2  # the file gets the other half
+            need_now, late = need / part, limit / part
             made = data.collect(
-                self.corpus, work / "texts", tokens=half, more=lambda: self.seconds["texts"] < limit
+                self.corpus,
+                work / "texts",
+                tokens=need_now,
+                more=lambda: self.seconds["texts"] < late,
             )
-            for total in self.timed("texts", made):
-                done = max(total / half, self.seconds["texts"] / limit)
-                self.progress(f"texts: {total:,} tokens of answers", min(1.0, done))
+            with self.corpus.short_after(time.monotonic() + late - self.seconds["texts"]):
+                for total in self.timed("texts", made):
+                    done = max(total / need_now, self.seconds["texts"] / late)
+                    self.progress(f"texts: {total:,} tokens of answers", min(1.0, done))
             answers = (text.ids for text in data.all_texts(work / "texts"))
             texts = chain(answers, texts)
         written = token_files.write_tokens(
@@ -235,7 +243,6 @@ class ExitTraining(Stages):
             tokens=need,
             length=recipe.window,
             apart=APART,
-            more=lambda: self.seconds["texts"] < 2 * limit,
         )
         for total in self.timed("texts", written):
             self.progress(f"texts: {total:,} tokens", min(1.0, total / need))
@@ -245,19 +252,34 @@ class ExitTraining(Stages):
         path = self.work / f"{name}.json"
         if not path.exists():
             self.progress(f"judging exits {name} training", 0.0)
-            tokens = token_files.token_file(self.work / token_files.APART)
-            length = self.recipe.window
-            count = min(APART, (len(tokens) - 1) // length)
-            windows = torch.stack([token_files.window(tokens, n, length) for n in range(count)])
             exits, at = judged_exits(self.recipe.exits, self.layers), self.recipe.temperature
             with self._precision():
-                made = (exit_table(self.module, windows.to(self.device), exits, at) for _ in [0])
-                [rows] = self.timed("judging", made)
+                made = (exit_table(self.module, some, exits, at) for some in self._apart())
+                rows = [*self.timed("judging", made)][-1]
             if processes.first():
                 write_text(path, json.dumps(rows))
             processes.wait()
         table: list[dict[str, float]] = parse(path.read_bytes())
         return table
+
+    def _apart(self) -> Iterator[Tensor]:
+        """The windows kept apart, (N, T + 1); before that one alone, if how many is not known.
+
+        They are as many as a share of the minutes suffices for, and the same after training.
+        """
+        tokens, length = token_files.token_file(self.work / token_files.APART), self.recipe.window
+        count, path = min(APART, (len(tokens) - 1) // length), self.work / "windows.json"
+        made = [token_files.window(tokens, n, length) for n in range(count)]
+        windows = torch.stack(made).to(self.device)
+        if not path.exists():
+            began = time.monotonic()
+            yield windows[:1]
+            limit = FOR_JUDGING * 60 * (self.recipe.minutes or math.inf)
+            count = int(max(1, min(count, limit / (time.monotonic() - began))))
+            if processes.first():
+                write_text(path, json.dumps(count))
+            processes.wait()
+        yield windows[: parse(path.read_bytes())]
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
@@ -320,8 +342,8 @@ class ExitTraining(Stages):
             left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
             self.progress(
                 f"training: step {step:,}, {step * a_step:,} tokens, loss {loss:.3f}, "
-                f"{left / 60:.0f} min left",
-                share,
+                f"{max(0.0, left) / 60:.0f} min left",
+                min(1.0, share),
             )
 
     def _foresee(

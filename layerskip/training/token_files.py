@@ -6,7 +6,7 @@ Letters: B windows of a step, T tokens of one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,11 @@ def write_tokens(
     length: int,
     tokens: float,
     apart: int,
-    more: Callable[[], bool] = lambda: True,
 ) -> Iterator[int]:
     """Write texts to the files TRAIN and APART of a folder, whole or not at all (see `split`).
 
     Args:
         tokens: to train on, at most.
-        more: asked now and then whether to go on.
 
     Yields:
         Tokens to train on so far, now and then.
@@ -124,7 +122,7 @@ def write_tokens(
                 counts[name] += len(ids)
                 if number % _TOGETHER == 0:
                     yield counts[TRAIN]
-                if counts[TRAIN] >= tokens or not more():
+                if counts[TRAIN] >= tokens:
                     break
         finally:
             for file in files.values():
