@@ -27,7 +27,7 @@ from layerskip.model.assistants import load_assistant
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
 from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
 from layerskip.model.opening import open_model
-from layerskip.model.stored import stored_words
+from layerskip.model.stored import store_halves, stored_words
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
@@ -60,6 +60,12 @@ class Loaded:
     def opened(self, execution: str = "auto") -> Sublayers:
         """The model opened up."""
         return open_model(self.model, execution)
+
+    def store_halves(self, execution: str = "auto") -> bool:
+        """Where native passes serve the model, `store_halves` it; whether there was anything."""
+        served = execution in ("auto", "native") and self.model.dtype is torch.float32
+        served = served and open_model(self.model, execution).execution == "native"
+        return served and store_halves(self.model)
 
     def describe(self) -> str:
         """Name, size, dtype and device in a few words."""
@@ -179,6 +185,8 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
     Raises:
         ValueError: its checkpoint is not whole.
     """
+    if Path(name).is_file():
+        return None
     folder = model_folder(name)
     source = name if folder is None else str(folder)
     try:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from commands import document, run
 from models import ragged
 from ties import partings
@@ -14,6 +15,8 @@ from ties import partings
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.checkpoints import encode, load
 from layerskip.decoding.noise import stream_key
+from layerskip.generation import generate
+from layerskip.model.stored import stored_weights
 from layerskip.named import MADE, SPEC_BENCH, made
 from layerskip.prompts import read_prompts
 
@@ -100,3 +103,22 @@ def test_an_answer_ends():
     found = document(run("generate", "smollm2", "--chat", "--prompt", question, "--json"))
     assert found["text"] == "The capital of France is Paris."
     assert found["token_ids"][-1] == load("smollm2").tokenizer.eos_token_id
+
+
+def test_the_gguf_beside_a_folder_says_what_the_folder_says(loaded: Loaded) -> None:
+    assert loaded.folder is not None
+    (file,) = loaded.folder.glob("*.gguf")
+    packed = load(str(file))
+    stored = sum(weight.bytes.nbytes for weight in stored_weights(packed.model))
+    assert stored > 0.95 * (file.stat().st_size - 12e6)  # the rest: a vocabulary, norms
+    for prompt in questions(loaded.name):
+        ids = encode(loaded.tokenizer, prompt)
+        assert torch.equal(encode(packed.tokenizer, prompt), ids)
+        texts = [
+            generate(model, ids, max_new_tokens=NEW_TOKENS, **how, **law).sequences
+            for law in ({"do_sample": False}, {"do_sample": True, "seed": 5})
+            for model in (loaded.model, packed.model)
+            for how in (PLAIN, {})
+        ]
+        assert all(torch.equal(each, texts[0]) for each in texts[:4])
+        assert all(torch.equal(each, texts[4]) for each in texts[4:])

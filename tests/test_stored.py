@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import FORMATS, numbers, raw, write
+from models import tiny_model
 from torch import nn
 
+from layerskip import SkipConfig
+from layerskip.generation import generate
 from layerskip.model import extension
+from layerskip.model.fingerprint import fingerprint
 from layerskip.model.formats.gguf import gguf_model
 from layerskip.model.opening import sublayers_of
-from layerskip.model.stored import Stored
+from layerskip.model.stored import Stored, store_halves, unpacked_model
 
 pytestmark = pytest.mark.skipif(
     extension.refusal() is not None, reason="there are no native passes here"
@@ -145,3 +149,31 @@ def grouped(codes: Any, scales: Any, zeros: Any, form: str) -> Stored:
         kept = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     parts = [kept, *(each.contiguous().view(torch.uint8) for each in (scales, zeros))]
     return Stored(torch.cat(parts, 1), form, columns, torch.float32, columns // scales.shape[1])
+
+
+def test_float32_weights_of_bfloat16_numbers_are_read_from_half_the_bytes() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96).float()
+    odd = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        odd.weight[3, 5] = 1 / 3
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    before = copy.deepcopy(model)
+    assert store_halves(model)
+    assert not store_halves(model)
+    assert not isinstance(odd.weight, Stored)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not odd]
+    assert all(isinstance(each.weight, Stored) for each in linears)
+    assert fingerprint(model) == fingerprint(before)
+    ids = torch.arange(5, 30)[None]
+    texts = [
+        generate(each, ids, max_new_tokens=30, do_sample=True, seed=1, **how).sequences
+        for each in (before, model)
+        for how in ({"enabled": False}, {"skip": SkipConfig.low_precision(8)}, {})
+    ]
+    assert all(torch.equal(each, texts[0]) for each in texts)
+    for (name, ours), theirs in zip(
+        unpacked_model(model).state_dict().items(), before.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+    assert not store_halves(tiny_model("llama", dtype=torch.float32))

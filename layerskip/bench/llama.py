@@ -56,6 +56,8 @@ class LlamaCpp:
 def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -> list[Method]:
     """The one GGUF in a checkpoint's folder, widened to the model's dtype once, on its threads.
 
+    A model that is a GGUF file itself is read as it is.
+
     Raises:
         ValueError: llama.cpp is not installed, texts are sampled, there is not one GGUF, or the
             dtype is not one of llama.cpp's.
@@ -67,13 +69,30 @@ def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -
             f"llama.cpp is not installed: `pip install {PACKAGE}` compiles it, in minutes"
         )
     llama_cpp: Any = importlib.import_module("llama_cpp")
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    own = Path(loaded.name)
+    file = own if own.suffix == ".gguf" else _widened(llama_cpp, loaded, dtype)
+    options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
+    options |= {"n_ctx": context, "verbose": False}
+    if dtype == "float32":  # the keys and values, too, which are half precision otherwise
+        options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
+    ends = end_tokens(loaded.model)
+    return [
+        LlamaCpp(
+            name, llama_cpp.Llama(str(file), flash_attn=name != "llama.cpp", **options), task, ends
+        )
+        for name in names
+    ]
+
+
+def _widened(llama_cpp: Any, loaded: Loaded, dtype: str) -> Path:
+    """The one GGUF in a checkpoint's folder in the model's dtype."""
     files = [] if loaded.folder is None else sorted(loaded.folder.glob("*.gguf"))
     if len(files) != 1:
         raise ValueError(
             f"there must be one .gguf in the folder of {loaded.name}, got {len(files)}; "
             "`make checkpoints` leaves it there"
         )
-    dtype = str(loaded.model.dtype).removeprefix("torch.")
     if dtype not in _WIDE:
         raise ValueError(f"--dtype must be one of {', '.join(_WIDE)} beside llama.cpp, got {dtype}")
     kind, suffix = _WIDE[dtype]
@@ -86,14 +105,4 @@ def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -
         with replacing(wide) as part:
             if llama_cpp.llama_model_quantize(str(files[0]).encode(), str(part).encode(), how):
                 raise OSError(f"llama.cpp cannot widen {files[0]} to {suffix}")
-    options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
-    options |= {"n_ctx": context, "verbose": False}
-    if dtype == "float32":  # the keys and values, too, which are half precision otherwise
-        options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
-    ends = end_tokens(loaded.model)
-    return [
-        LlamaCpp(
-            name, llama_cpp.Llama(str(wide), flash_attn=name != "llama.cpp", **options), task, ends
-        )
-        for name in names
-    ]
+    return wide

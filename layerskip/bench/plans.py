@@ -30,6 +30,7 @@ from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
+from layerskip.model.stored import unpacked_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 from layerskip.registry import WITH_THRESHOLD, named
@@ -200,6 +201,8 @@ class Plan:
         for each in engines:
             self._price(each)
         methods: list[Method] = [Engine(model, task), *engines]
+        if any(kind.startswith("generate") for kind in kinds):
+            model = unpacked_model(model)  # in every product, the library would do it again
         if "generate" in kinds:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds:

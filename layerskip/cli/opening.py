@@ -275,6 +275,8 @@ def open_decoding(
     def checked(loaded: Loaded) -> None:
         check(loaded)
         processors.extend([] if form is None else form.processors(loaded))
+        if loaded.store_halves(loading.execution):
+            talk.say("float32 weights hold bfloat16 numbers: they are read from half the bytes")
 
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     law["do_sample"] = sampling.do_sample

@@ -188,8 +188,9 @@ class _Model:
 
     @cached_property
     def _of_model(self) -> str:
-        folder = model_folder(self.loading.model)
-        named = self.loading.model if folder is None else sampled_files(folder)
+        path = Path(self.loading.model)
+        place = path if path.is_file() else model_folder(self.loading.model)
+        named = self.loading.model if place is None else sampled_files(place)
         return _hash(named, self.loading.dtype)
 
     @cached_property
@@ -310,10 +311,11 @@ def _hash(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def sampled_files(folder: Path) -> list[Any]:
+def sampled_files(place: Path) -> list[Any]:
     """Of a checkpoint's files that decide its texts: names, sizes, and hashes of some of each."""
     told: list[Any] = []
-    for path in sorted(each for each in folder.iterdir() if each.suffix in _READ):
+    files = [place] if place.is_file() else sorted(place.iterdir())
+    for path in (each for each in files if each.suffix in _READ or each == place):
         if path.name == "layerskip.json":  # how to draft
             continue
         size = path.stat().st_size

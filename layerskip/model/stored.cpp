@@ -20,8 +20,9 @@ namespace {
 constexpr int64_t BLOCK = 24;      // rows: whole tiles, whatever a step's tokens
 constexpr int64_t PIECE = 256;     // columns
 constexpr int64_t STEPS = 8;       // of tokens
-constexpr int64_t FUSED = 2;       // tokens
-constexpr int TOGETHER = 4;        // rows that are unpacked by turns
+constexpr int64_t FUSED = 4;       // tokens, at most
+// Rows that are unpacked by turns, for so many tokens.
+constexpr int together(int64_t tokens) { return MANY_REGISTERS || tokens <= 2 ? 4 : 2; }
 
 typedef int32_t Ints [[gnu::vector_size(4 * LANES)]];
 typedef float Floats [[gnu::vector_size(4 * LANES)]];
@@ -219,7 +220,7 @@ struct Groups : Blocks<BYTES_> {
   static void pairs(const Place& at, float* by, float* zero) {
     const Layout& layout = at.layout;
     const uint8_t* scales = at.row + layout.columns * BYTES_ / UNIT;
-    const uint32_t group = static_cast<uint32_t>(at.column) / static_cast<uint32_t>(layout.group);
+    const int64_t group = layout.shift < 0 ? at.column / layout.group : at.column >> layout.shift;
     *by = read<float>(scales + 4 * group);
     *zero = read<float>(scales + 4 * (layout.groups + group));
   }
@@ -322,14 +323,16 @@ struct Format {
   int64_t bytes, numbers;
   bool grouped;
   void (*unpack)(const Layout&, const uint8_t*, int64_t, int64_t, const uint8_t*, float*);
-  AddRows add[FUSED][2];  // by tokens, for one row and for TOGETHER
+  AddRows add[FUSED][2];  // by tokens, for one row and for those together
 };
 
 template <typename F>
 constexpr Format format(const char* name, bool grouped = false) {
-  return {name,    F::BYTES, F::NUMBERS,
-          grouped, unpack<F>, {{add_rows<F, 1, 1>, add_rows<F, TOGETHER, 1>},
-                               {add_rows<F, 1, 2>, add_rows<F, TOGETHER, 2>}}};
+  return {name, F::BYTES, F::NUMBERS, grouped, unpack<F>,
+          {{add_rows<F, 1, 1>, add_rows<F, together(1), 1>},
+           {add_rows<F, 1, 2>, add_rows<F, together(2), 2>},
+           {add_rows<F, 1, 3>, add_rows<F, together(3), 3>},
+           {add_rows<F, 1, 4>, add_rows<F, together(4), 4>}}};
 }
 
 constexpr std::array FORMATS{
@@ -392,7 +395,12 @@ Layout layout_of(const std::string& name, int64_t columns, int64_t group) {
     refuse("groups of ", group, " columns do not divide ", columns, " in ", name);
   const int64_t bytes = columns / format.numbers * format.bytes;
   const int64_t groups = format.grouped ? columns / group : 0;
-  return {static_cast<int>(found - FORMATS.begin()), columns, group, groups, bytes + groups * 8};
+  int shift = -1;
+  for (int power = 5; power < 40; ++power)
+    if (group == int64_t{1} << power) shift = power;
+  if (groups == 1) shift = 62;  // the only one
+  return {static_cast<int>(found - FORMATS.begin()), columns, group, groups, shift,
+          bytes + groups * 8};
 }
 
 void unpack(const Layout& layout, const uint8_t* row, int64_t first, int64_t count, float* out) {
@@ -408,7 +416,7 @@ void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t
   const Cuts<float> cuts(columns, false);
   alignas(64) float piece[BLOCK * PIECE], sums[MOST_SUMS * LANES], totals[MOST_SUMS];
   // what is fetched while a row is read: as far behind it as takes some time to read
-  const int64_t lead = tokens > FUSED ? BLOCK : (AHEAD / 4 / row_bytes / TOGETHER + 1) * TOGETHER;
+  const int64_t lead = tokens > FUSED ? BLOCK : (AHEAD / 16 / row_bytes + 1) * 4;
   const auto ahead = [&](int64_t row) {
     const int64_t later = row + lead;
     return later < last ? weight + (later - first) * row_bytes : then + (later - last) * row_bytes;
@@ -423,11 +431,11 @@ void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t
         std::fill_n(sums, count * LANES, 0.0f);
         const int64_t width = cut * cuts.room();  // of a token's inputs before
         for (int64_t r = 0; tokens <= FUSED && r < rows;) {
-          const bool together = r + TOGETHER <= rows;
-          format.add[tokens - 1][together](layout, weight + (row + r - first) * row_bytes, start,
+          const int64_t some = r + together(tokens) <= rows ? together(tokens) : 1;
+          format.add[tokens - 1][some > 1](layout, weight + (row + r - first) * row_bytes, start,
                                            here, ahead(row + r), inputs + width * tokens,
                                            sums + r * LANES);
-          r += together ? TOGETHER : 1;
+          r += some;
         }
         for (int64_t k = 0; tokens > FUSED && k < here; k += PIECE) {
           const int64_t some = std::min(PIECE, here - k);

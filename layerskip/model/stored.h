@@ -20,6 +20,7 @@ struct Layout {
   int format;  // its number in `stored.cpp`
   int64_t columns;
   int64_t group, groups;  // columns that share a scale, where the format leaves that open; else 0
+  int shift;              // a group has 2^shift columns, if that is so; else -1
   int64_t row_bytes;
 };
 

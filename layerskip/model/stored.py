@@ -8,6 +8,7 @@ Letters: R rows, C columns, G groups of columns.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,47 @@ def stored_words(model: nn.Module) -> str | None:
     shares = sorted(taken.items(), key=lambda pair: -pair[1])
     words = ", ".join(f"{form} {nbytes / 1e6:.0f} MB" for form, nbytes in shares)
     return f"weights as they are stored: {words}"
+
+
+def store_halves(model: nn.Module) -> bool:
+    """Keep float32 weights whose numbers are all bfloat16's as bfloat16, in the model itself.
+
+    Native passes compute with them in float32: the same numbers, from half the bytes.
+
+    Returns:
+        Whether there were any.
+    """
+    made: dict[int, nn.Parameter] = {}  # by the parameter, which modules may share
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if id(weight) not in made and _holds_halves(module, weight):
+            data = weight.detach().bfloat16().view(torch.uint8)  # (R, 2 C)
+            made[id(weight)] = Stored(data, "BF16", weight.shape[1], weight.dtype).as_parameter()
+    for module in [*model.modules()] if made else []:
+        weight = module._parameters.get("weight")
+        module._parameters["weight"] = made.get(id(weight), weight)
+    return bool(made)
+
+
+def _holds_halves(module: nn.Module, weight: Any) -> bool:
+    if type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+        return False
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor or weight.is_meta:
+        return False
+    if weight.dtype is not torch.float32 or weight.device.type != "cpu" or weight.shape[1] % UNIT:
+        return False
+    rows = max(1, (1 << 22) // weight.shape[1])  # at a time, for little memory
+    some = weight.detach().contiguous().view(torch.int32).split(rows)
+    return not any(bool((each & 0xFFFF).any()) for each in some)
+
+
+def unpacked_model(model: nn.Module) -> nn.Module:
+    """A copy of a model with its stored weights unpacked; the model itself if it has none."""
+    plain: dict[int, Any] = {
+        id(each): nn.Parameter(each.unpacked(), requires_grad=False)
+        for each in stored_weights(model)
+    }
+    return copy.deepcopy(model, plain) if plain else model
 
 
 def _plain(value: Any) -> Any:

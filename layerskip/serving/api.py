@@ -87,7 +87,8 @@ class Served:
         limits = [limit for limit in (context, longest) if limit is not None]
         if not limits:
             raise ValueError("this model does not say how long its texts may be; give --context N")
-        plain = loaded.name if loaded.folder is None else Path(loaded.name).resolve().name
+        local = loaded.folder is not None or Path(loaded.name).is_file()
+        plain = Path(loaded.name).resolve().name if local else loaded.name
         template = tokenizer.chat_template
         template = template if isinstance(template, str) else json.dumps(template or "")
         return cls(

@@ -168,7 +168,8 @@ def _file_of(model: Sublayers, law: Law) -> Path | None:
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     weights, where = model.weights, sorted(machine(model).items())
     about = (__version__, torch.__version__, weights.fingerprint(), where, weights.vocabulary)
-    name = hashlib.sha256(json.dumps([*about, kind_of(law)]).encode()).hexdigest()[:24]
+    read = model.pass_bytes([1])  # weights may be stored in other bytes
+    name = hashlib.sha256(json.dumps([*about, read, kind_of(law)]).encode()).hexdigest()[:24]
     return Path(folder or Path(user, "layerskip"), "costs", f"{name}.json")
 
 
