@@ -17,7 +17,7 @@ ROOMS = {
     "decoding/sources": 1_400,
     "doors": 2_000,
     "serving": 3_550,
-    "bench": 1_850,
+    "bench": 1_860,
     "replay": 1_450,
     "research": 1_650,
     "training": 2_280,

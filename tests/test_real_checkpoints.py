@@ -105,7 +105,7 @@ def test_an_answer_ends():
     assert found["token_ids"][-1] == load("smollm2").tokenizer.eos_token_id
 
 
-def test_the_gguf_beside_a_folder_says_what_the_folder_says(loaded: Loaded) -> None:
+def test_the_gguf_beside_a_folder_says_what_the_folder_says(loaded):
     assert loaded.folder is not None
     (file,) = loaded.folder.glob("*.gguf")
     packed = load(str(file))
