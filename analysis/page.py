@@ -136,18 +136,19 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "search-finalists": (
         "Finalists",
-        "How many times as fast as plain decoding. Held out: replayed rounds of prompts that the "
-        "search has not seen, priced. Measured: on the clock, in turn with plain decoding, in "
-        "brackets the 95% interval. The cost of a draft step (c) is in plain steps.",
-        "name role held_out measured efficiency alpha draft_cost tokens_per_second equal "
+        "How many times as fast as plain decoding. Predicted: replayed rounds, priced. Measured: on "
+        "the clock, in turn with plain decoding, on other prompts, in brackets the 95% interval. "
+        "The cost of a draft step (c) is in plain steps.",
+        "name role predicted measured efficiency alpha draft_cost tokens_per_second equal "
         "near_ties faults left_out rounded lookup controller max_draft_length threshold",
     ),
     "search-trials": (
         "Best trials",
-        "Speedups over plain decoding, priced. Forced: without turning off a draft that does not "
-        "pay. The cost of a draft step (c) is in plain steps.",
-        "number origin left_out attention mlp rounded speedup forced_speedup acceptance "
-        "draft_cost copy_of",
+        "Priced speedup over plain decoding, with the best fixed draft length. Positions: starts "
+        "that drafts were followed from, few where a trial was losing. The cost of a draft step (c) "
+        "is in plain steps.",
+        "number origin left_out attention mlp rounded draft_vocabulary speedup acceptance "
+        "draft_cost draft_length positions",
     ),
     "exit-training": (
         "Exits before and after training",

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from layerskip.analysis import searches, tables, trainings
+from layerskip.analysis import tables, trainings
 from layerskip.analysis.drawing import (
     BLUE,
     GREEN,
@@ -35,7 +35,6 @@ from layerskip.analysis.drawing import (
 )
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.runs import ALL, Run
-from layerskip.analysis.searches import Search
 from layerskip.analysis.trainings import Trainings
 
 PHASES = {
@@ -46,7 +45,6 @@ PHASES = {
     "rest": ("not measured apart", LINE, ""),
 }
 """How a phase looks: its word, colour and hatch."""
-MANY = 200  # trials from which on points are small
 SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 """Kinds of sublayers on a skip map: colour, and place in the layer."""
 
@@ -57,10 +55,6 @@ def run_plots(run: Run) -> list[Plot]:
          *(speedups(run, size) for size in run.batch_sizes), positions(run), phases(run),
          run_skip_map(run), *heat_maps(run)]
     )  # fmt: skip
-
-
-def search_plots(search: Search) -> list[Plot]:
-    return _existing([search_front(search), search_skip_map(search)])
 
 
 def training_plots(of: Trainings) -> list[Plot]:
@@ -250,14 +244,6 @@ def run_skip_map(run: Run) -> Plot | None:
     return skip_map("skip-map", rows, run.num_layers) if rows else None
 
 
-def search_skip_map(search: Search) -> Plot | None:
-    table = searches.finalists(search)
-    speedups = table["measured"].fillna(table["forecast"]) if len(table) else ()
-    names = map(_name, table.to_dict("records"))
-    rows = [*zip(names, search.finalists, speedups, strict=True)]
-    return skip_map("search-skip-map", rows, search.num_layers) if rows else None
-
-
 def skip_map(name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], layers: int) -> Plot:
     """What drafts leave out or round; of each its name, its entry in the file, and its speedup."""
     axes = new_axes(1.3 + 0.21 * (len(rows) + 1))
@@ -312,45 +298,6 @@ def draft_words(name: str, draft: Mapping[str, Any], speedup: float) -> str:
     words += "" if draft.get("experts") is None else f", with {draft['experts']} experts"
     words += "" if draft.get("window") is None else f", sees the last {draft['window']} tokens"
     return f"{words}, speedup {speedup:.2f}"
-
-
-def search_front(search: Search) -> Plot | None:
-    """Acceptance against cost of all trials, coloured by priced speedup, and their front."""
-    table = search.complete.dropna(subset=["acceptance"])
-    if not len(table):
-        return None
-    best = searches.finalists(search)
-    best = best.dropna(subset=["alpha"]) if len(best) else best
-    axes = new_axes(4.6)
-    points = axes.scatter(
-        table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
-        c=table["score"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
-    )  # fmt: skip
-    axes.figure.colorbar(points, ax=axes, label="priced speedup over plain")
-    front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
-    axes.step(
-        front["draft_cost"], front["acceptance"], where="post", color=INK, linewidth=1.3,
-        label="not dominated",
-    )  # fmt: skip
-    for number, row in enumerate(best.to_dict("records")):
-        axes.plot(
-            row["draft_cost"], row["alpha"], marker_of(number), color=colour_of(number),
-            markersize=9, markeredgecolor=INK, label=_name(row), zorder=4,
-        )  # fmt: skip
-    axes.set_xlim(left=0)
-    names = listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
-    alt = (
-        f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
-        f"dominated; the best has a priced speedup of {table['score'].max():.2f}. "
-        f"{names or 'No finalist drafts'}."
-    )
-    cost, alpha = "c: draft step / target step", "alpha: a draft token is accepted"
-    return finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)
-
-
-def _name(finalist: Any) -> str:
-    """A finalist's name, the winner's with a word."""
-    return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
 
 
 def training_curve(of: Trainings) -> Plot:

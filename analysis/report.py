@@ -15,7 +15,16 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import drawing, exits, plots, searches, tables, trainings, verdict
+from layerskip.analysis import (
+    drawing,
+    exits,
+    plots,
+    search_plots,
+    searches,
+    tables,
+    trainings,
+    verdict,
+)
 from layerskip.analysis.labels import law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
@@ -60,7 +69,7 @@ def kinds() -> dict[str, Subject]:
             searches.load_searches,
             verdict.judge_search,
             _search_facts,
-            plots.search_plots,
+            search_plots.search_plots,
             {"search-finalists": searches.finalists, "search-trials": lambda of: of.trials},
         ),
         "training": Subject(

@@ -1,7 +1,7 @@
 """The tables of a report on layer searches: trials and finalists.
 
-Speedups are over plain decoding; those of trials and predictions are priced (replayed rounds and a
-cost table), those measured are the clock's.
+Speedups are over plain decoding; those of trials and predictions are priced (followed or replayed
+drafts and a cost table), those measured are the clock's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from layerskip.analysis.labels import labels_of, printable, ranges, slug_of
 from layerskip.files.searches import read_search
 
 PAYS = 1.005
-"""Priced speedup up to which a trial counts as one whose draft was turned off."""
+"""Priced speedup up to which a draft counts as one that does not pay."""
+GUIDED = ("ours", "gp", "tpe")
+"""What proposed a trial that a model of the others proposed."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,10 @@ class Search:
     label: str
     """What tells this search from the others of a report."""
     slug: str
+    folder: Path
     document: Mapping[str, Any]
+    beside: tuple[Mapping[str, Any], ...] = ()
+    """Of other searches of the same model, law and space in the report."""
 
     @property
     def num_layers(self) -> int:
@@ -46,9 +51,13 @@ class Search:
 
     @property
     def complete(self) -> pd.DataFrame:
-        """Its lines of trials that ended well and are no copies of others."""
-        table = self.trials
-        return table[(table["state"] == "complete") & table["copy_of"].isna()]
+        """Its lines of trials that ended well."""
+        return self.trials[self.trials["state"] == "complete"]
+
+    @property
+    def guided(self) -> int:
+        """How many of these a model of the others proposed."""
+        return int(self.complete["origin"].isin(GUIDED).sum())
 
 
 def load_searches(files: Sequence[Path]) -> list[Search]:
@@ -60,45 +69,60 @@ def load_searches(files: Sequence[Path]) -> list[Search]:
     documents = [printable(read_search(file)) for file in files]
     labels = labels_of(documents, files)
     return [
-        Search(f"Search of {label}", f"search-{slug_of(label, number)}", document)
-        for number, (label, document) in enumerate(zip(labels, documents, strict=True))
+        Search(
+            f"Search of {label}",
+            f"search-{slug_of(label, number)}",
+            file.parent,
+            document,
+            tuple(d for d in documents if d is not document and _kind(d) == _kind(document)),
+        )
+        for number, (label, file, document) in enumerate(zip(labels, files, documents, strict=True))
     ]
 
 
+def _kind(document: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What has to be the same so that two searches compare."""
+    return document["model"]["name"], document["law"], document["space"]
+
+
+def progress(document: Mapping[str, Any]) -> pd.DataFrame:
+    """Complete trials in their order: trial, seconds so far, proposer, speedup, best so far."""
+    complete = [trial for trial in document["trials"] if trial["state"] == "complete"]
+    complete.sort(key=lambda trial: int(trial["number"]))
+    frame = pd.DataFrame(
+        {
+            "trial": range(1, len(complete) + 1),
+            "seconds": np.cumsum([trial["seconds"] or 0.0 for trial in complete]),
+            "proposer": [trial["origin"].partition(":")[0] for trial in complete],
+            "speedup": [float(trial["speedup"]) for trial in complete],
+        }
+    )
+    return frame.assign(best=frame["speedup"].cummax())
+
+
 _TRIAL_COLUMNS = [
-    "number", "origin", "state", "left_out", "attention", "mlp", "rounded",
-    "tokens_per_second", "speedup", "forced_speedup", "score", "acceptance", "draft_cost", "bound",
-    "max_draft_length", "threshold", "seconds", "copy_of", "controller",
+    "number", "origin", "state", "left_out", "attention", "mlp", "rounded", "draft_vocabulary",
+    "speedup", "acceptance", "draft_cost", "bound", "draft_length", "positions", "seconds",
 ]  # fmt: skip
 
 
 def trials(search: Search) -> pd.DataFrame:
-    """Every trial, the best score first; a failed one has no numbers.
+    """Every trial, the best first; a failed one has no numbers.
 
-    `speedup` is never below plain's, as a draft that does not pay is turned off; `forced_speedup`
-    is where it may not be. `score` is the latter where drafting does not pay and it is known.
     `front`: no other trial accepts as much for less.
     """
     rows = []
     for trial in search.document["trials"]:
-        row = {key: trial.get(key) for key in ("number", "origin", "state")}
+        row = {key: trial.get(key) for key in _TRIAL_COLUMNS}
         if trial["state"] == "complete":
-            forced = _number(trial["forced_speedup"])
-            flat = trial["speedup"] <= PAYS and not np.isnan(forced)
-            row |= {
-                **{key: trial[key] for key in _TRIAL_COLUMNS if key in trial},
-                **_sets(trial),
-                "tokens_per_second": trial["value"],
-                "score": forced if flat else trial["speedup"],
-                "bound": 1 / trial["draft_cost"],
-            }
+            row |= {**_sets(trial), "bound": 1 / trial["draft_cost"]}
         rows.append(row)
     frame = pd.DataFrame(rows, columns=_TRIAL_COLUMNS)
-    first, last = (_TRIAL_COLUMNS.index(name) for name in ("tokens_per_second", "copy_of"))
-    frame = frame.astype(dict.fromkeys(_TRIAL_COLUMNS[first : last + 1], float))
+    first = _TRIAL_COLUMNS.index("draft_vocabulary")
+    frame = frame.astype(dict.fromkeys(_TRIAL_COLUMNS[first:], float))
     frame = frame.astype({"left_out": "Int64"})
     frame["front"] = front(frame["draft_cost"].to_numpy(), frame["acceptance"].to_numpy())
-    return frame.sort_values(["score", "number"], ascending=[False, True], ignore_index=True)
+    return frame.sort_values(["speedup", "number"], ascending=[False, True], ignore_index=True)
 
 
 def front(costs: NDArray[np.float64], acceptances: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -125,14 +149,11 @@ _CONFIRMED = (
 def finalists(search: Search) -> pd.DataFrame:
     """The finalists in the file's order: priced, and measured where they were.
 
-    `predicted` is of the traced prompts, `held_out` of the others, `forecast` the latter where
-    known; `efficiency` = measured / forecast.
+    `efficiency` = measured / predicted.
     """
     rows = []
     for finalist in search.finalists:
         done = finalist["confirmed"] or {}
-        held_out = _number(finalist["predicted_held_out"])
-        forecast = finalist["predicted"] if np.isnan(held_out) else held_out
         measured = _number(done.get("speedup"))
         roles = {"winner": "winner", "best_exit": "best exit"}
         named = [w for key, w in roles.items() if search.document[key] == finalist["name"]]
@@ -148,10 +169,8 @@ def finalists(search: Search) -> pd.DataFrame:
                 **finalist["decoding"],
                 "lookup": bool(finalist["decoding"].get("lookup")),
                 "predicted": finalist["predicted"],
-                "held_out": held_out,
-                "forecast": forecast,
                 "measured": measured,
-                "efficiency": measured / forecast,
+                "efficiency": measured / finalist["predicted"],
                 **{name: _number(done.get(name)) for name in _CONFIRMED},
             }
         )

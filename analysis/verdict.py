@@ -143,56 +143,76 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
 
 
 def judge_search(search: Search) -> Verdict:
-    """The verdict on a search: its winner, or the best there was, and what to do with it."""
+    """The verdict on a search: what to type now, what that brings, and why."""
     table, document = searches.finalists(search), search.document
-    verdict = Verdict(search.label, _faults(table, "name"))
-    where = f"{document['model']['name']} ({setting(document)})"
+    verdict = Verdict(search.label, _faults(table, "name"), [_what_to_type(search)])
     lines = {row["name"]: row for _, row in table.iterrows()}
-    winner = lines.get(document["winner"])
+    winner, best = lines.get(document["winner"]), lines.get(document["best_exit"])
+    if winner is None and len(table):
+        timed = table.dropna(subset=["measured"])
+        winner = table.loc[
+            timed["measured"].idxmax() if len(timed) else table["predicted"].idxmax()
+        ]
+        if not len(timed) and winner["predicted"] > PAYS:
+            verdict.advice = [TIME_THEM]
+    elif winner is not None:
+        untimed = math.isnan(winner["measured"])
+        verdict.advice = [TIME_THEM] if untimed else _more_prompts(winner, winner["measured"])
     if winner is not None:
-        but = ", but it is not distinguishable from plain" if winner["low"] <= 1 else ""
+        but = ", not distinguishable from plain" if winner["low"] <= 1 else ""
         verdict.lines.append(
-            f"The search found {winner['name']}, a draft that {_draft(search, winner)}{but} "
+            f"The best draft found, {winner['name']}, {_draft(search, winner)}{but} "
             f"({setting(document)}): it {_speed(winner)}."
         )
-        best = lines.get(document["best_exit"])
         if best is not None and best["name"] != winner["name"]:
             verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
         verdict.lines.append(
-            f"Its draft step costs c = {winner['draft_cost']:.2f} target steps (no draft at that "
-            f"price gains more than {winner['bound']:.1f} times)"
-            + ("." if math.isnan(winner["alpha"]) else f", alpha is {winner['alpha']:.2f}.")
+            f"A step of that draft costs c = {winner['draft_cost']:.2f} target steps, and alpha, "
+            f"the share of its first tokens that are right, is {winner['alpha']:.2f}."
         )
-        verdict.advice = _with_winner(winner, bool(verdict.faults))
-    else:
-        verdict.lines.append(f"The search names no winner for {where}.")
-        verdict.advice = [PLAIN]
-        if len(table):
-            timed = table.dropna(subset=["measured"])
-            best = table.loc[
-                timed["measured"].idxmax() if len(timed) else table["forecast"].idxmax()
-            ]
-            verdict.lines.append(f"Of its finalists the best, {best['name']}, {_speed(best)}.")
-            if not len(timed) and best["forecast"] > PAYS:
-                verdict.advice = [TIME_THEM]
-        verdict.lines.append(
-            f"No set of this space can be more than {document['bound']:.1f} times as fast."
-        )
-    if document.get("keep_default"):
-        verdict.lines.insert(
-            1,
-            "Keep the default: what `layerskip generate` drafts unasked is as fast, as far as "
-            f"these prompts tell ({document['default']['speedup']:.2f} times plain); skip.json "
-            "does the same.",
-        )
-        name = document["model"]["name"]
-        verdict.advice = [f"layerskip generate {name} --prompt TEXT (without --skip)"]
+    verdict.lines.append(
+        f"No draft of this space can be more than {document['bound']:.1f} times as fast."
+    )
     failed = int((search.trials["state"] != "complete").sum())
     verdict.lines.append(
-        f"Trials: {len(search.trials)}{f' ({failed} failed)' if failed else ''}, in the "
-        f"{document['space']['kind']} space of {document['space']['size']:,} sets."
+        f"Trials {len(search.complete)}, of which guided {search.guided}"
+        f"{f' ({failed} more failed)' if failed else ''}, in the {document['space']['kind']} space "
+        f"of {document['space']['size']:,} sets."
     )
     return verdict
+
+
+def _what_to_type(search: Search) -> str:
+    """The command that is fastest now, and what it brings over the one without a skip config."""
+    document = search.document
+    name, default = document["model"]["name"], document["default"]
+    plain = f"layerskip generate {name} --prompt TEXT"
+    has = "" if default is None else f" ({default['speedup']:.2f} times plain decoding)"
+    if document["keep_default"]:
+        return (
+            f"Type `{plain}`, without --skip: its default drafts{has} are as fast as anything "
+            "found, as far as these prompts tell."
+        )
+    best = next((each for each in search.finalists if each["name"] == document["winner"]), None)
+    if best is None:
+        if not len(search.complete):
+            return "No trial fitted into the time: search again with a longer --timeout."
+        return f"Type `{plain} --no-draft`: nothing found is faster than plain decoding."
+    with_it = f"Type `{plain} --skip {search.folder}/skip.json`"
+    timed = best["confirmed"]
+    if timed is None:
+        return f"{with_it}: it should be {best['predicted']:.2f} times as fast as plain decoding."
+    over = timed["over_default"]
+    low, high = (_number(over[end]) for end in ("low", "high"))
+    return (
+        f"{with_it}: it is {over['speedup']:.2f} times as fast as without{has}"
+        f"{'' if math.isnan(low) else f', {low:.2f} to {high:.2f}'}, and {timed['speedup']:.2f} "
+        "times as fast as plain decoding."
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _draft(search: Search, row: Any) -> str:
@@ -212,23 +232,11 @@ def _draft(search: Search, row: Any) -> str:
 def _speed(row: Any) -> str:
     """How fast a finalist was, or by its price should be."""
     if math.isnan(row["measured"]):
-        return f"is priced at {row['forecast']:.2f} times plain decoding and has not been timed"
+        return f"is priced at {row['predicted']:.2f} times plain decoding and has not been timed"
     return (
         f"was {row['measured']:.2f} times as fast as plain decoding on the clock "
-        f"({_interval(row)}, n = {row['prompts']:.0f}; priced at {row['forecast']:.2f})"
+        f"({_interval(row)}, n = {row['prompts']:.0f}; priced at {row['predicted']:.2f})"
     )
-
-
-def _with_winner(winner: Any, faulty: bool) -> list[str]:
-    if math.isnan(winner["measured"]):
-        return [TIME_THEM]
-    advice = []
-    if not faulty and not winner["low"] <= 1:
-        advice.append(
-            "Give the search's skip.json to --skip, or put it beside the checkpoint as "
-            "layerskip.json."
-        )
-    return advice + _more_prompts(winner, winner["measured"])
 
 
 def judge_trainings(of: Trainings) -> Verdict:

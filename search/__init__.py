@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerskip.search.pipeline import search
-    from layerskip.search.stages import SearchResult
+    from layerskip.search.pipeline import SearchResult, search
 
 __all__ = ["SearchResult", "search"]
 

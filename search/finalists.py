@@ -1,7 +1,6 @@
-"""The best few drafts of a study: replayed whole, then timed in turn with plain decoding.
+"""The best few drafts of a study: replayed whole, given a controller, and timed.
 
-They are priced anew as decoding prices them, predicted for held-out prompts, and confirmed on these
-by the clock, which names the winner.
+They are timed in turn with plain decoding and the default drafts, and the clock names the winner.
 """
 
 from __future__ import annotations
@@ -10,32 +9,29 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from itertools import chain, product
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 from optuna import Study
-from optuna.trial import FrozenTrial
 from torch import Tensor
 
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.costs.pricing import passes_table
 from layerskip.costs.ratios import decoding_totals, times_over
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.engine import Request
+from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.replay.drafts import Replay, replay
-from layerskip.replay.trace import Trace
-from layerskip.search.objective import Choice, LookedUp, Objective, best_choice, choices, speedup
-from layerskip.search.sampler import finished_sets, read_history
-from layerskip.search.space import Space
-from layerskip.timing.tables import analytic, cost_tables
+from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
+from layerskip.search.objective import Objective
+from layerskip.search.study import finished_sets, value_of
 
-MORE = 2
-"""So many more configs are replayed whole than finalists are wanted."""
-PRICING_SECONDS = 2.0
-"""For the costs of a finalist: sweeps of a large model take long."""
-
+THRESHOLDS = (0.4, 0.6, 0.8)
+"""Of the `confidence` and `adaptive-threshold` controllers."""
+TOLERANCE = 1.01
+"""`expected-gain`, safe on other texts too, is taken if none is better by more than this."""
 DEFAULT = "default"
 """What the method is called that drafts as `generate` does unasked."""
 
@@ -62,166 +58,176 @@ def within(items: Iterable[T], until: float) -> Iterator[tuple[int, T]]:
         longest = max(longest, time.monotonic() - began)
 
 
+class Choice(NamedTuple):
+    """How to decode with a draft, and the speedup over plain decoding that is expected of it."""
+
+    decoding: DecodingOptions
+    speedup: float
+
+
+class LookedUp(NamedTuple):
+    """What is looked up along the texts, and what rounds of it cost."""
+
+    replay: Replay
+    costs: CostTable
+
+
 @dataclass(slots=True)
 class Finalist:
     """A config that is worth timing.
 
     Attributes:
         name: of the method that it is timed as.
-        trial: number of its trial in the study; None of the default draft, which is no trial's.
+        trial: number of its trial in the study.
         skip: resolved, with decoding options and costs.
         drafts: its replay along the traced prompts.
-        costs, looked_up: what rounds of it cost, and of lookups.
-        predicted_held_out: speedup over plain decoding of the same options on held-out prompts.
+        predicted: speedup over plain decoding of whole replays, on the traced prompts.
         confirmed: what the clock said: the block of a search file.
     """
 
     name: str
-    trial: int | None
+    trial: int
     skip: SkipConfig
     drafts: Replay
-    choice: Choice
     costs: CostTable
-    looked_up: CostTable
-    predicted_held_out: float | None = None
+    predicted: float
     confirmed: dict[str, Any] | None = None
+
+    @property
+    def decoding(self) -> DecodingOptions:
+        assert self.skip.decoding is not None
+        return self.skip.decoding
 
     @property
     def alpha(self) -> float:
         """Probability that the first token of a draft is accepted, on the traced prompts."""
         return self.drafts.survival[0]
 
-    @property
-    def predicted(self) -> float:
-        """Speedup over plain decoding of whole replays, on the traced prompts."""
-        return self.choice.speedup
 
-    @property
-    def price(self) -> float:
-        """The speedup predicted on held-out prompts, or, where there are none, on the traced."""
-        return self.predicted if self.predicted_held_out is None else self.predicted_held_out
-
-    def decide(self, looked_up: Replay) -> None:
-        """Choose how to decode, by the costs that it has, perhaps with lookups."""
-        ways = choices(self.drafts, self.costs, LookedUp(looked_up, self.looked_up))
-        self.choice = best_choice(ways[1:])  # of those that draft
-        tokens = self.skip.draft_vocabulary
-        self.skip = replace(
-            self.skip,
-            decoding=replace(self.choice.decoding, draft_vocabulary=tokens),
-            costs={**(self.skip.costs or {}), **self.costs.to_dict()},
+def controllers(longest: int) -> list[DecodingOptions]:
+    """The controllers to choose from, `expected-gain` last."""
+    fixed = [
+        DecodingOptions(controller="fixed", max_draft_length=length)
+        for length in range(1, longest + 1)
+    ]
+    stopping = [
+        DecodingOptions(controller=name, max_draft_length=length, threshold=threshold)
+        for name, length, threshold in product(
+            ("confidence", "adaptive-threshold"), sorted({min(4, longest), longest}), THRESHOLDS
         )
+    ]
+    return [*fixed, *stopping, DecodingOptions(controller="expected-gain")]
+
+
+def choices(
+    drafts: Replay, costs: CostTable, looked_up: LookedUp | None, *, all_controllers: bool = True
+) -> list[Choice]:
+    """Ways to decode with a draft, with their speedups along its replay; `expected-gain` last.
+
+    Args:
+        looked_up: None: nothing is looked up beside the draft.
+        all_controllers: False: only `expected-gain` is considered.
+    """
+    ways = controllers(drafts.draft_length)
+    ways = ways if all_controllers else ways[-1:]
+    if looked_up is not None:
+        ways.append(replace(ways[-1], lookup=True))
+    return [Choice(how, speedup(drafts, costs, how, looked_up)) for how in ways]
+
+
+def speedup(
+    drafts: Replay, costs: CostTable, how: DecodingOptions, looked_up: LookedUp | None = None
+) -> float:
+    """Over plain decoding, of one way to decode the replay's texts, each alone."""
+    length = how.max_draft_length or drafts.draft_length
+    if how.controller in ("fixed", "confidence"):
+        counts = count_rounds(drafts, length, how.threshold or 0.0)
+        return drafts.trace.starts / sum(n * costs.round_cost(d) for d, n in enumerate(counts))
+    sources, paid, expected = [drafts], [costs], [costs]
+    if how.lookup:
+        assert looked_up is not None
+        sources.insert(0, looked_up.replay)
+        paid.insert(0, looked_up.costs)
+        expected.insert(0, replace(costs, draft=0.0))  # what a skip config's costs say of lookups
+    controller = make_controller(
+        how.controller or "expected-gain",
+        max_draft_length=length,
+        threshold=how.threshold,
+        costs=expected,
+        priors=[each.source.prior for each in sources],
+        sampling=drafts.trace.law.do_sample,
+    )
+    rounds = chain.from_iterable(
+        simulate(sources, controller, [text], max_draft_length=length)
+        for text in range(len(drafts.texts))
+    )
+    return tokens_per_step(rounds, paid)
+
+
+def best_choice(ways: Sequence[Choice]) -> Choice:
+    """The fastest; `expected-gain` in place of another that is better within TOLERANCE.
+
+    With lookups for preference: they may do nothing for these texts, and much for others.
+    """
+    best = max(ways, key=lambda choice: choice.speedup)
+    adaptive = (each for each in reversed(ways) if each.decoding.controller == "expected-gain")
+    return next((each for each in adaptive if each.speedup * TOLERANCE >= best.speedup), best)
 
 
 def choose(
     study: Study,
-    space: Space,
     objective: Objective,
     count: int,
+    parts: frozenset[str],
     progress: Progress = silent,
     until: float = math.inf,
 ) -> list[Finalist]:
-    """The configs of the highest predicted speedup by whole replays, best first.
+    """The sets of the highest values, replayed whole, the highest prediction first.
 
-    The best early exit of the study is among them, as one more where it is none of the best, and so
-    is, in a space with healed weights, the best config that has them. Configs that skip nothing are
-    not: plain decoding is timed anyway. None but the first is replayed where it would end after
-    `until` (of `time.monotonic`).
+    The best early exit of the study is among them, as one more where it is none of the best.
+    Plain decoding, the set that skips nothing, is not: it is timed anyway. None but the first is
+    replayed where it would end after `until` (of `time.monotonic`).
+
+    Args:
+        parts: of the search: whether `lookup` joins, and a `controller` is chosen.
     """
-    trials = finished_sets(study.get_trials(deepcopy=False))
+    space, trace = objective.space, objective.trace
+    trials = finished_sets(study, space)
     trials.pop(0, None)
-    scores = read_history(study).scores
-    ranked = sorted(trials, key=lambda mask: -scores[mask])
-    exits = {space.exit_mask(layer) for layer in range(1, space.num_layers)}
-    kinds = (exits.__contains__, lambda mask: space.skip_config(mask).trained is not None)
-
-    def best_of(masks: Sequence[int], many: int) -> list[int]:
-        """So many of the first, and the first of each kind."""
-        firsts = [next(filter(kind, masks), None) for kind in kinds]
-        return [mask for n, mask in enumerate(masks) if n < many or mask in firsts]
-
-    looked_at = best_of(ranked, count + MORE)
-    finalists: dict[int, Finalist] = {}
-    for number, mask in within(looked_at, until):
-        progress("the best drafts, replayed whole", number / len(looked_at))
-        finalists[mask] = _finalist(trials[mask], space, mask, objective)
-    best = sorted(finalists, key=lambda mask: -finalists[mask].predicted)
-    return [finalists[mask] for mask in best_of(best, count)]
-
-
-def _finalist(trial: FrozenTrial, space: Space, mask: int, objective: Objective) -> Finalist:
-    skip = space.skip_config(mask)
-    size = trial.user_attrs.get("draft_vocabulary")
-    depth = next((e for e in range(1, space.num_layers) if space.exit_mask(e) == mask), None)
-    name = f"trial-{trial.number}" if depth is None else f"exit-{depth}"
-    origin = str(trial.user_attrs.get("origin")).removeprefix("seed:")
-    if space.bits and origin.startswith(f"{space.bits}-bits"):
-        name = origin  # a warm start that says what it is
-    return _replayed(name, trial.number, skip, size, objective.costs(skip, size), objective)
-
-
-def default_draft(skip: SkipConfig, objective: Objective) -> Finalist:
-    """What drafts without a search, to be timed too; its costs are a guess until `price_again`."""
-    model = objective.trace.model
-    skip = skip.resolve(model.num_layers)
-    return _replayed("before", None, skip, None, analytic(model, skip), objective)
-
-
-def _replayed(
-    name: str,
-    trial: int | None,
-    skip: SkipConfig,
-    size: int | None,
-    costs: CostTable,
-    objective: Objective,
-) -> Finalist:
-    """A finalist with a draft vocabulary of a size, as the costs given say that it decodes best."""
-    drafts = replay(objective.trace, skip, allowed=objective.allowed(size))
-    tokens = None if size is None else objective.vocabulary(size)
-    where = {"batch_size": 1, "draft_vocabulary": size or objective.trace.model.vocabulary}
-    finalist = Finalist(
-        name=name,
-        trial=trial,
-        skip=replace(
-            skip,
-            decoding=DecodingOptions(draft_vocabulary=tokens),
-            costs={**costs.to_dict(), **objective.cost.get("place", {}), **where},
-        ),
-        drafts=drafts,
-        choice=Choice(DecodingOptions(enabled=False), 1.0),
-        costs=costs,
-        looked_up=objective.looked_up.costs,
+    ranked = sorted(
+        (mask for mask, trial in trials.items() if not trial.user_attrs.get("ended_early")),
+        key=lambda mask: -value_of(trials[mask]),
     )
-    finalist.decide(objective.looked_up.replay)
-    return finalist
-
-
-def price_again(finalist: Finalist, looked_up: Replay, request: Request) -> None:
-    """Take the costs that decoding would measure for a request of one row, and decide anew.
-
-    A search prices hundreds of drafts by their parts; a few can be timed as they run.
-    """
-    model, tokens = finalist.drafts.trace.model, finalist.skip.draft_vocabulary
-    if tokens is not None:
-        model = model.trimmed(tokens)
-    context = int(request.input_ids.shape[1])
-    drafts: list[SkipConfig | Lookup] = [Lookup(), finalist.skip]
-    costs = cost_tables(model, drafts, request, seconds=PRICING_SECONDS)
-    if costs[1].at(context).source == "measured":
-        finalist.looked_up, finalist.costs = (each.at(context) for each in costs)
-        finalist.decide(looked_up)
-
-
-def predict(finalist: Finalist, trace: Trace) -> float:
-    """Speedup over plain decoding that a finalist's options are expected to bring on a trace."""
-    skip, how = finalist.skip, finalist.choice.decoding
-    allowed = None
-    if skip.draft_vocabulary is not None:
-        allowed = torch.zeros(len(trace.texts), trace.model.vocabulary, dtype=torch.bool)
-        allowed[:, skip.draft_vocabulary] = True
-    drafts = replay(trace, skip, how.max_draft_length, allowed=allowed)
-    looked_up = replay(trace, Lookup(), how.max_draft_length)
-    return speedup(drafts, finalist.costs, how, LookedUp(looked_up, finalist.looked_up))
+    depths = {space.exit_mask(layer): layer for layer in range(1, space.num_layers)}
+    exit_set = next((mask for mask in ranked if mask in depths), None)
+    chosen = [mask for n, mask in enumerate(ranked) if n < count or mask == exit_set]
+    looked_up = None
+    if "lookup" in parts:
+        passes = passes_table(objective.cost, trace.context)
+        looked_up = LookedUp(replay(trace, Lookup()), passes)
+    finalists = []
+    for number, mask in within(chosen, until):
+        progress("the best drafts, replayed whole", number / len(chosen))
+        trial, size = trials[mask], space.vocabulary(mask)
+        skip, costs = space.skip_config(mask), objective.costs(mask)
+        drafts = replay(trace, skip, allowed=objective.allowed(size))
+        ways = choices(drafts, costs, looked_up, all_controllers="controller" in parts)
+        decoding, predicted = best_choice(ways)
+        tokens = None if size is None else objective.vocabulary(size)
+        where = {"batch_size": 1, "draft_vocabulary": size or trace.model.vocabulary}
+        origin = str(trial.user_attrs.get("origin"))
+        name = f"trial-{trial.number}"
+        if mask in depths:
+            name = f"exit-{depths[mask]}"
+        elif origin.startswith("first:"):
+            name = origin.removeprefix("first:")
+        skip = replace(
+            skip,
+            decoding=replace(decoding, draft_vocabulary=tokens),
+            costs={**costs.to_dict(), **objective.cost.get("place", {}), **where},
+        )
+        finalists.append(Finalist(name, trial.number, skip, drafts, costs, predicted))
+    return sorted(finalists, key=lambda finalist: -finalist.predicted)
 
 
 def confirm(
@@ -248,7 +254,7 @@ def confirm(
     """
     methods = [Engine(model, task), Engine(model, task, DEFAULT, default, lookup=True)]
     for each in finalists:
-        lookup = each.choice.decoding.lookup is True
+        lookup = each.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
     decoded = decoded_records(
         model, task, methods, prompts, repeats=repeats, until=until, note=progress
@@ -267,17 +273,6 @@ def confirm(
             **_counts([each for each in decoded if each["method"] == finalist.name]),
         }
     return plain.rate, times_over(usual, plain)
-
-
-def keeps_default(best: Finalist | None, default: Mapping[str, Any] | None) -> bool:
-    """Whether the fastest is no faster than the default by more than prompts differ.
-
-    Where nothing else gains, the default is kept if it does.
-    """
-    if default is None or best is None or best.confirmed is None:
-        return best is None and default is not None and default["speedup"] > 1
-    low = best.confirmed["over_default"]["low"]
-    return low is None or low <= 1
 
 
 def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -299,11 +294,10 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def winner(finalists: Sequence[Finalist]) -> Finalist | None:
-    """The fastest that gains, on the clock or, where none was timed, by its price; None: plain."""
-    gaining = [finalist for finalist in finalists if gains(finalist)]
+    """The fastest that gains, on the clock or, where none was timed, as predicted; None: plain."""
     return max(
-        gaining,
-        key=lambda each: each.confirmed["speedup"] if each.confirmed else each.price,
+        filter(gains, finalists),
+        key=lambda each: each.confirmed["speedup"] if each.confirmed else each.predicted,
         default=None,
     )
 
@@ -311,11 +305,22 @@ def winner(finalists: Sequence[Finalist]) -> Finalist | None:
 def gains(finalist: Finalist) -> bool:
     """Whether a draft is taken to be faster than plain decoding.
 
-    Price and clock must both say so, or the clock's interval exclude 1: of several drafts that gain
-    nothing, noise makes one look faster. What was not timed is believed its price.
+    Prediction and clock must both say so, or the clock's interval exclude 1: of several drafts that
+    gain nothing, noise makes one look faster. What was not timed is believed its prediction.
     """
-    price, timed = finalist.price > 1.0, finalist.confirmed
+    foreseen, timed = finalist.predicted > 1.0, finalist.confirmed
     if timed is None:
-        return price
+        return foreseen
     sure = timed["low"] is not None and timed["low"] > 1.0
-    return sure or (price and timed["speedup"] > 1.0)
+    return sure or (foreseen and timed["speedup"] > 1.0)
+
+
+def keeps_default(best: Finalist | None, default: Mapping[str, Any] | None) -> bool:
+    """Whether the fastest is no faster than the default by more than prompts differ.
+
+    Where nothing else gains, the default is kept if it does.
+    """
+    if default is None or best is None or best.confirmed is None:
+        return best is None and default is not None and default["speedup"] > 1
+    low = best.confirmed["over_default"]["low"]
+    return low is None or low <= 1

@@ -1,71 +1,94 @@
-"""The space that fits a live model: its layers, precisions and experts, and its texts."""
+"""The space that fits a live model, and how much each of its sublayers changes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.config import SkipConfig, Trained
+from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
-from layerskip.search.space import Space
+from layerskip.search.space import KINDS, Space
 
 WINDOWS = (256, 1024, 4096)
 """Windows that drafts are searched with, where texts are long; shorter ones save nothing more."""
+VOCABULARIES = (8, 2)
+"""Parts of the vocabulary that drafts may be limited to."""
+POSITIONS = 256
+"""Tokens that the influence of sublayers is measured on."""
+PARTS = ("bits", "experts", "window", "vocabulary", "lookup", "controller")
+"""What a search tries beside leaving sublayers out."""
 
 Bits = Literal["auto", 8, 4] | None
 
 
-def space_for(
-    model: Any,
-    execution: str,
-    first: Mapping[str, SkipConfig],
-    *,
-    kind: str,
-    bits: Bits = "auto",
-    allow_ends: bool = False,
-    cost: Mapping[str, Any] | None = None,
-    context: int = 0,
-) -> Space:
-    """The space to search, around the config to try first that is healed, if one is.
-
-    Its low precision is that config's, or as asked; "auto" is what a given `cost` has prices for,
-    else 8 where passes are native: only they have products of 8 bits that are faster than exact
-    ones on every machine. It has windows where texts of `context` tokens are long enough.
+def parts_of(space: str) -> tuple[str, frozenset[str]]:
+    """The kind that a comma-separated list names, and its parts: all where it names none.
 
     Raises:
-        ValueError: another precision was asked for than that of the healed config.
+        ValueError: another word, or two kinds.
     """
+    words = [word.strip() for word in space.split(",")]
+    kinds, parts = ([w for w in words if w in names] for names in (KINDS, PARTS))
+    unknown = [word for word in words if word not in (*kinds, *parts)]
+    if unknown or len(kinds) > 1:
+        wrong = repr(unknown[0]) if unknown else " and ".join(kinds)
+        raise ValueError(
+            f"space must be one of {', '.join(KINDS)}, and any of {', '.join(PARTS)}, divided by "
+            f"commas; got {wrong}"
+        )
+    return kinds[0] if kinds else "sublayer", frozenset(parts or PARTS)
+
+
+def space_for(
+    opened: Sublayers,
+    space: str = "sublayer",
+    *,
+    bits: Bits = "auto",
+    allow_ends: bool = False,
+    first: Sequence[SkipConfig] = (),
+    context: int = 0,
+) -> Space:
+    """The space to search in a model; `space` as of `parts_of`.
+
+    Automatic bits are 8 where passes are native: only they have products of 8 bits that are faster
+    than exact ones on every machine. It has windows where texts of `context` tokens are long
+    enough. Around the first config of `first` that is healed, all that is low is healed likewise.
+
+    Raises:
+        ValueError: as `parts_of`; another precision was asked for than that of the healed config.
+    """
+    kind, parts = parts_of(space)
     head: Literal[8, 4] | None = None
-    trained = None
-    for name, skip in first.items():
-        if skip.trained is None or skip.low is None:
-            continue
-        low, trained = skip.low, skip.trained
+    trained: Trained | None = None
+    healed = next((skip for skip in first if skip.trained and skip.low), None)
+    if healed is not None and healed.low is not None:
+        trained, low = healed.trained, healed.low
         if bits not in ("auto", low.bits):
             raise ValueError(
-                f"skip config {name} is healed in {low.bits} bits, and {bits or 'no'} bits were "
-                "asked for; leave them out"
+                f"a skip config to try first is healed in {low.bits} bits, and {bits or 'no'} bits "
+                "were asked for; leave them out"
             )
         bits, head = low.bits, None if isinstance(low.head, bool) else low.head
-        break
-    if bits == "auto" and cost is not None:
-        bits = cost.get("low_bits")
-    opened = Sublayers(model, execution)
     if bits == "auto":
         bits = 8 if opened.execution == "native" else None
+    trims = "vocabulary" in parts and head_refusal(opened.unembedding) is None
     return Space(
         kind=kind,
         num_layers=opened.num_layers,
         allow_ends=allow_ends,
-        bits=bits,
+        bits=bits if "bits" in parts else None,
         head=head,
         trained=trained,
         read=tuple(opened.read_layers),
-        experts=_fewer_experts(opened),
-        windows=windows_for(opened, context),
+        experts=_fewer_experts(opened) if "experts" in parts else (),
+        windows=windows_for(opened, context) if "window" in parts else (),
+        vocabularies=tuple(opened.vocabulary // part for part in VOCABULARIES) if trims else (),
     )
 
 
@@ -87,3 +110,29 @@ def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
     top, beside = opened.mixtures[0].top, opened.mixtures[0].beside
     fewer = {top // 2, 1, *((0,) if beside else ())} - ({top} if beside else {top, 0})
     return tuple(sorted(fewer, reverse=True))
+
+
+@torch.no_grad()
+def influence(opened: Sublayers, texts: Sequence[Any], positions: int = POSITIONS) -> list[float]:
+    """By sublayer, 1 - the cosine similarity of hidden states before and behind it.
+
+    One pass over the ends of texts; what is least is likeliest to be missed least (CLaSp, Chen et
+    al. 2025, arXiv 2505.24196, chooses layers by it).
+
+    Args:
+        texts: with `tokens`, (T,) each.
+        positions: of all texts together.
+    """
+    each = max(1, positions // len(texts))
+    changes: list[Tensor] = []  # (2L,) each
+    for text in texts:
+        hidden, step = opened.first_pass(text.tokens.to(opened.device)[None])  # (1, T, H)
+        alike = []
+        for sublayer in range(opened.num_sublayers):
+            before = hidden.clone()
+            hidden = opened.run(hidden, step, [sublayer])
+            near = F.cosine_similarity(before[0, -each:].float(), hidden[0, -each:].float(), dim=-1)
+            alike.append(near.mean())
+        changes.append(1.0 - torch.stack(alike))
+    found: list[float] = torch.stack(changes).mean(0).clamp_min(0.0).tolist()
+    return found

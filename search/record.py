@@ -9,46 +9,40 @@ from optuna.trial import TrialState
 
 from layerskip.config import SkipConfig
 from layerskip.search.finalists import Finalist
-from layerskip.search.sampler import claimed, value_of
 from layerskip.search.space import Space
+from layerskip.search.study import value_of
 
 if TYPE_CHECKING:
-    from layerskip.search.stages import Search
-
-_WORTH = ("acceptance", "max_draft_length", "threshold", "draft_vocabulary", "copy_of")
+    from layerskip.search.pipeline import Search
 
 
-def trials_table(study: Study, space: Space, step_seconds: float) -> list[dict[str, Any]]:
-    """The trials that ended, as a search file has them: values are tokens a second here."""
+def trials_table(study: Study, space: Space) -> list[dict[str, Any]]:
+    """The trials that ended, as a search file has them."""
     rows = []
-    for trial in study.get_trials(deepcopy=False):
-        worth, mask = trial.user_attrs, claimed(trial)
-        row: dict[str, Any] = {"number": trial.number, "origin": worth.get("origin")}
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)):
+        row: dict[str, Any] = {"number": trial.number, "origin": trial.user_attrs.get("origin")}
         if trial.state is TrialState.FAIL:
             rows.append({**row, "state": "failed"})
-        if trial.state is not TrialState.COMPLETE or mask is None:
             continue
-        skip, value, guide = space.skip_config(mask), value_of(trial), worth.get("guide")
+        mask, worth = space.from_params(trial.params), trial.user_attrs["worth"]
+        seconds = trial.duration.total_seconds() if trial.duration else None
         rows.append(
             {
                 **row,
                 "state": "complete",
-                **_sets(skip),
-                "value": value / step_seconds,
-                "guide": None if guide is None else guide / step_seconds,
-                "speedup": value,
-                "forced_speedup": guide,
-                "draft_cost": worth["draft_cost"],
-                "controller": worth.get("controller", "plain"),
-                "seconds": trial.duration.total_seconds() if trial.duration else None,
-                **{name: worth.get(name) for name in _WORTH},
+                **_sets(space.skip_config(mask)),
+                "draft_vocabulary": space.vocabulary(mask),
+                "speedup": value_of(trial),
+                **{name: worth[name] for name in ("acceptance", "draft_cost", "draft_length")},
+                "positions": worth["positions"],
+                "seconds": seconds,
             }
         )
     return rows
 
 
 def _finalist_row(finalist: Finalist) -> dict[str, Any]:
-    skip, decoding = finalist.skip, finalist.choice.decoding
+    skip, decoding = finalist.skip, finalist.decoding
     names = ("controller", "max_draft_length", "threshold")
     return {
         "name": finalist.name,
@@ -64,7 +58,6 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
         "draft_cost": finalist.costs.draft,
         "verify": list(finalist.costs.verify),
         "predicted": finalist.predicted,
-        "predicted_held_out": finalist.predicted_held_out,
         "confirmed": finalist.confirmed,
     }
 
@@ -79,19 +72,25 @@ def search_record(search: Search) -> dict[str, Any]:
     """The search file, but for what its writer knows: header, and the prompts' names."""
     exits = {f"exit-{layer}" for layer in range(1, search.space.num_layers)}
     names = [finalist.name for finalist in search.finalists]
-    step = search.objective.step_seconds
-    switches = len(search.space.switches) or 1
+    step, switches = search.objective.step_seconds, len(search.space.switches) or 1
     return {
-        "space": {**search.space.to_dict(), "switches": switches, "size": search.space.size},
+        "space": {
+            **search.space.to_dict(),
+            "parts": sorted(search.parts),
+            "switches": switches,
+            "size": search.space.size,
+        },
+        "sampler": search.sampler,
         "trace": {
             "texts": len(search.trace.texts),
             "starts": search.trace.starts,
             "draft_length": search.trace.draft_length,
         },
+        "influence": search.influence,
         "cost": search.objective.cost,
         "step_seconds": step,
         "bound": search.bound,
-        "trials": trials_table(search.study, search.space, step),
+        "trials": trials_table(search.study, search.space),
         "finalists": [_finalist_row(finalist) for finalist in search.finalists],
         "plain": {
             "predicted_tokens_per_second": 1.0 / step,

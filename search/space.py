@@ -2,8 +2,8 @@
 
 A draft is an int, the `mask`. Of a model of L layers, bit i < 2L says that sublayer i (2 * layer
 for attention, 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision, and
-bit 4L that the head does. Above these are bits for numbers of experts, fewer than the model's, and
-for windows of attention; at most one of each is set.
+bit 4L that the head does. Above these are bits for numbers of experts, fewer than the model's, for
+windows of attention, and for draft vocabularies; at most one of each is set.
 
 A space is made of switches. Each chooses for its own few bits, so that masks and parameters stand
 one to one: no two trials of a study with different parameters mean the same draft (except where no
@@ -67,6 +67,8 @@ class Space:
     `exit` space it runs as many as the model."""
     windows: tuple[int, ...] = ()
     """Windows that a draft may have (`SkipConfig.window`); in an `exit` space it has none."""
+    vocabularies: tuple[int, ...] = ()
+    """Numbers of tokens that a draft may be limited to, the most frequent ones."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -81,7 +83,7 @@ class Space:
         if self.kind == "exit":
             exits = {str(e): self.exit_mask(e) for e in range(self.num_layers, 0, -1)}
             low = {f"{name} {LOW}": self.low_mask(m) for name, m in exits.items() if self.bits}
-            return {"exit": exits | low}
+            return {"exit": exits | low} | self._numbers
         last = self.num_layers - 1
         switches: dict[str, dict[Any, int]] = {}
         for layer in range(self.num_layers):
@@ -99,25 +101,40 @@ class Space:
                     switches[name] = {False: 0, **out}
         if self.bits:
             switches["head"] = {EXACT: 0, LOW: self.low_head}
-        for name, fewer in (("experts", self.fewer_experts), ("window", self.narrower)):
-            if fewer and switches:
-                switches[name] = {ALL: 0, **{str(count): bit for count, bit in fewer.items()}}
-        return switches
+        return switches | self._numbers
+
+    @property
+    def _numbers(self) -> dict[str, dict[Any, int]]:
+        """The switches that choose a number, or all."""
+        named = {"experts": self.fewer_experts, "window": self.narrower, "vocabulary": self.smaller}
+        return {
+            name: {ALL: 0, **{str(number): bit for number, bit in bits.items()}}
+            for name, bits in named.items()
+            if bits
+        }
 
     @property
     def fewer_experts(self) -> dict[int, int]:
         """By number of experts, the mask that runs as many, and all else."""
-        return self._one_of(self.experts, 1)
+        return self._one_of(() if self.kind == "exit" else self.experts, 1)
 
     @property
     def narrower(self) -> dict[int, int]:
         """By window that a draft may have, the mask of that one, and all else."""
-        return self._one_of(self.windows, 1 + len(self.experts))
+        return self._one_of(() if self.kind == "exit" else self.windows, 1 + len(self.experts))
+
+    @property
+    def smaller(self) -> dict[int, int]:
+        """By draft vocabulary, the mask of that one, and all else."""
+        return self._one_of(self.vocabularies, 1 + len(self.experts) + len(self.windows))
+
+    def vocabulary(self, mask: int) -> int | None:
+        """How many tokens a mask's draft is limited to; None: all."""
+        return next((number for number, bit in self.smaller.items() if mask & bit), None)
 
     def _one_of(self, numbers: tuple[int, ...], first: int) -> dict[int, int]:
         """A bit for each of some numbers, so many above the head's."""
-        places = enumerate(numbers if self.kind != "exit" else (), first)
-        return {number: self.low_head << place for place, number in places}
+        return {number: self.low_head << place for place, number in enumerate(numbers, first)}
 
     @cached_property
     def fields(self) -> dict[str, int]:
@@ -156,8 +173,11 @@ class Space:
                         yield sum(values)
 
     def __contains__(self, mask: int) -> bool:
-        nothing_runs = self.left_out(mask) == self._every
-        return mask >= 0 and not nothing_runs and self._choices(mask) is not None
+        return mask >= 0 and self.runs(mask) and self._choices(mask) is not None
+
+    def runs(self, mask: int) -> bool:
+        """Whether a sublayer runs."""
+        return self.left_out(mask) != self._every
 
     def _choices(self, mask: int) -> dict[str, Any] | None:
         """What each switch chose; None where that is not a mask of these switches."""
@@ -191,25 +211,6 @@ class Space:
         """The same left out, and all that runs in low precision."""
         out = self.left_out(mask)
         return out | (self._every ^ out) << 2 * self.num_layers | self.low_head
-
-    def flips(self, mask: int) -> list[Change]:
-        """One change of every switch, in layer order: what runs is left out, and the other way.
-
-        What comes back does so in low precision where most of the draft runs so. What cannot be
-        left out changes its precision.
-        """
-        rounded = mask >> 2 * self.num_layers & 2 * self._every + 1
-        low = 2 * rounded.bit_count() > 2 * self.num_layers - self.left_out(mask).bit_count()
-        flips = []
-        for name, choices in self.switches.items():
-            bits, out = self.fields[name], choices.get(OUT, choices.get(True))
-            back = choices[LOW] if low and LOW in choices else 0
-            if out is None:  # the next choice
-                values = [*choices.values()]
-                flips.append((bits, values[(values.index(mask & bits) + 1) % len(values)]))
-            else:
-                flips.append((bits, back if mask & bits == out else out))
-        return flips
 
     def changes(self, mask: int) -> list[Change]:
         """Every other choice of every switch."""
@@ -249,7 +250,7 @@ class Space:
         return mask
 
     def skip_config(self, mask: int) -> SkipConfig:
-        """The resolved config that does with every sublayer what `mask` says."""
+        """The resolved config that does with every sublayer what `mask` says, for all tokens."""
 
         def layers(bits: int) -> tuple[int, ...]:
             return tuple(layer for layer in range(self.num_layers) if bits >> 2 * layer & 1)
@@ -291,10 +292,9 @@ class Space:
 
     def suggest(self, trial: Trial) -> int:
         """Let a trial choose its parameters; returns their mask."""
-        mask = self.from_params(trial.relative_params)  # asks the sampler, whatever there is to ask
-        for name, choices in self.switches.items():
-            trial.suggest_categorical(name, tuple(choices))
-        return mask
+        return self.from_params(
+            {n: trial.suggest_categorical(n, tuple(c)) for n, c in self.switches.items()}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; trained weights are the same wherever they lie."""
@@ -302,7 +302,9 @@ class Space:
         if self.trained is not None:
             del fields["trained"]["weights"]
         always = ("kind", "num_layers", "allow_ends")
-        fields |= {key: list(fields[key]) or None for key in ("read", "experts", "windows")}
+        fields |= {
+            key: list(fields[key]) or None for key in ("read", "experts", "windows", "vocabularies")
+        }
         return {k: v for k, v in fields.items() if v is not None or k in always}
 
     def __str__(self) -> str:
@@ -313,4 +315,6 @@ class Space:
             words += f", with {', '.join(map(str, self.experts))} or all experts"
         if self.narrower:
             words += f", seeing {', '.join(map(str, self.windows))} or all slots"
+        if self.vocabularies:
+            words += f", drawing from {', '.join(map(str, self.vocabularies))} or all tokens"
         return f"{words}, ends free" if self.allow_ends else words

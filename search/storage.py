@@ -14,7 +14,13 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages import (
+    BaseStorage,
+    InMemoryStorage,
+    JournalStorage,
+    RDBStorage,
+    RetryHeartbeatStaleTrialCallback,
+)
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from layerskip.files.records import redacted
@@ -49,6 +55,7 @@ def open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
         engine_kwargs=options,
         heartbeat_interval=BEAT_SECONDS,
         grace_period=SILENT_SECONDS,
+        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
     )
     return optuna.storages.get_storage(database)
 
@@ -97,8 +104,13 @@ def readable_errors(what: str, errors: type[Exception] = Exception) -> Iterator[
     """Raise a storage's errors as ValueErrors of one line, without passwords."""
     try:
         yield
-    except errors as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, errors):
+            cause = cause.__context__  # Optuna may fail once more while it handles one
+        if cause is None:
+            raise
+        reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
         # Not chained: the driver's own message may hold the password.
         raise ValueError(redacted(f"{what}: {reason}")) from None
 
@@ -112,6 +124,7 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
             warnings.filterwarnings("ignore", "Heartbeat of storage is supposed")
+            warnings.filterwarnings("ignore", "The best trial has no intermediate values")
             yield
     finally:
         optuna.logging.set_verbosity(verbosity)

@@ -1,55 +1,37 @@
 """The Optuna study that keeps a search's trials, and the loop that runs them.
 
-Whatever ends a process, finished trials stay; the next fails those it left running and goes on.
+Whatever ends a process, finished trials stay, and the next process goes on from them.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import socket
-import time
+import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import optuna
-from optuna import Study
-from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna import Study, Trial
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import StorageInternalError, TrialPruned
+from optuna.pruners import WilcoxonPruner
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
-from optuna.storages._heartbeat import get_heartbeat_thread
+from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, TrialState
 
-from layerskip.config import SkipConfig
+from layerskip.search.objective import Evaluation, Losing, OutOfTime
+from layerskip.search.proposals import WARM_STARTS, propose
+from layerskip.search.space import Space
+from layerskip.search.storage import open_storage, quiet, readable_errors
+from layerskip.search.surrogate import Surrogate
 
-from .sampler import SublayerSampler, finished_sets, read_history, value_of
-from .space import Space
-from .storage import open_storage, quiet, readable_errors
-
-OWN_ATTRIBUTES = frozenset({"worker", "origin", "skipped"})
-"""Attributes that say where a trial comes from; others say what its config is worth."""
-WAIT_SECONDS = 0.5
-"""Between looks at the trials of others, where there is nothing else to do."""
-PATIENCE = 600.0
-"""How long a trial of another machine may run in a journal, which knows no heartbeats."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What one skip config is worth; must be a function of the config alone."""
-
-    value: float
-    """To maximise: a ratio to plain decoding on the same machine, which other machines share."""
-    guide: float | None = None
-    """In the units of `value`: what the config would be worth if it had to draft. It guides the
-    search where `value` is flat because drafting turned itself off."""
-    acceptance: float | None = None
-    """Probability that a drafted token is accepted."""
-    draft_cost: float | None = None
-    """c, one draft step in target steps."""
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    """More to keep with the trial: JSON values by name."""
+SamplerName = Literal["ours", "gp", "tpe", "random"]
+LOSES = 0.1
+"""Probability that chance explains by how much a draft loses, below which its trial ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +39,11 @@ class Standing:
     """Where a study stands after a trial."""
 
     finished: int
-    trials: int
+    trials: int | None
+    guided: int
+    """Finished trials that a model of the others proposed."""
     best: float
     best_origin: str
-
-
-class OutOfTime(Exception):
-    """Ends a trial that would end too late; the next process takes it up."""
 
 
 def open_study(
@@ -91,6 +71,7 @@ def open_study(
             study_name=name,
             direction="maximize",
             load_if_exists=True,
+            pruner=WilcoxonPruner(p_threshold=LOSES, n_startup_steps=2),
         )
         if not study.user_attrs and not study.get_trials(deepcopy=False):
             study.set_user_attr("layerskip", made_with)
@@ -105,138 +86,165 @@ def open_study(
     return study
 
 
+def fail_abandoned(study: Study) -> None:
+    """Fail the trials that a killed process left running in a journal; for its first process.
+
+    Databases have Optuna's heartbeats instead.
+    """
+    if isinstance(study._storage, JournalStorage):
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            study.tell(trial.number, state=TrialState.FAIL)
+
+
+def finished_sets(study: Study, space: Space) -> dict[int, FrozenTrial]:
+    """The finished trials by their sets, in order; of those with equal sets the first."""
+    sets: dict[int, FrozenTrial] = {}
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        sets.setdefault(space.from_params(trial.params), trial)
+    return sets
+
+
+def value_of(trial: FrozenTrial) -> float:
+    assert trial.value is not None  # a complete trial of one objective has one
+    return trial.value
+
+
+class OurSampler(BaseSampler):
+    """Proposes what promises most under a `Surrogate` of the finished trials.
+
+    What comes next follows from these, the seed and the trial's number alone, so that a resumed
+    study goes on as it would have.
+    """
+
+    def __init__(self, space: Space, surrogate: Surrogate, seed: int) -> None:
+        self.space, self.surrogate, self.seed = space, surrogate, seed
+
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
+        return {} if "fixed_params" in trial.system_attrs else self.space.distributions
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        if not search_space:
+            return {}
+        space, finished = self.space, finished_sets(study, self.space)
+        values = {mask: value_of(each) for mask, each in finished.items() if mask}
+        rough = frozenset(m for m, each in finished.items() if each.user_attrs.get("ended_early"))
+        running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        claimed = {
+            space.from_params(each.params)
+            for each in running
+            if each.number != trial.number and each.params.keys() == space.switches.keys()
+        }
+        draw = random.Random(f"{self.seed} {trial.number}")
+        mask = propose(space, self.surrogate, values, rough, {0, *values, *claimed}, draw)
+        return space.params(mask or 0)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: Any
+    ) -> Any:
+        raise ValueError(f"{param_name} is not a parameter of {self.space}")
+
+
+def sampler_of(name: SamplerName, space: Space, surrogate: Surrogate, seed: int) -> BaseSampler:
+    """Ours, or one of Optuna's.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "gp":
+        return GPSampler(seed=seed, n_startup_trials=WARM_STARTS)
+    if name == "tpe":
+        return TPESampler(seed=seed, n_startup_trials=WARM_STARTS)
+    if name == "random":
+        return RandomSampler(seed=seed)
+    if name != "ours":
+        raise ValueError(f"sampler must be one of ours, gp, tpe, random, got {name!r}")
+    return OurSampler(space, surrogate, seed)
+
+
 def run(
     study: Study,
     space: Space,
-    evaluate: Callable[[SkipConfig], Evaluation],
+    evaluate: Callable[[int, Losing], Evaluation],
     *,
-    trials: int,
+    sampler: BaseSampler,
+    name: str,
+    trials: int | None = None,
     warm_starts: Mapping[str, int],
-    seed: int = 0,
     timeout: float | None = None,
     on_trial: Callable[[Standing], None] = lambda _: None,
 ) -> None:
-    """Evaluate configs until the study has `trials` finished ones, or the space has no more.
-
-    The trials of other workers are waited for, so that all workers see the same trials in the end;
-    those of workers that are gone are failed and taken up. A config that some trial finished is
-    never evaluated again: a trial that repeats it (two workers claimed it at the same moment) takes
-    the value over and says so in its attribute `copy_of`.
+    """Evaluate sets until the study has `trials` finished ones, or the space has no more.
 
     Args:
+        name: what trials of the sampler say proposed them; of warm starts it is their own names.
         timeout: seconds; the trial that then runs is finished first, or left by OutOfTime.
 
     Raises:
-        ValueError: `trials` or `timeout` is not positive, a value not finite, or the storage gone.
+        ValueError: `trials` or `timeout` is not positive, or the storage is gone.
     """
-    if trials < 1:
+    if trials is not None and trials < 1:
         raise ValueError(f"trials must be 1 or more, got {trials}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    study.sampler = SublayerSampler(space, warm_starts=warm_starts, seed=seed)
-    first_seen: dict[int, float] = {}
 
-    with quiet(), readable_errors("the study's storage failed", StorageInternalError):
-        try:
-            while time.monotonic() < deadline:
-                fail_abandoned(study, first_seen)
-                if _left(study, space, trials):
-                    with suppress(UpdateFinishedTrialError):  # another worker has failed the trial
-                        _run_trial(study, space, evaluate)
-                elif _running(study):
-                    time.sleep(WAIT_SECONDS)
-                else:
-                    break
-                on_trial(_standing(study, trials))
-        except OutOfTime:
-            pass
-        finally:
-            with suppress(StorageInternalError):  # it has been said
-                fail_abandoned(study, first_seen)  # the trial that Ctrl-C or time ended
-
-
-def _run_trial(study: Study, space: Space, evaluate: Callable[[SkipConfig], Evaluation]) -> None:
-    trial = study.ask()
-    with get_heartbeat_thread(trial._trial_id, study._storage):
+    def objective(trial: Trial) -> float:
         mask = space.suggest(trial)
-        same = finished_sets(study.get_trials(deepcopy=False)).get(mask)
-        if same is not None:
-            attributes = {k: v for k, v in same.user_attrs.items() if k not in OWN_ATTRIBUTES}
-            value, attributes["copy_of"] = value_of(same), same.number
-        else:
-            evaluation = evaluate(space.skip_config(mask))
-            value = evaluation.value
-            attributes = {
-                "guide": evaluation.guide,
-                "acceptance": evaluation.acceptance,
-                "draft_cost": evaluation.draft_cost,
-                **evaluation.attributes,
-            }
-    if not math.isfinite(value):
-        trial.set_user_attr("error", f"value {value}")
-        study.tell(trial, state=TrialState.FAIL)
-        raise ValueError(f"{space.skip_config(mask)} must have a finite value, got {value}")
-    for name, attribute in attributes.items():
-        if attribute is not None:
-            trial.set_user_attr(name, attribute)
-    study.tell(trial, value)
+        if mask not in space:
+            raise TrialPruned  # nothing would run
+        if "origin" not in trial.user_attrs:
+            trial.set_user_attr("origin", name)
+
+        def losing(value: float, pieces: Mapping[int, float]) -> bool:
+            for number, piece in pieces.items():
+                trial.report(piece, number)
+            loses = value < standing(study).best and trial.should_prune()
+            if loses:
+                trial.set_user_attr("ended_early", True)
+            return loses
+
+        evaluation = evaluate(mask, losing)
+        trial.set_user_attr("worth", asdict(evaluation))
+        return evaluation.value
+
+    def after(study: Study, _: FrozenTrial) -> None:
+        at = standing(study, trials)
+        on_trial(at)
+        if len(finished_sets(study, space)) >= space.size - 1:  # all but the whole model
+            study.stop()
+
+    study.sampler = sampler
+    with quiet(), readable_errors("the study's storage failed", StorageInternalError):
+        states = (TrialState.WAITING, TrialState.RUNNING, TrialState.COMPLETE)
+        there = [
+            trial.params or trial.system_attrs.get("fixed_params")
+            for trial in study.get_trials(deepcopy=False, states=states)
+        ]
+        for origin, mask in warm_starts.items():
+            if space.params(mask) not in there:
+                study.enqueue_trial(space.params(mask), user_attrs={"origin": f"first:{origin}"})
+        callbacks: list[Callable[[Study, FrozenTrial], None]] = [after]
+        if trials is not None:
+            if standing(study, trials).finished >= trials:
+                return
+            callbacks.append(MaxTrialsCallback(trials, states=(TrialState.COMPLETE,)))
+        if len(finished_sets(study, space)) < space.size - 1:
+            with suppress(OutOfTime):
+                study.optimize(objective, timeout=timeout, callbacks=callbacks)
 
 
-def fail_abandoned(study: Study, first_seen: dict[int, float]) -> None:
-    """Fail the running trials whose workers are gone.
-
-    On this machine those are the trials of processes that have ended, and of this process, which
-    runs none while it calls this. In databases Optuna's heartbeats tell of other machines; in
-    journals, which have none, a trial of another machine is given up after PATIENCE.
-
-    Args:
-        first_seen: by number of a trial, when this process saw it first. Filled in.
-    """
-    optuna.storages.fail_stale_trials(study)
-    for trial in _running(study):
-        host, process = trial.user_attrs["worker"].split(":")[:2]
-        if host == socket.gethostname():
-            gone = int(process) == os.getpid() or not _is_running(int(process))
-        else:
-            now = time.monotonic()
-            waited = now - first_seen.setdefault(trial.number, now)
-            gone = isinstance(study._storage, JournalStorage) and waited > PATIENCE
-        if gone:
-            with suppress(UpdateFinishedTrialError, ValueError):  # another worker was first
-                study.tell(trial.number, state=TrialState.FAIL)
-
-
-def _running(study: Study) -> list[FrozenTrial]:
-    """The trials that run; one whose process was killed before it said its name runs nowhere."""
-    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    return [trial for trial in running if "worker" in trial.user_attrs]
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # not ours to signal, but there
-        return True
-    return True
-
-
-def _left(study: Study, space: Space, trials: int) -> bool:
-    """Whether another trial is to be begun."""
-    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if len(finished) + len(_running(study)) >= trials:
-        return False
-    return len(read_history(study).taken) < space.size
-
-
-def _standing(study: Study, trials: int) -> Standing:
+def standing(study: Study, trials: int | None = None) -> Standing:
+    """Where a study stands."""
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     best = max(finished, key=value_of, default=None)
+    origins = [trial.user_attrs.get("origin", "") for trial in finished]
     return Standing(
         finished=len(finished),
         trials=trials,
+        guided=sum(origin in ("ours", "gp", "tpe") for origin in origins),
         best=-math.inf if best is None else value_of(best),
         best_origin="" if best is None else best.user_attrs["origin"],
     )

@@ -15,8 +15,9 @@ from layerskip.bench.methods import Task
 from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
 from layerskip.prompts import Prompt
+from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
-from layerskip.search.stages import Search
+from layerskip.search.study import SamplerName
 from layerskip.timing.threads import cpu_threads
 
 
@@ -59,6 +60,8 @@ def work(
     prompts: Sequence[Prompt],
     task: Task,
     space: Space,
+    positions: int,
+    sampler: SamplerName,
     trials: int | None,
     timeout: float | None,
     first: Mapping[str, SkipConfig],
@@ -83,10 +86,12 @@ def work(
     with cpu_threads(threads), contextlib.suppress(Orphaned):
         loaded = load(**loading)
         traced = [encode(loaded.tokenizer, prompt) for prompt in prompts]
-        steps = Search(loaded.model, traced, task=task, space=space)
+        steps = Search(
+            loaded.model, traced, task=task, space=space, parts=frozenset(), positions=positions
+        )
         steps.open(storage, study_name, first)
         steps.price(cost)
         if timeout is not None:
             timeout -= time.time() - started
         if timeout is None or timeout > 0:
-            steps.run(trials, timeout=timeout, on_trial=look)
+            steps.run(trials, sampler=sampler, timeout=timeout, on_trial=look)

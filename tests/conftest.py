@@ -84,6 +84,7 @@ SIZES = {
     "together": "research.block_states.TOGETHER",
     "texts": "replay.trace.ROWS",
     "traced_logits": "replay.trace.LOGITS",
+    "traced_noise": "replay.trace.NOISE",
     **{name: f"replay.chains.{name.upper()}" for name in ("chains", "groups", "regroup", "logits")},
     "draws": "bench.lawtest.DRAWS",
     "batch_rate": "decoding.expected_gain.BATCH_RATE",

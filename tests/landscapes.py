@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
+
 from layerskip.costs.speculation import CostTable, speedup
 
 LENGTHS = range(1, 9)
@@ -67,10 +69,22 @@ class Landscape:
         kept = sum(w for i, w in enumerate(read) if i == self.sublayers or not mask >> i & 1)
         return kept / (sum(self.weights) + self.head) + 0.02
 
+    def costs(self, mask: int) -> CostTable:
+        return CostTable(self.cost(mask), self.verify)
+
+    def prices(self, masks):
+        """The costs of many sets, as of `layerskip.search.prices`."""
+        return np.array(list(map(self.cost, masks))), np.tile(self.verify, (len(masks), 1))
+
+    def influence(self, seed: int = 0) -> list[float]:
+        """The damage of each sublayer, as a similarity foretells it: right by half to twice."""
+        draw = random.Random(seed)
+        return [damage * math.exp(draw.gauss(0, 0.6)) for damage in self.damage]
+
     def __call__(self, mask: int) -> tuple[float, float, float]:
         """Value, acceptance and draft cost."""
         self.calls += 1
-        alpha, costs = self.acceptance(mask), CostTable(self.cost(mask), self.verify)
+        alpha, costs = self.acceptance(mask), self.costs(mask)
         value = max(speedup(alpha, g, costs.draft, costs.verify_cost) for g in LENGTHS)
         return value, alpha, costs.draft
 

@@ -39,11 +39,9 @@ def made_up(
         if len(done) == trials:
             break
     if trials > 20:
-        done[11] = {"number": 11, "origin": "single", "state": "failed"}
-        done[13] = done[13] | {"copy_of": 12}
-    drafting = [trial for trial in done if trial.get("forced_speedup") is not None]
-    order = sorted(drafting, key=lambda t: -t["forced_speedup"])
-    exits = [t for t in order if t["origin"].startswith("seed:exit")][:1]
+        done[11] = {"number": 11, "origin": "ours", "state": "failed"}
+    order = sorted((t for t in done if t["state"] == "complete"), key=lambda t: -t["speedup"])
+    exits = [t for t in order if t["origin"].startswith("first:exit")][:1]
     chosen = [t for t in order if t not in exits][:finalists]
     last = [_finalist(t, land, confirm, draw) for t in [*chosen, *exits]]
     timed = [f for f in last if f["confirmed"] and f["confirmed"]["low"] > 1]
@@ -51,7 +49,7 @@ def made_up(
     head = run_files.header()
     document = {
         "kind": "search",
-        "schema": 1,
+        "schema": 2,
         "created": "2026-11-21T12:00:00Z",
         "argv": ["search", "tiny"],
         "model": head["model"] | {"num_layers": layers},
@@ -75,6 +73,8 @@ def made_up(
         },
         "study": {"name": "layerskip", "storage": "search.log"},
         "trace": {"texts": 18, "starts": 1051, "draft_length": 8},
+        "sampler": "ours",
+        "influence": [damage / 10 for damage in land.damage],
         "cost": {},
         "step_seconds": STEP,
         "bound": 1 / land.cost(((1 << 2 * layers) - 1) ^ 3),
@@ -84,6 +84,8 @@ def made_up(
             "predicted_tokens_per_second": 1 / STEP,
             "confirmed_tokens_per_second": 0.99 / STEP if confirm else None,
         },
+        "default": {"speedup": 1.02} if confirm else None,
+        "keep_default": False,
         "best_exit": last[-1]["name"] if exits else None,
         "winner": winner["name"] if winner else None,
         "seconds": {
@@ -111,78 +113,63 @@ def skipped(mask: int) -> dict[str, list[int]]:
     }
 
 
-def _switches(layers: int) -> dict[str, int]:
-    """Switches with their first sublayer: the first layer stays, the last goes whole."""
-    names = {f"{kind}.{i}": 2 * i + (kind == "mlp") for i in range(1, layers - 1)
-             for kind in ("attention", "mlp")}  # fmt: skip
-    return names | {f"layer.{layers - 1}": 2 * layers - 2}
-
-
 def _proposals(land, layers, trials, draw, done):
-    """Origins and masks: seeds, singles, a path by rank, then moves near the best, and others."""
+    """Origins and masks: exits, a path by damage, then moves near the best."""
     every = (1 << 2 * layers) - 1
-    yield "seed:none", 0
     for exit_layer in range(layers - 1, 0, -1):
-        yield f"seed:exit-{exit_layer}", every ^ ((1 << 2 * exit_layer) - 1)
-    masks = {n: (3 if n.startswith("layer") else 1) << bit for n, bit in _switches(layers).items()}
-    for mask in masks.values():
-        yield "single", mask
+        yield f"first:exit-{exit_layer}", every ^ ((1 << 2 * exit_layer) - 1)
+    switches = [1 << bit for bit in range(2, 2 * layers - 2)] or [3 << 2]
     path = 0
-    for mask in sorted(masks.values(), key=lambda m: land.damage[m.bit_length() - 1]):
+    for mask in sorted(switches, key=lambda m: land.damage[m.bit_length() - 1])[: layers // 2]:
         path |= mask
-        yield "ranked", path
+        yield f"first:without-{path.bit_count()}", path
     for number in range(20 * trials):
-        near = sorted((t for t in done if t["state"] == "complete"), key=lambda t: -t["value"])[:5]
-        found = sum(1 << 2 * i for i in near[number % len(near)]["skipped"]["attention"])
-        found += sum(2 << 2 * i for i in near[number % len(near)]["skipped"]["mlp"])
-        if number % 8 == 0:
-            yield "tpe", sum(mask for mask in masks.values() if draw.random() < 0.4)
-        else:
-            yield "local", found ^ draw.choice(list(masks.values()))
+        near = sorted((t for t in done if t["state"] == "complete"), key=lambda t: -t["speedup"])
+        sets = near[number % min(5, len(near))]["skipped"]
+        start = sum(1 << 2 * i for i in sets["attention"]) | sum(2 << 2 * i for i in sets["mlp"])
+        mask = start ^ draw.choice(switches)
+        if mask:
+            yield "ours", mask
 
 
 def _trial(number: int, origin: str, mask: int, land: Landscape) -> dict[str, Any]:
     alpha, costs = land.acceptance(mask), CostTable(land.cost(mask), land.verify)
-    forced = max(speedup(alpha, g, costs.draft, costs.verify_cost) for g in LENGTHS)
-    drafts = mask != 0
+    gained, length = max((speedup(alpha, g, costs.draft, costs.verify_cost), g) for g in LENGTHS)
     return {
         "number": number,
         "origin": origin,
         "state": "complete",
         "skipped": skipped(mask),
-        "value": max(1.0, forced) / STEP if drafts else 1 / STEP,
-        "guide": forced / STEP if drafts else None,
-        "speedup": max(1.0, forced) if drafts else 1.0,
-        "forced_speedup": forced if drafts else None,
-        "acceptance": alpha if drafts else None,
+        "draft_vocabulary": None,
+        "speedup": gained,
+        "acceptance": alpha,
         "draft_cost": costs.draft,
-        "controller": "expected-gain",
-        "max_draft_length": 8,
-        "threshold": None,
+        "draft_length": length,
+        "positions": 256,
         "seconds": 0.8,
-        "copy_of": None,
     }
 
 
 def _finalist(
     trial: dict[str, Any], land: Landscape, confirm: bool, draw: random.Random
 ) -> dict[str, Any]:
-    measured = trial["forced_speedup"] * draw.uniform(0.93, 1.04)
+    measured = trial["speedup"] * draw.uniform(0.93, 1.04)
     origin = trial["origin"]
+    decoding = {"controller": "expected-gain", "max_draft_length": 8, "threshold": None}
     return {
-        "name": origin[5:] if origin.startswith("seed:exit") else f"trial-{trial['number']}",
+        "name": origin[6:] if origin.startswith("first:exit") else f"trial-{trial['number']}",
         "trial": trial["number"],
         "skipped": trial["skipped"],
-        "decoding": {key: trial[key] for key in ("controller", "max_draft_length", "threshold")},
+        "decoding": decoding,
         "alpha": trial["acceptance"],
         "draft_cost": trial["draft_cost"],
         "verify": list(land.verify),
-        "predicted": trial["forced_speedup"],
-        "predicted_held_out": trial["forced_speedup"] * 0.97,
+        "predicted": trial["speedup"],
         "confirmed": {
             "speedup": measured,
             "low": measured * 0.94,
             "high": measured * 1.07,
+            "over_default": {"speedup": measured, "low": measured * 0.9, "high": measured * 1.1},
             "tokens_per_second": measured / STEP,
             "prompts": 6,
             "repeats": 2,

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from pages import NASTY, harmless, page_of
 
-from layerskip.analysis import plots, report, searches, write_report
+from layerskip.analysis import plots, report, search_plots, searches, write_report
 from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.page import MOST
 from layerskip.analysis.runs import load_runs
@@ -38,17 +38,13 @@ def trial(number, **changes):
         "origin": "local",
         "state": "complete",
         "skipped": {"attention": [1], "mlp": []},
-        "value": 100.0,
-        "guide": 90.0,
-        "speedup": 1.0,
-        "forced_speedup": 0.9,
+        "draft_vocabulary": None,
+        "speedup": 0.9,
         "acceptance": 0.5,
         "draft_cost": 0.5,
-        "controller": "expected-gain",
-        "max_draft_length": 8,
-        "threshold": None,
+        "draft_length": 3,
+        "positions": 200,
         "seconds": 1.0,
-        "copy_of": None,
     } | changes
 
 
@@ -56,11 +52,6 @@ def of_trials(*trials, **changes):
     """A search of these trials, without finalists."""
     none = {"finalists": [], "winner": None, "best_exit": None}
     return made.made_up(trials=1) | none | {"trials": list(trials)} | changes
-
-
-def gaining(number, gain, **changes):
-    return trial(number, value=100 * gain, guide=100 * gain, speedup=gain, forced_speedup=gain,
-                 **changes)  # fmt: skip
 
 
 LOW = {"bits": 8, "attention": [0, 2], "mlp": [*range(12)], "head": True}
@@ -86,38 +77,39 @@ def test_the_front_is_what_no_other_point_dominates(seed):
 
 def test_trials_in_numbers(tmp_path):
     document = of_trials(
-        gaining(3, 1.2, origin="tpe", acceptance=0.8, draft_cost=0.4),
-        trial(0, origin="seed:none", guide=None, forced_speedup=None, acceptance=None,
-              skipped={"attention": [], "mlp": []}, draft_cost=1.0),
-        trial(1, origin="single"),
+        trial(3, speedup=1.2, origin="ours", acceptance=0.8, draft_cost=0.4, seconds=2.0),
+        trial(1, origin="first:exit-3"),
         {"number": 2, "origin": None, "state": "failed"},
-        gaining(4, 1.1, skipped={"attention": [1, 2, 3, 7], "mlp": [5]}, copy_of=3),
-        gaining(5, 1.004, low=LOW) | {"forced_speedup": 0.8},
-    )  # fmt: skip
+        trial(4, speedup=1.1, skipped={"attention": [1, 2, 3, 7], "mlp": [5]}, origin="tpe"),
+        trial(5, speedup=0.8, low=LOW, draft_vocabulary=64),
+    )
     search = loaded(tmp_path, document)
     table = search.trials  # the best first
-    assert table["number"].tolist() == [3, 4, 0, 1, 5, 2]
-    assert table["score"].tolist() == pytest.approx([1.2, 1.1, 1, 0.9, 0.8, math.nan], nan_ok=True)
-    assert table["front"].tolist() == [True, False, False, False, False, False]
-    assert table["left_out"].dropna().tolist() == [1, 5, 0, 1, 1]
+    assert table["number"].tolist() == [3, 4, 1, 5, 2]
+    assert table["front"].tolist() == [True, False, False, False, False]
+    assert table["left_out"].dropna().tolist() == [1, 5, 1, 1]
     assert (table["attention"][1], table["mlp"][1]) == ("1-3, 7", "5")
     assert table["bound"][0] == pytest.approx(2.5)
-    assert table["rounded"][4] == "8 bits: attention 0, 2, MLP 0-11, head"
-    assert search.complete["number"].tolist() == [3, 0, 1, 5]  # 4 is a copy, 2 failed
+    assert table["rounded"][3] == "8 bits: attention 0, 2, MLP 0-11, head"
+    assert search.complete["number"].tolist() == [3, 4, 1, 5]
+    assert search.guided == 2
+    progress = searches.progress(document)
+    assert progress["seconds"].tolist() == [1, 3, 4, 5]
+    assert progress["best"].tolist() == [0.9, 1.2, 1.2, 1.2]
+    assert progress["proposer"].tolist() == ["first", "ours", "tpe", "local"]
 
 
 def test_finalists_in_numbers(tmp_path):
     document = made.made_up(finalists=2)
     first, second, third = document["finalists"]
-    first |= {"predicted": 2.0, "predicted_held_out": 1.6, "draft_cost": 0.25}
+    first |= {"predicted": 1.6, "draft_cost": 0.25}
     first["confirmed"] |= {"speedup": 1.2, "low": 1.1, "high": 1.3}
-    second |= {"predicted_held_out": None, "predicted": 1.5}
+    second |= {"predicted": 1.5}
     second["confirmed"] |= {"speedup": 1.2}
     third["confirmed"] = None
     document |= {"winner": first["name"], "best_exit": third["name"]}
     table = searches.finalists(loaded(tmp_path, document))
     assert table["role"].tolist() == ["winner", "", "best exit"]
-    assert table["forecast"].tolist()[:2] == [1.6, 1.5]
     assert table["efficiency"].tolist() == pytest.approx([0.75, 0.8, math.nan], nan_ok=True)
     assert table[["low", "high", "bound"]].iloc[0].tolist() == [1.1, 1.3, 4]
     document["best_exit"] = first["name"]
@@ -158,8 +150,8 @@ def test_no_text_covers_another_or_leaves_the_picture(tmp_path, settings):
         else:
             document = made.made_up(**settings)
             document["finalists"][0]["low"] = {"bits": 8, "attention": [0], "mlp": [], "head": True}
-            drawn = plots.search_plots(loaded(tmp_path, document))
-    assert len(drawn) == (4 if settings is None else 2)
+            drawn = search_plots.search_plots(loaded(tmp_path, document))
+    assert len(drawn) == 4
     for plot in drawn:
         with rc_context(STYLE):
             texts = texts_of(plot.figure)
@@ -178,14 +170,28 @@ def test_pictures_say_their_numbers(tmp_path):
     document = made.made_up()
     document["finalists"][0]["low"] = LOW
     search = loaded(tmp_path, document)
-    front, skip_map = plots.search_plots(search)
+    progress, strip, front, skip_map = search_plots.search_plots(search)
     table = search.complete
     assert f"{table['front'].sum()} of them not dominated" in front.alt
-    assert f"speedup of {table['score'].max():.2f}" in front.alt
-    assert "trial-87 (winner) leaves out attention 2, 4-11" in skip_map.alt
-    assert "runs attention 0, 2 and MLP 0-11 in 8 bits, speedup 1.33" in skip_map.alt
+    assert f"speedup of {table['speedup'].max():.2f}" in front.alt
+    assert f"so far: {table['speedup'].max():.3f} after 119 trials and 95 seconds" in progress.alt
+    assert "The best trial leaves out attention " in strip.alt
+    assert strip.alt.count("MLP") + strip.alt.count("attention") > 5
+    assert "(winner) leaves out attention " in skip_map.alt
+    assert "runs attention 0, 2 and MLP 0-11 in 8 bits, speedup 1." in skip_map.alt
     rows = [label.get_text() for label in skip_map.figure.axes[0].get_yticklabels()]
-    assert rows == ["trial-87 (winner)", "trial-81", "trial-80", "trial-83", "exit-4"]
+    assert rows[-1].startswith("exit-")
+    assert [name.endswith("(winner)") for name in rows].count(True) == 1
+
+
+def test_other_searches_of_the_same_kind_are_drawn_beside(tmp_path):
+    documents = [made.made_up(seed=seed) for seed in (0, 1)]
+    documents += [documents[0] | {"sampler": "random"}, made.made_up(layers=6)]
+    files = [made.write(tmp_path / f"{n}.json", each) for n, each in enumerate(documents)]
+    loaded = searches.load_searches(files)
+    assert [len(search.beside) for search in loaded] == [2, 2, 2, 0]
+    labels = search_plots.search_progress(loaded[0]).figure.axes[0].get_legend_handles_labels()[1]
+    assert labels[-1] == "best so far of another search (random)"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -214,22 +220,23 @@ UNTIMED = made.made_up(confirm=False)
     ("document", "facts", "absent"),
     [
         (made.made_up(),
-         ["trial-87", "leaves out 18 of 24 sublayers of tiny", "1.33 times", "1.25 to 1.42, n = 6",
-          "exit-4, was 1.20 times", "c = 0.33", "120 (1 failed)", "2,097,151", "skip.json",
-          "6 leave doubt"], "--no-draft"),
+         ["Type `layerskip generate tiny --prompt TEXT --skip ", "without (1.02 times plain",
+          "sublayers of tiny", ", n = 6;", "c = 0.", "Trials 119, of which guided 102 (1 more fail",
+          "2,097,151", "skip.json", "6 leave doubt"], "--no-draft"),
         (changed(rounded=LOW | {"attention": [*range(12)]}, trained="healed"),
          ["runs 24 in 8 bits, with healed"], "--no-draft"),
         (changed(speedup=1.9, low=1.8, high=2.0, prompts=20), ["1.90 times"], "doubt"),
-        (changed(low=0.98), ["not distinguishable from plain"], "skip.json"),
+        (changed(low=0.98), ["not distinguishable from plain"], "doubt about"),
         (changed(low=None, high=None, prompts=1), ["no interval, n = 1", "1 leave doubt"], "nan"),
-        (changed(equal=3, faults=3), ["FAULT: 3 of 6 texts of trial-87 differ"], "skip.json"),
-        (made.made_up() | {"winner": "exit-4"}, ["found exit-4"], "The best early exit"),
-        (made.made_up(pays=False),
-         ["no winner", "exit-4, was 0.91 times", "more than 5.9 times", "--no-draft"], "skip.json"),
-        (made.made_up(pays=False, confirm=False), ["no winner", "--no-draft"], "on the clock"),
-        (UNTIMED, ["no winner", "Time the finalists"], "--no-draft"),
+        (changed(equal=3, faults=3), ["FAULT: 3 of 6 texts of "], "nan"),
+        (made.made_up() | {"winner": "exit-4", "best_exit": "exit-4"},
+         ["best draft found, exit-4"], "The best early exit"),
+        (made.made_up() | {"keep_default": True}, ["without --skip: its default drafts (1.02 times "
+         "plain decoding) are as fast as anything found"], "skip.json"),
+        (made.made_up(pays=False), ["--no-draft`: nothing found is faster"], "skip.json"),
+        (UNTIMED, ["nothing found is faster", "Time the finalists"], "on the clock"),
         (UNTIMED | {"winner": UNTIMED["finalists"][0]["name"]},
-         ["priced at 1.27 times", "exit-4, is priced at 1.23", "Time the fin"], "on the clock"),
+         ["it should be 1.", "is priced at 1.", "Time the fin"], "on the clock"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_searches(tmp_path, document, facts, absent):
@@ -248,7 +255,9 @@ def test_what_is_said_of_searches(tmp_path, document, facts, absent):
 def quick(monkeypatch):
     """Reports with one plot for each search and none for runs."""
     monkeypatch.setattr(plots, "run_plots", lambda run: [])
-    monkeypatch.setattr(plots, "search_plots", lambda search: [plots.search_skip_map(search)])
+    monkeypatch.setattr(
+        search_plots, "search_plots", lambda search: [search_plots.search_skip_map(search)]
+    )
 
 
 def files_of(folder):
@@ -260,8 +269,8 @@ def test_a_report_on_a_search(tmp_path):
     summary = write_report([file], tmp_path / "report")
     page = page_of(tmp_path / "report")
     assert summary.split(". ")[0] in page.text
-    assert page.tags.count("figure") == page.tags.count("svg") == 2
-    names, tables = ("front", "skip-map"), ("finalists", "trials")
+    assert page.tags.count("figure") == page.tags.count("svg") == 4
+    names, tables = ("progress", "influence", "front", "skip-map"), ("finalists", "trials")
     assert files_of(tmp_path / "report") == {
         "index.html", report.MARK,
         *(f"tables/search-{name}.csv" for name in tables),
@@ -322,7 +331,8 @@ def hostile(document):
         finalist["name"] = f"{NASTY}{number}"
         finalist["decoding"]["controller"] = NASTY
     for line in document["trials"]:
-        line["origin"] = f"seed:{NASTY}"
+        line["origin"] = f"{NASTY}:{NASTY}"
+    document["sampler"] = NASTY
     return document
 
 
@@ -338,19 +348,19 @@ def test_text_from_searches_is_escaped(tmp_path):
     [
         of_trials(),
         of_trials({"number": 0, "origin": "local", "state": "failed"}),
-        of_trials(trial(0, origin="seed:none", forced_speedup=None, guide=None, acceptance=None)),
         of_trials(
-            gaining(0, 1.2, origin="seed:exit-3"),
+            trial(0, speedup=1.2, origin="first:exit-3"),
             space=made.made_up()["space"] | {"kind": "exit", "switches": 0, "budget": 4},
         ),
         made.made_up(trials=4, confirm=False),
     ],
-    ids=["no trials", "all failed", "nothing drafts", "exits", "few"],
+    ids=["no trials", "all failed", "exits", "few"],
 )
 def test_searches_with_little_in_them_are_reported(tmp_path, document):
     file = made.write(tmp_path / "search.json", document)
     summary = write_report([file], tmp_path / "report")
-    assert "no winner" in summary
+    tried = any(trial["state"] == "complete" for trial in document["trials"])
+    assert summary.startswith("Type `layerskip" if tried else "No trial fitted into the time")
     assert "nan" not in summary
     page_of(tmp_path / "report")
 
@@ -423,12 +433,12 @@ def test_every_key_has_a_type(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("schema",), 2, "schema must be 1, got 2"),
+        (("schema",), 1, "schema must be 2, got 1"),
         (("max_new_tokens",), True, "max_new_tokens must be an integer, got True"),
         (("step_seconds",), 0, "step_seconds must be above 0, got 0"),
         (("trials", 3, "acceptance"), 1.5, "trials[3].acceptance must be in 0..1, got 1.5"),
         (("trials", 3, "draft_cost"), True, "trials[3].draft_cost must be a finite number"),
-        (("trials", 3, "value"), 10**400, "trials[3].value must be a finite number"),
+        (("trials", 3, "speedup"), 10**400, "trials[3].speedup must be a finite number"),
         (("trials", 3, "state"), "running", "trials[3].state must be complete or failed"),
         (("trials", 3, "number"), 4, "trials must have different numbers"),
         (("trials", 3, "skipped", "mlp"), [12], "trials[3].skipped.mlp must hold layers in 0..11"),

@@ -87,11 +87,11 @@ def test_an_assistant_that_has_read_other_texts_is_seen():
     draft = Assistant(Sublayers(second_of()))
     (text, *_), trace = traced(False, False).texts, traced(False, False)
     starts = [(text, text.prompt + i, 3) for i in range(9)]
-    chains = Chains(trace, draft, starts, 6, [None])
-    want = chains.run()[0].tokens
+    chains = Chains(trace, draft, starts, 6)
+    want = chains.drafts().tokens
     other = Assistant(Sublayers(second_of(noise=1.0))).steps(trace, follow=False)
     chains.draft.texts = other.texts
-    assert not torch.equal(chains.run()[0].tokens, want)
+    assert not torch.equal(chains.drafts().tokens, want)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,25 +1,31 @@
-"""Followed drafts against replayed ones, up to every first wrong token and round by round."""
+"""Followed drafts against replayed ones, up to every first wrong token."""
 
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from covering import covering
 from models import lively_model, pure, ragged
+from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import steps as steps_module
 from layerskip.decoding.sources.chain_cache import ChainCache
-from layerskip.replay.drafts import astray, follow, replay
-from layerskip.replay.simulation import count_rounds
-from layerskip.replay.trace import take_trace
+from layerskip.replay.drafts import Replay, all_starts, follow, replay
+from layerskip.replay.trace import Trace, take_trace
 
 LENGTH = 6
 EOS = frozenset(range(5, 9))
 # family, temperature (None: greedy), accept rule, tokens that end a text
-CASES = {
+CASES: dict[str, tuple[str, float | None, str, frozenset[int]]] = {
     "greedy": ("llama", None, "coupled", frozenset()),
     "coupled": ("llama", 1.0, "coupled", EOS),
     "rejection": ("llama", 1.0, "rejection", EOS),
@@ -43,18 +49,18 @@ SKIPS = {
 }
 
 
-def sampling(temperature, *processors):
+def sampling(temperature: float | None, *processors: Any) -> Law:
     warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
     return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
 
 
-def prompts(lengths=(3, 12, 7)):
+def prompts(lengths: Sequence[int] = (3, 12, 7)) -> list[Tensor]:
     ids, mask = ragged(tuple(lengths))
     return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
 
 
 @cache
-def traced(case):
+def traced(case: str) -> Trace:
     family, temperature, acceptance, eos = CASES[case]
     return take_trace(
         lively_model(family),
@@ -67,78 +73,40 @@ def traced(case):
     )
 
 
-def followed_alone(trace, skip, *length, enough=None):
-    """A draft that can draw every token; `enough` is told its survival."""
-    alone = None if enough is None else lambda each: [enough(each[0])]
-    return follow(trace, skip, [None], *length, enough=alone)[0]
-
-
 @cache
-def replayed(case, skip):
+def replayed(case: str, skip: str) -> Replay:
     return replay(traced(case), SKIPS[skip])
 
 
-def agree(followed, whole):
-    """Whether both say the same of every draft up to and with its first wrong token."""
-    length = followed.draft_length
-    on = ~astray(whole.matches)[:, :length]  # (N, J)
-
-    def same(name):
-        mine, theirs = getattr(followed, name)[on], getattr(whole, name)[:, :length][on]
-        if mine.is_floating_point():  # last bits may depend on how many share a product
-            return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-        return torch.equal(mine, theirs)
-
-    names = ["tokens", "matches", "ends", "confidences", "margins"]
-    return all(map(same, names)) and followed.survival == whole.survival[:length]
-
-
-def ended_astray(whole):
-    """Which drafts end behind a wrong token, (N,)."""
-    first = whole.ends & (whole.ends.cumsum(1) == 1)  # (N, J)
-    return (first & astray(whole.matches)).any(1)
+def agree(followed: Tensor, whole: Replay) -> bool:
+    """Whether drafts are followed to their first wrong token, (N, J) bool."""
+    right = whole.matches[:, : followed.shape[1]].long().cumprod(1).bool()
+    return torch.equal(followed, right)
 
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("case", CASES)
-def test_followed_drafts_are_the_replayed_ones(case, skip):
-    followed, whole = followed_alone(traced(case), SKIPS[skip]), replayed(case, skip)
-    assert agree(followed, whole)
-    assert followed.texts == whole.texts
-    lost = astray(whole.matches)
-    assert not (followed.matches & lost).any()
-    assert not (followed.ends & lost).any()
-    if not ended_astray(whole).any():
-        for length in range(1, LENGTH + 1):
-            assert count_rounds(followed, length) == count_rounds(whole, length)
+def test_followed_drafts_are_the_replayed_ones(case: str, skip: str) -> None:
+    assert agree(follow(traced(case), SKIPS[skip], LENGTH), replayed(case, skip))
 
 
-def vocabularies():
-    """All tokens, most, few and hardly any, other ones for each text."""
+@pytest.mark.parametrize("skip", ["an exit", "an odd prefix", "no prefix"])
+@pytest.mark.parametrize("case", ["greedy", "coupled", "rejection"])
+def test_some_starts_and_some_tokens(case: str, skip: str) -> None:
+    """Starts in any order, and drafts that can draw other tokens on each text."""
+    trace = traced(case)
+    every = all_starts(trace)
+    some = random.Random(1).sample(range(len(every)), 21)
     shares = torch.rand(3, 97, generator=torch.Generator().manual_seed(4))
-    return [None, shares < 0.8, shares < 0.3, shares < 0.02]
-
-
-@pytest.mark.parametrize("skip", ["an exit", "an odd prefix", "no prefix", "nothing skipped"])
-@pytest.mark.parametrize("case", CASES)
-def test_drafts_followed_together_are_those_replayed_alone(case, skip):
-    trace, each = traced(case), vocabularies()
-    together = follow(trace, SKIPS[skip], each)
-    survivals = []
-    for followed, allowed in zip(together, each, strict=True):
+    for allowed in (None, shares < 0.8, shares < 0.02):
         whole = replay(trace, SKIPS[skip], allowed=allowed)
-        assert agree(followed, whole)
-        survivals.append(whole.survival[0])
-    assert survivals == sorted(survivals, reverse=True)
-    assert survivals[0] > survivals[1] > survivals[2]
-    told = []
-    ended = follow(trace, SKIPS[skip], each, enough=lambda now: told.append(now) or [True] * 4)
-    if skip in ("an odd prefix", "no prefix"):  # the others are exits
-        assert [played.draft_length for played in ended] == [1] * 4
-        assert [len(survival) for survival in told[0]] == [1] * 4
+        starts = [every[number] for number in some]
+        followed = follow(trace, SKIPS[skip], 2, starts, allowed=allowed)
+        assert agree(followed, replace(whole, matches=whole.matches[some]))
+    assert follow(trace, SKIPS[skip], 2, []).shape == (0, 2)
 
 
-def test_the_cases_follow_some_drafts_and_lose_some():
+def test_the_cases_follow_some_drafts_and_lose_some() -> None:
     whole = {(case, skip): replayed(case, skip) for case in CASES for skip in SKIPS}
     first, last = ([played.survival[step] for played in whole.values()] for step in (0, -1))
     assert sum(0.2 < share < 0.9 for share in first) > len(whole) / 2
@@ -146,19 +114,6 @@ def test_the_cases_follow_some_drafts_and_lose_some():
     assert min(last) == 0
     for (_, skip), played in whole.items():
         assert (played.survival[0] == 1) == (skip == "nothing skipped")
-    exact = [not ended_astray(played).any() for played in whole.values()]
-    assert len(whole) / 2 < sum(exact) < len(whole)
-
-
-@pytest.mark.parametrize("case", ["coupled", "windows, rejection"])
-def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case):
-    for skip in ("an exit", "an odd prefix"):
-        followed = followed_alone(traced(case), SKIPS[skip])
-        for rows, text in zip(followed.texts, followed.trace.texts, strict=True):
-            lost = torch.nonzero(astray(followed.matches[rows])).tolist()
-            for told in (followed.confidences[rows], followed.margins[rows]):
-                for start, step in lost:
-                    assert told[start, step] == told[min(start + step, text.starts - 1), 0]
 
 
 @pytest.mark.parametrize(
@@ -172,31 +127,31 @@ def test_behind_a_wrong_token_drafts_are_as_sure_as_those_that_start_there(case)
 def test_chunks_and_groups_change_nothing(case, skip, most, sizes):
     """Also where groups change after every step, whatever is left of them."""
     chains, groups = most
-    sizes(chains=chains, groups=groups, regroup=1.0, logits=700)  # of the noise
-    assert agree(followed_alone(traced(case), SKIPS[skip]), replayed(case, skip))
+    sizes(chains=chains, groups=groups, regroup=1.0, traced_noise=700)
+    assert agree(follow(traced(case), SKIPS[skip], LENGTH), replayed(case, skip))
 
 
 def test_logits_bound_a_pass(monkeypatch, sizes):
     seen = []
 
     class Watched(ChainCache):
-        def __init__(self, known, texts, starts, steps):
+        def __init__(self, known: Any, texts: Tensor, starts: Tensor, steps: int) -> None:
             seen.append(starts.numel())
             super().__init__(known, texts, starts, steps)
 
     monkeypatch.setattr(steps_module, "ChainCache", Watched)
     sizes(logits=40 * 97)  # of 97 tokens: two groups of 16
-    followed = followed_alone(traced("windows"), SKIPS["no prefix"])
+    followed = follow(traced("windows"), SKIPS["no prefix"], LENGTH)
     assert max(seen) == 32
     assert agree(followed, replayed("windows", "no prefix"))
 
 
-def swapped(cache, chosen, steps, fed):
+def swapped(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
     """A known mistake: every chain of a group takes its neighbour's keys and values."""
     return RIGHT(cache, chosen.roll(1, dims=1), steps, fed)
 
 
-def stale(cache, chosen, steps, fed):
+def stale(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
     """A known mistake: the last step's keys and values stay behind."""
     return RIGHT(cache, chosen, steps, fed - 1)
 
@@ -205,16 +160,16 @@ RIGHT = ChainCache.regrouped
 
 
 @pytest.mark.parametrize("wrong", [swapped, stale])
-def test_a_wrong_regrouping_shows(wrong, monkeypatch):
+def test_a_wrong_regrouping_shows(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ChainCache, "regrouped", wrong)
-    followed = followed_alone(traced("windows"), SKIPS["no prefix"])
+    followed = follow(traced("windows"), SKIPS["no prefix"], LENGTH)
     assert not agree(followed, replayed("windows", "no prefix"))
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_processors_that_read_the_text(acceptance):
+def test_processors_that_read_the_text(acceptance: str) -> None:
     @pure
-    def by_length(ids, scores):
+    def by_length(ids: Tensor, scores: Tensor) -> Tensor:
         """Likes another token at every length, and none that has just been."""
         scores = scores.clone()
         scores[:, ids.shape[1] % scores.shape[1]] += 1.0
@@ -233,45 +188,13 @@ def test_processors_that_read_the_text(acceptance):
     for skip in ("an exit", "an odd prefix", "no prefix"):
         whole = replay(trace, SKIPS[skip])
         assert 0 < whole.survival[0] < 1
-        assert agree(followed_alone(trace, SKIPS[skip]), whole)
+        assert agree(follow(trace, SKIPS[skip], LENGTH), whole)
 
 
-@pytest.mark.parametrize("chains", [512, 16])
-def test_following_ends_when_it_is_enough(chains, sizes):
-    sizes(chains=chains)
-    trace, skip = traced("windows"), SKIPS["an odd prefix"]
-    told = []
-
-    def enough(survival):
-        told.append(list(survival))
-        return len(survival) == 3
-
-    followed = followed_alone(trace, skip, enough=enough)
-    assert followed.draft_length == 3
-    assert agree(followed, replayed("windows", "an odd prefix"))
-    assert [len(survival) for survival in told] == [1, 2, 3]
-    if chains == 512:  # one pass holds all starts: the sample is the whole
-        assert told[-1] == pytest.approx(followed.survival)
-    assert followed_alone(trace, skip, 2, enough=enough).draft_length == 2
-
-
-def test_one_of_several_vocabularies_may_end_sooner():
-    trace, skip, each = traced("coupled"), SKIPS["an odd prefix"], vocabularies()
-    ends = [3, 1, 6, 2]
-
-    def enough(told):
-        return [len(mine) >= end for mine, end in zip(told, ends, strict=True)]
-
-    found = follow(trace, skip, each, enough=enough)
-    assert [played.draft_length for played in found] == ends
-    for played, allowed in zip(found, each, strict=True):
-        assert agree(played, replay(trace, skip, allowed=allowed))
-
-
-def test_bad_lengths_are_told():
+def test_bad_lengths_are_told() -> None:
     trace = traced("greedy")
     for length in (0, LENGTH + 1):
         with pytest.raises(ValueError, match=r"1\.\.6"):
-            followed_alone(trace, SKIPS["no prefix"], length)
+            follow(trace, SKIPS["no prefix"], length)
     with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
-        followed_alone(trace, SkipConfig.early_exit(6))
+        follow(trace, SkipConfig.early_exit(6), 2)

@@ -18,31 +18,27 @@ import layerskip
 from layerskip.bench.checks import state_of
 from layerskip.bench.methods import Task
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
-from layerskip.costs.pricing import cost_table
-from layerskip.costs.speculation import CostTable
 from layerskip.drafts import automatic_draft
 from layerskip.files.searches import read_search
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.replay.drafts import replay
-from layerskip.replay.simulation import count_rounds
 from layerskip.research.blocks import ExitBlock
-from layerskip.research.students import Healing
-from layerskip.search import finalists, fitting, search, stages
-from layerskip.search.finalists import Finalist, predict, winner
-from layerskip.search.objective import TOLERANCE, Choice, Objective, best_choice, choices
+from layerskip.search import fitting, pipeline, search
+from layerskip.search.finalists import Finalist, winner
+from layerskip.search.objective import Objective
+from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
-from layerskip.search.stages import Search
 from layerskip.timing.tables import machine, stored
 from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]
-FIXED = DecodingOptions(controller="fixed", max_draft_length=3)
 HOPELESS = cost_record(growth=1.0) | {"repeated": [[1.0, 100.0]]}
 """Where a draft step costs many plain ones, and each token that is verified one."""
 PROMPTS = [prompt(length, seed=length)[0] for length in (5, 8, 6)]
 HELD_OUT = [prompt(7, seed=20)[0]]
 TOKENS = 24
+SUBLAYERS = "sublayer,lookup,controller"
 
 
 def tiny(family: str = "llama", **settings: Any) -> Any:
@@ -63,7 +59,7 @@ def find(model: Any, **settings: Any) -> Any:
     return search(
         model,
         PROMPTS,
-        **{"trials": 20, "max_new_tokens": TOKENS, "cost": COST, "bits": None} | settings,
+        **{"trials": 20, "max_new_tokens": TOKENS, "cost": COST, "space": SUBLAYERS} | settings,
     )
 
 
@@ -73,15 +69,14 @@ def steps(model: Any, task: Task | None = None, **settings: Any) -> Search:
         model,
         settings.pop("prompts", PROMPTS),
         task=task or Task(TOKENS),
-        **{"space": Space(kind="sublayer", num_layers=6)} | settings,
+        **{"space": Space(kind="sublayer", num_layers=6), "parts": frozenset()} | settings,
     )
 
 
 def story(result: Any) -> list[tuple[Any, ...]]:
     """What does not depend on the clock."""
-    known = ("origin", "skipped", "guide", "acceptance", "draft_cost", "controller")
     return [
-        (t.value, t.params, *(t.user_attrs.get(name) for name in known))
+        (t.value, t.params, t.user_attrs["origin"], t.user_attrs["worth"])
         for t in result.study.get_trials(deepcopy=False)
     ]
 
@@ -122,32 +117,56 @@ LOW = {
 }
 
 
-class TestLowPrecision:
+class TestSpaces:
     def test_what_is_low_is_searched_priced_and_written(self, llama: Any, tmp_path: Path) -> None:
-        result = find(llama, cost=COST | LOW, bits="auto", trials=12)
+        result = find(llama, cost=COST | LOW, bits=8, space="sublayer,bits", trials=12)
         assert result.record["space"]["bits"] == 8
-        low = Objective(steps(llama).trace, COST | LOW)(SkipConfig.low_precision())
-        assert result.winner.predicted >= 0.99 * low.value > 1.0
+        assert result.record["space"]["parts"] == ["bits"]
+        low = {t["origin"]: t["speedup"] for t in result.record["trials"]}["first:8-bits"]
+        assert result.winner.predicted >= 0.9 * low > 1.0
+        assert result.skip.decoding.controller == "expected-gain"
+        assert not result.skip.decoding.lookup
         result.skip.save(tmp_path / "skip.json")
         assert SkipConfig.load(tmp_path / "skip.json") == result.skip
         record = checked(result, tmp_path)
         assert record["finalists"][0]["low"]["bits"] == 8
         assert record["bound"] == pytest.approx(result.skip.notes["bound"])
 
-    def test_bits_are_asked_for_or_those_with_prices_or_fast_ones(self, llama: Any) -> None:
-        def bits(asked: Any, execution: str, cost: Any = None) -> int | None:
-            where = fitting.space_for(llama, execution, {}, kind="layer", bits=asked, cost=cost)
-            return where.bits
+    def test_what_is_named_is_searched(self, llama: Any) -> None:
+        opened = {how: Sublayers(llama, how) for how in ("auto", "fused")}
 
-        assert bits(4, "fused") == 4
-        assert bits(None, "auto", LOW) is None
-        assert bits("auto", "fused", LOW) == 8
-        assert bits("auto", "auto", COST) is None
-        assert bits("auto", "fused") is None
+        def space(words: str, execution: str = "auto", **more: Any) -> Space:
+            return fitting.space_for(opened[execution], words, **more)
+
+        native = opened["auto"].execution == "native"
+        assert space("layer").bits == (8 if native else None)
+        assert space("layer", "fused").bits is None
+        assert space("layer", "fused", bits=4).bits == 4
+        assert space("layer,lookup", "fused", bits=4).bits is None
+        assert space("layer", bits=None).bits is None
+        assert space("exit").vocabularies == (12, 48)
+        assert space("exit,bits").vocabularies == ()
+        assert space("bits").kind == "sublayer"
+        for words, wrong in (("exit,layer", "exit and layer"), ("magic", "'magic'")):
+            with pytest.raises(ValueError, match=f"space must be one of exit, .*; got {wrong}"):
+                space(words)
 
     def test_costs_that_do_not_know_it_are_refused(self, llama: Any) -> None:
         with pytest.raises(ValueError, match="do not know low precision of 8 bits"):
-            find(llama, bits=8)
+            find(llama, bits=8, space="sublayer")
+
+    @torch.no_grad()
+    def test_influence_is_what_a_sublayer_changes(self) -> None:
+        """Of hidden states in the library's own pass; layers that do nothing change nothing."""
+        model, ids = idle_end(), prompt(9, seed=40)[0]
+        text = type("Text", (), {"tokens": ids.flatten()})
+        found = fitting.influence(Sublayers(model, "modules"), [text], positions=9)
+        assert found[6:] == pytest.approx([0.0] * 6, abs=1e-6)
+        states = model(ids.view(1, -1), output_hidden_states=True).hidden_states
+        whole = torch.cosine_similarity(states[0][0], states[1][0], dim=-1).mean()
+        alone = fitting.influence(Sublayers(model, "modules"), [text], positions=1)
+        assert alone != found
+        assert 0 < 1 - float(whole) < 2 * sum(found[:2]) + 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -170,33 +189,27 @@ def mine(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 class TestTrained:
     """Around healed weights."""
 
-    def test_what_is_healed_may_be_left_out_after_all(
+    def test_what_is_low_is_healed_by_the_same_weights(
         self, llama: Any, mine: Any, tmp_path: Path
     ) -> None:
         cost = COST | LOW | {"healed": mine.trained.hash}
-        going: dict[str, Any] = {"cost": cost, "bits": "auto", "first": {"mine": mine}}
-        result = find(llama, **going, held_out=HELD_OUT, trials=20, finalists=2, repeats=1)
+        going: dict[str, Any] = {"cost": cost, "space": "sublayer,bits", "first": {"mine": mine}}
+        result = find(llama, **going, held_out=HELD_OUT, trials=12, finalists=2, repeats=1)
         document = checked(result, tmp_path)
         assert document["space"]["trained"]["hash"] == mine.trained.hash
-        assert next(t["origin"] for t in document["trials"]) == "seed:mine"
-        objective = Objective(result.finalists[0].drafts.trace, cost)
-        whole, without = (objective(replace(mine, mlp=mlp)) for mlp in ((5,), (3, 5)))
+        assert next(t["origin"] for t in document["trials"]) == "first:mine"
+        where = fitting.space_for(Sublayers(llama), "sublayer,bits", first=[mine])
+        objective = Objective(steps(llama).trace, where, cost)
+        sets = [where.mask(replace(mine, mlp=mlp)) for mlp in ((5,), (3, 5))]
+        whole, without = map(objective, sets)
         assert without.acceptance > whole.acceptance + 0.2  # candidates run with their deltas
-        assert result.healed.trained == mine.trained
-        assert 3 in result.healed.mlp or 3 not in (result.healed.low.mlp or ())
-        names = [finalist["name"] for finalist in document["finalists"]]
-        assert ("before" in names) == (Sublayers(llama).execution == "native")
         healed = [f for f in document["finalists"] if f["trained"] == "healed"]
         assert healed
         assert all(finalist["confirmed"]["faults"] == 0 for finalist in document["finalists"])
-        # what was found is a draft to train, and the same weights elsewhere are the same study
-        result.healed.save(tmp_path / "found.json")
-        again = SkipConfig.load(tmp_path / "found.json")
-        assert again == result.healed
-        assert Healing.skip_for("healed", again, 6).trained == mine.trained
 
     def test_other_weights_are_another_study(self, llama: Any, mine: Any, tmp_path: Path) -> None:
-        how: dict[str, Any] = {"storage": str(tmp_path / "study.log"), "trials": 1, "bits": "auto"}
+        how: dict[str, Any] = {"storage": str(tmp_path / "study.log"), "trials": 1, "bits": 8}
+        how["space"] = "sublayer,bits"
         cost = COST | LOW
         find(llama, **how, cost=cost)
         with pytest.raises(ValueError, match="was made with another space"):
@@ -210,7 +223,7 @@ class TestTrained:
         two = {"mine": mine, "other": replace(mine, trained=replace(mine.trained, hash="1" * 64))}
         with pytest.raises(ValueError, match="skip config other: its trained weights are not"):
             find(llama, **how | elsewhere | {"first": two}, cost=cost)
-        with pytest.raises(ValueError, match="mine is healed in 8 bits, and no bits were asked"):
+        with pytest.raises(ValueError, match="healed in 8 bits, and no bits were asked"):
             find(llama, **how | elsewhere | {"bits": None}, cost=cost)
 
     def test_trained_modules_are_no_configs_of_a_space(self, llama: Any, tmp_path: Path) -> None:
@@ -273,91 +286,35 @@ class TestResult:
         assert document["plain"]["confirmed_tokens_per_second"] > 0
         for finalist in document["finalists"]:
             assert finalist["confirmed"]["equal"] == finalist["confirmed"]["compared"] == 1
-            assert finalist["predicted_held_out"] > 0
 
     def test_lookups_join_where_they_pay(self, llama: Any, timed: Any, tmp_path: Path) -> None:
         """These texts go round in circles."""
         best = timed.finalists[0]
-        assert best.choice.decoding.lookup is True
+        assert best.decoding.lookup is True
         assert timed.record["finalists"][0]["decoding"]["lookup"] is True
-        without = best_choice(choices(best.drafts, best.costs)[1:])
-        assert best.predicted > without.speedup / TOLERANCE
         best.skip.save(tmp_path / "skip.json")
         sources = drafted(llama, tmp_path / "skip.json").stats.sources
         assert len(sources) == 2
         assert sources[0].num_draft_tokens > 0
 
-    def test_finalists_are_priced_as_they_run(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        measured = [CostTable(c, (1.0, 1.1, 1.2 + c), "measured") for c in (0.0, 0.3)]
-        asked = []
-
-        def costs(model: Any, drafts: Any, request: Any, **how: Any) -> Any:
-            asked.append(request.input_ids.shape)
-            return measured
-
-        monkeypatch.setattr(finalists, "cost_tables", costs)
-        monkeypatch.setattr(
-            stages, "measured_costs", lambda model, *_: COST | {"place": machine(model)}
-        )
-        result = find(llama, cost=None, held_out=HELD_OUT, repeats=1)
-        assert len(asked) == len(result.finalists)
-        assert {rows for rows, _ in asked} == {1}
-        prices = [finalist.predicted for finalist in result.finalists]
-        assert prices == sorted(prices, reverse=True)
-        for finalist in result.finalists:
-            assert (finalist.looked_up, finalist.costs) == tuple(measured)
-            assert finalist.skip.costs.items() >= measured[1].to_dict().items()
-            assert finalist.skip.costs["hardware"]
-        asked.clear()
-        find(llama, held_out=HELD_OUT, repeats=1)  # costs that are given are taken to hold
-        find(llama, cost=None)  # and without a clock nothing is timed
-        assert not asked
-
-    def test_what_follows_the_trials_is_foretold(self, llama: Any) -> None:
-        alone, timed = (steps(llama, **more) for more in ({}, {"held_out": HELD_OUT}))
-        for going in (alone, timed):
-            going.open()
-            going.price(COST)
-        seconds = timed.seconds_after_trials
-        assert 0 < alone.seconds_after_trials(2, 1) < seconds(2, 1) < seconds(2, 100)
-
     def test_a_draft_vocabulary_is_searched_too(self, tmp_path: Path) -> None:
         """Where heads are dear; the config has its tokens with it, and the same text."""
         model = tiny()
-        result = find(model, cost=MACHINES["trimmed heads"], held_out=HELD_OUT, repeats=1)
+        going: dict[str, Any] = {"cost": MACHINES["trimmed heads"], "space": "sublayer,vocabulary"}
+        result = find(model, held_out=HELD_OUT, repeats=1, **going)
         best = result.finalists[0]
         tokens = best.skip.draft_vocabulary
         assert tokens is not None
-        assert best.skip.costs["draft_vocabulary"] == len(tokens) in (6, 12, 24, 48)
+        assert best.skip.costs["draft_vocabulary"] == len(tokens) in (12, 48)
         document = checked(result, tmp_path)
         assert document["finalists"][0]["draft_vocabulary"] == len(tokens)
         sizes = {trial["draft_vocabulary"] for trial in document["trials"]}
-        assert len(tokens) in sizes <= {None, 6, 12, 24, 48}
+        assert len(tokens) in sizes <= {None, 12, 48}
         assert best.confirmed["equal"] == best.confirmed["compared"] == 1
-        going = steps(model)
-        texts = [text.tokens for text in going.trace.texts]
+        texts = [text.tokens for text in steps(model).trace.texts]
         assert tokens == tuple(ranked(texts, 97)[: len(tokens)].tolist())
-        cheap = SkipConfig.early_exit(1)
-        objective = Objective(going.trace, MACHINES["trimmed heads"])
-        assert result.record["bound"] == pytest.approx(1 / objective.costs(cheap, 6).draft)
         best.skip.save(tmp_path / "skip.json")
         assert drafted(model, tmp_path / "skip.json").stats.num_drafts > 0
-
-    def test_other_texts_are_predicted_with_the_tokens_of_the_config(self) -> None:
-        going = steps(tiny())
-        trace = going.trace
-        tokens = (3, 5, 8, 13)
-        options = DecodingOptions(draft_vocabulary=tokens)
-        skip = SkipConfig(exit_layer=4, decoding=options).resolve(6)
-        costs = cost_table(COST, skip)
-        drafts = replay(trace, skip, 3)
-        finalist = Finalist("f", 0, skip, drafts, Choice(FIXED, 1.5), costs, costs)
-        allowed = torch.isin(torch.arange(97), torch.tensor(tokens)).expand(3, -1)
-        counts = count_rounds(replay(trace, skip, 3, allowed=allowed), 3)
-        cost = sum(rounds * costs.round_cost(drafted) for drafted, rounds in enumerate(counts))
-        assert predict(finalist, trace) == pytest.approx(trace.starts / cost)
 
     @pytest.mark.parametrize("cost", [COST, HOPELESS], ids=["pays", "hopeless"])
     def test_the_best_exit_is_among_the_finalists(self, llama: Any, cost: Any) -> None:
@@ -370,34 +327,29 @@ class TestResult:
         assert result.winner in (fastest, None)
 
     def test_what_gains(self, timed: Any) -> None:
-        """By predictions on traced and held-out prompts, the clock's speedup and its low end."""
-        for predicted, held_out, speedup, low, wins in (
-            (1.3, 1.2, 1.1, 0.9, True),  # price and clock agree
-            (0.9, 1.2, 1.1, 0.9, True),  # the price is that of prompts not searched on
-            (1.3, 0.93, 1.01, 0.90, False),  # fitted to its prompts
-            (1.3, 0.93, 1.2, 1.0, False),  # the interval touches 1
-            (1.3, 0.93, 1.2, 1.001, True),  # sure on the clock
-            (0.8, 0.93, 1.2, 1.1, True),
-            (1.3, 1.2, 1.0, 0.9, False),  # the clock has the last word
-            (1.3, 1.2, 1.1, None, True),  # one prompt has no interval
-            (1.3, None, None, None, True),  # nothing held out: the prediction decides
-            (1.0, None, None, None, False),
-            (1.3, 0.93, None, None, False),  # held out, and not timed
-            (0.9, 1.1, None, None, True),
+        """By the prediction, the clock's speedup and its low end."""
+        for predicted, speedup, low, wins in (
+            (1.3, 1.1, 0.9, True),  # both agree
+            (0.93, 1.01, 0.90, False),
+            (0.93, 1.2, 1.0, False),  # the interval touches 1
+            (0.93, 1.2, 1.001, True),  # sure on the clock
+            (1.3, 1.0, 0.9, False),  # the clock has the last word
+            (1.3, 1.1, None, True),  # one prompt has no interval
+            (1.3, None, None, True),  # nothing held out: the prediction decides
+            (1.0, None, None, False),
         ):
             finalist = replace(
                 timed.finalists[0],
-                choice=Choice(FIXED, predicted),
-                predicted_held_out=held_out,
+                predicted=predicted,
                 confirmed=None if speedup is None else {"speedup": speedup, "low": low},
             )
-            case = predicted, held_out, speedup, low
+            case = predicted, speedup, low
             assert (winner([finalist]) is finalist) is wins, case
 
     def test_the_fastest_that_gains_wins(self, timed: Any) -> None:
-        def seen(price: float, speedup: float, low: float) -> Finalist:
+        def seen(predicted: float, speedup: float, low: float) -> Finalist:
             block = {"speedup": speedup, "low": low}
-            return replace(timed.finalists[0], predicted_held_out=price, confirmed=block)
+            return replace(timed.finalists[0], predicted=predicted, confirmed=block)
 
         luckiest, slower, sure = seen(0.95, 1.5, 0.9), seen(1.3, 1.1, 0.9), seen(0.9, 1.2, 1.1)
         assert winner([luckiest, slower, sure]) is sure
@@ -405,39 +357,29 @@ class TestResult:
         assert winner([luckiest, seen(1.3, 0.99, 0.9)]) is None
         assert winner([]) is None
 
-    @pytest.mark.parametrize(("again", "won"), [(0.99, False), (1.03, True)])
-    def test_what_only_the_clock_says_is_timed_anew(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch, again: float, won: bool
+    @pytest.mark.parametrize("low", [1.0, 1.01])
+    def test_what_ties_with_the_default_does_not_replace_it(
+        self, llama: Any, monkeypatch: pytest.MonkeyPatch, low: float
     ) -> None:
-        asked = []
-
         def clock(
-            model: Any, task: Task, finalists: Any, batches: Any, *, repeats: int, **_: Any
+            model: Any, task: Task, finalists: Any, prompts: Any, **_: Any
         ) -> tuple[float, dict[str, Any]]:
-            speedup = again if asked else 1.05
-            asked.append((len(finalists), repeats))
             for finalist in finalists:
-                finalist.confirmed = {"speedup": speedup, "low": speedup - 0.01}
-                finalist.confirmed["over_default"] = {"low": 1.0 if asked[1:] else 1.01}
+                finalist.confirmed = {"speedup": 1.1, "low": 1.05, "over_default": {"low": low}}
             return 100.0, {"speedup": 1.0}
 
-        monkeypatch.setattr(stages, "confirm", clock)
-        settings = {"held_out": HELD_OUT, "trials": 12, "finalists": 2, "repeats": 2}
-        result = find(llama, cost=HOPELESS, **settings)
-        count = len(result.finalists)
-        assert asked == [(count, 2), (count, 4)]
-        assert (result.winner is not None) is won
-        # what ties with the default does not replace it
-        assert result.record["keep_default"] is won
+        monkeypatch.setattr(pipeline, "confirm", clock)
+        result = find(llama, held_out=HELD_OUT, trials=12)
+        keeps = low == 1.0
+        assert result.winner is not None
+        assert result.record["keep_default"] is keeps
         assert result.record["default"] == {"speedup": 1.0}
         usual = automatic_draft(Sublayers(llama)).skip or SkipConfig()
-        assert (result.skip.decoding == DecodingOptions(lookup=True)) is won
-        assert result.skip.low == (usual.resolve(6).low if won else None)
-        asked.clear()
-        found = find(llama, **settings)
-        assert found.winner is not None
-        assert found.record["keep_default"] is False
-        assert len(asked) == 1  # the price says the same
+        if keeps:
+            assert result.skip.decoding == DecodingOptions(lookup=True)
+            assert result.skip.low == usual.resolve(6).low
+        else:
+            assert result.skip.low is None
 
     def test_where_nothing_pays_nothing_is_drafted(self, llama: Any, tmp_path: Path) -> None:
         result = find(llama, cost=HOPELESS, trials=25)
@@ -445,8 +387,8 @@ class TestResult:
         assert result.skip.decoding.enabled is False
         assert result.record["winner"] is None
         assert result.record["bound"] < 1
-        assert all(row["speedup"] == pytest.approx(1.0) for row in result.record["trials"])
-        # the default controller would not draft
+        assert all(row["speedup"] < 1.0 for row in result.record["trials"])
+        # expected-gain would not draft
         assert all(finalist.predicted == pytest.approx(1.0) for finalist in result.finalists)
         checked(result, tmp_path)
         result.skip.save(tmp_path / "skip.json")
@@ -455,7 +397,7 @@ class TestResult:
     @pytest.mark.parametrize("space", ["sublayer", "layer", "exit"])
     def test_layers_that_do_nothing_are_left_out(self, space: str) -> None:
         model = idle_end()
-        result = find(model, space=space, trials=40)
+        result = find(model, space=f"{space},controller", trials=40)
         assert result.skip.attention == result.skip.mlp == (3, 4, 5)
         assert result.winner.alpha == 1.0
         assert result.winner.name == "exit-3"
@@ -481,13 +423,13 @@ class TestResult:
     def test_costs_are_measured_where_none_are_given(
         self, llama: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        measure = stages.sublayer_costs.measure
+        measure = pipeline.sublayer_costs.measure
         monkeypatch.setattr(
-            stages.sublayer_costs,
+            pipeline.sublayer_costs,
             "measure",
             lambda *a, **k: measure(*a, **k | {"budget": 1e-9, "contexts": [16]}),
         )
-        monkeypatch.setattr(stages.sublayer_costs, "disturbed", lambda record: False)
+        monkeypatch.setattr(pipeline.sublayer_costs, "disturbed", lambda record: False)
         result = find(llama, cost=None, trials=2)
         assert result.record["cost"]["contexts"] == [16]
         assert result.record["cost"]["place"] == machine(Sublayers(llama))
@@ -496,12 +438,12 @@ class TestResult:
 
     def test_number_of_trials(self, llama: Any) -> None:
         spaces = ("exit", 6), ("layer", 6), ("sublayer", 6), ("sublayer", 30)
-        defaults = [stages.default_trials(Space(kind=k, num_layers=n)) for k, n in spaces]
-        assert defaults == [6, 32, 60, 342]
-        assert len(find(llama, space="exit", trials=None).record["trials"]) == 6
+        defaults = [pipeline.default_trials(Space(kind=k, num_layers=n)) for k, n in spaces]
+        assert defaults == [6, 32, 60, 228]
+        assert len(find(llama, space="exit,lookup", trials=None).record["trials"]) == 5
 
     def test_the_rejection_rule(self, llama: Any, tmp_path: Path) -> None:
-        law = {"do_sample": True, "temperature": 0.8, "acceptance": "rejection"}
+        law = {"do_sample": True, "temperature": 0.8, "top_k": 50, "acceptance": "rejection"}
         result = find(llama, trials=3, held_out=HELD_OUT, repeats=1, **law)
         trace = steps(llama, Task(TOKENS, **law)).trace
         assert trace.rejection
@@ -535,11 +477,11 @@ class TestStudy:
     ) -> None:
         measured = []
 
-        def measure(*_: Any) -> dict[str, Any]:
+        def measure(*_: Any, **__: Any) -> dict[str, Any]:
             measured.append(len(measured))
-            return COST | {"measured": measured[-1]}
+            return COST | {"measured": measured[-1], "gap": 0.0}
 
-        monkeypatch.setattr(stages, "measured_costs", measure)
+        monkeypatch.setattr(pipeline.sublayer_costs, "measure", measure)
 
         def priced() -> int:
             going = steps(llama)
@@ -550,9 +492,9 @@ class TestStudy:
         assert [priced(), priced()] == [0, 0]
         with monkeypatch.context() as there:
             if name == "host":
-                there.setattr(stages.socket, "gethostname", lambda: value)
+                there.setattr(pipeline.socket, "gethostname", lambda: value)
             else:
-                there.setattr(stages, "machine", lambda model: machine(model) | {name: value})
+                there.setattr(pipeline, "machine", lambda model: machine(model) | {name: value})
             assert [priced(), priced()] == [1, 1]
         assert priced() == 0
 
@@ -567,7 +509,7 @@ class TestStudy:
         before, after = best["number"], best["number"] + 1
 
         def going_on(name: str, cost: Any, trials: int) -> Any:
-            monkeypatch.setattr(stages.socket, "gethostname", lambda: name)
+            monkeypatch.setattr(pipeline.socket, "gethostname", lambda: name)
             return find(llama, trials=trials, cost=cost, storage=path)
 
         assert before > 0
@@ -578,34 +520,6 @@ class TestStudy:
         assert story(fast[1]) == story(alone)
         assert len({result.winner.name for result in (alone, fast[1], last)}) == 1
         assert last.winner.predicted == pytest.approx(alone.winner.predicted)
-        # as tokens a second they would not: the slow machine's trial would have been the worst
-        values = {trial["number"]: trial["value"] for trial in alone.record["trials"]}
-        values[best["number"]] /= 8
-        assert min(values, key=values.__getitem__) == best["number"]
-
-    def test_the_first_that_is_done_says_what_all_write(self, llama: Any, tmp_path: Path) -> None:
-        """Two workers saw the same trials, and their clocks disagree about near equals."""
-        path = tmp_path / "study.log"
-        find(llama, trials=12, storage=path)
-
-        def worker(best: int) -> Search:
-            going = steps(llama)
-            going.open(path)
-            going.price(COST)
-            going.choose(3)
-            for number, finalist in enumerate(going.finalists):
-                finalist.predicted_held_out = 1.3 if number == best else 1.2
-            return going
-
-        ours, theirs = worker(1), worker(0)
-        first, second = ours.result(), theirs.result()
-        assert first.winner is ours.finalists[1]
-        assert second.skip == first.skip
-        assert second.winner is theirs.finalists[1]
-        assert second.record["finalists"] == json.loads(json.dumps(first.record["finalists"]))
-        # who comes when all is said judges anew
-        later = worker(0)
-        assert later.result().winner is later.finalists[0]
 
     def test_costs_are_stamped_with_where_they_were_measured(self, llama: Any) -> None:
         place = {"hardware": "elsewhere", "dtype": "float32", "execution": "fused", "threads": 64}
@@ -649,6 +563,7 @@ class TestRefusals:
             ({"finalists": 0}, "must be 1 or more, got 0 and 2"),
             ({"repeats": 0}, "must be 1 or more, got 3 and 0"),
             ({"space": "magic"}, "space must be one of exit, layer, sublayer"),
+            ({"sampler": "magic"}, "sampler must be one of ours, gp, tpe, random"),
             ({"acceptance": "magic"}, "acceptance must be 'coupled' or 'rejection'"),
             ({"do_sample": True, "temperature": 0.0}, "temperature"),
             ({"do_sample": True, "top_p": -0.5}, "top_p"),
@@ -668,7 +583,7 @@ class TestRefusals:
     def test_bad_settings(
         self, llama: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
     ) -> None:
-        def evaluated(self: Objective, skip: SkipConfig) -> None:
+        def evaluated(self: Objective, mask: int, losing: Any) -> None:
             raise AssertionError("a trial ran before this was refused")
 
         monkeypatch.setattr(Objective, "__call__", evaluated)

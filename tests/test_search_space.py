@@ -8,7 +8,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 
 from layerskip.config import LowPrecision, SkipConfig, Trained
-from layerskip.search import warm_starts
+from layerskip.search.proposals import WARM_STARTS, given, warm_starts
 from layerskip.search.space import Space, changed
 
 
@@ -60,10 +60,10 @@ class TestEverySpace:
                 assert mask & 0b11 == 0
                 assert mask >> 2 * space.num_layers - 2 in (0b00, 0b11)
 
-    def test_seeds_are_distinct_members(self, space):
-        seeds = warm_starts.standard(space)
-        assert all(mask in space for mask in seeds.values())
-        assert len(set(seeds.values())) == len(seeds)
+    def test_first_sets_are_distinct_members(self, space):
+        first = warm_starts(space, [1.0 + n % 3 for n in range(2 * space.num_layers)])
+        assert all(mask in space and mask for mask in first.values())
+        assert len(set(first.values())) == len(first) <= WARM_STARTS
 
 
 def test_parameters_are_those_of_optuna():
@@ -128,16 +128,26 @@ def test_what_is_low_is_healed_by_the_space_s_weights():
     assert space(num_layers=2).everything_low is None
 
 
-def test_flips_bring_back_in_the_draft_s_own_precision():
+def test_changes_are_all_other_choices():
     sets = space("sublayer", 3, bits=8)
-    alone = [changed(0, flip) for flip in sets.flips(0)]
-    assert alone == [1 << 6, 2 << 6, 1 << 2, 1 << 3, 0b11 << 4, 1 << 12]
-    low = sets.low_mask(0b110000)
-    back = [changed(low, flip) for flip in sets.flips(low)]
-    assert back[4] == sets.low_mask(0)
-    assert back[0] == low & ~(1 << 6)
     changes = [changed(0, change) for change in sets.changes(0)]
     assert len(set(changes)) == 3 * 1 + 3 * 2
+
+
+def test_numbers_are_switches_with_a_bit_each():
+    sets = space("exit", 3, vocabularies=(40, 10))
+    assert list(sets.distributions) == ["exit", "vocabulary"]
+    assert sets.size == 9
+    masks = list(sets.enumerate())
+    assert len(set(masks)) == 9
+    assert sorted({sets.vocabulary(mask) or 0 for mask in masks}) == [0, 10, 40]
+    assert sets.skip_config(masks[-1]) == sets.skip_config(masks[-1] & 0b111111)
+    both = space("sublayer", 3, windows=(8,), vocabularies=(40,))
+    mask = both.narrower[8] | both.smaller[40]
+    assert both.params(mask)["window"] == "8"
+    assert both.params(mask)["vocabulary"] == "40"
+    assert json.loads(json.dumps(both.to_dict()))["vocabularies"] == [40]
+    assert "drawing from 40 or all tokens" in str(both)
 
 
 def test_counts_a_large_space_without_listing_it():
@@ -165,30 +175,24 @@ def test_refuses_parameters_of_a_set_outside():
         space("layer").params(0b100)
 
 
-def test_standard_seeds():
-    found = warm_starts.standard(space("layer", 12))
-    assert found["none"] == 0
-    assert [name for name in found if name.startswith("exit")] == [
-        f"exit-{layer}" for layer in range(11, 0, -1)
-    ]
-    assert space("layer", 12).skip_config(found["even-4"]) == SkipConfig.layers([2, 5, 7, 10])
-
-
-def test_seeds_in_low_precision():
+def test_first_sets_leave_out_what_matters_least():
     sets = space("sublayer", 12, bits=8)
-    found = {name: sets.skip_config(mask) for name, mask in warm_starts.standard(sets).items()}
-    assert list(found)[:2] == ["none", "8-bits"]
-    assert found["8-bits"] == SkipConfig.low_precision().resolve(12)
-    assert found["8-bits-whole-head"] == SkipConfig(low=LowPrecision(head=False)).resolve(12)
-    half = LowPrecision(attention=range(6, 12), mlp=range(6, 12))
-    assert found["8-bits-second-half"] == SkipConfig(low=half).resolve(12)
-    assert found["8-bits-exit-6"] == SkipConfig(exit_layer=6, low=LowPrecision()).resolve(12)
+    influence = [9.0 if sublayer % 3 else 0.1 * sublayer for sublayer in range(24)]
+    first = {name: sets.skip_config(mask) for name, mask in warm_starts(sets, influence).items()}
+    assert list(first)[:3] == ["8-bits", "8-bits-exit-6", "exit-6"]
+    assert first["8-bits"] == SkipConfig.low_precision().resolve(12)
+    assert first["8-bits-exit-6"] == SkipConfig(exit_layer=6, low=LowPrecision()).resolve(12)
+    assert first["without-2"] == SkipConfig(attention=(3,), mlp=(1,)).resolve(12)
+    assert first["8-bits-without-2"].rounded() == first["without-2"].kept()
+    assert len(first) == WARM_STARTS
+    many = space("sublayer", 12, bits=8, windows=(256, 1024))
+    assert list(warm_starts(many, influence))[:3] == ["8-bits", "window-256", "window-1024"]
 
 
 class TestGivenConfigs:
     def test_published_sets(self):
         skip = SkipConfig(attention=(1, 2), mlp=(3,))
-        found = warm_starts.given(space(), {"file.json": skip, "exit": SkipConfig.early_exit(2)})
+        found = given(space(), {"file.json": skip, "exit": SkipConfig.early_exit(2)})
         assert found == {"file.json": 0b10010100, "exit": 0b1111110000}
 
     @pytest.mark.parametrize(
@@ -200,7 +204,7 @@ class TestGivenConfigs:
     )
     def test_refuses_another_model_and_another_space(self, skip, message):
         with pytest.raises(ValueError, match=message):
-            warm_starts.given(space(), {"x": skip})
+            given(space(), {"x": skip})
 
 
 def test_an_attention_whose_keys_others_read_is_left_out_by_an_exit_only() -> None:

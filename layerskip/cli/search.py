@@ -1,8 +1,7 @@
 """The search command: from flags to a study and its files.
 
 It fills a folder: `study.log` (the trials, unless `--storage` says where else), `cost.json`,
-`trials.csv`, `search.json` (all of it, for `layerskip report`), `skip.json` and `report/`; around
-healed weights also `found.json`, the best that has them, to train further.
+`trials.csv`, `search.json` (all of it, for `layerskip report`), `skip.json` and `report/`.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt, by_category
 
 if TYPE_CHECKING:
-    from layerskip.search.stages import Search, SearchResult
+    from layerskip.search.pipeline import Search, SearchResult
     from layerskip.search.study import Standing
 
 LEAST_BOUND = 1.1
 """A draft with a bound under this is hardly worth its trouble."""
 TIMEOUT = 540.0
 """Seconds of a whole search where neither a number of trials nor a time is given."""
-LEAST_SHARE = 0.25
-"""Of the time left, what trials get, whatever the rest would like to take."""
+JUDGING, LONGEST_JUDGING = 0.25, 150.0
+"""Share of the time, and seconds at most, that the best drafts and the report get."""
 MOMENT = 1e-6
 """Seconds that trials get where none are left."""
 WRITING = 10.0
 """Seconds that the files and the report take, at most."""
 HELD_OUT = 12
 """Prompts that finalists are timed on, at most; and never more than a third of all."""
-POSITIONS = 1500
-"""Tokens that drafts are tried on, where the model is small or on a GPU."""
-FEWEST_POSITIONS = 256
-WORK = 7e10
-"""Else so many that these and the model's weights have this product: a draft of all layers then
-takes some ten seconds on two cores. Few trials on many tokens find less than many on few."""
+POSITIONS = 1024
+"""Tokens that a trial looks at, at most, where the model is small or on a GPU."""
+FEWEST_POSITIONS = 128
+WORK = 3.5e10
+"""Else so many that these and the model's weights have this product: a trial then takes about a
+second on two cores. Few trials on many tokens find less than many on few."""
 
 
 def search(
@@ -73,9 +72,11 @@ def search(
     ),
     prompts: Prompts = None,
     chat: Chat = False,
-    space: Literal["exit", "layer", "sublayer"] = flag(
-        "What drafts may leave out: all layers from an exit on, any layers, or attention and MLPs "
-        "one by one.",
+    space: str = flag(
+        "What drafts may leave out: exit (all layers from one on), layer (any), or sublayer "
+        "(attention and MLPs one by one); and, divided by commas, which of bits, experts, window, "
+        "vocabulary, lookup, controller are tried beside. All of these are, where none is named.",
+        "LIST",
         default="sublayer",
     ),
     bits: Literal["auto", "8", "4", "none"] = flag(
@@ -86,7 +87,12 @@ def search(
     allow_ends: bool = switch(
         "--allow-ends", "Drafts may also leave out the first layer, and halves of the last."
     ),
-    trials: int | None = flag("Trials of the study in all.  [default: by the space]", "N", min=1),
+    sampler: Literal["ours", "gp", "tpe", "random"] = flag(
+        "What proposes drafts: ours, or Optuna's Gaussian process, Parzen estimator or random "
+        "sampler.",
+        default="ours",
+    ),
+    trials: int | None = flag("Trials of the study in all.  [default: what time allows]", min=1),
     timeout: float | None = flag(
         "Seconds for the whole command: trials end in time for what follows them.  [default: 540, "
         "or none with --trials]",
@@ -103,7 +109,7 @@ def search(
     study_name: str = flag("The study's name in the storage.", "NAME", default="layerskip"),
     workers: int = flag("Share the study among N processes here.", "N", default=1, min=1),
     positions: int | None = flag(
-        "Try drafts on about N tokens.  [default: 1500; fewer for a large model on a CPU]",
+        "Tokens that a trial looks at.  [default: 1024; fewer for a large model on a CPU]",
         "N",
         min=1,
     ),
@@ -126,8 +132,6 @@ def search(
     if timeout is None and trials is None:
         timeout = TIMEOUT
     started = time.monotonic()
-    if space == "exit" and allow_ends:
-        warn_idle({"allow_ends": True}, "with --space exit")
     first = {path: SkipConfig.load(path) for path in skip or ()}
     chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
     make_folder(output)
@@ -142,13 +146,19 @@ def search(
     from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
-    from layerskip.search.fitting import space_for, typical_context
-    from layerskip.search.stages import Search
+    from layerskip.search.fitting import parts_of, space_for, typical_context
+    from layerskip.search.pipeline import Search
+    from layerskip.search.study import fail_abandoned
     from layerskip.search.workers import worker_processes
     from layerskip.timing.threads import cpu_threads
 
+    kind, parts = parts_of(space)
+    if kind == "exit" and allow_ends:
+        warn_idle({"allow_ends": True}, "with --space exit")
     named: dict[str, Any] = {"none": None, "8": 8, "4": 4}
-    chosen = chosen[: max(1, (positions or default_positions(loaded.model)) // max_new_tokens)]
+    positions = positions or default_positions(loaded.model)
+    # twice as many texts as a trial looks at: places all over them tell more
+    chosen = chosen[: max(1, math.ceil(2 * positions / max_new_tokens))]
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
     where = str(output / "study.log") if storage is None else storage
@@ -156,42 +166,39 @@ def search(
         threads = (opened.threads or 1) // workers
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
         within = space_for(
-            loaded.model,
-            loading.execution,
-            first,
-            kind=space,
+            opened,
+            space,
             bits=named.get(bits, bits),
             allow_ends=allow_ends,
+            first=[*first.values()],
             context=typical_context(traced, max_new_tokens),
         )
-        if not within.windows and space != "exit":
-            talk.say("drafts that see only the last slots are not searched: texts are too short")
         steps = Search(
             loaded.model,
             traced,
             timed,
             task=task,
             space=within,
+            parts=parts,
+            positions=positions,
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
             until=math.inf if timeout is None else started + timeout - WRITING,
         )
         steps.open(where, study_name, first)
+        fail_abandoned(steps.study)
         steps.price()
         cost = steps.objective.cost
         write_text(output / "cost.json", json.dumps(cost, indent=1) + "\n")
         _say_bound(talk, steps)
         if timeout is not None:
-            talk.progress("how long a trial takes")
-            rest = steps.seconds_after_trials(repeats=repeats) + WRITING
             spent = time.monotonic() - started
-            left = max(0.0, timeout - spent)
-            timeout = max(LEAST_SHARE * left, left - rest, MOMENT)
-            rest = max(0.0, min(rest, left - timeout))
+            judging = min(JUDGING * timeout, LONGEST_JUDGING)
+            left = max(MOMENT, timeout - spent - judging)
             talk.say(
-                f"about {(spent + timeout + rest) / 60:.0f} minutes in all, {spent:.0f} s of them "
-                f"gone: trials for up to {timeout:.0f} s, then the best drafts replayed"
-                f"{' and timed' if timed else ''}, {rest:.0f} s"
+                f"{timeout:.0f} s in all: {spent:.0f} gone, trials for {left:.0f}, then up to "
+                f"{judging:.0f} for the best drafts{' on the clock' if timed else ''}"
             )
+            timeout = left
         further = worker_processes(
             workers - 1,
             threads,
@@ -199,6 +206,8 @@ def search(
             prompts=chosen,
             task=task,
             space=within,
+            positions=positions,
+            sampler=sampler,
             trials=trials,
             timeout=timeout,
             first=first,
@@ -207,11 +216,9 @@ def search(
             cost=cost,
         )
         with cpu_threads(max(1, threads)), further:
-            _run(steps, trials, timeout, output, talk)
+            _run(steps, trials, sampler, timeout, output, talk)
         talk.progress("")
-        steps.choose()
-        if timed:
-            steps.confirm(repeats)
+        steps.judge(repeats=repeats)
         result = steps.result()
         looked_at = [*chosen, *(held_out if timed else [])]
         header = make_header(loaded, steps.opened, steps.task, looked_at, prompts)
@@ -264,40 +271,45 @@ def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]
 
 
 def _run(
-    steps: Search, trials: int | None, timeout: float | None, output: Path, talk: Talk
+    steps: Search,
+    trials: int | None,
+    sampler: Any,
+    timeout: float | None,
+    output: Path,
+    talk: Talk,
 ) -> None:
     """The trials, with a line of progress; they are written down, also where Ctrl-C ends them."""
     from layerskip.search.record import trials_table
+    from layerskip.search.study import standing
 
-    step = steps.objective.step_seconds
-    started, before = time.monotonic(), None
+    started, before = time.monotonic(), standing(steps.study).finished
 
     def tell(at: Standing) -> None:
-        nonlocal before
-        if before is None:
-            before = at.finished - 1
-        spent = time.monotonic() - started
-        left = spent / max(1, at.finished - before) * (at.trials - at.finished)
-        if timeout is not None:
-            left = min(left, max(0.0, timeout - spent))
+        spent, done = time.monotonic() - started, max(1, at.finished - before)
+        left = math.inf if timeout is None else max(0.0, timeout - spent)
+        if at.trials is not None:
+            left = min(left, spent / done * (at.trials - at.finished))
+        seconds = f", {left:.0f} s left" if left < math.inf else ""
         talk.progress(
-            f"trial {at.finished}/{at.trials}, best {at.best:.2f}x ({at.best_origin}), "
-            f"{left:.0f} s left"
+            f"trials {at.finished}, of which guided {at.guided}, best {at.best:.2f}x "
+            f"({at.best_origin}){seconds}"
         )
 
     def keep() -> int:
-        rows = trials_table(steps.study, steps.space, step)
+        rows = trials_table(steps.study, steps.space)
         write_text(output / "trials.csv", _csv(rows))
         return sum(row["state"] == "complete" for row in rows)
 
     try:
-        steps.run(trials, timeout=timeout, on_trial=tell)
+        steps.run(trials, sampler=sampler, timeout=timeout, on_trial=tell)
     except (KeyboardInterrupt, OSError, RuntimeError) as error:
         if not _interrupted(error):
             raise
         talk.say(f"{keep()} finished trials are kept; the same command goes on with them")
         raise KeyboardInterrupt from error
     keep()  # now, as what follows may be interrupted, too
+    at = standing(steps.study)
+    talk.say(f"trials {at.finished}, of which guided {at.guided}")
 
 
 def _interrupted(error: BaseException | None) -> bool:
@@ -340,17 +352,11 @@ def _finish(
     skip = replace(skip, model=name, notes=notes)
     write_text(output / "search.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
     skip.save(output / "skip.json")
-    if result.healed is not None:
-        result.healed.save(output / "found.json")
-        talk.say(f"`layerskip train --skip {output / 'found.json'}` heals further what was found")
     talk.progress("drawing the report")
     words = write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")
-    print(_table(record["finalists"]))
     print(words)
-    drafts = result.winner is not None and not record["keep_default"]
-    with_it = f" --skip {output / 'skip.json'}" if drafts else ""
-    talk.say(f"next: layerskip generate {name} --prompt TEXT{with_it}")
+    print(_table(record["finalists"]))
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
     if as_json:
         keys = "bound plain finalists best_exit winner default keep_default seconds"
@@ -360,9 +366,9 @@ def _finish(
 
 def _table(finalists: Sequence[dict[str, Any]]) -> str:
     """The finalists: what was predicted and what the clock said, with 95% intervals."""
-    lines = [["draft", "what", "c", "alpha", "predicted", "held out", "measured", "same text"]]
+    lines = [["draft", "what", "c", "alpha", "predicted", "measured", "same text"]]
     for row in finalists:
-        skipped, low, held_out = row["skipped"], row["low"], row["predicted_held_out"]
+        skipped, low = row["skipped"], row["low"]
         timed, vocabulary = row["confirmed"], row["draft_vocabulary"]
         what = [f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP out"]
         if low is not None:
@@ -373,7 +379,6 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
         what += ["lookup"] if row["decoding"]["lookup"] else []
         line = [row["name"], ", ".join(what)]
         line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
-        line.append("-" if held_out is None else f"{held_out:.2f}")
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
         lines.append([*line, same_texts(timed) if timed else "-"])
     return aligned(lines)

@@ -34,7 +34,7 @@ from layerskip.files.schema import (
     word,
 )
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -67,20 +67,20 @@ _DECODING: Mapping[str, Check] = {
 _TRIAL = has(
     origin=text,
     skipped=_SKIPPED,
-    value=POSITIVE,
-    guide=optional(POSITIVE),
+    draft_vocabulary=optional(COUNT),
     speedup=POSITIVE,
-    forced_speedup=optional(POSITIVE),
-    acceptance=optional(SHARE),
+    acceptance=SHARE,
     draft_cost=POSITIVE,
-    **{key: optional(check) for key, check in _DECODING.items()},
+    **dict.fromkeys(("draft_length", "positions"), COUNT),
     seconds=optional(SECONDS),
-    copy_of=optional(COUNT),
 )
+_RATIO: Mapping[str, Check] = {
+    "speedup": POSITIVE,
+    **dict.fromkeys(("low", "high"), optional(POSITIVE)),
+}
 _CONFIRMED = has(
-    speedup=POSITIVE,
-    low=optional(POSITIVE),
-    high=optional(POSITIVE),
+    **_RATIO,
+    over_default=has(**_RATIO),
     tokens_per_second=POSITIVE,
     prompts=integer(1),
     repeats=integer(1),
@@ -100,7 +100,6 @@ _FINALIST = has(
     draft_cost=POSITIVE,
     verify=items(POSITIVE, least=1),
     predicted=POSITIVE,
-    predicted_held_out=optional(POSITIVE),
     confirmed=optional(_CONFIRMED),
 )
 _ENVIRONMENT = has(
@@ -143,12 +142,16 @@ _SEARCH = has(
     ),
     study=has(name=text, storage=optional(text)),
     trace=has(**dict.fromkeys(("texts", "starts", "draft_length"), COUNT)),
+    sampler=text,
+    influence=items(NUMBER),
     cost=mapping,
     step_seconds=POSITIVE,
     bound=POSITIVE,
     trials=items(_trial),
     finalists=items(_FINALIST),
     plain=has(predicted_tokens_per_second=POSITIVE, confirmed_tokens_per_second=optional(POSITIVE)),
+    default=optional(has(speedup=POSITIVE)),
+    keep_default=flag,
     best_exit=optional(text),
     winner=optional(text),
     seconds=has(**dict.fromkeys(("trace", "cost", "trials"), SECONDS), confirm=optional(SECONDS)),

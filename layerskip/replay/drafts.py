@@ -1,13 +1,13 @@
 """What any source would have drafted from every place of a trace, without decoding anything.
 
-`replay` drafts to the full length, as decoding would.
-`follow` leaves each draft at its first wrong token, which is all that a fixed draft length needs,
-at a part of the cost: a search follows hundreds of drafts, and replays only the best whole.
-Letters: C chains, J steps, N starts, W vocabularies, V tokens of a whole one.
+`replay` drafts to the full length, as decoding would. `follow` leaves each draft at its first wrong
+token, at a part of the cost: a search follows hundreds of drafts, and replays only the best whole.
+Letters: C chains, J steps, N starts, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
-from layerskip.replay.chains import Chain, ChainDrafts, Chains, Enough, Vocabularies
+from layerskip.replay.chains import Chain, ChainDrafts, Chains
 from layerskip.replay.drawing import NOTHING, Drawn
 from layerskip.replay.live import TextBatch
 from layerskip.replay.trace import Trace, TraceText
@@ -97,38 +97,34 @@ def replay(
     if source.exit_layer is not None:
         drafts = _exit(trace, source, source.exit_layer, length, allowed)
         return _assembled(trace, source, drafts, length, allowed)
-    chains = Chains(trace, source, all_starts(trace), length, [allowed])
-    return _assembled(trace, source, chains.run()[0], length, allowed)
+    drafts = Chains(trace, source, all_starts(trace), length, allowed).drafts()
+    return _assembled(trace, source, drafts, length, allowed)
 
 
 @torch.no_grad()
 def follow(
     trace: Trace,
     draft: SkipConfig | Source,
-    vocabularies: Vocabularies = (None,),
-    draft_length: int | None = None,
+    draft_length: int,
+    starts: Sequence[Chain] | None = None,
     *,
-    enough: Enough | None = None,
-) -> list[Replay]:
-    """Draft from every start of a trace, as far as the drafts agree with the text.
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Whether drafts from some starts are their text's up to each token, (N, J) bool.
 
-    Behind a start's first wrong token, confidences, margins and entropies are those of drafts that
-    start at the same place afresh. So rounds of a fixed draft length are exact (but for an end of
-    text drafted behind a wrong token), and of other controllers close.
+    Each draft is left at its first wrong token, and takes the states of the prefix that it shares
+    with the target from the trace: a small part of what `replay` computes.
 
     Args:
-        vocabularies: of W drafts, each of every text, (texts, V) bool; None: all tokens.
-        enough: told the survival of each (of each step so far, the share of a sample of the starts
-            that still agree), says of each whether longer drafts are of no interest; its replay
-            then ends there.
+        starts: all of the trace by default, text by text.
+        allowed: as of `replay`.
 
     Raises:
         ValueError: as `replay`.
     """
     source, length = source_of(trace.model, draft), _length(trace, draft_length)
-    chains = Chains(trace, source, all_starts(trace), length, vocabularies, follow=True)
-    most = length if chains.steps < length and enough is None else 0
-    return [_followed(_assembled(trace, source, each, most)) for each in chains.run(enough)]
+    starts = all_starts(trace) if starts is None else starts
+    return Chains(trace, source, starts, length, allowed, follow=True).agreeing()
 
 
 def _look_up(trace: Trace, source: Source, length: int) -> Replay:
@@ -211,32 +207,6 @@ def _assembled(
     )
 
 
-def astray(matches: Tensor) -> Tensor:
-    """Which steps lie behind a row's first wrong token, (N, J)."""
-    return F.pad(matches.long().cumprod(1)[:, :-1], (1, 0), value=1) == 0
-
-
-def _followed(played: Replay) -> Replay:
-    """The same without what stands behind wrong tokens."""
-    lost = astray(played.matches)  # (N, J)
-    steps = torch.arange(played.draft_length)
-    afresh = torch.cat(
-        [
-            (torch.arange(rows.start, rows.stop)[:, None] + steps).clamp_(max=rows.stop - 1)
-            for rows in played.texts
-        ]
-    )  # (N, J)
-    return replace(
-        played,
-        tokens=played.tokens.masked_fill(lost, 0),
-        matches=played.matches & ~lost,
-        confidences=torch.where(lost, played.confidences[afresh, 0], played.confidences),
-        margins=torch.where(lost, played.margins[afresh, 0], played.margins),
-        entropies=torch.where(lost, played.entropies[afresh, 0], played.entropies),
-        ends=played.ends & ~lost,
-    )
-
-
 def _exit(
     trace: Trace, source: Source, layer: int, length: int, allowed: Tensor | None
 ) -> ChainDrafts:
@@ -257,7 +227,7 @@ def _exit(
             (text, text.prompt + place + 1, token)
             for place, token in zip(places.tolist(), drafted[places].tolist(), strict=True)
         ]
-    left = Chains(trace, source, chains, length - 1, [allowed]).run()[0]
+    left = Chains(trace, source, chains, length - 1, allowed).drafts()
     # one row and column more, so that there is something to look up where nothing is wrong
     rest = [F.pad(table, (0, 1, 0, 1)) for table in left]  # (C + 1, J) each
     parts, first = [], 0

@@ -46,6 +46,7 @@ DRAFT_LENGTH = 8
 """Tokens that a trace lets any draft look ahead, where nobody says otherwise."""
 
 ROWS = 16  # texts decoded together
+NOISE = 2**27  # numbers of noise that are kept, at most
 LOGITS = 2**24  # elements of one chunk of logits, at most (but a few places always go together)
 
 
@@ -202,6 +203,28 @@ class Trace:
         ]
         sure, entropies = (torch.cat(each).tolist() for each in zip(*pieces, strict=True))
         return sure, entropies
+
+    def noise(self, keys: Sequence[int], places: Sequence[int]) -> Tensor:
+        """Gumbel noise of places of texts, (N, V) float32; kept, as every draft asks for the same.
+
+        Args:
+            keys, places: of the texts' noise streams, and of the tokens drawn, N each.
+        """
+        wanted, vocabulary = [*zip(keys, places, strict=True)], self.model.vocabulary
+        made = self._noise
+        missing = [pair for pair in dict.fromkeys(wanted) if pair not in made]
+        if missing:
+            if (len(made) + len(missing)) * vocabulary > NOISE:
+                made.clear()
+                missing = [*dict.fromkeys(wanted)]
+            streams, drawn = zip(*missing, strict=True)
+            new = gumbel_noise(streams, drawn, vocabulary, device=self.model.device)
+            made |= zip(missing, new, strict=True)
+        return torch.stack([made[pair] for pair in wanted])
+
+    @cached_property
+    def _noise(self) -> dict[tuple[int, int], Tensor]:
+        return {}
 
     @torch.no_grad()
     def logits(self, text: TraceText) -> Tensor:

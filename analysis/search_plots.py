@@ -1,0 +1,168 @@
+"""The plots of a report on a search: its progress, what matters, its front, its finalists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from layerskip.analysis import searches
+from layerskip.analysis.drawing import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    WIDTH,
+    Plot,
+    colour_of,
+    finished,
+    listed,
+    marker_of,
+    new_axes,
+)
+from layerskip.analysis.labels import ranges
+from layerskip.analysis.plots import skip_map
+from layerskip.analysis.searches import Search
+
+MANY = 200  # trials from which on points are small
+PROPOSERS = {
+    "first": ("first sets", MUTED, "s"),
+    "ours": ("our Gaussian process", BLUE, "o"),
+    "gp": ("Optuna's Gaussian process", GREEN, "^"),
+    "tpe": ("Optuna's TPE", ORANGE, "v"),
+    "random": ("random", PURPLE, "x"),
+}
+"""How trials look by what proposed them: words, colour and marker."""
+LINES = ("--", ":", "-.")
+
+
+def search_plots(search: Search) -> list[Plot]:
+    """The pictures of a search; those that have nothing to show are left out."""
+    drawn = [search_progress(search), influence(search), search_front(search)]
+    drawn.append(search_skip_map(search))
+    return [plot for plot in drawn if plot is not None]
+
+
+def search_progress(search: Search) -> Plot | None:
+    """The best speedup so far, by trial and by second of trials; other searches beside it."""
+    table = searches.progress(search.document)
+    if not len(table):
+        return None
+    axes = Figure(figsize=(WIDTH, 4.2), layout="constrained").subplots(1, 2, sharey=True)
+    for number, (each, x) in enumerate(zip(axes, ("trial", "seconds"), strict=True)):
+        for kind, rows in table.groupby("proposer", sort=False):
+            words, colour, marker = PROPOSERS.get(str(kind), (str(kind), MUTED, "."))
+            each.scatter(
+                rows[x], rows["speedup"], s=10 if len(table) > MANY else 18, color=colour,
+                marker=marker, linewidths=1.0, alpha=0.7, label="" if number else words,
+            )  # fmt: skip
+        each.step(
+            table[x], table["best"], where="post", color=INK, linewidth=1.6,
+            label="" if number else "best so far",
+        )  # fmt: skip
+        for other, document in enumerate(search.beside):
+            beside = searches.progress(document)
+            sampler = document["sampler"]
+            words, colour, _ = PROPOSERS.get(sampler, (sampler, MUTED, ""))
+            each.step(
+                beside[x], beside["best"], where="post", color=colour, linewidth=1.2,
+                linestyle=LINES[other % len(LINES)],
+                label="" if number else f"best so far of another search ({words})",
+            )  # fmt: skip
+    axes[1].set_xlabel("seconds of trials")
+    last = table.iloc[-1]
+    first = table[table["best"] >= 0.99 * last["best"]].iloc[0]
+    alt = (
+        f"Best priced speedup so far: {last['best']:.3f} after {len(table)} trials and "
+        f"{last['seconds']:.0f} seconds; 99% of it after {first['trial']:.0f} trials and "
+        f"{first['seconds']:.0f} seconds."
+    )
+    title, speedup = "How the search went", "priced speedup over plain"
+    return finished(axes[0], "search-progress", title, alt, "trials", speedup)
+
+
+def influence(search: Search) -> Plot | None:
+    """How much each sublayer changes its input, and which ones the best draft leaves out."""
+    values = np.array(search.document["influence"], dtype=float)
+    if not len(values):
+        return None
+    strip = values.reshape(-1, 2).T  # (2, L)
+    axes = new_axes(2.3)
+    least = max(float(values[values > 0].min(initial=1.0)), 1e-6)
+    image = axes.imshow(
+        strip.clip(least), aspect="auto", cmap="cividis",
+        norm=LogNorm(least, max(float(values.max()), 2 * least)),
+    )  # fmt: skip
+    axes.figure.colorbar(image, ax=axes, label="1 - similarity")
+    table = search.complete
+    best: Mapping[str, Any] = {}
+    if len(table):
+        number = table["number"].iloc[0]
+        best = next(t for t in search.document["trials"] if t["number"] == number)["skipped"]
+    for row, kind in enumerate(("attention", "mlp")):
+        out = list(best.get(kind, ()))
+        axes.scatter(out, [row] * len(out), s=22, color="white", edgecolors=INK, zorder=3)
+    axes.set_yticks([0, 1], ["attention", "MLP"])
+    axes.grid(visible=False)
+    order = np.argsort(values)
+    names = [f"{'MLP' if i % 2 else 'attention'} {i // 2}" for i in order]
+    left_out = ", ".join(f"{name} {ranges(layers)}" for name, layers in best.items() if layers)
+    alt = (
+        f"1 - cosine similarity of hidden states before and behind each sublayer: least for "
+        f"{', '.join(names[:3])}, most for {', '.join(names[:-4:-1])}. The best trial leaves out "
+        f"{left_out or 'nothing'}."
+    )
+    title = "Which sublayers matter (dots: left out by the best trial)"
+    return finished(axes, "search-influence", title, alt, "layer")
+
+
+def search_front(search: Search) -> Plot | None:
+    """Acceptance against cost of all trials, coloured by priced speedup, and their front."""
+    table = search.complete.dropna(subset=["acceptance"])
+    if not len(table):
+        return None
+    best = searches.finalists(search)
+    best = best.dropna(subset=["alpha"]) if len(best) else best
+    axes = new_axes(4.6)
+    points = axes.scatter(
+        table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
+        c=table["speedup"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
+    )  # fmt: skip
+    axes.figure.colorbar(points, ax=axes, label="priced speedup over plain")
+    front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
+    axes.step(
+        front["draft_cost"], front["acceptance"], where="post", color=INK, linewidth=1.3,
+        label="not dominated",
+    )  # fmt: skip
+    for number, row in enumerate(best.to_dict("records")):
+        axes.plot(
+            row["draft_cost"], row["alpha"], marker_of(number), color=colour_of(number),
+            markersize=9, markeredgecolor=INK, label=_name(row), zorder=4,
+        )  # fmt: skip
+    axes.set_xlim(left=0)
+    names = listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
+    alt = (
+        f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
+        f"dominated; the best has a priced speedup of {table['speedup'].max():.2f}. "
+        f"{names or 'No finalist drafts'}."
+    )
+    cost, alpha = "c: draft step / target step", "alpha: a draft token is accepted"
+    return finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)
+
+
+def _name(finalist: Any) -> str:
+    """A finalist's name, the winner's with a word."""
+    return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
+
+
+def search_skip_map(search: Search) -> Plot | None:
+    table = searches.finalists(search)
+    speedups = table["measured"].fillna(table["predicted"]) if len(table) else ()
+    names = map(_name, table.to_dict("records"))
+    rows = [*zip(names, search.finalists, speedups, strict=True)]
+    return skip_map("search-skip-map", rows, search.num_layers) if rows else None
