@@ -136,17 +136,17 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
     ),
     "search-finalists": (
         "Finalists",
-        "How many times as fast as plain decoding. Predicted: replayed rounds, priced. Measured: on "
-        "the clock, in turn with plain decoding, on other prompts, in brackets the 95% interval. "
-        "The cost of a draft step (c) is in plain steps.",
+        "How many times as fast as plain decoding. Predicted: replayed rounds, priced. Measured: "
+        "on the clock, in turn with plain decoding, on other prompts, in brackets the 95% "
+        "interval. The cost of a draft step (c) is in plain steps.",
         "name role predicted measured efficiency alpha draft_cost tokens_per_second equal "
         "near_ties faults left_out rounded lookup controller max_draft_length threshold",
     ),
     "search-trials": (
         "Best trials",
-        "Priced speedup over plain decoding, with the best fixed draft length. Positions: starts "
-        "that drafts were followed from, few where a trial was losing. The cost of a draft step (c) "
-        "is in plain steps.",
+        "Priced speedup over plain decoding at the best fixed draft length. Positions: starts "
+        "that drafts were followed from, few where a trial was losing. The cost of a draft step "
+        "(c) is in plain steps.",
         "number origin left_out attention mlp rounded draft_vocabulary speedup acceptance "
         "draft_cost draft_length positions",
     ),
