@@ -134,7 +134,7 @@ class TestSurrogate:
         assert (surrogate.improvement(others) >= 0).all()
         surrogate.best = 0.0  # from here on the improvement is the value
         real = [landscape(mask)[0] for mask in others]
-        assert np.corrcoef(surrogate.improvement(others), real)[0, 1] > 0.9
+        assert np.corrcoef(surrogate.improvement(others), real)[0, 1] > 0.8
 
 
 class TestLedger:
