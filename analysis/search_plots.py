@@ -98,7 +98,7 @@ def influence(search: Search) -> Plot | None:
         strip.clip(least), aspect="auto", cmap="cividis",
         norm=LogNorm(least, max(float(values.max()), 2 * least)),
     )  # fmt: skip
-    axes.figure.colorbar(image, ax=axes, label="1 - similarity")
+    axes.figure.colorbar(image, ax=axes, label="1 - similarity", format="%.2g")
     table = search.complete
     best: Mapping[str, Any] = {}
     if len(table):

@@ -220,10 +220,13 @@ def _draft(search: Search, row: Any) -> str:
     finalist = next(each for each in search.finalists if each["name"] == row["name"])
     low, count = finalist.get("low"), 2 * search.num_layers
     words = (
-        f"leaves out {row['left_out']} of {count} sublayers of {search.document['model']['name']}"
+        f"leaves out {row['left_out']} of {count} sublayers"
+        if row["left_out"]
+        else f"runs all {count} sublayers"
     )
+    words += f" of {search.document['model']['name']}"
     if low is not None:
-        words += f", runs {len(low['attention']) + len(low['mlp'])} in {low['bits']} bits"
+        words += f", {len(low['attention']) + len(low['mlp'])} of them in {low['bits']} bits"
     if finalist.get("trained") is not None:
         words += f", with {finalist['trained']}"
     return f"{words}, joined by lookups" if row["lookup"] else words

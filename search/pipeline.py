@@ -53,7 +53,7 @@ FEWEST_TRIALS, TRIALS_PER_SWITCH = 60, 4
 """Trials of a study of no stated length or time."""
 FINALISTS = 3
 REPEATS = 2
-FOR_COSTS = 3.0
+FOR_COSTS = 1.5
 """Seconds of timing for costs."""
 FOR_REPLAYS = 0.5
 """Share of the time left after the trials that replays of the best get; the clock has the rest."""

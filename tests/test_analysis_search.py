@@ -224,7 +224,7 @@ UNTIMED = made.made_up(confirm=False)
           "sublayers of tiny", ", n = 6;", "c = 0.", "Trials 119, of which guided 102 (1 more fail",
           "2,097,151", "skip.json", "6 leave doubt"], "--no-draft"),
         (changed(rounded=LOW | {"attention": [*range(12)]}, trained="healed"),
-         ["runs 24 in 8 bits, with healed"], "--no-draft"),
+         ["24 of them in 8 bits, with healed"], "--no-draft"),
         (changed(speedup=1.9, low=1.8, high=2.0, prompts=20), ["1.90 times"], "doubt"),
         (changed(low=0.98), ["not distinguishable from plain"], "doubt about"),
         (changed(low=None, high=None, prompts=1), ["no interval, n = 1", "1 leave doubt"], "nan"),

@@ -384,10 +384,10 @@ def test_a_large_model_is_tried_on_fewer_positions(weights: float, positions: in
 
 
 def test_positions_that_are_asked_for(searched: Search, tmp_path: Path) -> None:
-    """From twice as many texts; by default all six, as the model is small."""
+    """Whole texts of them; by default all six, as the model is small."""
     result = searched("--trials", 1, "--positions", 30, "--space", "exit", "--allow-ends")
     assert warned(result) == ["--allow-ends has no effect with --space exit"]
-    assert read_search(tmp_path / "out" / "search.json")["trace"]["texts"] == 3
+    assert read_search(tmp_path / "out" / "search.json")["trace"]["texts"] == 2
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ LEAST_BOUND = 1.1
 """A draft with a bound under this is hardly worth its trouble."""
 TIMEOUT = 540.0
 """Seconds of a whole search where neither a number of trials nor a time is given."""
-JUDGING, LONGEST_JUDGING = 0.25, 150.0
+JUDGING, LONGEST_JUDGING = 0.22, 150.0
 """Share of the time, and seconds at most, that the best drafts and the report get."""
 MOMENT = 1e-6
 """Seconds that trials get where none are left."""
@@ -157,8 +157,7 @@ def search(
         warn_idle({"allow_ends": True}, "with --space exit")
     named: dict[str, Any] = {"none": None, "8": 8, "4": 4}
     positions = positions or default_positions(loaded.model)
-    # twice as many texts as a trial looks at: places all over them tell more
-    chosen = chosen[: max(1, math.ceil(2 * positions / max_new_tokens))]
+    chosen = chosen[: max(1, math.ceil(positions / max_new_tokens))]
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
     where = str(output / "study.log") if storage is None else storage
