@@ -276,6 +276,11 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         (["--low-precision", "none", "--window", 5], ["lookup", "sublayers"], "model, window 5"),
         (["--window", 0], ["lookup", "sublayers"], "or whole model, in 8 bits ("),
         (["--exit-layer", 3, "--window", 5], ["sublayers"], "exit 3, window 5"),
+        (
+            ["--exit-layer", 2, "--exit-layer", 4],
+            ["sublayers 1", "sublayers 2"],
+            "drafts: sublayers 1: exit 2, or sublayers 2: exit 4",
+        ),
     ],
 )
 @pytest.mark.skipif(refusal() is not None, reason="no native passes here")
@@ -619,18 +624,20 @@ def test_benchmark_samples_in_batches_with_text_on_request(
 ):
     monkeypatch.setattr(sys, "argv", ["layerskip", "benchmark", "--x=http://me:secret@host/x"])
     output = tmp_path / "run.jsonl"
-    flags = ("--method", "self", "--exit-layer", 2, "--exit-layer", 4, "--batch-size", 2)
+    flags = ("--method", "self", "--method", "self-together", "--exit-layer", 2)
+    flags += ("--exit-layer", 4, "--batch-size", 2)
     draw = ("--do-sample", "--temperature", 0.8, "--top-k", 9, "--seed", 3, "--save-text")
     result = bench(folder, two_prompts, output, *flags, *draw)
     assert result.exit_code == 0
     run_ = read_run(output)
-    names = ["plain", "self:exit-2", "self:exit-4"]
+    names = ["plain", "self:exit-2", "self:exit-4", "self-together"]
     assert [method["name"] for method in run_.header["methods"]] == names
+    assert run_.header["methods"][-1]["sources"] == ["sublayers 1", "sublayers 2"]
     assert run_.header["argv"] == ["benchmark", "--x=http://me:***@host/x"]
     law = {"temperature": 0.8, "top_p": 1.0, "top_k": 9, "acceptance": "coupled", "seed": 3}
     assert run_.header["law"] == {"do_sample": True, **law}
     texts = {tuple(record["texts"]) for record in run_.records}
-    assert len(run_.records) == 3
+    assert len(run_.records) == 4
     assert len(texts) == 1
     assert run_.records[0]["prompt_texts"] == [PROMPT, "w9 w8 w7"]
     assert warned(bench(folder, two_prompts, output, *flags, *draw, "--assistant", folder)) == [

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
 PEERS = ("generate-early-exit", "generate-prompt-lookup", "llama.cpp", "llama.cpp-flash")
-METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", *ASSISTED, *PEERS)
+METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-together", *ASSISTED, *PEERS)
 _METHODS, _CONTROLLERS = ", ".join(METHODS), ", ".join(CONTROLLERS)
 LONGEST = 8  # tokens that --explain drafts at most
 
@@ -114,7 +114,12 @@ def benchmark(
         raise ValueError("--tasks FOLDER goes without --prompts and --context")
     given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
-    if "self" not in kinds:
+    if "self-together" in kinds and len(given) < 2:
+        raise ValueError(
+            "--method self-together drafts with several skip configs in one decoding; give --skip "
+            "or --exit-layer more than once"
+        )
+    if not kinds & {"self", "self-together"}:
         idle = {} if "self-lookup" in kinds else sources.idle | {"assistant": None}
         warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
     if sources.keep_laws:
