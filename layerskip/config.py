@@ -1,4 +1,4 @@
-"""Skip configs: what of a model a draft leaves out or rounds, and their JSON form.
+"""Skip configs: which parts of a model a draft leaves out or rounds, and their JSON form.
 
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv
@@ -302,7 +302,7 @@ class SkipConfig:
             raise ValueError(f"skip config {path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to `path`, whole or not at all; trained weights by their way from there.
+        """Write JSON to `path`, whole or not at all; trained weights by their relative path.
 
         Raises:
             OSError: the folder cannot be written.
@@ -316,7 +316,7 @@ class SkipConfig:
         write_text(path, text)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: schema version, sets, and whatever else is known."""
+        """The JSON form: schema version, sets, and all fields that are not None."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {"attention": list(self.attention), "mlp": list(self.mlp)}
         for name in ("low", "trained", "decoding"):

@@ -1,4 +1,4 @@
-"""Whose weights a draft computes with: rounded ones, trained ones."""
+"""The weights that a draft computes with where they are not the model's: rounded or trained."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LowPrecision:
     def written_out(
         self, attention: frozenset[int], mlp: frozenset[int], num_layers: int
     ) -> LowPrecision | None:
-        """The same as sets without what a draft leaves out; None where that rounds nothing."""
+        """The same with explicit sets, without sublayers left out; None if nothing is rounded."""
         every = range(num_layers)
         low = replace(
             self,
@@ -60,7 +60,7 @@ class LowPrecision:
         return low if low.head or low.attention or low.mlp else None
 
     def words(self, kept: int | None = None) -> str:
-        """What is low, of a draft that keeps so many sublayers (resolved), or of a module."""
+        """A description: of a resolved draft that keeps `kept` sublayers, or of a module."""
         rounded = len(self.attention or ()) + len(self.mlp or ())
         bits = f"in {self.bits} bits"
         if kept in (None, rounded) and self.head_bits == self.bits:
@@ -104,7 +104,7 @@ class Trained:
         return TRAINED[self.kind]
 
     def words_with(self, low: LowPrecision | None) -> str:
-        """What it is, and of a module in how many bits it and the head are."""
+        """A description, with the bits of a module and its head."""
         rounded = self.module and low is not None and low.head_bits is not None
         return f"{self.words} {low.words()}" if low and rounded else self.words
 

@@ -154,7 +154,7 @@ def explain_drafts(model: Any, settings: Settings) -> str:
 
 
 def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
-    """A few words for a draft, as it was asked for and as it is for its model."""
+    """A short description of a draft, from its config as given and as resolved."""
     if skip.trained is not None and skip.trained.alone:
         return skip.trained.words_with(skip.low)
     label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
@@ -173,7 +173,7 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
 
 
 class AutomaticDraft(NamedTuple):
-    """The draft that a model makes of itself by default, besides lookups.
+    """The default draft by the model itself, besides lookups.
 
     Attributes:
         skip: the model in 8 bits, with a window if its texts may be longer; None if there is none.

@@ -103,14 +103,14 @@ def checked_mask(
 
 
 def _empty(name: str, value: Any) -> bool:
-    """Whether an argument says nothing: token types that are all text."""
+    """Whether an argument has no effect: token types that are all text."""
     return name in ("token_type_ids", "mm_token_type_ids") and not bool(value.any())
 
 
 def encoded_of(
     input_ids: Tensor, read: Tensor | None, model_kwargs: dict[str, Any]
 ) -> EncoderStates | None:
-    """What an encoder has read, taken out of the arguments; None of a model without an encoder.
+    """The encoder's input and states, taken out of the arguments; None without an encoder.
 
     Args:
         input_ids: the decoder's, (B, W).
@@ -230,7 +230,7 @@ def ending(streamer: Any) -> Iterator[None]:
 
 
 def dropped_by_the_call(decoding: Any, name: str) -> Any:
-    """An argument that the `model.generate()` calling this decoding was given and did not pass on.
+    """An argument that the calling `model.generate()` received and did not pass on.
 
     transformers 5.23 drops `streamer`, whose readers would wait for ever, and `assistant_model`.
     """

@@ -817,6 +817,7 @@ REFUSED = {  # by command
         ("--method magic", "--method must be one of plain, self, generate, self-lookup"),
         ("--controller magic", "--controller must be one of fixed, confidence"),
         ("--method generate-assistant", "needs a second model; give --assistant MODEL"),
+        ("--method self-together --exit-layer 3", "give --skip or --exit-layer more than once"),
         ("--batch-size 3 --exit-layer 3", "no 3 prompts share a category"),
         ("--repeats 0", "'--repeats': "),
         ("--context 9 --explain", "replay prompts as they are; leave out --context"),

@@ -33,7 +33,7 @@ Work = tuple[int, Hashable | None, int]
 
 
 class Corrections:
-    """By how much the rounds on one model differ from their expected costs; for several threads.
+    """By which factors rounds on one model exceed their expected costs; thread-safe.
 
     Attributes:
         version: changes with the corrections.
@@ -90,7 +90,7 @@ class Corrections:
         return old or len(self._ratios.get(work, ())) < _FEW
 
     def factor(self, work: Work) -> float:
-        """By what to multiply a cost in target steps; 1 where nothing was seen."""
+        """The factor of a cost in target steps; 1 where nothing was timed."""
         typical = self._typical.get(work, 0.0)
         enough = len(self._ratios.get(work, ())) >= _FEW
         return math.exp(typical if enough else min(0.0, typical))

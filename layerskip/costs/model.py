@@ -58,7 +58,7 @@ N = TypeVar("N", int, float)
 
 
 def on_line(points: Mapping[N, float], place: float) -> float:
-    """A value on straight lines between points: the first one before them, the last line beyond."""
+    """Linear interpolation between points; constant before the first, the last slope behind."""
     places = sorted(points)
     if len(places) == 1 or place <= places[0]:
         return points[places[0]]
@@ -125,7 +125,7 @@ class Rates:
 def fitted(
     seconds: Mapping[Place, Mapping[Work, float]], traffic: Mapping[Hashable, Traffic]
 ) -> Rates:
-    """The rates behind the seconds of work by place: of a plain pass at the first one at least."""
+    """The rates that explain timed seconds; a plain pass at the first place must be among them."""
     first, *others = sorted(seconds)
     whole = next(iter(traffic.values()))
     byte = seconds[first][None, 1] / whole.of(1)

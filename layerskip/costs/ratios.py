@@ -1,4 +1,4 @@
-"""How many times as fast one method was as another, and how sure that is."""
+"""Speedups of one method over another, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measured_speedup(method: Totals, over: Totals) -> Ratio:
 
 
 def times_over(method: Totals, over: Totals) -> dict[str, float | None]:
-    """The same as JSON values, with the rate; None: an end that there is not."""
+    """The same as JSON values, with the rate; None for an end that does not exist."""
     faster, *ends = measured_speedup(method, over)
     low, high = (None if np.isnan(end) else end for end in ends)
     return {"speedup": faster, "low": low, "high": high, "tokens_per_second": method.rate}

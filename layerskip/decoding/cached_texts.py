@@ -20,7 +20,7 @@ from layerskip.model.sublayers import Sublayers
 
 
 class _Segment:
-    """Some tokens of a text, and what slots `first` .. `end` - 1 hold.
+    """Some tokens of a text, and the contents of cache slots `first` to `end` - 1.
 
     Attributes:
         parts: by name (..., n, D), as of `Passes.parts`.
@@ -43,7 +43,7 @@ class _Segment:
 
     @property
     def whole(self) -> int:
-        """The first slot from which on every part holds something."""
+        """The first slot that all parts hold, and all slots behind it."""
         return self.end - min(part.shape[-2] for part in self.parts.values())
 
     def up_to(self, end: int) -> dict[Part, Tensor]:
@@ -71,7 +71,7 @@ class CachedTexts:
         self._clock = 0
 
     def __len__(self) -> int:
-        """How many texts are held, those that are the beginning of another one not counted."""
+        """The number of texts held; a text that another one begins with does not count."""
         with self._lock:
             return sum(not each.following for each in self._all())
 
@@ -102,7 +102,7 @@ class CachedTexts:
     def start(
         self, tokens: Sequence[int], window: int, needed: set[Part]
     ) -> tuple[list[Filling], int]:
-        """What is held of a prompt, all but its last token; and how many of its tokens are held.
+        """The cached beginning of a prompt without its last token, and its number of tokens.
 
         Args:
             window: the longest sliding window of layers that do not hold all slots; 0: none.
@@ -125,7 +125,7 @@ class CachedTexts:
             return [Filling(end, segment.up_to(end)) for segment, end in path[:usable]], same
 
     def keep(self, weights: object, passes: Passes, row: int, length: int) -> None:
-        """Keep what the first slots of a row hold, if there is room for it.
+        """Cache the first slots of a row, if there is room for them.
 
         Args:
             weights: what `check` returned; if everything was dropped since, nothing is kept.
@@ -176,7 +176,7 @@ class CachedTexts:
         return first
 
     def _make_room(self, nbytes: int, last: _Segment) -> bool:
-        """Drop what was used least recently, but not what leads to a segment."""
+        """Drop the least recently used segments, except those that lead to `last`."""
         leading = {last}
         while (before := last.before) is not None:
             leading.add(last := before)

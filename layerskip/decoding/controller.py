@@ -50,7 +50,7 @@ class Controller:
         """Starts a call with `rows` rows and forgets everything learned before."""
 
     def begin(self, context: int, rows: int) -> None:
-        """Told at the start of a round: tokens before it, on average, and the rows of a pass."""
+        """Called at the start of a round with the mean number of tokens before it, and of rows."""
 
     def limit(self, row: int, allowed: int) -> int:
         """The most tokens to draft in the row's round, in 0..allowed; 0 is a plain step."""
@@ -71,7 +71,7 @@ class Controller:
         """Reports the row's round, once, also where drafted is 0."""
 
     def forget(self, row: int) -> None:
-        """Another text takes the row, between two rounds; only where rows join and leave."""
+        """Another text takes the row between two rounds; called only where rows join and leave."""
 
 
 SIGNALS = ("probability", "margin")
@@ -99,19 +99,19 @@ class Chooser(Protocol):
 
 @runtime_checkable
 class Observer(Protocol):
-    """Further methods of a controller that looks at laws, not only at what is drawn from them.
+    """Further methods of a controller that reads distributions, not only the drawn tokens.
 
-    Laws are the softmax of raw logits at temperature 1; entropies are in nats.
+    They are the softmax of raw logits at temperature 1; entropies are in nats.
     """
 
     def see_draft(self, row: int, confidence: float, entropy: float) -> None:
-        """Reports a drafted token and the entropy of the draft's law there.
+        """Reports a drafted token and the entropy of the distribution that it was drawn from.
 
         Called for every token, before `keep_drafting`, where the controller needs confidences.
         """
 
     def see_target(self, row: int, probability: float, entropy: float) -> None:
-        """Reports the law of the row's last token: the target's largest probability, its entropy.
+        """Reports the largest probability and the entropy of the target's last distribution.
 
         Called after the `update` of a round behind which the row goes on, not after the prefill.
         """

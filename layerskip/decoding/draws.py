@@ -84,18 +84,18 @@ class DraftedTokens:
         return self.tokens[row][offset] if offset < len(self.tokens[row]) else -1
 
     def before(self, row: int, offset: int) -> list[int]:
-        """The drafted tokens that the one of a number, the root's 0, has seen, itself included."""
+        """The drafted tokens on the path to a node, itself included; node 0 is the last token."""
         tokens, parents = self.tokens[row], self.parents.get(row)
         if parents is None:
             return tokens[:offset]
         return [tokens[node - 1] for node in path_to(parents, offset)]
 
     def positions(self, rows: Iterable[int]) -> list[Position]:
-        """Those where the target is to verify rows, behind their last tokens, too."""
+        """The positions that the target verifies: of each drafted token, and behind the last one."""
         return [(row, offset) for row in rows for offset in range(self.lengths[row] + 1)]
 
     def branches(self, rows: Iterable[int]) -> list[list[int]] | None:
-        """What all tokens fed follow, row by row of a pass (see `Passes.verify`), if any branch."""
+        """The parent of each token of a pass, by row (see `Passes.verify`); None for chains."""
         if not self.parents:
             return None
         followed, most = [], max(self.lengths)
@@ -177,7 +177,7 @@ class Draws:
 
     @property
     def alike(self) -> object:
-        """Equal for draws whose rows may be drawn in one call."""
+        """Equal for draws whose rows one native call may draw."""
         return self if self.native is None else (self.warp, self.greedy)
 
     @property
@@ -186,7 +186,7 @@ class Draws:
         return self.rejection or self.reads_history
 
     def allowed(self, row: int, tokens: Sequence[int], vocabulary: int) -> int:
-        """How many of these tokens a row's processors with a state would allow next."""
+        """How many of these tokens a row's stateful processors allow, one behind the other."""
         seat = self.seats[row]
         return self.law.allowed(seat.number, seat.emitted, tokens, vocabulary)
 
@@ -345,8 +345,7 @@ class Draws:
     def _drawn(
         self, native: Draw, raw: Tensor, positions: Sequence[Position]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """At once, from raw logits (N, V), (N,) each: tokens, by how much others are behind, and
-        the second-best."""
+        """From raw logits (N, V): tokens, negative margins, and second-best tokens, (N,) each."""
         warp = self.warp
         assert warp is not None
         starts = [] if self.greedy else starts_of(*self._stream(positions))

@@ -132,7 +132,7 @@ class ExpectedGain(Controller):
             self._start()
 
     def _start(self) -> None:
-        """Expect what costs and priors say."""
+        """Set all estimates to what costs and priors say."""
         others = 1.0 - 1.0 / len(self._rows)
         self._least_rate = 1.0 + BATCH_RATE * others
         for source in self._sources:
@@ -236,7 +236,7 @@ class ExpectedGain(Controller):
             self._learn_steps(row, drafted, accepted)
 
     def _is_looked_up(self, number: int) -> bool:
-        """Whether a source's tokens of this round were there before it."""
+        """Whether a source drafts without steps in this round."""
         offers = self._round.offers
         return offers is not None and offers[number].matches is not None
 
@@ -247,7 +247,7 @@ class ExpectedGain(Controller):
             self._drafting.acceptance.observe(confidence_bin, position < accepted)
 
     def _count(self, row: int, drafted: int) -> None:
-        """Count a row's draft of so many tokens in what the round costs."""
+        """Count a row's drafted tokens in the cost of the round."""
         if row in self._round.lookups:
             self._round.looked_up = max(self._round.looked_up, drafted)
         else:
@@ -346,7 +346,7 @@ class ExpectedGain(Controller):
         return best, cut
 
     def _pays(self, rows: Sequence[int]) -> bool:
-        """Whether some stop later than now is expected to gain over stopping now."""
+        """Whether drafting on to some later stop is expected to gain more than stopping now."""
         round_, source = self._round, self._drafting
         judges = round_.judges
         states = [self._rows[row] for row in rows if row in judges]
@@ -377,7 +377,7 @@ class ExpectedGain(Controller):
         self._round = Progress()
 
     def _to_see(self, offers: Sequence[Offer], gained: float) -> bool:
-        """Whether the round is to show what was not seen of late, for less than may be spared.
+        """Whether to use the round to time a kind of work that was not timed of late.
 
         Sets `source` and `cut`. The best choice would gain so many tokens over a plain step.
         """
@@ -409,7 +409,7 @@ class ExpectedGain(Controller):
         return False
 
     def _report_times(self, round_: Progress, source: SourceGain) -> None:
-        """Report what the round took, where that can be told."""
+        """Report the times of the round to the cost model, where they can be told apart."""
         costs = source.corrected
         if costs is None:
             return

@@ -26,20 +26,20 @@ class Stateful(Protocol):
     """
 
     def start(self) -> Stateful:
-        """Another one at the beginning of a text; what either does does not show in the other."""
+        """An independent copy at the beginning of a text."""
 
     def advance(self, token: int) -> None:
-        """The text goes on by a token, perhaps by one that it would forbid."""
+        """Append a token to the text, perhaps one that the processor would forbid."""
 
     def rollback(self, count: int) -> None:
-        """The last so many tokens, at least one, are taken back."""
+        """Take back the last `count` tokens, at least one."""
 
     def mask(self, scores: Tensor) -> Tensor:
-        """Scores (V,) of the next token, processed; those given may be written into."""
+        """Processed scores (V,) of the next token; the given ones may be overwritten."""
 
 
 class _Text:
-    """The state of a processor for one row, wherever it was last asked."""
+    """A processor's state for one row, at the position of the last request."""
 
     def __init__(self, processor: Stateful) -> None:
         self.state = processor.start()
@@ -59,7 +59,7 @@ class _Text:
 
 
 def _library(*names: str) -> frozenset[type]:
-    """The library's classes of these names, as far as this version has them."""
+    """Those classes of `transformers` that the installed version has."""
     return frozenset(vars(logits_process)[name] for name in names if name in vars(logits_process))
 
 
@@ -248,7 +248,7 @@ class Law:
         return self._texts[number, row]
 
     def allowed(self, row: int, text: Sequence[int], tokens: Sequence[int], size: int) -> int:
-        """How many of these tokens behind a row's new text processors with a state allow.
+        """How many of these tokens the stateful processors allow behind a row's new text.
 
         Args:
             size: V.

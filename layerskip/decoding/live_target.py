@@ -78,7 +78,7 @@ class LiveTarget:
     def _by_law(
         self, raw: Tensor, positions: Sequence[Position], *, native: bool
     ) -> Iterator[tuple[Draws, list[int], Tensor, list[Position]]]:
-        """The draws of some positions, the numbers of those that they draw together, and these.
+        """Groups of positions that are drawn in one call: draws, indices, raw logits, positions.
 
         Args:
             native: whether native calls draw, where there are any: of several laws at once.
@@ -154,7 +154,7 @@ class LiveTarget:
             self._beside = at, on_device(fed, device)  # (N, most)
 
     def _tokens(self, drafts: DraftedTokens, row: int, offsets: Iterable[int]) -> list[int]:
-        """A row's tokens at places after its last emitted one; the last again behind all."""
+        """A row's tokens from its last emitted one on; the last drafted one repeats at the end."""
         tokens = [self.seats[row].emitted[-1], *drafts.tokens[row]]
         return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
 

@@ -42,8 +42,7 @@ def stream_key(seed: int, row: int = 0) -> int:
 
 
 def starts_of(keys: Sequence[int], positions: Sequence[int], purpose: int = TARGET) -> list[int]:
-    """Where the streams of keys and positions begin: token t of one has the number start + t * g,
-    which is mixed (splitmix64, g its constant)."""
+    """Starts of noise streams: token t mixes the number start + t * g (g of splitmix64)."""
     return [
         _signed(_mix(key ^ _mix(position * 4 + purpose)))
         for key, position in zip(keys, positions, strict=True)
@@ -67,7 +66,7 @@ def _uniform(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _steps(size: int, device: torch.device) -> Tensor:
-    """How far each token is along its stream, (size,)."""
+    """The offset of each token in its stream, (size,)."""
     return torch.arange(size, device=device) * _signed(_GOLDEN)
 
 
@@ -106,7 +105,7 @@ _AHEAD, BLOCK = 8, 2**20  # places made ahead for a row, elements for all rows: 
 
 
 def at_once(values: Tensor, most: int = 2**20) -> int:
-    """How many rows of values (N, V) to work on at once: at least one, of at most so many numbers.
+    """How many rows of values (N, V) to process at once: at least 1, with at most `most` numbers.
 
     On a GPU all, since launches cost most. On a CPU few, so that results stay in its caches and in
     memory that the process has already (new memory costs a page fault a page).
@@ -115,7 +114,7 @@ def at_once(values: Tensor, most: int = 2**20) -> int:
 
 
 class NoiseBlocks:
-    """The noise that draft and target of one decoding share, made once for every place.
+    """The noise that draft and target of one decoding share, made once for each position.
 
     Missing places of all rows, and some ahead, are made in one call (on a GPU many rows take as
     many launches as one). They are kept until `forget`.

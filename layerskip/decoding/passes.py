@@ -36,7 +36,7 @@ Part = tuple[str, int]  # ("keys" or "values", layer), or ("tap", sublayers)
 
 
 class Filling(NamedTuple):
-    """What some slots of a row hold from an earlier text (see `Passes.parts`), up to `end`."""
+    """Cached contents of a row's slots up to `end`, from an earlier text (see `Passes.parts`)."""
 
     end: int
     parts: Mapping[Part, Tensor]
@@ -196,7 +196,7 @@ class Passes(Batch):
         return [*prompt, *self.emitted[row][: length - len(prompt)]]
 
     def parts(self, row: int, first: int, end: int) -> Iterator[tuple[Part, Tensor]]:
-        """What there is of a row's slots first .. end - 1, by name, views (..., n, D).
+        """The contents of a row's slots `first` to `end` - 1, by name, as views (..., n, D).
 
         All end with the last slot; those of layers with windows may begin later than the first.
         """
@@ -207,7 +207,7 @@ class Passes(Batch):
 
     @property
     def needed(self) -> set[Part]:
-        """The names among `parts` that drafts read of whole prompts."""
+        """The names among `parts` that drafts need for all tokens of a prompt."""
         return {
             ("tap", each.tap) for each in self.states if each.whole_prompts and each.tap is not None
         }
@@ -363,7 +363,7 @@ class Passes(Batch):
         return () if self.score is None else self.score(row, offset, tokens, raw)
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
-        """Keep the round's fed tokens of a row up to the last emitted one, which was not fed."""
+        """Keep a row's fed tokens up to its last emitted one, which the next pass feeds."""
         place, steps = self.rows[row], self._steps
         if steps:  # those that were fed the row's text
             if self._read is None:  # once for all rows: a device is waited for
@@ -375,7 +375,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def _keep_path(self, place: int, root: int, path: Sequence[int]) -> None:
-        """Move what the nodes of a path hold to where they lie without other branches."""
+        """Move the cache entries of a path's nodes to the slots that they have in a plain text."""
         self.cache.keep_path(place, root, path)
         at = [node + root + 1 for node in path]
         for states in self._tapped.values():
@@ -384,7 +384,7 @@ class Passes(Batch):
     # Rows that join and leave.
 
     def open_seats(self, total: int) -> None:
-        """Let rows join and leave from now on; those of the prompts so far stand for free seats.
+        """Let rows join and leave from now on; the rows so far become free seats.
 
         Of layers with windows every row holds those of its own window and a piece of a prompt, so
         that a text may join at slot 0 at any time, whatever the others have come to.
@@ -461,7 +461,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def fill(self, row: int, filled: Sequence[Filling]) -> None:
-        """Fill in what is held of a joining row's prompt."""
+        """Copy the cached beginning of a joining row's prompt into its slots."""
         place = self.place_of(row)
         self.lengths[row] = filled[-1].end if filled else 0
         self.cache.begin(place, self.lengths[row])
@@ -470,7 +470,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def begin(self, row: int) -> None:
-        """Let a row take part in rounds: it changes places with the first one that joins."""
+        """Let a row take part in rounds: it swaps places with the first row still joining."""
         place, free = self.place_of(row), len(self.rows)
         if place != free:
             other = self.seated[free]
@@ -484,7 +484,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def leave(self, row: int) -> None:
-        """Drop a row; the last row in rounds takes its place, the last joining row that one's."""
+        """Drop a row: the last row in rounds fills the gap, the last joining row fills its place."""
         place = self.place_of(row)
         if row in self.rows:
             last = len(self.rows) - 1

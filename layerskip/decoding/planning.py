@@ -47,7 +47,7 @@ def usable(
     eos: frozenset[int],
     branches: bool = False,
 ) -> Proposal:
-    """A proposal, cut off behind an end of text, and where a grammar forbids it."""
+    """A proposal up to an end of text, and up to the first token that a grammar forbids."""
     tokens, parents = proposal.tokens, proposal.parents
     if not tokens:
         return proposal
@@ -65,7 +65,7 @@ def usable(
 
 
 def trunk_first(proposal: Proposal) -> Proposal:
-    """The same tree, its trunk before all else: where that is accepted nothing has to be moved."""
+    """The same tree with its trunk first: if the trunk is accepted, no cache entry moves."""
     if proposal.parents is None:
         return proposal
     first = trunk(proposal.parents)
@@ -73,7 +73,7 @@ def trunk_first(proposal: Proposal) -> Proposal:
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many equal tokens both begin."""
+    """The length of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     shorter = min(len(one), len(other))
     return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)

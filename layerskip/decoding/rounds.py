@@ -62,7 +62,7 @@ class Round:
 
 @dataclass
 class SourceCounts:
-    """Counts of one of several sources, as in `DecodingStats`; its name is that of records."""
+    """Counts of one of several sources, as in `DecodingStats`, and its name in records."""
 
     name: str = ""
     num_drafts: int = 0

@@ -14,7 +14,7 @@ _NOTHING = torch.empty(0)
 
 
 class Seat:
-    """The text of one row, whoever decodes it beside others.
+    """The text of one row, as `generate()`, servers and replays decode it.
 
     Args:
         prompt_length: tokens of its prompt, pads not counted.
@@ -55,7 +55,7 @@ class Seat:
 
     @property
     def left(self) -> int:
-        """How many tokens a round may draft for, the target's own included."""
+        """How many tokens the row may still emit."""
         return self.limit - len(self.emitted)
 
     def remember(self, offset: int, token: int) -> None:
@@ -85,7 +85,7 @@ class Seat:
         return self.emitted[begin:]
 
     def end(self, token: int) -> Reason | None:
-        """Why the text ends with the token that it has just emitted, if it does."""
+        """Why the text ends with the token just emitted; None if it goes on."""
         stopped = token in self.eos
         if self.stop is not None:
             # called even at an end: criteria may count the tokens that they have seen

@@ -36,7 +36,7 @@ class SourceGain:
         self.costs: CostTable | None = None
 
     def begin(self, context: int, rows: int) -> None:
-        """Take the costs of a round there."""
+        """Take the costs of a round with so many rows and tokens before it."""
         costs = self.all_costs.at(context, rows)
         if costs is self.costs:
             return
@@ -63,12 +63,12 @@ class SourceGain:
         return expected_tokens(self.prior, length), self.round_costs[length]
 
     def cost(self, steps: int, looked_up: int) -> float:
-        """What a round of so many steps costs, where other rows verify so many looked-up tokens."""
+        """The cost of a round of `steps` steps in which other rows verify `looked_up` tokens."""
         longest = max(steps, looked_up)
         return self.round_costs[longest] - (longest - steps) * self.step
 
     def expected(self, offer: Offer, row: int, longest: int | None = None) -> list[float]:
-        """Tokens of a row that are expected to be accepted, of 0, 1, 2, ... that it may draft."""
+        """Expected number of accepted tokens of a row that drafts 0, 1, 2, ... tokens."""
         most = min(offer.lengths[row], self.longest if longest is None else longest)
         if row in offer.chances:
             return [0.0, *accumulate(offer.chances[row][:most])]
@@ -86,7 +86,7 @@ class SourceGain:
         return self.unused >= self.probe_interval
 
     def used(self, *, probing: bool, paid: bool) -> None:
-        """Note a round that drafted from it, whether as a probe, and whether that paid."""
+        """Count a round that drafted from this source, as a probe or not, and whether it paid."""
         self.acceptance.estimate()
         self.unused = 0.0
         if not probing:

@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
 
 class Trees(Protocol):
-    """What a controller has as its `trees`, if it has other tokens verified than those of chains.
+    """A controller's `trees`, if it wants more tokens verified than those of chains.
 
     A round asks it if a source takes steps and drafts may have branches.
     """
@@ -62,7 +62,7 @@ class Trees(Protocol):
 
 
 class Speculator:
-    """Runs rounds of rows on a target, each for as long as the controller says.
+    """Runs rounds on a target; the controller decides how long each row drafts.
 
     Args:
         seats: by row; those of `target.rows` that are not finished take part.
@@ -89,7 +89,7 @@ class Speculator:
         self._branches = False  # whether this round's drafts may have any
 
     def compact(self) -> bool:
-        """Drop finished rows if few others remain; some fill passes up (see `remaining`)."""
+        """Drop finished rows once the others fit into half of a pass (see `remaining`)."""
         rows = [*self.target.rows]
         going = [row for row in rows if not self.seats[row].finished]
         size = remaining(len(rows), len(going))

@@ -1,4 +1,4 @@
-"""The source that looks stored logits up: what the target said after the same few tokens.
+"""The source that looks up logits which the target has computed after the same few tokens.
 
 It keeps the target's best scores at every place that it has computed, also behind drafts that it
 rejected. A draft takes those behind the longest suffix that it has seen before, and draws from them
@@ -39,7 +39,7 @@ _WEIGHT = 8.0
 
 
 class LogitLookup(Source):
-    """Looks up what the target has said.
+    """Drafts from stored logits of the target.
 
     Args:
         laws: where logits are stored, also for later calls; by default every call begins with none.
@@ -236,7 +236,7 @@ class BestAcceptance:
         self._missed = _WEIGHT
 
     def chances(self, best: _Best) -> list[float]:
-        """Those of the tokens, the best one's first."""
+        """The chances of the tokens, the best one's first."""
         row, column = self._bin(best)
         first = self._won[row][column] / self._seen[row][column]
         rest = (1.0 - first) / self._missed

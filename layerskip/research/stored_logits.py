@@ -1,4 +1,4 @@
-"""A model's best raw logits after the tokens that it read, by the last few of them; and their file.
+"""A model's best raw logits by the last few tokens before them, and their file format.
 
 Letters: N positions, K tokens kept of each, V vocabulary, S places.
 """
@@ -69,7 +69,7 @@ class StoredLogits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they take, about."""
+        """About how many bytes they take."""
         return _PLACE * len(self)
 
     def _clear(self) -> None:
@@ -248,7 +248,7 @@ def _damage(arrays: Arrays) -> str | None:
 
 
 def suffixes(context: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Those of a context, the longest first."""
+    """The suffixes of a context, the longest first."""
     return [context[first:] for first in range(len(context))]
 
 

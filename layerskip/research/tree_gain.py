@@ -1,4 +1,4 @@
-"""The default controller for drafts that are trees, where tokens beside the likeliest may pay."""
+"""The default controller with trees, in which tokens beside the likeliest may pay."""
 
 from __future__ import annotations
 

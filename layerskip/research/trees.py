@@ -33,7 +33,7 @@ class Place:
     behind: dict[int, Place] = field(default_factory=dict)
 
     def precede(self, said: Place, *, everywhere: bool) -> None:
-        """Let another place be behind the best token; everywhere: behind each."""
+        """Attach the next place behind the best token; with `everywhere`, behind each token."""
         self.behind.update(dict.fromkeys(self.tokens if everywhere else self.tokens[:1], said))
 
 
@@ -83,7 +83,7 @@ def grown(
     chain: int = 0,
     ends: frozenset[int] = frozenset(),
 ) -> list[Node]:
-    """The most promising tokens, the most likely ones first, each behind what it follows.
+    """The likeliest tokens of a tree, in falling order, each behind its parent.
 
     Args:
         root: the place behind the row's last token.
@@ -133,7 +133,7 @@ def grown(
 
 
 class GrownTrees:
-    """The `Trees` of a controller that says how likely tokens are, and how many to verify.
+    """The `Trees` of a controller that tells chances of tokens, and how many to verify.
 
     Args:
         gains: the controller, with the methods of `TreeGain`.

@@ -37,7 +37,7 @@ Times = dict[Work, list[float]]
 
 
 class Stopwatch(Controller):
-    """Has rounds draft as asked, and times them; source 0 looks tokens up."""
+    """Makes rounds draft a given length, and times them; source 0 looks tokens up."""
 
     rounds: Iterator[object]
 
@@ -162,13 +162,13 @@ def time_rounds(
 
 
 def _of_any_rows(law: Law, rows: int) -> Law:
-    """A law for so many rows, without processors that work for the request's rows only."""
+    """A law for `rows` rows, without processors that serve the request's own rows only."""
     processors = [each for each in law.processors if not of_the_batch(each)]
     return Law(processors, do_sample=law.do_sample, rows=rows)
 
 
 def _put_before(passes: Passes, zeros: int) -> None:
-    """Let all rows go on behind so many slots of zeros, as if tokens had been computed there."""
+    """Put slots of zeros before all rows, as if tokens had been computed there."""
     passes.prompts = [torch.cat([each.new_zeros(zeros), each]) for each in passes.prompts]
     for lengths in (passes.prompt_lengths, passes.lengths):
         lengths[:] = [length + zeros for length in lengths]

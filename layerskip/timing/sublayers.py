@@ -1,4 +1,4 @@
-"""What the parts of a pass cost on this machine: the "cost" record, which prices every skip config.
+"""Times the parts of a pass on this machine: the "cost" record, which prices any skip config.
 
 Passes and a few drafts are timed as rounds of the engine: two early exits, the MLPs alone and,
 where asked for, everything in low precision. By their bytes, attentions cost what a draft of MLPs
@@ -202,7 +202,7 @@ def _by_kind(source: Source) -> tuple[float, float]:
 
 
 def _nearest(rows: Sequence[tuple[float, ...]], values: Sequence[float]) -> list[float]:
-    """The numbers, none below 0, by which the rows' sums are nearest to values, in proportion."""
+    """Nonnegative least squares of relative errors: numbers whose weighted sums give the values."""
     shares = np.array(rows) / np.array(values)[:, None]  # (values, numbers)
     best, least = np.zeros(shares.shape[1]), math.inf  # (numbers,)
     for size in range(1, len(best) + 1):

@@ -151,7 +151,7 @@ class _Calibration:
         return calls < _TRIES
 
     def _rates(self, traffic: Mapping[Hashable, Traffic]) -> Rates:
-        """From what was timed; until a plain step was, those that are assumed."""
+        """Rates from the times so far; the assumed ones until a plain step was timed."""
         seconds = {
             place: {work: typical(each) for work, each in times.items() if each}
             for place, times in (self.times or {}).items()
@@ -226,7 +226,7 @@ _lock = threading.Lock()
 
 
 def kind_of(law: Law) -> tuple[bool, ...]:
-    """What of a law changes how long a round takes."""
+    """The properties of a law that change the time of a round."""
     return law.do_sample, law.warp is not None, law.reads_history
 
 
@@ -306,7 +306,7 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
 
 
 def _places(model: Sublayers, rows: int, context: int) -> Iterator[Place]:
-    """The rounds whose times tell the costs of a batch that gets so long."""
+    """Where rounds are timed for a batch whose texts get so long."""
     # what an encoder has read is read for the rows that there are
     many = 1 if model.read else min(_MOST_ROWS, 1 << (rows - 1).bit_length())
     yield from (Place(each, CONTEXT) for each in sorted({1, many}))

@@ -1,4 +1,4 @@
-"""The kinds of sources, a file each, and those that a skip config or a second model stands for."""
+"""Sources of drafts, one file for each kind; and the source of a skip config or second model."""
 
 from collections.abc import Sequence
 

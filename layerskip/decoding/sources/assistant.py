@@ -84,7 +84,7 @@ def common(raw: Tensor, target: Sublayers) -> Tensor:
 
 
 def of_assistant(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Tensor:
-    """The target's tokens on the assistant's device; those it lacks become its last one."""
+    """The target's tokens on the assistant's device, clamped to its vocabulary."""
     tokens = tokens.to(assistant.device)
     if assistant.vocabulary < target.vocabulary:
         tokens = tokens.clamp(max=assistant.vocabulary - 1)

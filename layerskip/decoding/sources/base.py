@@ -195,7 +195,7 @@ class Source(ABC):
 
 
 class RowDrafts(Protocol):
-    """What drafts for one row without steps."""
+    """Drafts for one row without steps."""
 
     def find(self, longest: int) -> Proposal:
         """What the row may draft next, at most so many tokens."""
@@ -272,15 +272,15 @@ class State:
         """
 
     def begin(self, row: int) -> None:
-        """Another text takes the row; only where rows join and leave."""
+        """Called when another text takes the row; only where rows join and leave."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it keeps to look up, about."""
+        """About how many bytes its lookup tables take."""
         return 0
 
     def resized(self) -> None:
-        """The batch has other `slots`; only where rows join and leave."""
+        """Called after `batch.slots` has changed; only where rows join and leave."""
 
     def keep(self, places: Sequence[int], length: int) -> None:
         """Drop all rows but those at these places of a pass, as `RowCache.keep`."""

@@ -74,7 +74,7 @@ def in_chunks(
     inside: Container[int] = (),
     partial: bool = True,
 ) -> Tensor:
-    """Run many tokens through a model in chunks: each row's as far as it has any.
+    """Run the tokens of many rows through a model in chunks.
 
     Args:
         tokens: (R, T), of which each row's indices in `places` are run.
@@ -130,7 +130,7 @@ def chunk_size(model: Sublayers, slots: int) -> int:
 
 
 def _groups(firsts: Sequence[int], ends: Sequence[int], width: int, most: int) -> Iterator[range]:
-    """Neighbouring rows that one pass carries with little padding, and none beyond a width."""
+    """Groups of neighbouring rows for one pass: little padding, and none behind `width`."""
     group, left = range(0), [end - first for first, end in zip(firsts, ends, strict=True)]
     for row in (row for row, count in enumerate(left) if count > 0):
         wider = range(group.start, row + 1) if group and group.stop == row else range(row, row + 1)

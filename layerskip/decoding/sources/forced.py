@@ -1,4 +1,4 @@
-"""The source of forced tokens: where a grammar leaves one token only, it is drafted for nothing."""
+"""The source of forced tokens: where a grammar allows one token only, it is drafted for free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SURE = 1 << 20  # tokens in common: more than any lookup has
 
 
 class Forced(Source):
-    """Drafts what processors with a state leave no choice about.
+    """Drafts the tokens that stateful processors force.
 
     A processor may know that by itself: by a method `forced()`, which returns tokens, perhaps none.
     """
