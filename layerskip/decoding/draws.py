@@ -91,7 +91,7 @@ class DraftedTokens:
         return [tokens[node - 1] for node in path_to(parents, offset)]
 
     def positions(self, rows: Iterable[int]) -> list[Position]:
-        """The positions that the target verifies: of each drafted token, and behind the last one."""
+        """The positions to verify: of each drafted token, and behind the last one."""
         return [(row, offset) for row in rows for offset in range(self.lengths[row] + 1)]
 
     def branches(self, rows: Iterable[int]) -> list[list[int]] | None:

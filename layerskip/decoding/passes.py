@@ -484,7 +484,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def leave(self, row: int) -> None:
-        """Drop a row: the last row in rounds fills the gap, the last joining row fills its place."""
+        """Drop a row: the last active row fills the gap, the last joining row fills that one's."""
         place = self.place_of(row)
         if row in self.rows:
             last = len(self.rows) - 1
