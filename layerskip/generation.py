@@ -96,8 +96,8 @@ class LayerSkipDecoding(Settings):
         threshold: for the controllers that have one.
         acceptance: "coupled" (default) or "rejection".
         branches: whether "expected-gain" has trees verified: the second-best tokens of drafts (of
-            modules the best eight), and what other sources know, where these are expected to pay;
-            up to 12 tokens, or `max_draft_length`.
+            modules the best eight), where these are expected to pay; up to 12 tokens, or
+            `max_draft_length`.
         enabled: False decodes plainly.
         draft_memory: bytes that copies of weights for drafts may take if no skip config is given;
             by default half of what is free. Under the rejection rule the text must not depend on

@@ -323,20 +323,10 @@ class Growing(Fickle):
     def reset(self, rows: int) -> None:
         super().reset(rows)
         self.seconds = [0, 0]  # places where the best token was wrong, and the second one not
-        self.instead_right = False
         self.widened = 0
 
     def rates(self, confidence: float, count: int) -> Sequence[float]:
         return 0.9, *(self.draws.uniform(0.2, 1.0) / 10 for _ in range(count - 1))
-
-    def copied(self, draft: int, row: int) -> Sequence[float]:
-        return [self.draws.random() for _ in range(32)]
-
-    def instead(self, draft: int) -> float:
-        return self.draws.random()
-
-    def see_instead(self, draft: int, right: bool) -> None:
-        self.instead_right = self.instead_right or right
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         width = self.draws.randint(0, 1 + max(len(chances) for _, chances in rows.values()))

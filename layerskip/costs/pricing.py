@@ -51,7 +51,7 @@ class _Pass:
         return [seconds for each in keys for seconds in (each, 0.0)]
 
     def seconds(self, tokens: int, prefix: int = 0) -> float:
-        """Of a pass over `tokens` tokens of a row; one of them passes the first `prefix` sublayers."""
+        """Of a pass over `tokens` tokens of a row; one of them passes the first `prefix` ones."""
         growth, key_growth = (
             on_line(dict(self.record[name]), tokens) for name in ("growth", "key_growth")
         )

@@ -11,18 +11,12 @@ from layerskip.model.branches import trunk
 
 
 class Plan(NamedTuple):
-    """What a row drafts in a round.
-
-    Attributes:
-        others: where it is to take steps, the number of each source of step-free tokens, and
-            these.
-    """
+    """What a row drafts in a round: tokens, or as many steps as it may take."""
 
     source: int | None = None
     limit: int = 0
     tokens: Sequence[int] | None = None
     parents: Sequence[int] | None = None
-    others: Sequence[tuple[int, Proposal]] = ()
 
 
 def chained(plan: Plan) -> Plan:

@@ -35,9 +35,7 @@ class Trees(Protocol):
     A round asks it if a source takes steps and drafts may have branches.
     """
 
-    def begin(
-        self, plans: Mapping[int, Plan], ends: Sequence[frozenset[int]], longest: int, state: State
-    ) -> None:
+    def begin(self, ends: Sequence[frozenset[int]], longest: int, state: State) -> None:
         """A round begins in which rows take steps of a source.
 
         Args:
@@ -160,11 +158,7 @@ class Speculator:
             proposal = self._proposals[source][row]
             if proposal.parents is not None:
                 proposal = trunk_first(proposal.some(range(1, limit + 1)))
-            if proposal.tokens is None:
-                proposals = enumerate(self._proposals)
-                others = [(i, each[row]) for i, each in proposals if each[row].tokens]
-                plans[row] = Plan(source, limit, others=others)
-            else:
+            if proposal.tokens is not None:
                 plans[row] = Plan(source, limit, proposal.tokens[:limit], proposal.parents)
         if any(each.limit and each.tokens is None for each in plans.values()):
             # steps feed the other rows' tokens one after the other, as a chain
@@ -203,7 +197,7 @@ class Speculator:
             if trees is None or state is None:
                 drafts.kept_steps = self._take_steps(drafts, ask, rows, plans)
             else:
-                trees.begin(plans, [seat.eos for seat in self.seats], self.longest, state)
+                trees.begin([seat.eos for seat in self.seats], self.longest, state)
                 ask = ask._replace(best=state.best)
                 drafts.kept_steps = self._take_steps(drafts, ask, rows, plans, trees.see)
                 self._branch_out(drafts, rows, state, trees)

@@ -22,9 +22,7 @@ class TreeGain(ExpectedGain):
     def _start(self) -> None:
         super()._start()
         self.trees = GrownTrees(self)
-        # by source, of the tokens behind the best one, and of tokens looked up in its place
-        self._later = [LaterAcceptance() for _ in self._sources]
-        self._instead = [LaterAcceptance() for _ in self._sources]  # whatever the confidence
+        self._later = [LaterAcceptance() for _ in self._sources]  # behind the best token
 
     def rates(self, confidence: float, count: int) -> Sequence[float]:
         """P(right) of the `count` best tokens of a place, if what is before the place is right."""
@@ -32,16 +30,6 @@ class TreeGain(ExpectedGain):
         best = self._drafting.acceptance.given_confidence[confidence_bin]
         later = self._later[self._round.source or 0].given_wrong(confidence_bin, count - 1)
         return best, *((1.0 - best) * rate for rate in later)
-
-    def copied(self, draft: int, row: int) -> Sequence[float]:
-        """P(right) of each token that a lookup proposes, if the one before it is right."""
-        offer, copies = (self._round.offers or ())[draft], self._sources[draft].copies
-        match = (offer.matches or {})[row]
-        return [copies.acceptance(match + depth) for depth in range(offer.lengths[row])]
-
-    def instead(self, draft: int) -> float:
-        """P(a looked-up token is right, given that the draft's best token there is wrong)."""
-        return self._instead[draft].mean
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
         """How many tokens to verify of a row, at most, once the round's last step is done.
@@ -73,10 +61,6 @@ class TreeGain(ExpectedGain):
         self._drafting.acceptance.observe(confidence_bin, rank == 0)
         if rank != 0:
             self._later[self._round.source or 0].observe(confidence_bin, rank)
-
-    def see_instead(self, draft: int, right: bool) -> None:
-        """Reports whether a looked-up token was right where the draft's best token was wrong."""
-        self._instead[draft].observe(0, 1 if right else None)
 
     def _learn_steps(self, row: int, drafted: int, accepted: int) -> None:
         if row not in self._told:  # else `see_rank` has counted its places
@@ -110,11 +94,6 @@ class LaterAcceptance:
             (won + prior * every) / seen
             for won, every in zip(here[:count], self._all, strict=False)
         ]
-
-    @property
-    def mean(self) -> float:
-        """The chance of the second-best at any place."""
-        return self._all[0] / self._places
 
     def observe(self, confidence_bin: int, rank: int | None) -> None:
         """Count the rank of the token that came, None for none of them."""
