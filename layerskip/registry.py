@@ -52,7 +52,7 @@ PLACES: dict[Role, dict[str, str]] = {
         "classifier": "research.stop_rules:Classifier",
         "target-confidence": "research.stop_rules:TargetConfidence",
         "expected-gain": "decoding.expected_gain:ExpectedGain",
-        "expected-gain-trees": "research.tree_gain:TreeGain",
+        "expected-gain-trees": "research.trees:TreeGain",
     },
     "loss": {
         "lk": "training.losses:lk",

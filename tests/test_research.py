@@ -16,7 +16,7 @@ WORDS = {
     "stop rules": """"heuristic" "entropy" "classifier" "target-confidence" SVIP DISCO Heuristic
         Entropy Classifier TargetConfidence""",
     "losses and optimisers": '"kl" "tvd++" "ce" TVD tvd_plus "muon" Muon',
-    "trees": "GrownTrees TreeGain LaterAcceptance see_rank tree_gain",
+    "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
     "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState EAGLE ProphetNet",
     "stored logits": "LogitLookup LookupLaws StoredLogits stored_logits logit_lookup",
 }

@@ -23,8 +23,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Position
 from layerskip.generation import generate
 from layerskip.model import extension
-from layerskip.research.tree_gain import LaterAcceptance, TreeGain
-from layerskip.research.trees import Node, Place, grown
+from layerskip.research.trees import LaterAcceptance, Node, Place, TreeGain, grown
 
 FLAT = CostTable(0.2, (1.0,) * 20)
 STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
