@@ -146,7 +146,13 @@ class LayerSkipDecoding(Settings):
 
     @torch.no_grad()
     def __call__(
-        self, model: Any, input_ids: Tensor, *, streamer: Any = None, **prepared: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,  # given only where a signature names it
+        **prepared: Any,
     ) -> GenerationOutput | Tensor:
         """Called by `model.generate(custom_generate=...)` with everything prepared.
 
@@ -161,7 +167,8 @@ class LayerSkipDecoding(Settings):
                 stacklevel=2,
             )
         with ending(streamer):
-            return self._decode(model, input_ids, streamer=streamer, **prepared)
+            prepared |= {"streamer": streamer, "inputs_tensor": inputs_tensor}
+            return self._decode(model, input_ids, **prepared)
 
     def _decode(
         self,

@@ -58,7 +58,7 @@ PLACES: dict[Role, dict[str, str]] = {
         "lk": "training.losses:lk",
         "kl": "research.training:kl",
         "tvd++": "research.training:tvd_plus",
-        "ce": "research.training:ce",
+        "ce": "training.losses:ce",
     },
     "optimizer": {"adamw": "training.loop:adamw", "muon": "research.training:muon"},
     "student": {

@@ -73,7 +73,7 @@ def test_what_is_no_file_of_numbers_is_not_read(
     assert f"skip.json: {NO_FILES[kind]}" in refused(*ask)
     make(tmp_path / "train.json", kind)
     line = refused("report", tmp_path / "train.json", "--output", tmp_path / "pages")
-    assert ("is a folder" if kind == "folder" else NO_FILES[kind]) in line
+    assert ("holds none of these" if kind == "folder" else NO_FILES[kind]) in line
 
 
 def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ ROOMS = {
     "replay": 1_450,
     "research": 1_650,
     "training": 2_280,
-    "cli": 3_260,
+    "cli": 3_270,
     "search": 2_300,
     "analysis": 2_380,
     "scripts": 800,

@@ -15,7 +15,7 @@ CORE = {path for room in ROOMS for path in room.rglob("*.py")} - {*NAMES, *RESEA
 WORDS = {
     "stop rules": """"heuristic" "entropy" "classifier" "target-confidence" SVIP DISCO Heuristic
         Entropy Classifier TargetConfidence""",
-    "losses and optimisers": '"kl" "tvd++" "ce" TVD tvd_plus "muon" Muon',
+    "losses and optimisers": '"kl" "tvd++" TVD tvd_plus "muon" Muon',
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
     "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState EAGLE ProphetNet",
     "stored logits": "LogitLookup LookupLaws StoredLogits stored_logits logit_lookup",

@@ -44,7 +44,8 @@ def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno is not None and error.filename in (None, str(partial)):
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
+            del error.filename2  # None would be printed
         raise
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from layerskip.training.loop import adamw
 from layerskip.training.losses import divergences
-from layerskip.training.processes import average
 
 
 def kl(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
@@ -31,14 +30,6 @@ def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: floa
     mean = (q * reward).sum(-1, keepdim=True)
     advantage = (reward - mean) / ((mean * (1 - mean)).clamp(min=0).sqrt() + 1e-5)
     return -(q * advantage * log_q).sum(-1).mean()
-
-
-def ce(logits: Tensor, _: Tensor, following: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy at the text's next tokens."""
-    total = F.cross_entropy(
-        (logits / temperature).flatten(0, -2), following.flatten(), ignore_index=-1, reduction="sum"
-    )
-    return total / average((following >= 0).sum().to(total.dtype))
 
 
 MUON = 5.0

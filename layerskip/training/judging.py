@@ -225,7 +225,7 @@ def chosen(
     decoding.
     """
     pays, usual = _pays(timed), drafts.get(BEFORE)
-    usually = usual is not None and BEFORE in timed and timed[BEFORE]["speedup"] > 1
+    usually = BEFORE in timed and timed[BEFORE]["speedup"] > 1
     skip = drafts[TRAINED] if pays else usual or SkipConfig()
     options = DecodingOptions(lookup=True, enabled=None if pays or usually else False)
     notes = {"trained": {"pays": pays, "timed": {name: {**each} for name, each in timed.items()}}}

@@ -41,6 +41,14 @@ def divergences(logits: Tensor, target_logits: Tensor, temperature: float) -> tu
     return kl, 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
 
 
+def ce(logits: Tensor, _: Tensor, following: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy at the text's next tokens."""
+    total = F.cross_entropy(
+        (logits / temperature).flatten(0, -2), following.flatten(), ignore_index=-1, reduction="sum"
+    )
+    return total / average((following >= 0).sum().to(total.dtype))
+
+
 def overlap(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
     """Mean alpha, a scalar."""
     return 1 - divergences(logits, target_logits, temperature)[1]
