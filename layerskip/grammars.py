@@ -245,13 +245,13 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
         "allOf" in each for each in every
     ):
         return schema
-    schema = json.loads(json.dumps(schema))
-    for each in _schemas(schema):
+    copied: dict[str, Any] = json.loads(json.dumps(schema))
+    for each in _schemas(copied):
         listed, required = each.get("properties"), each.get("required", ())
         others = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
         if isinstance(listed, dict) and not each.keys() & others and {*required} <= listed.keys():
             each["additionalProperties"] = False
-    return schema
+    return copied
 
 
 def _library() -> Any:

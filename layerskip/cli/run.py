@@ -321,8 +321,8 @@ def sampled_files(place: Path) -> list[Any]:
         size = path.stat().st_size
         digest = hashlib.sha256()
         with path.open("rb") as file:
-            for place in range(_SAMPLES):
-                file.seek(size * place // _SAMPLES)
+            for number in range(_SAMPLES):
+                file.seek(size * number // _SAMPLES)
                 digest.update(file.read(_SAMPLED))
         told.append([path.name, size, digest.hexdigest()])
     return told

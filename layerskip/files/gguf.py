@@ -93,7 +93,7 @@ class _Reader:
 
     def count(self, least: int, what: str) -> int:
         """A number of things that take at least so many bytes each."""
-        number = self.number("Q", what)
+        number: int = self.number("Q", what)
         if number * least > len(self.data) - self.at:
             raise self.refusal(f"it claims {number:,} {what}, more than its bytes can hold")
         return number

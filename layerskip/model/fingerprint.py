@@ -58,14 +58,14 @@ def checksum(model: Any) -> bytes:
 
 def _sample(tensor: Tensor) -> Tensor:
     """Some numbers of a tensor, evenly spread, as bfloat16; none of the library's subclasses."""
-    stored = isinstance(tensor, Stored)
-    if not stored and type(tensor.data) is not Tensor:
+    if not isinstance(tensor, Stored) and type(tensor.data) is not Tensor:
         return torch.empty(0, dtype=torch.bfloat16)
     size = tensor.numel()
     count = min(_SAMPLES, size)
     places = torch.arange(count, device=tensor.device) * (size - 1) // max(1, count - 1)
-    if stored:
+    if isinstance(tensor, Stored):
         columns = tensor.shape[1]
-        rows = tensor.detach()[places // columns].unpacked()  # (count, columns)
+        some: Any = tensor.detach()[places // columns]  # (count, columns), stored
+        rows: Tensor = some.unpacked()
         return rows[torch.arange(count), places % columns].bfloat16()
     return tensor.detach().flatten()[places].bfloat16()

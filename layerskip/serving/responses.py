@@ -71,7 +71,7 @@ class NamedFlatTool(ToolName):
 
 
 class TextForm(Fields):
-    format: dict[str, Any] = Field({"type": "text"})
+    format: dict[str, Any] = {"type": "text"}  # noqa: RUF012
 
 
 class Effort(Fields):
@@ -249,13 +249,17 @@ class Response:
         """More text of a message, or of reasoning."""
         part, name = _PARTS[kind]
         if not self._items or self._items[-1]["type"] != kind:
-            also = {"role": "assistant"} if kind == "message" else {"summary": []}
+            also: dict[str, Any] = {"summary": []}
+            if kind == "message":
+                also = {"role": "assistant"}
             yield from self._open(kind, content=[], **also)
-            begun = {"type": part, "text": ""} | ({"annotations": []} if kind == "message" else {})
+            begun: dict[str, Any] = {"type": part, "text": ""} | (
+                {"annotations": []} if kind == "message" else {}
+            )
             self._items[-1]["content"].append(begun)
             yield self._of_item("response.content_part.added", part=begun, content_index=0)
         self._items[-1]["content"][0]["text"] += text
-        logprobs = {"logprobs": []} if kind == "message" else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield self._of_item(f"response.{name}.delta", delta=text, content_index=0, **logprobs)
 
     def _open(self, kind: str, **values: Any) -> Iterator[dict[str, Any]]:
@@ -277,7 +281,7 @@ class Response:
             yield self._of_item(kind, arguments=item["arguments"], name=item["name"])
         else:
             [part], name = item["content"], _PARTS[item["type"]][1]
-            logprobs = {"logprobs": []} if item["type"] == "message" else {}
+            logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
             yield self._of_item(
                 f"response.{name}.done", text=part["text"], content_index=0, **logprobs
             )
