@@ -64,6 +64,7 @@ class Loaded:
     def store_halves(self, execution: str = "auto") -> bool:
         """Where native passes serve the model, `store_halves` it; whether there was anything."""
         served = execution in ("auto", "native") and self.model.dtype is torch.float32
+        served = served and extension.refusal() is None  # told once, where the model is opened
         served = served and open_model(self.model, execution).execution == "native"
         return served and store_halves(self.model)
 

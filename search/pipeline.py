@@ -191,7 +191,8 @@ class Search:
         decoding. Those that a caller gives are taken to hold here, wherever they were measured.
 
         Raises:
-            ValueError: trials of this machine were priced with other costs than those given.
+            ValueError: trials of this machine were priced with other costs than those given; costs
+                that do not price everything that the space holds.
         """
         low = self.space.everything_low
         here = json.dumps([socket.gethostname(), machine(self.opened)])
@@ -212,6 +213,7 @@ class Search:
                 "study name, or leave the costs out"
             )
         self.objective = Objective(self.trace, self.space, stored, self.positions)
+        self.bound = self._bound()  # raises before any trial
 
     def _timed(self, low: SkipConfig | None) -> dict[str, Any]:
         """The numbers of the model of costs for this model and machine."""
@@ -236,8 +238,7 @@ class Search:
         self.seconds["cost"] = time.perf_counter() - started
         return record
 
-    @property
-    def bound(self) -> float:
+    def _bound(self) -> float:
         """1/c of the cheapest draft of the space: no config of it can be faster, times plain."""
         space, shallow = self.space, self.space.exit_mask(1)
         masks = [shallow, *([space.low_mask(shallow)] if space.bits else [])]

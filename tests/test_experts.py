@@ -26,9 +26,9 @@ from layerskip.model.plain import refusal
 from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.fitting import space_for
+from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
-from layerskip.search.stages import Search
 from layerskip.timing.sublayers import measure
 from layerskip.timing.tables import analytic
 
@@ -433,7 +433,7 @@ def test_spaces_hold_every_draft_with_every_number_of_experts(kind: str, bits: A
 def test_a_search_prices_and_finds_drafts_of_fewer_experts(family: str) -> None:
     model = lively_model(family)
     ids = [prompt(9, seed=seed) for seed in range(2)]
-    where = space_for(model, "auto", {}, kind="sublayer", bits=None)
+    where = space_for(Sublayers(model), "sublayer,experts")
     assert where.experts == ((1, 0) if family == "gemma4_mixture" else (1,))
     measured = measure(model, ids, contexts=(16,), budget=0.01)
     opened, layers = Sublayers(model), model.config.num_hidden_layers
@@ -449,17 +449,14 @@ def test_a_search_prices_and_finds_drafts_of_fewer_experts(family: str) -> None:
     assert one.draft == pytest.approx(cost_table(cost, SkipConfig()).draft - saved / step)
     with pytest.raises(ValueError, match=r"these costs know drafts of .* so that 7 have no price"):
         cost_table(cost, SkipConfig(experts=7).resolve(layers))
-    steps = Search(model, ids, task=Task(8), space=where)
+    steps = Search(model, ids, task=Task(8), space=where, parts=frozenset())
     steps.open()
     steps.price(cost)
     steps.run(len(steps.warm_starts))
-    steps.choose(2)
+    steps.judge(2)
     tried = [mask for name, mask in steps.warm_starts.items() if "experts" in name]
     assert [where.skip_config(mask).experts for mask in tried] == [*where.experts]
-    rows = trials_table(steps.study, where, steps.objective.step_seconds)
+    rows = trials_table(steps.study, where)
     assert {row["experts"] for row in rows} == {None, *where.experts}
     assert steps.finalists
-    # replayed drafts run so many: with all that the model takes, every token is accepted
-    accepted = [steps.objective(SkipConfig(experts=n)).acceptance for n in (2, *where.experts)]
-    assert accepted[0] == pytest.approx(1.0)
-    assert all(each is not None and 0 < each < 1 for each in accepted[1:])
+    assert all(0 < steps.objective(mask).acceptance < 1 for mask in tried)

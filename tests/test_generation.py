@@ -51,8 +51,8 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
 from layerskip.drafts import automatic_draft
 from layerskip.model.sublayers import Sublayers
+from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
-from layerskip.search.stages import Search
 from layerskip.timing.tables import place as where
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
@@ -823,7 +823,8 @@ def test_a_wrapped_model_with_adapted_layers_is_served_by_every_door():
     want = model.generate(prompt(5), max_new_tokens=6)[0, 5:]
     for _ in range(2):  # also with what PEFT leaves behind
         assert all(torch.equal(door(), want) for door in doors(wrapped).values())
-    found = Search(wrapped, [prompt(5)], task=Task(8), space=Space(kind="layer", num_layers=6))
+    space = Space(kind="layer", num_layers=6)
+    found = Search(wrapped, [prompt(5)], task=Task(8), space=space, parts=frozenset())
     assert found.model is found.trace.model.model is model
 
 

@@ -22,7 +22,7 @@ def test_no_door_moves_weights():
     model.generate(ids, custom_generate=LayerSkipDecoding(SKIP), max_new_tokens=4, pad_token_id=0)
     layerskip.generate(model, ids, skip=SKIP, max_new_tokens=4)
     list(layerskip.decode(model, ids, skip=SKIP, max_new_tokens=4))
-    search(model, [ids[0]], max_new_tokens=4, trials=2, cost=cost_record())
+    search(model, [ids[0]], max_new_tokens=4, trials=2, space="sublayer,lookup", cost=cost_record())
     assert [p.data_ptr() for p in model.parameters()] == pointers
 
 
