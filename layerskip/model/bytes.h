@@ -41,14 +41,16 @@ struct Floats {
   Float v[VECTORS];
 };
 
+// Always inlined, for a call costs more than what is done in it.
 template <typename Vectors, typename Function, int... I>
-inline Vectors each(const Function& function, std::integer_sequence<int, I...>) {
+[[gnu::always_inline]] inline Vectors each(const Function& function,
+                                              std::integer_sequence<int, I...>) {
   return {{function(I)...}};
 }
 
 // What a function makes of the number of each vector.
 template <typename Vectors, typename Function>
-inline Vectors each(const Function& function) {
+[[gnu::always_inline]] inline Vectors each(const Function& function) {
   return each<Vectors>(function, std::make_integer_sequence<int, VECTORS>());
 }
 
@@ -184,7 +186,7 @@ inline bool has_dots() { return false; }
 
 template <bool DOTS, int BITS>
 inline Ints dots(const Ints& to, const Ints& weights, const Four<DOTS>& x) {
-  return each<Ints>([&](int i) {
+  return each<Ints>([&](int i) __attribute__((always_inline)) {
     Int sums = to.v[i];
     if constexpr (DOTS) {
       add_dots(sums, weights.v[i], x.bytes);
