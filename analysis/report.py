@@ -239,16 +239,14 @@ def _run_facts(run: Run) -> dict[str, str]:
         f"after {header['warmup']} for warming up"
     )
     for method in run.drafting:
+        words = [run.methods[method].get("label") or method]
         for context in run.contexts.values():
             costs = run.cost_table(method, run.batch_sizes[0], context)
             if costs is not None:
                 verify = ", ".join(f"{n}: {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
-                at = "" if context is None else f" at {context:,} tokens"
-                said = f"a draft step {costs.draft:.3f} plain steps, a pass over tokens {verify}"
-                said += f" ({costs.source})"
-                facts[f"Costs of {method}{at}"] = said
-        if run.sources(method):
-            facts[f"Drafts of {method}"] = run.methods[method].get("label") or method
+                at = "" if context is None else f"at {context:,} tokens "
+                words.append(f"{at}a draft step {costs.draft:.3f} plain steps, passes of {verify}")
+        facts[f"Drafts of {method}"] = "; ".join(words)
     return facts
 
 

@@ -19,7 +19,6 @@ from layerskip.bench.methods import (
     Engine,
     Peer,
     Task,
-    early_exit_peer,
 )
 from layerskip.bench.plans import price
 from layerskip.bench.runner import benchmark, depth, interleaved, loops, repeated_share
@@ -173,7 +172,7 @@ def all_methods(model, task, **drafting):
         Engine(model, task),
         Engine(model, task, "self", SKIP, **drafting),
         Peer(model, task),
-        early_exit_peer(model, task, 3),
+        Peer(model, task, "generate-early-exit", options={"assistant_early_exit": 3}),
         Peer(model, task, "generate-prompt-lookup", options={"prompt_lookup_num_tokens": 10}),
     ]
 
@@ -438,18 +437,16 @@ def test_the_model_is_left_as_found_whatever_happens(model, monkeypatch, error):
     forward = type(model.model).forward
 
     def moody(self, *args, **kwargs):
-        seen.append((self.config.num_hidden_layers, model.generation_config.num_assistant_tokens))
+        seen.append(self.config.num_hidden_layers)
         if len(seen) == 2:
             raise error
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model.model), "forward", moody)
-    peer = early_exit_peer(model, Task(6), 2)
-    defaults = {"num_assistant_tokens": 20, "schedule": "constant", "threshold": 0.4}
-    assert defaults.items() <= peer.describe().items()
+    peer = Peer(model, Task(6), options={"assistant_early_exit": 2})
     with pytest.raises(error):
         peer.decode(batch, 0, Clock())
-    assert (2, 20) in seen  # in the draft, with the library's own length
+    assert 2 in seen  # in the draft
     assert settings_of(model) == before
     seen[:] = [None, None]
     peer.decode(batch, 0, Clock())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
@@ -238,8 +237,6 @@ class Peer:
 
     Attributes:
         options: further arguments of its `generate()`.
-        config: what is set in `model.generation_config` during the call, where the library's early
-            exit looks for its settings.
         details: the rest of the header's entry.
     """
 
@@ -249,7 +246,6 @@ class Peer:
     name: str = ""
     _: KW_ONLY
     options: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -269,7 +265,9 @@ class Peer:
             torch.manual_seed(draw.getrandbits(63))
         arguments = self.task.arguments()
         arguments["max_new_tokens"] = max_new_tokens or self.task.max_new_tokens
-        with _as_found(self.model, self.config):
+        base = self.model.config.get_text_config()
+        layers = base.num_hidden_layers  # the library's early exit changes it, also on errors
+        try:
             sequences = self.model.generate(
                 input_ids=batch.input_ids,
                 attention_mask=batch.attention_mask,
@@ -277,6 +275,8 @@ class Peer:
                 **self.options,
                 stopping_criteria=[first],
             )
+        finally:
+            base.num_hidden_layers = layers
         rows = [self._ended(row) for row in sequences[:, width:].tolist()]
         assert first.at is not None
         return Decoded(rows, first.at, [min(first.tokens, len(row)) for row in rows])
@@ -301,43 +301,3 @@ class _First:
             self.at = self.clock()
             self.tokens = input_ids.shape[1] - self.width
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # (B,)
-
-
-@contextmanager
-def _as_found(model: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of the model's generation config, and leave the model as it was."""
-    config = model.generation_config
-    before = {name: getattr(config, name) for name in settings}
-    base = model.config.get_text_config()
-    layers = base.num_hidden_layers  # which the library's early exit changes, and loses on errors
-    for name, value in settings.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        base.num_hidden_layers = layers
-        for name, value in before.items():
-            setattr(config, name, value)
-
-
-def early_exit_peer(model: Any, task: Task, exit_layer: int) -> Peer:
-    """transformers' early exit with its own defaults."""
-    config = model.generation_config
-    settings: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
-    count, threshold = "num_assistant_tokens", "assistant_confidence_threshold"
-    settings = {name: settings.get(name) for name in (count, f"{count}_schedule", threshold)}
-    given = {name: getattr(config, name, None) for name in settings}
-    settings |= {name: value for name, value in given.items() if value is not None}
-    return Peer(
-        model,
-        task,
-        "generate-early-exit",
-        options={"assistant_early_exit": exit_layer},
-        config=settings,
-        details={
-            "exit_layer": exit_layer,
-            count: settings[count],
-            "schedule": settings[f"{count}_schedule"],
-            "threshold": settings[threshold],
-        },
-    )

@@ -19,7 +19,7 @@ import torch
 
 from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.llama import LLAMAS, open_llama
-from layerskip.bench.methods import Engine, Method, Peer, Task, early_exit_peer
+from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -210,7 +210,9 @@ class Plan:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds:
             if hasattr(model.config, "num_hidden_layers"):
-                methods.append(early_exit_peer(model, task, self._depth(engines)))
+                depth = self._depth(engines)
+                exits, at = {"assistant_early_exit": depth}, {"exit_layer": depth}
+                methods.append(Peer(model, task, "generate-early-exit", options=exits, details=at))
             else:
                 what = f"transformers cannot exit a {type(model).__name__} early"
                 warnings.warn(f"generate-early-exit is left out: {what}", stacklevel=2)

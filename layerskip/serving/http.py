@@ -16,6 +16,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 
 from layerskip.serving.answers import Answer
 from layerskip.serving.api import Served, answer_of, detokenized, tokenized, tokenizer_info
@@ -131,14 +132,6 @@ def make_app(
             raise Refusal(404, message, param="model", code="model_not_found")
         return JSONResponse(card)
 
-    @app.post("/v1/chat/completions", dependencies=keyed)
-    async def chat(request: Request) -> Response:
-        return await answered(request, ChatAsked)
-
-    @app.post("/v1/completions", dependencies=keyed)
-    async def completion(request: Request) -> Response:
-        return await answered(request, CompletionAsked)
-
     @app.post("/v1/embeddings", dependencies=keyed)
     async def embeddings(request: Request) -> Response:
         raise Refusal(400, f"{served.name} generates text; embeddings are not served here")
@@ -147,23 +140,27 @@ def make_app(
     async def about_tokenizer() -> Response:
         return JSONResponse(tokenizer_info(served))
 
-    @app.post("/tokenize", dependencies=keyed)
-    async def tokenize(request: Request) -> Response:
-        asked = read(Tokenize, await _body(request, max_body))
-        return JSONResponse(await encoded(tokenized, asked, served))
-
-    @app.post("/detokenize", dependencies=keyed)
-    async def detokenize(request: Request) -> Response:
-        asked = read(Detokenize, await _body(request, max_body))
-        return JSONResponse(await encoded(detokenized, asked, served))
-
     async def encoded(work: Callable[..., Any], *arguments: Any) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(encoding, work, *arguments)
 
-    @app.post("/v1/responses", dependencies=keyed)
-    async def responses(request: Request) -> Response:
-        return await answered(request, ResponseAsked)
+    def translate(path: str, kind: type[BaseModel], work: Callable[..., Any]) -> None:
+        @app.post(path, dependencies=keyed)
+        async def translated(request: Request) -> Response:
+            asked = read(kind, await _body(request, max_body))
+            return JSONResponse(await encoded(work, asked, served))
+
+    translate("/tokenize", Tokenize, tokenized)
+    translate("/detokenize", Detokenize, detokenized)
+
+    def answer(path: str, kind: type[Asked | ResponseAsked]) -> None:
+        @app.post(path, dependencies=keyed)
+        async def asked(request: Request) -> Response:
+            return await answered(request, kind)
+
+    answer("/v1/chat/completions", ChatAsked)
+    answer("/v1/completions", CompletionAsked)
+    answer("/v1/responses", ResponseAsked)
 
     async def answered(request: Request, kind: type[Asked | ResponseAsked]) -> Response:
         with metrics.counting(request.url.path):
