@@ -15,7 +15,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -40,6 +40,7 @@ from layerskip.files.schema import (
     version,
 )
 from layerskip.files.writing import write_text
+from layerskip.registry import ADAPTIVE
 
 __all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained", "check_costs"]
 
@@ -64,6 +65,8 @@ class DecodingOptions:
     """Tokens drafted in a round at most, 1 or more."""
     threshold: float | None = None
     """Confidence in 0..1 below which a controller with a threshold stops drafting."""
+    adaptive: Mapping[str, float] | None = None
+    """Parameters of `adaptive-threshold`, all or some of `registry.ADAPTIVE`, in 0..1 each."""
     enabled: bool | None = None
     """False: decode plainly."""
     acceptance: Literal["coupled", "rejection"] | None = None
@@ -80,6 +83,10 @@ class DecodingOptions:
         length = optional(integer(1))(self.max_draft_length, "max_draft_length")
         object.__setattr__(self, "max_draft_length", length)
         optional(number(0, 1))(self.threshold, "threshold")
+        for name, value in (optional(mapping)(self.adaptive, "adaptive") or {}).items():
+            if name not in ADAPTIVE:
+                raise ValueError(f"adaptive may have {', '.join(ADAPTIVE)}; got {shown(name)}")
+            number(0, 1)(value, f"adaptive {name}")
         for name in ("enabled", "lookup", "branches"):
             optional(flag)(getattr(self, name), name)
         if self.acceptance not in (None, "coupled", "rejection"):
@@ -286,15 +293,20 @@ class SkipConfig:
             )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> SkipConfig:
+    def load(cls, path: str | os.PathLike[str], entry: str | None = None) -> SkipConfig:
         """Read a file of `save`, or bare sets `{"attention": [...], "mlp": [...]}`.
 
+        Args:
+            entry: which one of a file that holds several by name, as the `skip_layers.json` that
+                Draft & Verify publishes for four models.
+
         Raises:
-            ValueError: the file is missing, is not JSON, or is not a skip config; says which.
+            ValueError: the file is missing, is not JSON, or is not a skip config; says which. Or
+                it lacks the entry, or holds several and none is named.
         """
         folder = Path(path).absolute().parent
         try:
-            content = parse_characters(read_file(path))
+            content = _entry(parse_characters(read_file(path)), entry)
             return cls.from_dict(content)._weights_at(lambda name: folder / name)
         except OSError as error:
             raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error
@@ -377,6 +389,22 @@ class SkipConfig:
 
 check_costs = has(draft=POSITIVE, verify=items(POSITIVE, least=1))
 """Check of a cost table, in whatever file it comes: c, and v from one token on."""
+
+
+def _entry(content: Any, name: str | None) -> Any:
+    """The skip config of that name, of a file that holds several; else what the file holds."""
+    known = {each.name for each in fields(SkipConfig)} | {"schema"}
+    several = isinstance(content, dict) and bool(content) and not known & {*content}
+    if not several or not all(isinstance(each, dict) for each in content.values()):
+        if name is not None:
+            raise ValueError(f"there is no entry {name!r}: the file is one skip config, or none")
+        return content
+    names = ", ".join(map(shown, content))
+    if name is None:
+        raise ValueError(f"the file holds several; choose with --entry (in Python entry=): {names}")
+    if name not in content:
+        raise ValueError(f"there is no entry {name!r}; the file has {names}")
+    return content[name]
 
 
 def _numbered(attention: Iterable[int], mlp: Iterable[int]) -> tuple[int, ...]:

@@ -103,6 +103,7 @@ def controller_of(
         settings.controller,
         max_draft_length=settings.max_draft_length,
         threshold=settings.threshold,
+        adaptive=settings.adaptive,
         costs=[table or CostTable(1.0, (1.0,)) for table in costs],
         priors=[source.prior for source in sources],
         branches=settings.branches,

@@ -31,6 +31,7 @@ from layerskip.model.assistants import load_assistant
 from layerskip.model.opening import sublayers_of
 from layerskip.model.stored import stored_weights, stored_words
 from layerskip.model.sublayers import ASKED, Sublayers
+from layerskip.registry import ADAPTIVE
 from layerskip.settings import Settings
 from layerskip.vocabulary import warn_of_vocabularies
 
@@ -143,6 +144,7 @@ def explain_drafts(model: Any, settings: Settings) -> str:
     rejection = settings.acceptance == "rejection"
     drafts = choose_drafts(opened, settings, rejection=rejection, warn=False)
     lines += [f"drafts: {words}" for words in drafts.words]
+    lines.append(f"controller: {controller_words(settings)}")
     if drafts.reason is not None:
         lines.append(f"no drafts by the model in 8 bits: {drafts.reason}")
     if not opened.exact:
@@ -151,6 +153,18 @@ def explain_drafts(model: Any, settings: Settings) -> str:
             "libraries sum in another order beside other tokens"
         )
     return "\n".join(lines)
+
+
+def controller_words(settings: Settings) -> str:
+    """The controller, and what it is set to where that is not its own default."""
+    how = settings.controller
+    if not isinstance(how, str):
+        return type(how).__name__
+    names = ("max_draft_length", "threshold")
+    given = {name: getattr(settings, name) for name in names}
+    given |= ADAPTIVE | settings.adaptive if how == "adaptive-threshold" else {}
+    words = [f"{name} {value}" for name, value in given.items() if value is not None]
+    return ", ".join([how, *words])
 
 
 def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:

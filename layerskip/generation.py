@@ -94,6 +94,9 @@ class LayerSkipDecoding(Settings):
             object of the `Controller` protocol, which serves one call at a time.
         max_draft_length: the most tokens a round drafts.
         threshold: for the controllers that have one.
+        adaptive: parameters of "adaptive-threshold" by name: alpha, the acceptance rate to keep to
+            (.9); epsilon, by how much a round moves the threshold's aim (.01); beta1 and beta2, how
+            much the averages of the rate (.5) and of the threshold (.9) keep of what they were.
         acceptance: "coupled" (default) or "rejection".
         branches: whether "expected-gain" has trees verified: the second-best tokens of drafts (of
             modules the best eight), where these are expected to pay; up to 12 tokens, or

@@ -22,6 +22,8 @@ ControllerName = Literal[
 CONTROLLERS: tuple[str, ...] = get_args(ControllerName)
 WITH_THRESHOLD = ("confidence", "adaptive-threshold", "entropy", "classifier", "target-confidence")
 """The controllers that have a threshold."""
+ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
+"""Parameters of `adaptive-threshold`, with the values of Draft & Verify's published code."""
 
 LossName = Literal["lk", "kl", "tvd++", "ce"]
 LOSSES: tuple[str, ...] = get_args(LossName)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Settings:
         controller: str | Controller | None = None,
         max_draft_length: int | None = None,
         threshold: float | None = None,
+        adaptive: Mapping[str, float] | None = None,
         acceptance: str | None = None,
         branches: bool | None = None,
         enabled: bool | None = None,
@@ -61,6 +62,7 @@ class Settings:
             controller=controller if isinstance(controller, str) else None,
             max_draft_length=max_draft_length,
             threshold=threshold,
+            adaptive=adaptive,
             acceptance=acceptance,  # type: ignore[arg-type]
             enabled=enabled,
             draft_vocabulary=draft_vocabulary,  # type: ignore[arg-type]
@@ -72,6 +74,7 @@ class Settings:
             self.controller = controller if isinstance(controller, str) else completed(controller)
         self.max_draft_length = given.max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if threshold is None else threshold
+        self.adaptive = {**(stored.adaptive or {}), **(adaptive or {})}
         self.acceptance = given.acceptance or stored.acceptance or "coupled"
         # those of a skip config belong to its controller
         default = self.controller == DEFAULT_CONTROLLER and stored.branches

@@ -30,6 +30,8 @@ from layerskip.search.study import finished_sets, value_of
 
 THRESHOLDS = (0.4, 0.6, 0.8)
 """Of the `confidence` and `adaptive-threshold` controllers."""
+TUNED = {"alpha": (0.5, 0.7), "epsilon": (0.05, 0.2), "beta1": (0.0, 0.8), "beta2": (0.0, 0.5)}
+"""Of `adaptive-threshold`, what is tried beside its published parameters."""
 TOLERANCE = 1.01
 """`expected-gain`, safe on other texts too, is taken if none is better by more than this."""
 DEFAULT = "default"
@@ -132,7 +134,21 @@ def choices(
     ways = ways if all_controllers else ways[-1:]
     if looked_up is not None:
         ways.append(replace(ways[-1], lookup=True))
-    return [Choice(how, speedup(drafts, costs, how, looked_up)) for how in ways]
+    tried = [Choice(how, speedup(drafts, costs, how, looked_up)) for how in ways]
+    adaptive = [each for each in tried if each.decoding.controller == "adaptive-threshold"]
+    if not adaptive:
+        return tried
+    best = max(adaptive, key=lambda choice: choice.speedup)
+    return [_tuned(best, lambda how: speedup(drafts, costs, how)), *tried]
+
+
+def _tuned(best: Choice, value: Callable[[DecodingOptions], float]) -> Choice:
+    """The best way with an adaptive threshold, its parameters changed one by one."""
+    for name, values in TUNED.items():
+        rules = [{**(best.decoding.adaptive or {}), name: each} for each in values]
+        ways = [replace(best.decoding, adaptive=rule) for rule in rules]
+        best = max(best, *(Choice(how, value(how)) for how in ways), key=lambda each: each.speedup)
+    return best
 
 
 def speedup(
@@ -153,6 +169,7 @@ def speedup(
         how.controller or "expected-gain",
         max_draft_length=length,
         threshold=how.threshold,
+        adaptive=how.adaptive,
         costs=expected,
         priors=[each.source.prior for each in sources],
         sampling=drafts.trace.law.do_sample,

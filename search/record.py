@@ -43,7 +43,7 @@ def trials_table(study: Study, space: Space) -> list[dict[str, Any]]:
 
 def _finalist_row(finalist: Finalist) -> dict[str, Any]:
     skip, decoding = finalist.skip, finalist.decoding
-    names = ("controller", "max_draft_length", "threshold")
+    names = ("controller", "max_draft_length", "threshold", "adaptive")
     return {
         "name": finalist.name,
         "trial": finalist.trial,

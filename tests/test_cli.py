@@ -235,6 +235,15 @@ def test_a_skip_config_and_the_flags_that_override_it(folder, save_skip, expecte
     assert document(generate(folder, "--skip", off, "--json"))["num_drafts"] == 0
 
 
+def test_an_entry_of_a_file_of_skip_configs(folder, tmp_path, expected):
+    path = tmp_path / "named.json"
+    path.write_text('{"small": {"attention": [2, 3]}, "large": {"mlp": [1]}}')
+    result = generate(folder, "--skip", path, "--entry", "small", "--json")
+    assert document(result)["token_ids"] == expected
+    assert drafts_said(result) == ["drafts: skip 2 attention, 0 MLP"]
+    assert warned(generate(folder, "--entry", "small")) == ["--entry has no effect without --skip"]
+
+
 def test_the_skip_config_beside_the_checkpoint_is_the_default(tmp_path, expected):
     folder = save_checkpoint(tmp_path / "tiny")
     decoding = DecodingOptions(controller="fixed")
@@ -333,6 +342,8 @@ def test_settings_without_effect_warn(folder):
     ]
     assert of(*DRAFT, "--draft-memory", 1) == ["--draft-memory has no effect with a skip config"]
     assert "threshold has no effect on the controller 'fixed'" in of(*DRAFT, "--threshold", 0.5)
+    assert "adaptive has no effect on the controller 'fixed'" in of(*DRAFT, "--adaptive", "alpha=1")
+    assert of(*DRAFT[:2], "--controller", "adaptive-threshold", "--adaptive", "alpha=1") == []
     assert of("--no-draft", "--no-branches") == ["--no-branches has no effect with --no-draft"]
     assert "branches has no effect on the controller 'fixed'" in of(*DRAFT, "--branches")
     for flags, reason in (
@@ -768,6 +779,7 @@ FILES = {  # what lies in the folder that commands run in
     "torn.jsonl": '{"prompt": ',
     "torn.json": '{"attention": [1], "mlp": [2',
     "six.json": '{"attention": [6]}',
+    "named.json": '{"small": {"attention": [2]}, "large": {"attention": [3]}}',
     "magic.json": '{"exit_layer": 2, "decoding": {"controller": "magic"}}',
 }
 REFUSED = {  # by command
@@ -778,10 +790,14 @@ REFUSED = {  # by command
         ("--skip torn.json", "not valid JSON"),
         ("--skip six.json", "attention indices must be in 0..5 for a 6-layer model, got 6"),
         ("--skip magic.json", "controller must be one of fixed, confidence"),
+        ("--skip named.json", "choose with --entry .*: 'small', 'large'"),
+        ("--skip named.json --entry big", "no entry 'big'; the file has 'small', 'large'"),
         ("--max-new-tokens 0", "'--max-new-tokens' / '-n': "),
         ("--max-new-tokens 1000", "at most 256 tokens for this model, got 1001"),
         ("--controller magic", "'magic' is not one of 'fixed', 'confidence', "),
         ("--threshold 1.5 --controller confidence", "'--threshold': "),
+        ("--adaptive alpha", "--adaptive must be like alpha=0.85,epsilon=0.02; got 'alpha'"),
+        ("--adaptive gamma=1", "adaptive may have alpha, epsilon, beta1, beta2; got 'gamma'"),
         ("--temperature 0 --do-sample", "--temperature must be positive and finite, got 0"),
         ("--repetition-penalty 0", "--repetition-penalty must be positive and finite"),
         ("--stop=", "--stop is empty"),

@@ -27,6 +27,7 @@ EVERYTHING = SkipConfig(
         controller="confidence",
         max_draft_length=6,
         threshold=0.6,
+        adaptive={"alpha": 0.8, "beta2": 0.5},
         enabled=False,
         acceptance="rejection",
         lookup=True,
@@ -246,6 +247,22 @@ def test_files_with_and_without_a_schema(tmp_path, text, expected):
     path = tmp_path / "skip.json"
     path.write_text(text)
     assert SkipConfig.load(path) == expected
+
+
+def test_an_entry_of_a_file_of_several(tmp_path):
+    path = tmp_path / "skip_layers.json"  # as Draft & Verify publishes them
+    path.write_text(
+        '{"llama-2-13b": {"attention": [3, 5], "mlp": [6]}, "llama-2-70b": {"attention": [10]}}'
+    )
+    expected = SkipConfig(attention=(3, 5), mlp=(6,))
+    assert SkipConfig.load(path, entry="llama-2-13b") == expected
+    with pytest.raises(ValueError, match="no entry 'llama'; the file has 'llama-2-13b', 'llama-2-"):
+        SkipConfig.load(path, entry="llama")
+    with pytest.raises(ValueError, match=r"holds several; choose with --entry .*'llama-2-13b', "):
+        SkipConfig.load(path)
+    SkipConfig.early_exit(3).save(path)
+    with pytest.raises(ValueError, match="no entry 'llama': the file is one skip config"):
+        SkipConfig.load(path, entry="llama")
 
 
 def test_failed_save_leaves_the_old_file_alone(tmp_path):

@@ -219,6 +219,19 @@ def test_adaptive_threshold_follows_draft_and_verify():
         assert not starting.keep_drafting(0, threshold - 1e-4)
 
 
+def test_adaptive_threshold_has_the_paper_s_parameters():
+    rule = {"alpha": 0.5, "epsilon": 0.2, "beta1": 0.0, "beta2": 0.5}
+    controller = make_controller("adaptive-threshold", adaptive=rule, costs=COSTS)
+    controller.reset(1)
+    controller.update(0, 4, 3)  # nothing of the old rate is kept: .75, which is enough
+    assert controller.acceptance_rates == [0.75]
+    assert controller.thresholds == [pytest.approx(0.7)]  # halfway to .8 - .2
+    controller.update(0, 4, 1)
+    assert controller.thresholds == [pytest.approx(0.8)]
+    with pytest.warns(UserWarning, match="adaptive has no effect on the controller 'fixed'"):
+        make_controller("fixed", adaptive=rule, costs=COSTS)
+
+
 # The decisions of expected-gain.
 
 

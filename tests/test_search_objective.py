@@ -191,7 +191,12 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case: str) -> 
     for mask in drawn(2, seed=9):
         drafts = replay(trace, SPACE.skip_config(mask))
         costs = cost_table(record, SPACE.skip_config(mask), trace.context)
-        ways = choices(drafts, costs, looked_up)
+        tuned, *ways = choices(drafts, costs, looked_up)
+        published = [w for w in ways if w.decoding.controller == "adaptive-threshold"]
+        assert tuned.speedup >= max(way.speedup for way in published)
+        changed = tuned.decoding.adaptive
+        assert replace(tuned.decoding, adaptive=None) in [way.decoding for way in published]
+        assert (changed is None) == (tuned in published)
         names = {way.decoding.controller for way in ways}
         assert names == {"fixed", "confidence", "adaptive-threshold", "expected-gain"}
         assert [way.decoding for way in ways[:-1]] == controllers(8)

@@ -12,6 +12,7 @@ from torch import nn
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.config import DecodingOptions
 from layerskip.drafts import automatic_draft, choose_drafts
 from layerskip.model.opening import sublayers_of
 from layerskip.model.rounded import copies_of
@@ -143,6 +144,14 @@ def test_explain_says_what_drafts_and_why_nothing_better():
     named = LayerSkipDecoding(SkipConfig.low_precision(8), lookup=False).explain(model)
     assert re.search(r"drafts: whole model, in 8 bits \(.* of memory\)", named)
     assert "looked up" not in named
+    skip = SkipConfig(exit_layer=2, decoding=DecodingOptions(adaptive={"alpha": 0.8, "beta1": 0.1}))
+    how = {"controller": "adaptive-threshold", "adaptive": {"beta1": 0.2}, "max_draft_length": 5}
+    words = "adaptive-threshold, max_draft_length 5, alpha 0.8, epsilon 0.01, beta1 0.2, beta2 0.9"
+    assert f"controller: {words}" in LayerSkipDecoding(skip, **how).explain(model)
+    with pytest.raises(ValueError, match=r"adaptive may have alpha, epsilon, .*; got 'gamma'"):
+        LayerSkipDecoding(adaptive={"gamma": 0.8})
+    with pytest.raises(ValueError, match=r"adaptive alpha must be in 0\.\.1, got 2"):
+        LayerSkipDecoding(adaptive={"alpha": 2})
     assert "enabled is False" in LayerSkipDecoding(enabled=False).explain(model)
 
 

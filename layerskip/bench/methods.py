@@ -173,6 +173,7 @@ class Engine:
             "controller": decoding.controller,
             "max_draft_length": decoding.max_draft_length,
             "threshold": decoding.threshold,
+            **({"adaptive": decoding.adaptive} if decoding.adaptive else {}),
             **({"branches": True} if decoding.branches else {}),  # so that older runs can go on
             "costs": self.prices,
         }

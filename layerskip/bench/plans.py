@@ -123,6 +123,7 @@ class Plan:
         assistant: Loaded | None,
         controllers: Sequence[str | None] = (None,),
         threshold: float | None = None,
+        adaptive: Mapping[str, float] | None = None,
         laws: Any = None,
         **pace: Any,
     ) -> list[Engine]:
@@ -170,6 +171,8 @@ class Plan:
             chosen = str(engine.decoding.controller)
             if chosen in WITH_THRESHOLD:
                 engine.settings["threshold"] = threshold
+            if chosen == "adaptive-threshold":
+                engine.settings["adaptive"] = adaptive
             parts = [kind, *([label] if sum(kind == other for other, *_ in drafts) > 1 else [])]
             name = ":".join([*parts, chosen] if len(controllers) > 1 else parts)
             like = sum(other.partition("#")[0] == name for other in engines)
@@ -179,6 +182,8 @@ class Plan:
         if engines and threshold is not None and without:
             rule = " or ".join(WITH_THRESHOLD)
             warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
+        if adaptive and not any(each.settings.get("adaptive") for each in engines.values()):
+            warnings.warn("--adaptive has no effect without adaptive-threshold", stacklevel=2)
         return list(engines.values())
 
     def swept(self, sweep: Mapping[str, Any]) -> list[Engine]:

@@ -14,6 +14,7 @@ import typer
 from layerskip.cli.flags import (
     AsJson,
     Chat,
+    Entry,
     Loading,
     MaxNewTokens,
     Pace,
@@ -23,6 +24,7 @@ from layerskip.cli.flags import (
     Seed,
     Sources,
     flag,
+    load_skips,
     switch,
     warn_idle,
 )
@@ -62,6 +64,7 @@ def benchmark(
     tasks: Path | None = flag("Folder with a JSONL file of prompts for each task.", "FOLDER"),
     chat: Chat = False,
     skip: list[str] | None = flag("JSON file of a skip config; repeatable.", "FILE"),
+    entry: Entry = None,
     exit_layer: list[int] | None = flag("Draft with layers 0 to E-1; repeatable.", "E"),
     sources: Sources,
     method: list[str] | None = flag(
@@ -104,7 +107,7 @@ def benchmark(
     ):
         if wrong := [each for each in names or () if each not in allowed]:
             raise ValueError(f"--{name} must be one of {', '.join(allowed)}, got {wrong[0]!r}")
-    kinds = _kinds(method, sources.assistant)
+    kinds, how = _kinds(method, sources.assistant), pace.settings
     sampling.check()
     if sweep and explain:
         raise ValueError("--explain is a --sweep of every exit; give one of the two")
@@ -112,7 +115,8 @@ def benchmark(
         raise ValueError("--sweep and --explain replay prompts as they are; leave out --context")
     if tasks and (prompts or context):
         raise ValueError("--tasks FOLDER goes without --prompts and --context")
-    given = [(Path(path).stem, SkipConfig.load(path)) for path in skip or ()]
+    loaded_skips = load_skips(skip, entry)
+    given = [(entry or Path(path).stem, each) for path, each in loaded_skips.items()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
     if "self-together" in kinds and len(given) < 2:
         raise ValueError(
@@ -184,7 +188,7 @@ def benchmark(
             second,
             controller or [None],
             laws=laws,
-            **pace.settings,
+            **how,
         )
         for each in {(each.name.partition(":")[0], each.draft): each for each in engines}.values():
             drafts = ", or ".join(choose_drafts(opened, each.decoding).words) or "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.models import OptionInfo
 
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.reading import read_text
-from layerskip.registry import CONTROLLERS, ControllerName
+from layerskip.registry import ADAPTIVE, CONTROLLERS, ControllerName
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
@@ -58,6 +59,12 @@ Memory = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print results, warnings and errors only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
+
+
+Entry = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Which one of a --skip file of several, by its name there."),
+]
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ class Skip(Flags):
         "most.",
         "FILE",
     )
+    entry: Entry = None
     exit_layer: list[int] | None = flag(
         "Draft with layers 0 to E-1: an early exit; repeatable, as --skip.", "E"
     )
@@ -121,7 +129,7 @@ class Skip(Flags):
         if self.skip and self.exit_layer:
             raise ValueError("give --skip or --exit-layer, not both")
         exits = [SkipConfig.early_exit(layer) for layer in self.exit_layer or ()]
-        return exits or [SkipConfig.load(path) for path in self.skip or ()]
+        return exits or [*load_skips(self.skip, self.entry).values()]
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,12 @@ class Pace(Flags):
         min=0,
         max=1,
     )
+    adaptive: str | None = flag(
+        "Settings of adaptive-threshold, all or some: "
+        + ",".join(f"{name}={value}" for name, value in ADAPTIVE.items())
+        + ".",
+        "LIST",
+    )
     branches: bool | None = flag(
         "Also verify second-best tokens of drafts, where they are expected to pay; `benchmark` "
         "then measures drafts with and without.  [default: as the skip config says]",
@@ -229,8 +243,22 @@ class Pace(Flags):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by name."""
-        return {each.name: getattr(self, each.name) for each in fields(Pace)}
+        """The settings by name.
+
+        Raises:
+            ValueError: --adaptive is no list of numbers by name, or one is out of range.
+        """
+        values = {each.name: getattr(self, each.name) for each in fields(Pace)}
+        if self.adaptive is not None:
+            pairs = [each.partition("=")[::2] for each in self.adaptive.split(",")]
+            try:
+                chosen = {name.strip(): float(value) for name, value in pairs}
+            except ValueError as error:
+                raise ValueError(
+                    f"--adaptive must be like alpha=0.85,epsilon=0.02; got {self.adaptive!r}"
+                ) from error
+            values["adaptive"] = DecodingOptions(adaptive=chosen).adaptive  # checked
+        return values
 
 
 @dataclass(frozen=True)
@@ -391,6 +419,13 @@ def seconds_given(timeout: float | None, minutes: float | None) -> float | None:
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} must be more than 0 {unit} and finite, got {value}")
     return timeout if minutes is None else 60 * minutes
+
+
+def load_skips(paths: Sequence[str] | None, entry: str | None) -> dict[str, SkipConfig]:
+    """The skip configs of --skip by path, of files of several those of --entry."""
+    if not paths:
+        warn_idle({"entry": entry}, "without --skip")
+    return {path: SkipConfig.load(path, entry) for path in paths or ()}
 
 
 def text_in(name: str, path: Path) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from layerskip.cli.flags import (
     AsJson,
     Chat,
+    Entry,
     Loading,
     MaxNewTokens,
     Prompts,
@@ -29,6 +30,7 @@ from layerskip.cli.flags import (
     Sampling,
     Seed,
     flag,
+    load_skips,
     seconds_given,
     switch,
     warn_idle,
@@ -36,7 +38,6 @@ from layerskip.cli.flags import (
 from layerskip.cli.inputs import given_prompts, make_folder, spoken
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
-from layerskip.config import SkipConfig
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt, by_category
@@ -103,6 +104,7 @@ def search(
         "Skip config to try first; repeatable. The search keeps to the weights of a healed one.",
         "FILE",
     ),
+    entry: Entry = None,
     storage: str | None = flag(
         "Database of the study, or a journal file.  [default: a journal in DIR]", "URL"
     ),
@@ -132,7 +134,7 @@ def search(
     if timeout is None and trials is None:
         timeout = TIMEOUT
     started = time.monotonic()
-    first = {path: SkipConfig.load(path) for path in skip or ()}
+    first = load_skips(skip, entry)
     chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
     make_folder(output)
     talk = Talk(quiet)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.expected_gain import AHEAD
-from layerskip.registry import CONTROLLERS, WITH_THRESHOLD, named
+from layerskip.registry import ADAPTIVE, CONTROLLERS, WITH_THRESHOLD, named
 
 __all__ = ["Controller", "make_controller"]
 
@@ -45,17 +45,28 @@ class Confidence(Fixed):
 
 
 class AdaptiveThreshold(Controller):
-    """Draft & Verify's rule: a confidence threshold that steers the acceptance rate to .9.
+    """Draft & Verify's rule: a confidence threshold that steers the acceptance rate to `alpha`.
 
-    Zhang et al. 2024, arXiv 2309.08168, with the published code's parameters [1, .5, .9, .01, .9]:
-    after every round the acceptance rate is averaged by halves, from 0; below .9 the threshold aims
-    .01 higher, otherwise .01 lower unless the round drafted as many tokens as it may; the threshold
-    goes a tenth of the way. It starts at .8 for greedy decoding and at .5 for sampling.
+    Zhang et al. 2024, arXiv 2309.08168, by default with the published code's parameters: after
+    every round the mean acceptance rate, from 0 on, keeps `beta1` of itself; where it is below
+    `alpha`, the threshold aims `epsilon` higher, otherwise as much lower unless the round drafted
+    as many tokens as it may; the threshold keeps `beta2` of itself and takes the rest from its aim.
+    It starts at .8 for greedy decoding and at .5 for sampling.
     """
 
-    def __init__(self, threshold: float = 0.8, max_draft_length: int = 8) -> None:
+    def __init__(
+        self,
+        threshold: float = 0.8,
+        max_draft_length: int = 8,
+        *,
+        alpha: float = ADAPTIVE["alpha"],
+        epsilon: float = ADAPTIVE["epsilon"],
+        beta1: float = ADAPTIVE["beta1"],
+        beta2: float = ADAPTIVE["beta2"],
+    ) -> None:
         self.initial_threshold = threshold
         self.max_draft_length = max_draft_length
+        self.alpha, self.epsilon, self.beta1, self.beta2 = alpha, epsilon, beta1, beta2
         self.reset(1)
 
     def reset(self, rows: int) -> None:
@@ -74,14 +85,14 @@ class AdaptiveThreshold(Controller):
     def update(self, row: int, drafted: int, accepted: int) -> None:
         if drafted == 0:
             return
-        rate = 0.5 * self.acceptance_rates[row] + 0.5 * accepted / drafted
+        rate = self.beta1 * self.acceptance_rates[row] + (1 - self.beta1) * accepted / drafted
         threshold = aim = self.thresholds[row]
-        if rate < 0.9:
-            aim += 0.01
+        if rate < self.alpha:
+            aim += self.epsilon
         elif drafted < self.max_draft_length:
-            aim -= 0.01
+            aim -= self.epsilon
         self.acceptance_rates[row] = rate
-        self.thresholds[row] = 0.9 * threshold + 0.1 * aim
+        self.thresholds[row] = self.beta2 * threshold + (1 - self.beta2) * aim
 
 
 def make_controller(
@@ -89,6 +100,7 @@ def make_controller(
     *,
     max_draft_length: int | None = None,
     threshold: float | None = None,
+    adaptive: Mapping[str, float] | None = None,
     costs: Costs | Sequence[Costs],
     priors: Sequence[float] | None = None,
     sampling: bool = False,
@@ -99,7 +111,8 @@ def make_controller(
     """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
-    starts (whose default depends on `sampling`); of others see their classes. Only `expected-gain`
+    starts (whose default depends on `sampling`), and `adaptive` are further settings of the latter;
+    of others see their classes. Only `expected-gain`
     reads `costs` and `priors`, one of each source, `ahead`, `branches` and `now`. Raises ValueError
     for an unknown name and for settings out of range; warns where one has no effect.
     """
@@ -114,11 +127,14 @@ def make_controller(
         raise ValueError(f"threshold must be in [0, 1], got {threshold}")
     if threshold is not None and name not in WITH_THRESHOLD:
         warnings.warn(f"threshold has no effect on the controller {name!r}", stacklevel=2)
+    if adaptive and name != "adaptive-threshold":
+        warnings.warn(f"adaptive has no effect on the controller {name!r}", stacklevel=2)
     if branches and name != "expected-gain":
         warnings.warn(f"branches has no effect on the controller {name!r}", stacklevel=2)
     how: dict[str, Any] = {} if max_draft_length is None else {"max_draft_length": max_draft_length}
-    if name == "adaptive-threshold" and threshold is None:
-        threshold = 0.5 if sampling else 0.8
+    if name == "adaptive-threshold":
+        how |= adaptive or {}
+        threshold = (0.5 if sampling else 0.8) if threshold is None else threshold
     if name in WITH_THRESHOLD and threshold is not None:
         how["threshold"] = threshold
     if name == "expected-gain":
