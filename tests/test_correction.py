@@ -152,6 +152,16 @@ def test_a_table_is_the_same_object_until_it_changes():
     assert own.at(200).verify == pytest.approx(TRUE.verify, rel=0.1)
 
 
+def test_costs_that_know_no_long_passes_heal():
+    flat = CostTable(0.25, (1.0,), "analytic", STEP)
+    lookups, _ = costs = corrected([replace(flat, draft=0.0), flat])
+    for _ in range(8):
+        lookups.see(200, 8, 1, 2 * STEP)
+        lookups.see(200, 8, 12, 8 * STEP)
+    assert lookups.at(200, 8).verify_cost(12) == pytest.approx(4.0)
+    assert costs[1].at(200, 8).verify_cost(12) == 1.0
+
+
 def test_forgotten_times_correct_nothing():
     lookups, _ = corrected([replace(TRUE, draft=0.0), TRUE])
     for _ in range(8):

@@ -129,7 +129,7 @@ class CorrectedCosts:
 
     def _corrected(self, table: CostTable, rows: int) -> CostTable:
         verify, most = list[float](), math.inf  # no pass costs more than longer ones that were seen
-        for tokens in range(len(table.verify), 1, -1):
+        for tokens in range(max(len(table.verify), 1 << _WIDEST), 1, -1):  # flat tables are short
             work = self._work(rows, tokens)
             cost = table.verify_cost(tokens) * self.corrections.factor(work)
             if self.corrections.was_seen(work):

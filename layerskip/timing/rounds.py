@@ -138,7 +138,6 @@ def time_rounds(
         keep_scores=False,
         keep_logits=False,
     )
-    started = now()
     timed = [Lookup().timed(), *(source.timed() for source in sources)]
     watch = Stopwatch(now)
     decoder = Decoder(model, timed, watch, asked, max_draft_length=longest + 1)
@@ -147,8 +146,7 @@ def time_rounds(
     if zeros:
         _put_before(decoder.passes, zeros)
         next(watch.rounds)  # the buffers grow
-    if whole:
-        started = now()
+    started = now()
     for sweep in range(sweeps):
         for source, count in order:
             if not whole and now() - started > budget:

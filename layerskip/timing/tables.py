@@ -31,7 +31,7 @@ from torch import nn
 from layerskip import __version__
 from layerskip.config import SkipConfig
 from layerskip.costs.correction import CorrectedCosts, Corrections
-from layerskip.costs.model import Place, Rates, Traffic, fitted
+from layerskip.costs.model import USUAL, Place, Rates, Traffic, fitted
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
 from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
@@ -111,8 +111,8 @@ class _Calibration:
         ]
         if seconds is None and model.limited:
             wanted = []
-        ends = now() + (BUDGET if seconds is None else seconds)
-        for number, (place, timed) in enumerate(wanted):
+        budget = (BUDGET if seconds is None else seconds) / max(1, len(wanted))
+        for place, timed in wanted:
             self.calls[place, *(source.key for source in timed)] += 1
             times = self.times.setdefault(place, {})
             before = {work: list(each) for work, each in times.items()}
@@ -122,7 +122,7 @@ class _Calibration:
                 request,
                 times,
                 place=place,
-                budget=(ends - now()) / (len(wanted) - number),
+                budget=budget,
                 whole=seconds is not None,
                 now=now,
             )
@@ -157,7 +157,7 @@ class _Calibration:
             for place, times in (self.times or {}).items()
             if times.get((None, 1))
         }
-        return fitted(seconds, traffic) if Place(1, CONTEXT) in seconds else Rates()
+        return fitted(seconds, traffic) if Place(1, CONTEXT) in seconds else Rates(growth=USUAL)
 
 
 def _file_of(model: Sublayers, law: Law) -> Path | None:
