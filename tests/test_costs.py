@@ -148,7 +148,8 @@ def test_a_call_that_nobody_asked_for_costs_spends_little_on_them() -> None:
 def test_before_anything_was_timed_more_tokens_cost_more() -> None:
     of = machine(max_position_embeddings=32)  # no room to time rounds
     eight = costs_of(of, [SKIP], request(lengths=(3,) * 8), seconds=None)[0].at(0, 8)
-    assert eight.source == "analytic" and eight.verify_cost(9) > 2.5
+    assert eight.source == "analytic"
+    assert eight.verify_cost(9) > 2.5
 
 
 def test_costs_are_measured_once_for_each_model_and_kind_of_law() -> None:
