@@ -42,6 +42,7 @@ _SIZES = {  # what configurations call their sizes
 }
 SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8}
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 _MORE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -61,7 +62,18 @@ _MORE: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 3,
         "activation_sparsity_pattern": [0.5, 0.0],
     },
+    "bamba": {"attn_layer_indices": [1], **_MAMBA2, "attn_rotary_emb": 8},
+    "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"]},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"],
+        "lru_width": 32,
+        "attention_window_size": 8,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     # eager attention in float64 makes NaN of pads that see no token
     "t5gemma": {"encoder": {"sliding_window": 32, **_CAPS}, "decoder": _CAPS},

@@ -239,7 +239,7 @@ class Passes(Batch):
         lengths = [self.lengths[row] for row in self.rows]
         starts = [length + offset for length in lengths]
         branches = None if parents is None else Branches(parents, offset)
-        self.cache.place(starts, count, min(lengths), range(len(starts)), branches)
+        self.cache.place(starts, count, min(lengths), range(len(starts)), branches, lengths)
 
     def _feed(
         self, tokens: Tensor, offset: int, parents: Sequence[Sequence[int]] | None = None

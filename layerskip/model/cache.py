@@ -75,6 +75,7 @@ class RowCache:
         self.values: dict[int, Tensor] = {}
         self._pages = Pages()
         self.firsts: list[int] = []  # of each row of the pass, its first slot
+        self.settled: list[int] = []  # and how many tokens stay in the text
         self.active: range | None = None  # the rows of the pass; None: all
         self.start = 0  # the same, where all rows share it
         self.end = 0  # one past the last slot any row writes in this pass
@@ -93,6 +94,7 @@ class RowCache:
         lowest: int = 0,
         rows: range | None = None,
         branches: Branches | None = None,
+        settled: Sequence[int] | None = None,
     ) -> None:
         """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1.
 
@@ -100,6 +102,8 @@ class RowCache:
             lowest: no later pass will begin before this slot.
             rows: the rows of the pass; None: all.
             branches: whom the tokens follow, where that is not always the one before.
+            settled: of each row of the pass, how many tokens stay in the text, whatever comes;
+                None: all before the pass.
         """
         self.active = None if rows is not None and len(rows) == self.rows else rows
         self.end = max(starts) + count
@@ -108,7 +112,7 @@ class RowCache:
         self.top = max(self.top, self.end)
         self.reserve(self.end)
         self.count = count
-        self.firsts = list(starts)
+        self.firsts, self.settled = list(starts), list(starts if settled is None else settled)
         self._trim(min(lowest, *starts))
         self.start = starts[0]
         self._index.clear()

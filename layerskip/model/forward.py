@@ -18,6 +18,7 @@ from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.library_cache import LibraryCache
 from layerskip.model.modules import with_products
 from layerskip.model.products import Function
+from layerskip.model.recurrent import ONE_BY_ONE, RecurrentCache
 from layerskip.model.rounded import copies_of
 
 if TYPE_CHECKING:
@@ -35,24 +36,31 @@ class Forward(Backend):
         self.copies = copies_of(model.model)
         self.blocks = (self.sublayer(0),)
 
-    def _block(self, base: Any) -> Block:
+    def _block(self, base: Any, draft: bool = False) -> Block:
         model = self.model
         together, eager, dtype, device = model.together, model.eager, model.dtype, model.device
         windows = model.window_by_type
 
-        placed = "position_ids" in inspect.signature(type(base).forward).parameters
+        taken = inspect.signature(type(base).forward).parameters
+        placed = "position_ids" in taken
+        past_name = "past_key_values" if "past_key_values" in taken else "cache_params"
+        one_by_one = model.model.config.get_text_config().model_type in ONE_BY_ONE
+
+        def forward(tokens: Tensor, places: Tensor, past: Any, **more: Any) -> Tensor:
+            if placed:
+                more["position_ids"] = places
+            more[past_name] = past
+            return base(input_ids=tokens, use_cache=True, **more)[0]  # type: ignore[no-any-return]
 
         def states(
             tokens: Tensor, places: Tensor, cache: LibraryCache, rows: Any = None, **more: Any
         ) -> Tensor:
-            if placed:
-                more["position_ids"] = places
             if cache.encoded is not None:
                 encoded = cache.encoded if rows is None else cache.encoded.of(rows)
                 more["encoder_hidden_states"] = encoded.states
                 more["encoder_attention_mask"] = encoded.mask
             past = cache.for_library(rows, tokens.shape[1])
-            return base(input_ids=tokens, past_key_values=past, use_cache=True, **more)[0]  # type: ignore[no-any-return]
+            return forward(tokens, places, past, **more)
 
         def masks(cache: RowCache) -> Any:
             """Ready masks, (B, 1, T, end) each, by layer type if there are several windows."""
@@ -64,6 +72,9 @@ class Forward(Backend):
 
         def block(hidden: Tensor, step: Step) -> Tensor:
             tokens, cache, places = hidden[..., 0], step.cache, step.rope["positions"]
+            if isinstance(cache, RecurrentCache):
+                total = step.rotary.total
+                return cache.run(tokens, total, forward, one_by_one=one_by_one, draft=draft)
             if cache.in_step:
                 return states(tokens, places, cache)
             if together:
@@ -86,7 +97,7 @@ class Forward(Backend):
         base = self.model.base
         if variant.bits is not None:
             base = self._rounded(base, variant, "the decoder")
-        return self._block(base)
+        return self._block(base, draft=variant.bits is not None)
 
     def _rounded(self, module: Any, variant: Variant, name: str) -> Any:
         def product(linear: Any) -> Function:

@@ -100,25 +100,28 @@ class LibraryCache(RowCache):
     def for_library(self, rows: list[int] | None = None, count: int | None = None) -> Cache:
         """This cache, or some of its rows, as the library's class for one pass."""
         numbers = range(len(self.windows))
-        past = Cache(layers=[_Layer(self, i, rows, count or self.count) for i in numbers])
+        start = self.firsts[rows[0] if rows else 0]
+        end = start + (count or self.count) if rows else self.end
+        past = Cache(layers=[AttentionLayer(self, i, rows, start, end) for i in numbers])
         if self.encoded is None:
             return past
         return EncoderDecoderCache(past, Cache(layers=[_Crossed(self, i, rows) for i in numbers]))
 
 
-class _Layer(CacheLayerMixin):
-    """One layer of a cache in one pass, for rows that begin at the same slot.
+class AttentionLayer(CacheLayerMixin):
+    """One layer of a cache in one pass from one slot to another, for some rows or all.
 
     Where all rows take part they may begin anywhere, if masks and positions come from elsewhere.
     """
 
     is_sliding = False
 
-    def __init__(self, cache: LibraryCache, layer: int, rows: list[int] | None, count: int) -> None:
+    def __init__(
+        self, cache: LibraryCache, layer: int, rows: list[int] | None, start: int, end: int
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.layer, self.rows = cache, layer, rows
-        self.start = cache.firsts[rows[0] if rows else 0]
-        self.end = self.start + count if rows else cache.end
+        self.start, self.end = start, end
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any

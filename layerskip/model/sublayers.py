@@ -126,6 +126,7 @@ class Sublayers(Architecture):
     """
 
     encoded: EncoderStates | None = None
+    recurrent = False  # whether it has layers with a state that cannot be rolled back
     read: Sequence[Tensor] = ()
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:

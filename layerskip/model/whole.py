@@ -27,6 +27,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from layerskip.config import SkipConfig
+from layerskip.model import recurrent as recurrents
 from layerskip.model.architecture import device_of, foreign_hooks, read_bytes
 from layerskip.model.backend import Backend, Block, Rotary, Variant
 from layerskip.model.cache import RowCache
@@ -34,6 +35,7 @@ from layerskip.model.families import two_way, unopened
 from layerskip.model.family import part_named
 from layerskip.model.forward import Forward
 from layerskip.model.library_cache import LibraryCache, Positions
+from layerskip.model.recurrent import RecurrentCache
 from layerskip.model.rounded import linears, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.weights import DraftWeights
@@ -87,21 +89,23 @@ def _refusal(model: Any, config: Any) -> str | None:
         kind = classes[type(config)]
     if kind is None or not issubclass(kind, GenerationMixin):
         return "it is not a language model of transformers that generates text"
-    if kind._is_stateful:
-        return "it has a recurrent state, which cannot be rolled back"
+    recurrent = config.get_text_config().model_type in recurrents.SERVED
+    if kind._is_stateful and not recurrent:
+        return "it has a recurrent state of a kind that is not kept here"
     bidirectional = not encoder and getattr(config, "is_decoder", None) is False
     documented = "config.is_decoder = True"  # also where nothing reads it
     if bidirectional and "config.is_decoder" in _source(kind).replace(documented, ""):
         return "it has bidirectional attention (its config says is_decoder=False)"
     if two_way(config.get_text_config(decoder=True)):
         return "it has bidirectional attention (use_bidirectional_attention)"
-    if "past_key_values" not in inspect.signature(kind.forward).parameters:
+    if not {"past_key_values", "cache_params"} & {*inspect.signature(kind.forward).parameters}:
         return "its forward keeps no keys and values (it has no past_key_values)"
     try:
         layers = DynamicCache(config=config).layers
     except (AttributeError, KeyError, ValueError) as error:
         return f"the library makes no cache for it ({type(error).__name__}: {error})"
-    fixed = {type(layer).__name__ for layer in layers} - {*_ROLLED_BACK}
+    kept = (*_ROLLED_BACK, *recurrents.KINDS) if recurrent else _ROLLED_BACK
+    fixed = {type(layer).__name__ for layer in layers} - {*kept}
     if fixed:
         return f"its cache ({', '.join(sorted(fixed))}) cannot be rolled back"
     return None
@@ -163,7 +167,8 @@ class Whole(Sublayers):
         self.window_by_type = {"": window} if types is None else dict.fromkeys(types)
         if "sliding_attention" in self.window_by_type:
             self.window_by_type["sliding_attention"] = text.sliding_window
-        self.together = _takes_places(self.base, self.window_by_type)
+        self.recurrent = any(type(layer).__name__ in recurrents.KINDS for layer in layers)
+        self.together = not self.recurrent and _takes_places(self.base, self.window_by_type)
         self.vocabulary = text.vocab_size
         self.max_positions = getattr(text, "max_position_embeddings", None) or _NO_LIMIT
         embedding = self.model.get_input_embeddings()
@@ -179,7 +184,12 @@ class Whole(Sublayers):
     def new_cache(self, rows: int, slots: int) -> RowCache:
         if self.encoder:
             return super().new_cache(rows, slots)
+        if self.recurrent:
+            return RecurrentCache(rows, slots, self.windows, self._layers)
         return LibraryCache(rows, slots, self.windows)
+
+    def _layers(self) -> list[Any]:
+        return DynamicCache(config=self.model.config).layers
 
     def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
         return Positions(total, self.device)

@@ -117,7 +117,8 @@ class _State(Following):
             self.see()
         starts = [batch.lengths[row] + offset for row in batch.rows]
         fed = of_assistant(tokens, model, batch.model)[:, None]  # (R, 1)
-        raw = model.backend.run(*self._feed(fed, starts), self.blocks)[:, 0]
+        settled = [batch.lengths[row] for row in batch.rows]
+        raw = model.backend.run(*self._feed(fed, starts, settled=settled), self.blocks)[:, 0]
         return common(raw, batch.model)
 
     def _catch_up(self, count: int) -> Tensor:
@@ -142,9 +143,14 @@ class _State(Following):
         return self.head(last[None], None)[0]
 
     def _feed(
-        self, tokens: Tensor, starts: Sequence[int], rows: range | None = None
+        self,
+        tokens: Tensor,
+        starts: Sequence[int],
+        rows: range | None = None,
+        settled: Sequence[int] | None = None,
     ) -> tuple[Tensor, Pass]:
-        self.cache.place(starts, tokens.shape[1], rows=rows or range(len(starts)))
+        rows = rows or range(len(starts))
+        self.cache.place(starts, tokens.shape[1], rows=rows, settled=settled)
         return self.model.feed(tokens, self.cache, self.rotary)
 
 

@@ -90,7 +90,10 @@ def in_chunks(
     most = chunk_size(model, tokens.shape[1])
     while any(first < end for first, end in zip(firsts, ends, strict=True)):
         # in step, so that caches need not hold what one row is ahead of the others
-        groups = _groups(firsts, ends, tokens.shape[1], most) if partial else [range(len(tokens))]
+        groups = [range(len(tokens))]
+        if partial:
+            padding = 0 if model.recurrent else _PADDING
+            groups = [*_groups(firsts, ends, tokens.shape[1], most, padding)]
         for rows in groups:
             most_here = most if partial else max(1, most // len(tokens))
             count = min(most_here, max(ends[row] - firsts[row] for row in rows))
@@ -129,7 +132,9 @@ def chunk_size(model: Sublayers, slots: int) -> int:
     return max(_CHUNK, int(_SHARE * weights / each))
 
 
-def _groups(firsts: Sequence[int], ends: Sequence[int], width: int, most: int) -> Iterator[range]:
+def _groups(
+    firsts: Sequence[int], ends: Sequence[int], width: int, most: int, padding: int
+) -> Iterator[range]:
     """Groups of neighbouring rows for one pass: little padding, and none behind `width`."""
     group, left = range(0), [end - first for first, end in zip(firsts, ends, strict=True)]
     for row in (row for row, count in enumerate(left) if count > 0):
@@ -137,7 +142,7 @@ def _groups(firsts: Sequence[int], ends: Sequence[int], width: int, most: int) -
         counts = left[wider.start : wider.stop]
         whole = len(wider) * max(counts)
         beyond = any(firsts[each] + max(counts) > width for each in wider)
-        if len(wider) > 1 and (whole > most or whole - sum(counts) > _PADDING or beyond):
+        if len(wider) > 1 and (whole > most or whole - sum(counts) > padding or beyond):
             wider = range(row, row + 1)
         if group and wider.start != group.start:
             yield group
