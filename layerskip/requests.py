@@ -38,6 +38,7 @@ _OTHER_MEDIA = {
     "input_features": "audio",
 }
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
+_HARMLESS |= {"cache_params"}  # what Mamba calls its cache
 
 
 def checked_mask(
@@ -69,7 +70,9 @@ def checked_mask(
     if "inputs_embeds" in model_kwargs:
         raise ValueError("inputs_embeds is not supported: processors need tokens; pass input_ids")
     past = model_kwargs.get("past_key_values")
-    if past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+    states = model_kwargs.get("cache_params")
+    begun = past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False))
+    if begun or (states is not None and states.has_previous_state()):
         raise ValueError(
             "past_key_values is not supported: the engine keeps its own cache; pass the whole "
             "conversation as input_ids"

@@ -69,11 +69,6 @@ _MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"]},
-    "recurrent_gemma": {
-        "block_types": ["recurrent", "attention"],
-        "lru_width": 32,
-        "attention_window_size": 8,
-    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     # eager attention in float64 makes NaN of pads that see no token
     "t5gemma": {"encoder": {"sliding_window": 32, **_CAPS}, "decoder": _CAPS},

@@ -109,7 +109,7 @@ class Forward(Backend):
         """What the library's forward makes of a decoder's states: it is given them."""
         whole = self.model.model
         parts = {
-            name: _Handing(self.model.base.config) if part is self.model.inner else part
+            name: _Handing(self.model.base.config, part) if part is self.model.inner else part
             for name, part in whole._modules.items()
         }
         if bits is not None:
@@ -139,11 +139,17 @@ class Forward(Backend):
 class _Handing:
     """Stands for a decoder where its states are given.
 
-    Some families call the decoder inside of their decoder (OPT), or read its config (T5Gemma).
+    Some families call the decoder inside of their decoder (OPT), or read its config (T5Gemma) or
+    one of its numbers (Falcon H1).
     """
 
-    def __init__(self, config: Any) -> None:
-        self.config, self.decoder = config, self
+    def __init__(self, config: Any, decoder: Any) -> None:
+        self.config, self.decoder, self._numbers = config, self, vars(decoder)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._numbers:
+            return self._numbers[name]
+        raise AttributeError(name)
 
     def get_decoder(self) -> _Handing:
         return self

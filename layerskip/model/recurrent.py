@@ -26,11 +26,11 @@ SERVED = frozenset(
     (
         *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe"),
         *("lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
-        *("qwen3_5_text", "qwen3_next", "recurrent_gemma"),
+        *("qwen3_5_text", "qwen3_next"),
     )
 )
 """The types of models with recurrent layers whose text was compared with `generate()`."""
-ONE_BY_ONE = frozenset(("falcon_mamba", "jamba", "mamba", "recurrent_gemma"))
+ONE_BY_ONE = frozenset(("falcon_mamba", "jamba", "mamba"))
 """Those that the library lets go on from a state by one token at a time only."""
 
 

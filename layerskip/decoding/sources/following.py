@@ -127,7 +127,7 @@ def chunk_size(model: Sublayers, slots: int) -> int:
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     each = (4 * hidden + 3 * inner) * size + slots  # and a row of a mask
     if model.eager:
-        each += 4 * slots * config.num_attention_heads  # scores
+        each += 4 * slots * getattr(config, "num_attention_heads", 0)  # scores; Mamba has none
     weights = model.pass_bytes([slots])[0]
     return max(_CHUNK, int(_SHARE * weights / each))
 
