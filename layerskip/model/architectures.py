@@ -31,16 +31,18 @@ _GROUPS = {
         t5gemma
     """,
     "whole": """
-        afmoe apertus arcee aria_text axk1 beam biogpt bitnet bloom codegen cohere cohere2
+        afmoe apertus arcee aria_text axk1 bamba beam biogpt bitnet bloom codegen cohere cohere2
         cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 diffllama doge dots1
-        emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint fuyu gemma3n
-        gemma3n_text git glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo
-        gpt_neox gpt_neox_japanese gpt_oss gptj granite_swa granitemoe granitemoe_swa
-        granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-        iquestcoder jais2 jetmoe kolibri1 laguna llama4 llama4_text longcat_flash mellum
-        mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text mllama modernbert-decoder
-        moss_transcribe_diarize mpt nanochat nemotron olmo olmoe opt persimmon phi phi4_multimodal
-        phimoe qwen2_moe seed_oss solar_open stablelm starcoder2 vaultgemma xglm youtu
+        emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint
+        fuyu gemma3n gemma3n_text git glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
+        gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite_swa granitemoe
+        granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
+        hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kolibri1 laguna
+        lfm2 lfm2_moe lfm3 llama4 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash
+        minicpm3 minimax_m2 minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt
+        nanochat nemotron nemotron_h olmo olmo_hybrid olmoe opt persimmon phi phi4_multimodal phimoe
+        qwen2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next seed_oss solar_open
+        stablelm starcoder2 vaultgemma xglm youtu
     """,
     "whole, with an encoder": """
         bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp
@@ -52,10 +54,9 @@ _GROUPS = {
     "refused: it decodes sound, not text alone": """
         moshi musicgen musicgen_melody
     """,
-    "refused: it has a recurrent state, which cannot be rolled back": """
-        bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear
-        mamba mamba2 nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
-        qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
+    "refused: it has a recurrent state of a kind that is not kept here": """
+        bailing_hybrid deepseek_v4 kimi_linear qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm
+        zamba zamba2 zaya
     """,
     "refused: it has bidirectional attention (its config says is_decoder=False)": """
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer
@@ -75,7 +76,7 @@ _GROUPS = {
     """,
     "refused: its cache cannot be rolled back": """
         axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 inkling2_text inkling_text
-        lfm2 lfm2_moe lfm3 minimax
+        minimax
     """,
     "refused: its decoder has no configuration": """
         fsmt
