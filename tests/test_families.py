@@ -23,6 +23,8 @@ UNBUILT = {  # in a size that can be tried
     "emu3": "of another configuration than its text's",
     "gemma3n": "needs timm; gemma3n_text is the same",
     "llama4": "of another configuration than its text's; llama4_text is the same",
+    "qwen3_5": "of another configuration than its text's; qwen3_5_text is the same",
+    "qwen3_5_moe": "of another configuration than its text's; qwen3_5_moe_text is the same",
     "xglm": "the library's forward has no float64",
 }
 QUICK = {"gpt2", "gpt_neox", "opt", "qwen2_moe", "starcoder2"}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
-from models import prompt, ragged, require
+from models import Erratic, prompt, ragged, require
 from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import layerskip
+from layerskip.decoding.sources.assistant import state_bytes
 from layerskip.model.opening import sublayers_of
 from layerskip.model.recurrent import ONE_BY_ONE, SERVED
+from layerskip.serving.requests import TextRequest
+from layerskip.serving.scheduler import Serving
 from layerskip.session import Session
 
 _QUICK = ("falcon_h1", "lfm2", "mamba", "qwen3_next")
@@ -77,13 +82,65 @@ def test_long_prompts_and_many_rejected_drafts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
-def test_sessions_keep_states_at_the_end_of_prompts(kind: str) -> None:
-    model, ids = model_of(kind), prompt(30)
+def test_sessions_keep_states_where_texts_end_and_where_they_part(kind: str) -> None:
+    model = copy.deepcopy(model_of(kind))
     session = Session(model, memory=1 << 24)
-    how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "enabled": False}
-    for known in (0, 30):
-        text = torch.cat([ids, prompt(9, seed=known)], 1) if known else ids
-        out: Any = session.generate(text, **how)
-        want = model.generate(text, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+    def known(ids: Tensor, **how: Any) -> tuple[int, Tensor]:
+        how = {"max_new_tokens": NEW_TOKENS, **how}
+        out: Any = session.generate(ids, **how)
+        want = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert out.sequences.tolist() == want.tolist()
-        assert out.stats.num_known_tokens == known
+        return out.stats.num_known_tokens, out.sequences
+
+    first = prompt(30)
+    assert known(first, enabled=False)[0] == 0
+    same, turn = known(first, **_drafts(model))
+    assert same == 29  # the last token of a prompt is always run
+    second = torch.cat([turn, prompt(9, seed=1)], 1)
+    end = turn.shape[1] - 1  # the last token was not fed
+    assert known(second, enabled=False)[0] == end
+    others = [torch.cat([first[:, :20], prompt(9, seed=seed)], 1) for seed in (2, 3)]
+    assert [known(each)[0] for each in others] == [0, 20]
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+    assert known(second)[0] == 0
+
+
+def test_a_text_whose_last_drafts_were_rejected_is_kept_up_to_the_state_before() -> None:
+    model, ids = model_of("falcon_h1"), prompt(30)
+    session = Session(model, memory=1 << 24)
+    out: Any = session.generate(ids, max_new_tokens=NEW_TOKENS, **_drafts(model))
+    assert out.stats.num_draft_tokens > out.stats.num_accepted_tokens
+    text = torch.cat([out.sequences, prompt(5, seed=1)], 1)
+    again: Any = session.generate(text, max_new_tokens=NEW_TOKENS, enabled=False)
+    assert 30 <= again.stats.num_known_tokens < out.sequences.shape[1]
+    want = model.generate(text, max_new_tokens=NEW_TOKENS, do_sample=False)
+    assert again.sequences.tolist() == want.tolist()
+
+
+def _drafts(model: Any) -> dict[str, Any]:
+    return every_draft(model, EIGHT)[-1]
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
+def test_servers_keep_states_of_prompts_and_turns(kind: str) -> None:
+    model = model_of(kind)
+    serving = Serving(model, max_rows=2, lookup=False, skip=EIGHT, controller=Erratic(2))
+    assert serving._batch.passes.nbytes(1, 0) >= state_bytes(sublayers_of(model)) > 0
+
+    def text(tokens: list[int]) -> tuple[int, list[int]]:
+        told: list[Any] = []
+        serving.submit(TextRequest(tokens, max_new_tokens=NEW_TOKENS), told.append)
+        while serving.step():
+            pass
+        want = model.generate(torch.tensor([tokens]), max_new_tokens=NEW_TOKENS, do_sample=False)
+        new = [token for piece in told for token in piece.tokens]
+        assert [*tokens, *new] == want[0].tolist()
+        return told[-1].counts.cached, [*tokens, *new]
+
+    first = prompt(30)[0].tolist()
+    assert text(first)[0] == 0
+    cached, turn = text(first)
+    assert cached == 29
+    assert text([*turn, 5, 6, 7])[0] >= 30

@@ -261,12 +261,15 @@ class PhraseState(State):
         return Proposal.of([*self.batch.emitted[row], 7][-2:][:most], match=2)
 
 
-@pytest.mark.parametrize("kind", ["whole", "whole assistant", "official", "own"])
+@pytest.mark.parametrize("kind", ["whole", "recurrent", "whole assistant", "official", "own"])
 def test_whatever_generate_takes_is_served(model: Any, kind: str) -> None:
     """Models that run whole, these as second models, official assistants, sources of one's own."""
     how: dict[str, Any] = {"memory": 400_000, "skip": None}
     if kind == "whole":
         model, how["execution"] = small_model("phi", vocab_size=VOCABULARY), "auto"
+    elif kind == "recurrent":
+        model = small_model("falcon_h1", vocab_size=VOCABULARY)
+        how |= {"skip": SkipConfig.low_precision(8), "execution": "auto"}
     elif kind == "whole assistant":
         how |= {"assistant": small_model("phi", vocab_size=VOCABULARY), "execution": "auto"}
     elif kind == "official":

@@ -268,14 +268,10 @@ def test_bytes_of_a_draft_are_those_of_its_copies() -> None:
 _REFUSED = {
     "bert": "bidirectional attention",
     "deepseek_v32": r"cache \(DynamicIndexedLayer\) cannot be rolled back",
-    "falcon_h1": "recurrent state",
-    "jamba": "recurrent state",
-    "lfm3": r"cache \(LinearAttentionLayer\) cannot be rolled back",
-    "mamba": "recurrent state",
+    "kimi_linear": "recurrent state of a kind that is not kept here",
     "openai-gpt": "no past_key_values",
-    "qwen3_next": "recurrent state",
-    "recurrent_gemma": "recurrent state",
-    "rwkv": "recurrent state",
+    "recurrent_gemma": "recurrent state in its modules, so for one text",
+    "rwkv": "recurrent state of a kind that is not kept here",
     "xlnet": "no past_key_values",
 }
 
@@ -288,8 +284,8 @@ def test_models_that_cannot_be_served_are_refused_by_name(family: str) -> None:
 
 
 def test_refused_models_raise_and_others_are_opened_or_whole() -> None:
-    model = small_model("lfm2")
-    with pytest.raises(UnsupportedModelError, match="'lfm2' is not supported: its cache"):
+    model = small_model("minimax")
+    with pytest.raises(UnsupportedModelError, match="'minimax' is not supported: its cache"):
         sublayers_of(model)
     assert level(tiny_model("llama")) == ("opened", "its sublayers are known")
     assert isinstance(sublayers_of(tiny_model("llama")), Sublayers)

@@ -129,7 +129,11 @@ class CachedTexts:
 
         Args:
             weights: what `check` returned; if everything was dropped since, nothing is kept.
+            length: how many slots; of models with recurrent layers, up to the state before.
         """
+        length = passes.cache.reusable(passes.place_of(row), length)
+        if not length:
+            return
         tokens = passes.tokens(row, length)
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if weights is not self._first:

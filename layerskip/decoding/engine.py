@@ -196,7 +196,7 @@ class Decoder:
                 at = parts[-1].end if parts else 0
                 self.stats.num_known_tokens += at
                 if window:
-                    marks[row] = {length} | ({same} if same > at else set())
+                    marks[row] = {each for each in passes.cache.marks(length, same) if each > at}
 
         def reached() -> None:
             if self.request.progress is not None:
@@ -206,7 +206,7 @@ class Decoder:
                     places.remove(place)
                     self._keep_text(row, place)
 
-        return passes.prefill(filled, reached)
+        return passes.prefill(filled, reached, marks)
 
     def _keep_text(self, row: int, length: int) -> None:
         if self.cached is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.decoding.planning import in_common
 from layerskip.decoding.sources import source_of
-from layerskip.decoding.sources.assistant import Assistant, slot_bytes
+from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_bytes
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.branches import Branches
@@ -108,12 +108,15 @@ class Passes(Batch):
         self,
         filled: Sequence[Sequence[Filling]] = (),
         reached: Callable[[], None] = lambda: None,
+        marks: Sequence[Collection[int]] = (),
     ) -> Tensor:
         """Run every prompt through the whole model; logits after its last token, (B, V).
 
         Args:
             filled: per row, what its first slots are filled with, in order; at least the last
                 token is run.
+            marks: of each row, numbers of tokens behind which it is kept; a model with recurrent
+                layers ends a pass there. Those reached may be removed.
         """
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
         lasts = [length - 1 for length in self.prompt_lengths]
@@ -137,7 +140,10 @@ class Passes(Batch):
         inside = () if self.pictures is None else self.pictures.inside
         places = [range(*each) for each in zip(self.lengths, self.prompt_lengths, strict=True)]
         last = in_chunks(
-            self.model, tokens, places, run, inside=inside, partial=self.cache.partial
+            *(self.model, tokens, places, run),
+            inside=inside,
+            marks=marks if self.model.recurrent else (),
+            partial=self.cache.partial,
         )  # (B, H)
         return self._finish_prompts(last[:, None], range(len(self.prompts)))
 
@@ -410,6 +416,7 @@ class Passes(Batch):
         of_sources = math.fsum(each.own_bytes() for each in self.sources)
         self._tap_bytes = float(len(self._taps) * model.config.hidden_size * model.dtype.itemsize)
         self._slot_bytes = full + of_sources + self._tap_bytes
+        self._row_bytes = self._tap_bytes + sum(map(state_bytes, (model, *second)))
 
     @property
     def _caches(self) -> list[RowCache]:
@@ -418,7 +425,7 @@ class Passes(Batch):
     def nbytes(self, rows: int, slots: int) -> int:
         slots = self._capacity(slots)  # and one more at taps
         inside = min(slots, self._span) * self._window_bytes
-        return round(rows * (slots * self._slot_bytes + inside + self._tap_bytes))
+        return round(rows * (slots * self._slot_bytes + inside + self._row_bytes))
 
     def clear(self) -> None:
         self.seated, self.rows, self.slots = [], {}, 0

@@ -55,8 +55,7 @@ _GROUPS = {
         moshi musicgen musicgen_melody
     """,
     "refused: it has a recurrent state of a kind that is not kept here": """
-        bailing_hybrid deepseek_v4 kimi_linear qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm
-        zamba zamba2 zaya
+        bailing_hybrid deepseek_v4 kimi_linear qwen4_exp qwen4_exp_text rwkv xlstm zamba zamba2 zaya
     """,
     "refused: it has bidirectional attention (its config says is_decoder=False)": """
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer
@@ -64,6 +63,9 @@ _GROUPS = {
     """,
     "refused: it is an encoder-decoder that reads something other than text": """
         whisper
+    """,
+    "refused: it keeps its recurrent state in its modules, so for one text at a time": """
+        recurrent_gemma
     """,
     "refused: it predicts in several streams": """
         prophetnet

@@ -357,6 +357,23 @@ class RowCache:
                 held = row.index_select(1, (nodes - base).to(row.device))  # (H, n, D), a copy
                 row.index_copy_(1, (to - base).to(row.device), held)
 
+    def reusable(self, place: int, length: int) -> int:
+        """How many of a row's first tokens, at most `length`, a later text can start behind."""
+        return length
+
+    def marks(self, length: int, same: int) -> set[int]:
+        """Where a prompt of some length is worth keeping: how many of its tokens.
+
+        Args:
+            same: tokens that it has in common with a text that is held.
+        """
+        return {length, same} if self.window else {length}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what a row has besides keys and values."""
+        return 0
+
     @property
     def window(self) -> int:
         """The longest window of layers that need not hold every slot; 0: there are none."""

@@ -173,10 +173,9 @@ class RecurrentCache(LibraryCache):
     def parts(self, place: int, first: int, end: int) -> Iterator[tuple[tuple[str, int], Tensor]]:
         """As of `RowCache`, and the state at the end as what the last slot holds, (..., 1, D)."""
         yield from super().parts(place, first, end)
-        there = next((each for each in self._states[place] if each.end == end), None)
-        for name, tensor in (there or self._states[place][-1]).tensors.items():
-            held = tensor[0].unsqueeze(-2)  # (..., 1, D)
-            yield name, held if there else held[..., :0, :]
+        state = next(each for each in self._states[place] if each.end == end)  # see `reusable`
+        for name, tensor in state.tensors.items():
+            yield name, tensor[0].unsqueeze(-2)  # (..., 1, D)
 
     def fill(self, place: int, part: tuple[str, int], end: int, held: Tensor) -> None:
         if part[0] in ("keys", "values"):
@@ -187,8 +186,19 @@ class RecurrentCache(LibraryCache):
             self._states[place][-1].tensors[part] = held.squeeze(-2)[None]
 
     @property
+    def state_bytes(self) -> int:
+        one = sum(tensor.nbytes for tensor in self._states[0][-1].tensors.values())
+        return 3 * one  # two states, and a draft's
+
+    @property
     def window(self) -> int:
         return 1  # a text is of use where its state is kept
+
+    def reusable(self, place: int, length: int) -> int:
+        return max((each.end for each in self._states[place] if each.end <= length), default=0)
+
+    def marks(self, length: int, same: int) -> set[int]:
+        return {length - 1, same}  # the last token is run again, should the same prompt come
 
     def keep(self, places: Sequence[int], length: int) -> int:
         self._tokens = self._tokens[list(places)]

@@ -91,6 +91,8 @@ def _refusal(model: Any, config: Any) -> str | None:
         return "it is not a language model of transformers that generates text"
     recurrent = config.get_text_config().model_type in recurrents.SERVED
     if kind._is_stateful and not recurrent:
+        if config.model_type == "recurrent_gemma":
+            return "it keeps its recurrent state in its modules, so for one text at a time"
         return "it has a recurrent state of a kind that is not kept here"
     bidirectional = not encoder and getattr(config, "is_decoder", None) is False
     documented = "config.is_decoder = True"  # also where nothing reads it

@@ -200,17 +200,21 @@ class Batch:
             window, prompt = passes.cache.window, text.request.prompt
             filled, same = self.cached.start([] if every else prompt, window, passes.needed)
             passes.fill(row, filled)
-            text.counts.cached, text.same = passes.lengths[row], same if window else 0
+            text.counts.cached = passes.lengths[row]
+            text.marks = passes.cache.marks(text.prompt_length, same)
         before = passes.lengths[row]
+        ahead = sorted(mark for mark in text.marks if mark > before)
         most = min(most, passes.piece, _SCORED if every else most)
+        if ahead and self.model.recurrent:
+            most = min(most, ahead[0] - before)
         raw = passes.prefill_piece(row, most, every)  # (1, V), or (n, V)
         if every and raw is not None:
             text.tell_prompt(raw, before + 1)
             raw = raw[-1:] if passes.lengths[row] == text.prompt_length else None  # (1, V)
-        if before < text.same <= passes.lengths[row]:
-            self._keep(text, text.same)
+        for mark in ahead:
+            if mark <= passes.lengths[row]:
+                self._keep(text, mark)
         if raw is not None:
-            self._keep(text, passes.lengths[row])
             passes.begin(row)
             verdict = self.target.judge(raw, [(row, 0)])
             if text.reason is None:

@@ -37,7 +37,7 @@ class Text(Seat):
 
     Attributes:
         row: its seat; -1 where it has none.
-        same: tokens of its prompt that were cached, though perhaps not where it can go on.
+        marks: where its prompt is kept for later texts, see `RowCache.marks`.
         index: what its request predicts, indexed.
         news, logprobs: tokens since it was last told, see `Piece`.
         submitted: when it was submitted, by `time.perf_counter`.
@@ -55,7 +55,7 @@ class Text(Seat):
         self.counts = Counts()
         self.index: Lookup | None = None
         self.row = -1
-        self.same = 0
+        self.marks: set[int] = set()
         self.weights: object = None  # that its keys and values are of
         self.news: list[int] = []
         self.logprobs: list[dict[int, float]] = []

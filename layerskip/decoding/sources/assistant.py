@@ -69,11 +69,20 @@ def slot_bytes(model: Sublayers) -> dict[int | None, float]:
     """
     if model.parts:
         return model.key_bytes(part.number for part in model.parts if part.writes)
-    hidden, step = model.first_pass(torch.zeros(1, 1, dtype=torch.long, device=model.device))
-    model.run(hidden, step, range(model.num_sublayers))
-    cache: RowCache = step.cache
+    cache = _after_a_token(model)
     buffers = (*cache.keys.values(), *cache.values.values())
     return {None: sum(each.nbytes / each.shape[2] for each in buffers)}
+
+
+def state_bytes(model: Sublayers) -> int:
+    """Bytes of what a model's cache holds of a row besides keys and values."""
+    return _after_a_token(model).state_bytes if model.recurrent else 0
+
+
+def _after_a_token(model: Sublayers) -> RowCache:
+    hidden, step = model.first_pass(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    model.run(hidden, step, range(model.num_sublayers))
+    return step.cache
 
 
 def common(raw: Tensor, target: Sublayers) -> Tensor:

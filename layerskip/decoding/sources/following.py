@@ -7,7 +7,7 @@ Letters: R rows of a pass, T tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ def in_chunks(
     run: Callable[[Tensor, range, list[int]], Tensor],
     *,
     inside: Container[int] = (),
+    marks: Sequence[Iterable[int]] = (),
     partial: bool = True,
 ) -> Tensor:
     """Run the tokens of many rows through a model in chunks.
@@ -80,6 +81,7 @@ def in_chunks(
         tokens: (R, T), of which each row's indices in `places` are run.
         run: takes a chunk (r, t), its rows, and the index of each row's first token in it; returns
             states (r, t, H).
+        marks: of each row, indices before which a chunk ends.
         partial: whether a chunk may be of some rows only; else all must begin at one index.
 
     Returns:
@@ -97,6 +99,9 @@ def in_chunks(
         for rows in groups:
             most_here = most if partial else max(1, most // len(tokens))
             count = min(most_here, max(ends[row] - firsts[row] for row in rows))
+            for row in rows if marks else ():
+                ahead = (mark - firsts[row] for mark in marks[row])
+                count = min(count, *(each for each in ahead if each > 0), count)
             while firsts[rows[0]] + count in inside:
                 count += 1
             here = firsts[rows.start : rows.stop]
