@@ -2,9 +2,9 @@
 
 What is random is in the trace, and what is noisy in the cost record: a value is a function of the
 config alone. A ratio to plain decoding on the same machine, it means the same on a slower one.
-A draft is followed for two tokens from every start; those behind are taken to be right as often as
-the second one is where the first was. Starts are looked at in parts, and a draft that loses on the
-first ones is looked at no further.
+A draft is followed for one token from every start, and for two from the first parts of them: later
+tokens are taken to be right as often as the second one is where the first was. Starts are looked at
+in parts, and a draft that loses on the first ones is looked at no further.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space
 from layerskip.vocabulary import ranked
 
-FOLLOWED = 2
-"""Tokens that a trial follows drafts for."""
-PARTS = (0.1, 0.4, 1.0)
-"""Shares of the starts behind which a trial may end."""
-PIECES = 8
-"""Of each part, whose values are compared with those of the best trial."""
+PARTS, SECONDS = (0.1, 0.2, 0.4, 0.7, 1.0), 3
+"""Shares of the starts behind which a trial may end; and in how many parts a second token is
+followed."""
+PIECES, FEWER = 14, 8
+"""Of each part, whose values are compared with those of the best trial; FEWER of a short one. The
+test by ranks draws permutations for less than 14 values, which takes longer than the draft."""
 
 Losing = Callable[[float, Mapping[int, float]], bool]
 """Is told the value so far and those of more pieces, by number; whether it loses to the best."""
@@ -60,9 +60,13 @@ class Evaluation:
     """Starts that it was looked at from."""
 
 
-def extended(first: float, second: float) -> list[float]:
-    """Share of drafts that are right up to each of LONGEST tokens, from those of two."""
-    rate = second / first if first else 0.0
+def extended(first: float, rate: float) -> list[float]:
+    """Share of drafts that are right up to each of LONGEST tokens.
+
+    Args:
+        first: share whose first token is right.
+        rate: of these, share whose next token is right.
+    """
     return [first * rate**token for token in range(LONGEST)]
 
 
@@ -152,16 +156,20 @@ class Objective:
             )
         skip: SkipConfig = self.space.skip_config(mask)
         allowed = self.allowed(self.space.vocabulary(mask))
-        right = torch.zeros(0, FOLLOWED)  # (N, 2)
+        right, twice, once = torch.zeros(0), 0.0, 0.0  # (N,)
         for number, starts in enumerate(self.parts):
             if time.monotonic() > self.until:
                 raise OutOfTime
-            more = follow(self.trace, skip, FOLLOWED, starts, allowed=allowed).float()
-            right = torch.cat([right, more])
-            value, length = best_length(extended(*right.mean(0).tolist()), costs)
+            steps = 2 if number < SECONDS else 1
+            more = follow(self.trace, skip, steps, starts, allowed=allowed).float()  # (n, steps)
+            right = torch.cat([right, more[:, 0]])
+            if steps == 2:
+                twice, once = twice + float(more[:, 1].sum()), once + float(more[:, 0].sum())
+            rate = twice / once if once else 0.0
+            value, length = best_length(extended(float(right.mean()), rate), costs)
             pieces = [
-                sum(extended(*piece.mean(0).tolist())[:length], 1.0) / costs.round_cost(length)
-                for piece in more.tensor_split(PIECES)
+                sum(extended(float(piece.mean()), rate)[:length], 1.0) / costs.round_cost(length)
+                for piece in more[:, 0].tensor_split(PIECES if len(more) >= PIECES else FEWER)
                 if len(piece)
             ]
             last = number + 1 == len(self.parts)
@@ -169,7 +177,7 @@ class Objective:
                 break
         return Evaluation(
             value=value,
-            acceptance=float(right[:, 0].mean()),
+            acceptance=float(right.mean()),
             draft_cost=costs.draft,
             draft_length=length,
             positions=len(right),

@@ -34,7 +34,8 @@ from layerskip.replay.trace import Trace, TraceText
 
 Chain = tuple[TraceText, int, int]  # the text left, the place and the id of the first token fed
 
-GROUPS = (16, 8, 4)  # chains that share one copy of their text's keys and values; copies cost, too
+GROUPS = (64, 48, 32, 24, 16, 12, 8, 6, 4)  # chains that share one copy of their text's keys
+COPY = 3  # chains that cost about as much as such a copy
 CHAINS = 512  # of one pass, at most
 LOGITS = 2**24  # elements of one pass's logits, at most
 _TILE = 2**20  # logits that are drawn from at once on a CPU: what is made of them stays in caches
@@ -146,7 +147,7 @@ class Chains:
         if not self.chains or not self.steps:
             return
         every = range(len(self.chains))
-        groups = min((self._grouped(every, size) for size in GROUPS), key=_places_taken)
+        groups = min((self._grouped(every, size) for size in GROUPS), key=_cost)
         most = min(CHAINS, LOGITS // self.trace.model.vocabulary)
         together = max(1, most // len(groups[0]))
         parts = -(-len(groups) // together)
@@ -237,8 +238,8 @@ class Chains:
         """The chains to be kept, in groups of a size that leaves few places empty."""
         if len(kept) > REGROUP * layout.numel():
             return layout
-        groups = min((self._grouped(kept, size) for size in GROUPS), key=_places_taken)
-        if _places_taken(groups) > REGROUP * layout.numel():
+        groups = min((self._grouped(kept, size) for size in GROUPS), key=_cost)
+        if _cost(groups) > REGROUP * _cost(layout.tolist()):
             return layout
         at = {chain: index for index, chain in enumerate(layout.flatten().tolist())}
         places = torch.tensor([[at[chain] for chain in group] for group in groups])
@@ -274,5 +275,6 @@ def _tiles(raw: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, len(raw), size)]
 
 
-def _places_taken(groups: Sequence[Sequence[int]]) -> int:
-    return len(groups) * len(groups[0])
+def _cost(groups: Sequence[Sequence[int]]) -> int:
+    """Of a pass over groups of one size, in chains."""
+    return len(groups) * (len(groups[0]) + COPY)
