@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 from models import WINDOW, prompt
-from torch import Tensor
-
-from layerskip.model.sublayers import Sublayers
 
 # Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
 # dtype. In bfloat16 and float16 (8 and 11 significant bits) a float32 rounding can flip a last bit.
@@ -27,13 +21,13 @@ PASSES = (WINDOW + 4, 1, 5, 1, 8)
 
 @torch.no_grad()
 def pairs(
-    modules: Sublayers,
-    other: Sublayers,
+    modules,
+    other,
     *,
-    rows: int = 1,
-    ragged: bool = False,
-    passes: Sequence[int] = PASSES,
-) -> Iterator[tuple[Tensor, Tensor]]:
+    rows=1,
+    ragged=False,
+    passes=PASSES,
+):
     """What both paths make of the module path's hidden states, after every sublayer and the head,
     in every pass of so many tokens."""
     tokens = prompt(sum(passes), rows=rows)
@@ -61,7 +55,7 @@ def pairs(
             starts = [start - 3 * row for row, start in enumerate(starts)]
 
 
-def assert_agree(modules: Sublayers, other: Sublayers, **batch: Any) -> None:
+def assert_agree(modules, other, **batch):
     dtype = modules.dtype
     differing = numbers = 0
     for want, got in pairs(modules, other, **batch):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
-from typing import Any
 
 from commands import process
 from commands import run as command
@@ -14,18 +11,18 @@ FLAGS = ("--execution", "fused", "--exit-layer", "3", "-n", "8", "--max-rows", "
 SAMPLED = ("--do-sample", "--temperature", "0.9", "--top-k", "20", "--seed", "5")
 
 
-def run(given: Path, output: Path, *flags: str) -> Any:
+def run(given, output, *flags):
     return command("run", "demo-llama", given, "--output", output, *FLAGS, *flags)
 
 
-def rows(output: Path) -> dict[str, dict[str, Any]]:
+def rows(output):
     """Rows by id, none of them twice."""
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert len({row["id"] for row in found}) == len(found)
     return {row["id"]: row for row in found}
 
 
-def settled(output: Path) -> dict[str, dict[str, Any]]:
+def settled(output):
     """Rows by id without what depends on who was beside them: how much was drafted."""
     counts = {"drafted", "accepted"}
     return {
@@ -34,6 +31,6 @@ def settled(output: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def started(given: Path, output: Path, *flags: str) -> subprocess.Popen[str]:
+def started(given, output, *flags):
     """A run in a process of its own."""
     return process("run", "demo-llama", given, "--output", output, *FLAGS, *flags, stdout=None)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer():
     """Token i is the word `w<i>`; 0 is the pad token, and unknown words are 1."""
     words = ["<pad>", "<unk>", *(f"w{i}" for i in range(2, VOCABULARY))]
     vocabulary = {word: i for i, word in enumerate(words)}
@@ -24,7 +21,7 @@ CHAT = "{% for m in messages %}w9 {{ m.content }} {% endfor %}w10"
 """A chat template that the tokenizer has words for."""
 
 
-def save_checkpoint(folder: Path, model: Any = None, template: str | None = None) -> Path:
+def save_checkpoint(folder, model=None, template=None):
     """Write a model (by default a float32 Llama, 6 layers, 256 positions) and the tokenizer."""
     if model is None:
         model = tiny_model("llama", dtype=torch.float32)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
 from typer.testing import CliRunner
 
@@ -16,7 +15,7 @@ from layerskip.cli.main import app
 PROMPT = "w5 w7 w96 w20"  # for the tiny tokenizer of `checkpoints.py`
 
 
-def run(*arguments: Any, columns: int = 100, stdin: str | bytes | None = None) -> Any:
+def run(*arguments, columns=100, stdin=None):
     """Run a command; the result has exit_code, stdout and stderr."""
     environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}
     result = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, env=environment)
@@ -25,7 +24,7 @@ def run(*arguments: Any, columns: int = 100, stdin: str | bytes | None = None) -
     return result
 
 
-def refused(*arguments: Any) -> str:
+def refused(*arguments):
     """The one line that a refused command says; it writes no result."""
     result = run(*arguments, "--quiet")
     assert result.exit_code == 2, result.output
@@ -35,20 +34,20 @@ def refused(*arguments: Any) -> str:
     return line.removeprefix("layerskip: error: ")
 
 
-def warned(result: Any) -> list[str]:
+def warned(result):
     """The warnings of a command."""
     prefix = "layerskip: warning: "
     lines = result.stderr.splitlines()
     return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
 
 
-def document(result: Any) -> dict[str, Any]:
+def document(result):
     """The JSON document of a command that has succeeded."""
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def process(*arguments: Any, **kwargs: Any) -> subprocess.Popen[str]:
+def process(*arguments, **kwargs):
     """A command in a process of its own."""
     command = [sys.executable, "-m", "layerskip", *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -5,9 +5,6 @@ import os
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,7 +23,7 @@ _APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Of the cases of large matrices one in four runs by default; the others are thorough.
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
@@ -43,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def llama() -> Any:
+def llama():
     """A tiny model that no test changes."""
     from models import lively_model
 
@@ -51,7 +48,7 @@ def llama() -> Any:
 
 
 @pytest.fixture
-def built() -> None:
+def built():
     """Native passes, or the test is skipped."""
     from layerskip.model import extension
 
@@ -61,7 +58,7 @@ def built() -> None:
 
 
 @pytest.fixture
-def given(tmp_path: Path) -> Path:
+def given(tmp_path):
     """A file of nine prompts of several lengths."""
     draw = random.Random(0)
     lines = [
@@ -94,10 +91,10 @@ SIZES = {
 
 
 @pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def sizes(monkeypatch):
     """Changes how much some code does at once, so that tiny cases cross the edges of its pieces."""
 
-    def change(**values: Any) -> None:
+    def change(**values):
         for name, value in values.items():
             monkeypatch.setattr(f"layerskip.{SIZES[name]}", value)
 
@@ -105,13 +102,13 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def spied(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+def spied(monkeypatch):
     """Notes what a function is given: `keep` says of each call what to note of its arguments."""
 
-    def spy(place: Any, name: str, keep: Callable[..., Any]) -> list[Any]:
+    def spy(place, name, keep):
         calls, function = [], getattr(place, name)
 
-        def noted(*given: Any, **named: Any) -> Any:
+        def noted(*given, **named):
             calls.append(keep(*given))
             return function(*given, **named)
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 
 def cost_record(
-    layers: int = 6,
+    layers=6,
     *,
-    attention: float | Sequence[float] = 1e-3,
-    mlp: float | Sequence[float] = 1e-3,
-    head: float = 5e-4,
-    rest: float = 5e-4,
-    growth: float = 0.03,
-    keys: float = 0.0,
-    head_sizes: Sequence[int] = (),
-) -> dict[str, Any]:
+    attention=1e-3,
+    mlp=1e-3,
+    head=5e-4,
+    rest=5e-4,
+    growth=0.03,
+    keys=0.0,
+    head_sizes=(),
+):
     """Seconds of sublayers, head and rest; each further token of a pass adds `growth` of them.
 
     Args:

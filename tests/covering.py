@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from itertools import combinations, product
-from typing import Any
 
 
-def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
+def covering(*axes, strength=2):
     """Cases in which any `strength` axes take every combination of their values; by greed.
 
     Always the same cases in the same order, most new combinations first: a covering array, see

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import models
 import torch
 from models import (
@@ -19,7 +17,6 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
-from layerskip.decoding.rounds import Round
 from layerskip.model.sublayers import Sublayers
 
 SKIPS = models.SKIPS | {"nothing": SkipConfig()}
@@ -29,13 +26,13 @@ LENGTHS = (WINDOW + 5, 3, 6)
 
 
 def request(
-    lengths: tuple[int, ...] = LENGTHS,
+    lengths=LENGTHS,
     *,
-    new_tokens: int = 20,
-    sample: bool = False,
-    processors: tuple[Any, ...] = (),
-    **settings: Any,
-) -> Request:
+    new_tokens=20,
+    sample=False,
+    processors=(),
+    **settings,
+):
     ids, mask = ragged(lengths, seed=1)
     rows = len(lengths)
     return Request(
@@ -49,14 +46,14 @@ def request(
 
 
 def decoder(
-    model: Any,
-    asked: Request,
+    model,
+    asked,
     *,
-    skip: str = "early exit",
-    controller: Any = None,
-    longest: int = 4,
-    execution: str = "auto",
-) -> Decoder:
+    skip="early exit",
+    controller=None,
+    longest=4,
+    execution="auto",
+):
     return Decoder(
         Sublayers(model, execution=execution),
         SKIPS[skip].resolve(model.config.num_hidden_layers),
@@ -67,12 +64,12 @@ def decoder(
 
 
 @torch.no_grad()
-def play(decoder: Decoder) -> list[Round]:
+def play(decoder):
     return list(decoder.rounds())
 
 
 @torch.no_grad()
-def check_caches(family: str, skip: str, execution: str, device: str = "cpu") -> None:
+def check_caches(family, skip, execution, device="cpu"):
     """Decode a batch and a row, both with ends, and look at the cache after every round."""
     model = lively_model(family).to(device)
     text = greedy_text(model, LENGTHS, 5)
@@ -101,7 +98,7 @@ def check_caches(family: str, skip: str, execution: str, device: str = "cpu") ->
     assert ended_early
 
 
-def prefilled(run: Decoder) -> list[tuple[list[int], Passes]]:
+def prefilled(run):
     """Prompt and emitted tokens of every row, and passes that has read them all at once."""
     found = []
     for prompt_ids, emitted in zip(run.passes.prompts, run.emitted, strict=True):
@@ -112,9 +109,7 @@ def prefilled(run: Decoder) -> list[tuple[list[int], Passes]]:
     return found
 
 
-def check_cache(
-    run: Decoder, prefilled: list[tuple[list[int], Passes]], tolerance: float = 1e-9
-) -> None:
+def check_cache(run, prefilled, tolerance=1e-9):
     """Every row's slots hold what a prefill of its prompt and emitted tokens writes there."""
     passes = run.passes
     for row, place in passes.rows.items():
@@ -134,13 +129,13 @@ def check_cache(
                 torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
 
 
-def held(run: Decoder) -> int:
+def held(run):
     """Bytes of all keys and values."""
     cache = run.passes.cache
     return sum(b.untyped_storage().nbytes() for b in (*cache.keys.values(), *cache.values.values()))
 
 
-def greedy_text(model: Any, lengths: tuple[int, ...], new_tokens: int) -> list[list[int]]:
+def greedy_text(model, lengths, new_tokens):
     run = decoder(model, request(lengths, new_tokens=new_tokens), longest=0)
     play(run)
     return run.emitted

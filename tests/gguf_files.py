@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16")
@@ -45,7 +41,7 @@ _PARTS = {
 }
 
 
-def raw(rng: Any, form: str, rows: int, columns: int) -> np.ndarray:
+def raw(rng, form, rows, columns):
     """Random bytes of a weight (rows, columns) in a format, (rows, bytes): small finite numbers."""
     numbers, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[form]]
     if form in ("F16", "BF16", "F32"):
@@ -60,12 +56,12 @@ def raw(rng: Any, form: str, rows: int, columns: int) -> np.ndarray:
     return blocks.reshape(rows, -1)
 
 
-def numbers(data: np.ndarray, form: str) -> Tensor:
+def numbers(data, form):
     """What the bytes mean, by the reference."""
     return torch.from_numpy(gguf.dequantize(data, GGMLQuantizationType[form]))
 
 
-def _name(name: str, gemma: bool) -> str:
+def _name(name, gemma):
     path, _, kind = name.rpartition(".")
     ends = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     if path in ends:
@@ -78,13 +74,13 @@ def _name(name: str, gemma: bool) -> str:
 
 
 def write(
-    path: Path,
-    kind: str = "llama",
-    forms: tuple[str, ...] = FORMATS,
-    seed: int = 0,
-    tied: bool = True,
-    **overrides: Any,
-) -> Any:
+    path,
+    kind="llama",
+    forms=FORMATS,
+    seed=0,
+    tied=True,
+    **overrides,
+):
     """Write a file whose matrices take turns in some formats; returns the model that it means.
 
     Args:
@@ -122,13 +118,13 @@ def write(
     return model
 
 
-def _turned(rows: np.ndarray, width: int) -> np.ndarray:
+def _turned(rows, width):
     """Rows as files of Llamas have them: both halves of a head by turns."""
     heads = rows.reshape(-1, 2, width // 2, rows.shape[1])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _describe(writer: Any, kind: str, config: Any) -> None:
+def _describe(writer, kind, config):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
-from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.decoding.sources.base import Proposal, Source, State
 from layerskip.model.branches import ROOT, depths
 
 NODES = 9
 
 
-def tree(draw: random.Random, nodes: int = NODES) -> list[int]:
+def tree(draw, nodes=NODES):
     """The parents of a random tree, the root's included."""
     return [ROOT, *(draw.randint(max(0, node - 4), node - 1) for node in range(1, nodes))]
 
 
-def path_of(parents: list[int], node: int) -> list[int]:
+def path_of(parents, node):
     """The nodes from the root to one, both included."""
     path = [node]
     while parents[path[0]] != ROOT:
@@ -29,19 +28,19 @@ class Guesses(Source):
 
     key = "guesses"
 
-    def __init__(self, texts: Sequence[Sequence[int]], seed: int = 0) -> None:
+    def __init__(self, texts, seed=0):
         self.texts, self.seed = texts, seed
 
-    def open(self, batch: Batch) -> State:
+    def open(self, batch):
         return _Guesses(batch, self.texts, random.Random(self.seed))
 
 
 class _Guesses(State):
-    def __init__(self, batch: Batch, texts: Sequence[Sequence[int]], draw: random.Random) -> None:
+    def __init__(self, batch, texts, draw):
         super().__init__(batch)
         self.texts, self.draw = texts, draw
 
-    def offer(self, row: int, most: int) -> Proposal:
+    def offer(self, row, most):
         rest = self.texts[row][len(self.batch.emitted[row]) :]
         parents, tokens = tree(self.draw, most + 1)[1:], list[int]()
         for depth, parent in zip(depths(parents)[1:], parents, strict=True):

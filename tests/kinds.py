@@ -7,20 +7,15 @@ them the model's own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
 from official import KNOWN, TARGETS, assistant_of, target_of
-from torch import Tensor
 
 from layerskip import LayerSkipDecoding, LogitLookup, LowPrecision, SkipConfig, StoredLogits
-from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.engine import DraftOrSkip
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.official import Official
@@ -55,13 +50,13 @@ KINDS = (*REPLAYED, "stored logits")
 FAMILIES = ("llama", "gemma2", "gemma3", "qwen2")
 
 
-def family_of(kind: str, family: str = "llama") -> str:
+def family_of(kind, family="llama"):
     """One of `FAMILIES`, or a Gemma 4 in its place if the draft is made for these."""
     fits = {"llama": 0, "gemma2": 3, "gemma3": 1, "qwen2": 2}
     return TARGETS[fits[family]] if kind in OFFICIAL else family
 
 
-def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
+def deltas(model, size=0.05, seed=0):
     """For every linear of a tiny model, each about so large as a share of its weight."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
@@ -73,7 +68,7 @@ def deltas(model: Any, size: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
     return found
 
 
-def block_of(kind: str, model: Any, size: float = 0.2) -> Any:
+def block_of(kind, model, size=0.2):
     """A module that agrees with the model now and then; `size` says how far it was moved."""
     opened = Sublayers(model)
     generator = torch.Generator().manual_seed(1)
@@ -99,7 +94,7 @@ def block_of(kind: str, model: Any, size: float = 0.2) -> Any:
     return block
 
 
-def weights_of(kind: str, model: Any, folder: Path) -> Trained:
+def weights_of(kind, model, folder):
     """Deltas ("healed") or a module for a model, written to a folder."""
     weights = deltas(model) if kind == "healed" else block_of(kind, model).state_dict()
     if kind in ("heads", "streams"):  # told few tokens apart: a sixth they may not draft
@@ -109,7 +104,7 @@ def weights_of(kind: str, model: Any, folder: Path) -> Trained:
     return save_trained(folder / f"{kind}.{id(model)}.safetensors", weights, kind, model)
 
 
-def skip_of(kind: str, model: Any, folder: Path) -> SkipConfig:
+def skip_of(kind, model, folder):
     """The skip config of a draft of a kind, resolved; an exit block stands in the middle."""
     layers = len(model.model.layers)
     if kind in HEALED:
@@ -121,7 +116,7 @@ def skip_of(kind: str, model: Any, folder: Path) -> SkipConfig:
     return replace(skip, trained=weights_of(kind, model, folder)).resolve(layers)
 
 
-def draft_of(kind: str, model: Any, folder: Path, execution: str = "auto") -> DraftOrSkip:
+def draft_of(kind, model, folder, execution="auto"):
     """A draft of any kind, for the engine."""
     if kind == "assistant":
         return Assistant(Sublayers(near(model, 0.4)))
@@ -155,23 +150,23 @@ LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
 ENDS = [4, 9]
 
 
-def prompts() -> tuple[Tensor, Tensor]:
+def prompts():
     """Of few tokens, and their mask, (B, W) each."""
     ids, mask = ragged(LENGTHS, seed=3)
     return torch.where(mask.bool(), ids % (FEW - 2) + 2, 0), mask
 
 
 def decoded(
-    model: Any,
-    drafts: Sequence[Any],
-    law: str,
-    controller: Any,
-    execution: str,
-    ended: bool = False,
+    model,
+    drafts,
+    law,
+    controller,
+    execution,
+    ended=False,
     *,
-    new: int,
-    longest: int = 5,
-) -> Any:
+    new,
+    longest=5,
+):
     """What `generate()` gives for the prompts."""
     how, (ids, mask) = dict(LAWS[law]), prompts()
     decoding = several(
@@ -195,9 +190,7 @@ def decoded(
     )
 
 
-def several(
-    model: Any, drafts: Sequence[DraftOrSkip], *, execution: str = "auto", **settings: Any
-) -> LayerSkipDecoding:
+def several(model, drafts, *, execution="auto", **settings):
     """A decoding from any drafts, of which the doors take one of each sort at most."""
     opened = sublayers_of(model, execution)
     sources = [source_of(opened, draft) for draft in drafts]
@@ -209,7 +202,7 @@ NEW = 16
 
 
 @functools.cache
-def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
+def model_of(family, dtype=torch.float64):
     """A model of so few tokens that texts repeat some stretches."""
     if family in TARGETS:
         return target_of(family, FEW, dtype)
@@ -220,7 +213,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 @functools.cache
-def wanted(family: str, law: str, ended: bool) -> list[list[int]]:
+def wanted(family, law, ended):
     """New tokens of each row: the library's greedy ones, or those of plain decoding in modules."""
     model, (ids, mask) = model_of(family), prompts()
     how = LAWS[law] | {"max_new_tokens": NEW, "eos_token_id": ENDS if ended else None}

@@ -21,7 +21,7 @@ class Landscape:
     precision costs a third and does little damage, but for some sublayers, and the head.
     """
 
-    def __init__(self, num_layers: int, seed: int, *, exits: bool = False, verify: float = 0.1):
+    def __init__(self, num_layers, seed, *, exits=False, verify=0.1):
         draw = random.Random(seed)
         n = self.sublayers = 2 * num_layers
         depth = [i / (n - 1) for i in range(n)]
@@ -47,7 +47,7 @@ class Landscape:
         self.verify = tuple(1 + verify * tokens for tokens in range(max(LENGTHS) + 1))
         self.calls = 0
 
-    def acceptance(self, mask: int) -> float:
+    def acceptance(self, mask):
         tail = self.sublayers
         damage = 0.0
         if self.exit_damage is not None:
@@ -63,25 +63,25 @@ class Landscape:
         low = mask >> self.sublayers  # the last bit is the head's
         return math.exp(-damage - sum(d for i, d in enumerate(self.rounding) if low >> i & 1))
 
-    def cost(self, mask: int) -> float:
+    def cost(self, mask):
         low = mask >> self.sublayers
         read = [w / 3 if low >> i & 1 else w for i, w in enumerate([*self.weights, self.head])]
         kept = sum(w for i, w in enumerate(read) if i == self.sublayers or not mask >> i & 1)
         return kept / (sum(self.weights) + self.head) + 0.02
 
-    def costs(self, mask: int) -> CostTable:
+    def costs(self, mask):
         return CostTable(self.cost(mask), self.verify)
 
     def prices(self, masks):
         """The costs of many sets, as of `layerskip.search.prices`."""
         return np.array(list(map(self.cost, masks))), np.tile(self.verify, (len(masks), 1))
 
-    def influence(self, seed: int = 0) -> list[float]:
+    def influence(self, seed=0):
         """The damage of each sublayer, as a similarity foretells it: right by half to twice."""
         draw = random.Random(seed)
         return [damage * math.exp(draw.gauss(0, 0.6)) for damage in self.damage]
 
-    def __call__(self, mask: int) -> tuple[float, float, float]:
+    def __call__(self, mask):
         """Value, acceptance and draft cost."""
         self.calls += 1
         alpha, costs = self.acceptance(mask), self.costs(mask)
@@ -89,17 +89,17 @@ class Landscape:
         return value, alpha, costs.draft
 
 
-def best_by_long_search(landscape: Landscape, space, seed: int = 0, restarts: int = 4):
+def best_by_long_search(landscape, space, seed=0, restarts=4):
     """Full greedy from nothing and from every exit, then flips and swaps until none helps."""
     switches = space.leaving_out
     memo: dict[int, float] = {}
 
-    def value(mask: int) -> float:
+    def value(mask):
         if mask not in memo:
             memo[mask] = landscape(mask)[0] if mask in space else -math.inf
         return memo[mask]
 
-    def climb(mask: int) -> int:
+    def climb(mask):
         while True:
             flips = [mask ^ s for s in switches]
             swaps = [

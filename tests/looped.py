@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from models import lively_model, near, ragged
 from official import TARGETS, target_of
-from torch import Tensor
 
-from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
+from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import take_trace
 
 LENGTHS = (13, 3, 6)
 
@@ -24,7 +21,7 @@ ENDS = frozenset({4})
 
 
 @functools.cache
-def model_of(family: str = "llama", vocab_size: int = 12) -> Any:
+def model_of(family="llama", vocab_size=12):
     """A model of so few tokens that its texts repeat some stretches."""
     if family in TARGETS:
         return target_of(family, vocab_size)
@@ -32,18 +29,18 @@ def model_of(family: str = "llama", vocab_size: int = 12) -> Any:
 
 
 @functools.cache
-def second_of(family: str = "llama", vocab_size: int = 12, noise: float = 0.5) -> Any:
+def second_of(family="llama", vocab_size=12, noise=0.5):
     return near(model_of(family, vocab_size), noise)
 
 
 def decoded(
-    drafts: Sequence[DraftOrSkip],
-    controller: Any,
+    drafts,
+    controller,
     *,
-    execution: str = "auto",
-    each: Callable[[Decoder], Any] = lambda run: None,
-    **how: Any,
-) -> Decoder:
+    execution="auto",
+    each=lambda run: None,
+    **how,
+):
     """Decode ragged prompts to the end, and do something after each round; the finished decoder."""
     model = how.pop("model", None) or model_of()
     ids, mask = prompts(model)
@@ -65,13 +62,13 @@ def decoded(
     return run
 
 
-def prompts(model: Any) -> tuple[Tensor, Tensor]:
+def prompts(model):
     ids, mask = ragged(LENGTHS, seed=3)
     return torch.where(mask.bool(), ids % (model.config.vocab_size - 2) + 2, ids), mask
 
 
 @functools.cache
-def traced(sample: bool, ended: bool, family: str = "llama") -> Trace:
+def traced(sample, ended, family="llama"):
     ids, mask = prompts(model_of())
     return take_trace(
         model_of(family),

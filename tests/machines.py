@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
-from torch import Tensor
-
-from layerskip.config import SkipConfig
 from layerskip.model.sublayers import Sublayers
 
 
@@ -24,9 +20,7 @@ class Machine:
         noise: the spread of times; one in a hundred takes five times as long where there is any.
     """
 
-    def __init__(
-        self, model: Any, *, bend: float, rest: float = 0.1, keys: float = 1.0, noise: float = 0.0
-    ) -> None:
+    def __init__(self, model, *, bend, rest=0.1, keys=1.0, noise=0.0):
         inner = Sublayers(model)
         self.inner, self.blocks = inner.backend, [*inner.blocks, inner.head]
         self.opened: Any = copy(inner)
@@ -37,13 +31,13 @@ class Machine:
         self.bend, self.rest, self.noise = bend, rest * sum(self.weights), noise
         self.time, self.draws = 0.0, random.Random(0)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def now(self) -> float:
+    def now(self):
         return 1e-9 * self.time
 
-    def run(self, hidden: Tensor, step: Any, blocks: Sequence[Any]) -> Tensor:
+    def run(self, hidden, step, blocks):
         rows, tokens = hidden.shape[:2]
         seconds = sum(self._seconds(block, rows, tokens, step.cache.start) for block in blocks)
         if self.noise:
@@ -52,36 +46,36 @@ class Machine:
         self.time += seconds
         return self.inner.run(hidden, step, blocks)
 
-    def _seconds(self, block: Any, rows: int, tokens: int, context: int) -> float:
+    def _seconds(self, block, rows, tokens, context):
         for number, each in enumerate(self.blocks):
             if each is block:
                 return self.part(number, rows, tokens, context)
         return self.low
 
     @property
-    def low(self) -> float:
+    def low(self):
         """Of any block in low precision."""
         return 0.4 * (sum(self.weights) + self.rest) / len(self.weights)
 
-    def part(self, number: int, rows: int, tokens: int, context: int) -> float:
+    def part(self, number, rows, tokens, context):
         """Of a sublayer, or of the head and what is beside."""
         seconds = self.weights[number] * max(1.0, rows * tokens / self.bend)
         if number == len(self.weights) - 1:
             return seconds + self.rest
         return seconds + (number % 2 == 0) * rows * context * self.keys[number // 2]
 
-    def draft(self, skip: SkipConfig, context: int, rows: int = 1) -> float:
+    def draft(self, skip, context, rows=1):
         """The true cost of a draft step, in target steps."""
         kept = [*skip.kept(), len(self.weights) - 1]
         seconds = (self.part(number, rows, 1, context) for number in kept)
         return sum(seconds) / self.seconds(1, rows, context)
 
-    def verify(self, tokens: int, skip: SkipConfig, context: int, rows: int = 1) -> float:
+    def verify(self, tokens, skip, context, rows=1):
         """The true cost of a pass that verifies drafts, in target steps."""
         prefix = skip.shared_prefix()
         return self.seconds(tokens, rows, context, prefix) / self.seconds(1, rows, context)
 
-    def seconds(self, tokens: int, rows: int, context: int, prefix: int = 0) -> float:
+    def seconds(self, tokens, rows, context, prefix=0):
         """Of a pass, one token of which is carried through so many sublayers."""
         counts = [1 if number < prefix else tokens for number in range(len(self.weights))]
         parts = (self.part(number, rows, count, context) for number, count in enumerate(counts))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.controller import Choice, Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import source_of
@@ -134,20 +132,20 @@ FEW_FAMILIES = [
 ]
 
 
-def require(kind: str) -> None:
+def require(kind):
     """Skip the test where the installed transformers is too old to have a model type."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
 
 
 def tiny_model(
-    family: str,
+    family,
     *,
-    dtype: torch.dtype = torch.float64,
-    attention: str | None = None,
-    seed: int = 0,
-    **overrides: Any,
-) -> Any:
+    dtype=torch.float64,
+    attention=None,
+    seed=0,
+    **overrides,
+):
     """A seeded random model of a family: 6 layers, width 32, 4 heads, 2 key-value heads of 8.
 
     Args:
@@ -182,13 +180,13 @@ def tiny_model(
     return model
 
 
-def prompt(length: int, *, rows: int = 1, seed: int = 0) -> torch.Tensor:
+def prompt(length, *, rows=1, seed=0):
     """Seeded random token ids (rows, length), none of them the pad token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (rows, length), generator=generator)
 
 
-def lively_model(family: str, **overrides: Any) -> Any:
+def lively_model(family, **overrides):
     """A tiny model whose drafts are accepted and rejected, and whose greedy text varies.
 
     Random sublayers drown the embedding, so that no draft agrees with its target, and a tied head
@@ -215,7 +213,7 @@ def lively_model(family: str, **overrides: Any) -> Any:
     return model
 
 
-def near(model: Any, noise: float, seed: int = 1) -> Any:
+def near(model, noise, seed=1):
     """A model much like another one, which it agrees with often and not always."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
@@ -227,7 +225,7 @@ def near(model: Any, noise: float, seed: int = 1) -> Any:
     return other
 
 
-def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def ragged(lengths, *, seed=0):
     """Left-padded seeded prompts of those lengths and their attention mask, (B, W) each."""
     width = max(lengths)
     ids = prompt(width, rows=len(lengths), seed=seed)
@@ -235,7 +233,7 @@ def ragged(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[torch.Tensor, to
     return ids * mask, mask  # the pad token is 0
 
 
-def side_by_side(*functions: Callable[[], Any]) -> None:
+def side_by_side(*functions):
     """Run functions in a thread each, to the end."""
     threads = [threading.Thread(target=function) for function in functions]
     for thread in threads:
@@ -244,22 +242,20 @@ def side_by_side(*functions: Callable[[], Any]) -> None:
         thread.join()
 
 
-def pure(processor: Any) -> Any:
+def pure(processor):
     """A logits processor that says of itself that it keeps no state."""
     processor.layerskip_pure = True
     return processor
 
 
-def seated(
-    keys: Sequence[int], lengths: Sequence[int], emitted: list[list[int]], width: int
-) -> list[Seat]:
+def seated(keys, lengths, emitted, width):
     """Rows of prompts of some lengths on their way."""
     rows = zip(keys, lengths, emitted, strict=True)
     how: dict[str, Any] = {"history": torch.zeros(len(keys), 9, dtype=torch.long), "width": width}
     return [Seat(own, n, 99, key=key, number=i, **how) for i, (key, n, own) in enumerate(rows)]
 
 
-def as_any_other(model: Any, draft: Any) -> Any:
+def as_any_other(model, draft):
     """The source of a draft, which does not say that it is nothing but an early exit."""
     source = source_of(model, draft)
     source.exit_layer = None
@@ -271,20 +267,20 @@ class Erratic(Controller):
 
     needs_confidence = True
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         self.seed = seed
         self.reset(1)
 
-    def reset(self, rows: int) -> None:
+    def reset(self, rows):
         self.draws = random.Random(self.seed)
 
-    def limit(self, row: int, allowed: int) -> int:
+    def limit(self, row, allowed):
         return self.draws.randint(0, allowed)
 
-    def keep_drafting(self, row: int, confidence: float) -> bool:
+    def keep_drafting(self, row, confidence):
         return self.draws.random() < 0.7
 
-    def update(self, row: int, drafted: int, accepted: int) -> None:
+    def update(self, row, drafted, accepted):
         pass
 
 
@@ -294,11 +290,11 @@ class Fickle(Erratic):
     Every other time it takes one for each row: known ones, and steps of one that is not.
     """
 
-    def reset(self, rows: int) -> None:
+    def reset(self, rows):
         super().reset(rows)
         self.told: list[tuple[int, int, int, int]] = []
 
-    def choose(self, offers: Sequence[Offer]) -> Choice:
+    def choose(self, offers):
         choice = self.draws.randint(-1, 2 * len(offers) - 1)
         if choice < 0 or choice % 2:
             return None if choice < 0 else choice // 2
@@ -307,7 +303,7 @@ class Fickle(Erratic):
         some = [None, *known, *(self.draws.sample(steps, 1) * 2 if steps else ())]
         return {row: self.draws.choice(some) for row in offers[0].lengths}
 
-    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+    def learn(self, draft, row, known, right):
         self.told.append((draft, row, known, right))
 
 
@@ -316,24 +312,24 @@ class Growing(Fickle):
 
     signal = "margin"
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__(seed)
         self.trees = GrownTrees(self)
 
-    def reset(self, rows: int) -> None:
+    def reset(self, rows):
         super().reset(rows)
         self.seconds = [0, 0]  # places where the best token was wrong, and the second one not
         self.widened = 0
 
-    def rates(self, confidence: float, count: int) -> Sequence[float]:
+    def rates(self, confidence, count):
         return 0.9, *(self.draws.uniform(0.2, 1.0) / 10 for _ in range(count - 1))
 
-    def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
+    def widen(self, rows):
         width = self.draws.randint(0, 1 + max(len(chances) for _, chances in rows.values()))
         self.widened += width > max(chain for chain, _ in rows.values())
         return width
 
-    def see_rank(self, row: int, confidence: float, rank: int | None) -> None:
+    def see_rank(self, row, confidence, rank):
         self.seconds[0] += rank != 0
         self.seconds[1] += rank == 1
 
@@ -343,28 +339,28 @@ class All(Controller):
 
     needs_confidence = False
 
-    def choose(self, offers: Sequence[Offer]) -> Choice:
+    def choose(self, offers):
         return 0
 
-    def learn(self, draft: int, row: int, known: int, right: int) -> None:
+    def learn(self, draft, row, known, right):
         pass
 
 
 class LowRank(nn.Module):
     """What an adapter library puts in a linear layer's place."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__()
         self.base_layer = base
         self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
         self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
         self.weight = base.weight  # adapters show the base's weight as their own
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
 
 
-def assistant_config(target: Any) -> Any:
+def assistant_config(target):
     """The config of a small assistant for a Gemma 4 text model's config."""
     from transformers import Gemma4AssistantConfig, Gemma4TextConfig
 

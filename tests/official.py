@@ -20,7 +20,7 @@ KINDS = ["sliding_attention"] * 3 + ["full_attention"]
 
 
 @functools.cache
-def target_of(family: str, tokens: int = FEW, dtype: torch.dtype = torch.float64) -> Any:
+def target_of(family, tokens=FEW, dtype=torch.float64):
     """A model of so few tokens that texts repeat some stretches."""
     how: dict[str, Any] = {"vocab_size": tokens}
     if family == "gemma4":
@@ -38,13 +38,13 @@ def target_of(family: str, tokens: int = FEW, dtype: torch.dtype = torch.float64
 
 @functools.cache
 def assistant_of(
-    family: str,
-    centroids: bool = False,
-    tokens: int = FEW,
-    dtype: torch.dtype = torch.float64,
-    noise: float = 0.1,
-    **text: Any,
-) -> Any:
+    family,
+    centroids=False,
+    tokens=FEW,
+    dtype=torch.float64,
+    noise=0.1,
+    **text,
+):
     """An assistant that agrees with a lively target now and then, and not always.
 
     Mostly the target's embedding under the target's head; its layers and h add something.
@@ -89,8 +89,6 @@ def assistant_of(
     return built.to(dtype).requires_grad_(False)
 
 
-def source_of(
-    family: str, centroids: bool = False, execution: str = "auto", **how: Any
-) -> Official:
+def source_of(family, centroids=False, execution="auto", **how):
     target = Sublayers(target_of(family), execution)
     return Official(target, Sublayers(assistant_of(family, centroids, **how), execution))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from models import WINDOW, lively_model, prompt
-from torch import Tensor
 
 from layerskip.costs.speculation import CostTable
 
@@ -50,11 +48,11 @@ KINDS = {
 TWO_WAY = ("gemma3", "gemma4 two-way", "gemma4 unified")
 
 
-def slow(*values: str) -> list[Any]:
+def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def _values(kind: str, size: int) -> dict[str, Any]:
+def _values(kind, size):
     """What the configuration of a conditional model has besides its decoder's."""
     side = int(size**0.5)
     clip = transformers.CLIPVisionConfig(**_CLIP, image_size=4 * side, projection_dim=16)
@@ -83,7 +81,7 @@ def _values(kind: str, size: int) -> dict[str, Any]:
     return {"vision_config": clip, "vision_feature_layer": -1, **grid, **index}
 
 
-def conditional(kind: str, size: int = 4, **overrides: Any) -> Any:
+def conditional(kind, size=4, **overrides):
     """A lively decoder behind a random vision tower, whose pictures are `size` tokens."""
     config_class, family = KINDS[kind]
     text = lively_model(family, **overrides)
@@ -101,7 +99,7 @@ def conditional(kind: str, size: int = 4, **overrides: Any) -> Any:
     return model
 
 
-def _pixels(kind: str, size: int, number: int) -> dict[str, Tensor]:
+def _pixels(kind, size, number):
     """Random pictures, as a processor passes them on."""
     side, generator = int(size**0.5), torch.Generator().manual_seed(size)
     if kind.startswith("gemma4"):
@@ -118,12 +116,12 @@ def _pixels(kind: str, size: int, number: int) -> dict[str, Tensor]:
 
 
 def inputs_of(
-    model: Any,
-    kind: str,
-    lengths: Sequence[int] = (24, 18, 40),
-    places: Sequence[Sequence[int]] = ((3,), (), (0, 19)),
-    size: int = 4,
-) -> dict[str, Tensor]:
+    model,
+    kind,
+    lengths=(24, 18, 40),
+    places=((3,), (), (0, 19)),
+    size=4,
+):
     """Left-padded prompts with pictures that begin at places of each row, and the pictures."""
     width, number = max(lengths), sum(map(len, places))
     pixels = _pixels(kind, size, number)

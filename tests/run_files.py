@@ -2,15 +2,13 @@
 
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 COSTS = {"draft": 0.15, "verify": [1.0, 1.2, 1.35, 1.45, 1.5], "source": "measured"}
 STEP = 0.001  # seconds of one target step
 LAYERS = 6
 
 
-def header(**changes: Any) -> dict[str, Any]:
+def header(**changes):
     """The header of a sampled run with five methods."""
     return {
         "kind": "header",
@@ -61,7 +59,7 @@ def header(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def drafting(name: str, **changes: Any) -> dict[str, Any]:
+def drafting(name, **changes):
     """A method of kind `self`: exit 2 of 6 layers."""
     skipped = list(range(2, LAYERS))
     return {
@@ -80,7 +78,7 @@ def drafting(name: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def record(method: str, prompt: str = "code-1", **changes: Any) -> dict[str, Any]:
+def record(method, prompt="code-1", **changes):
     """One call that took 10 ms, 1 ms of it to the first of 10 tokens."""
     return {
         "kind": "record",
@@ -103,11 +101,11 @@ def record(method: str, prompt: str = "code-1", **changes: Any) -> dict[str, Any
     } | changes
 
 
-def seconds(total: float, first: float = 0.001, **phases: float) -> dict[str, float | None]:
+def seconds(total, first=0.001, **phases):
     return {"total": total, "first": first, "draft": None, "verify": None, "other": None} | phases
 
 
-def rounds(*triples: tuple[int, int, int]) -> dict[str, Any]:
+def rounds(*triples):
     """Rounds of a batch of one from (drafted, accepted, emitted), all drafts from one source."""
     return {
         "sources": [0 if d else None for d, _, _ in triples],
@@ -118,9 +116,7 @@ def rounds(*triples: tuple[int, int, int]) -> dict[str, Any]:
     }
 
 
-def drawn_rounds(
-    draw: random.Random, alpha: float, length: int, tokens: int
-) -> list[tuple[int, int, int]]:
+def drawn_rounds(draw, alpha, length, tokens):
     done = []
     while tokens:
         drafted = min(length, tokens - 1)
@@ -132,20 +128,20 @@ def drawn_rounds(
     return done
 
 
-def round_cost(drafted: int) -> float:
+def round_cost(drafted):
     return drafted * COSTS["draft"] + COSTS["verify"][drafted] if drafted else 1.0
 
 
 def made_up(
     *,
-    prompts: int = 4,
-    categories: tuple[str, ...] = ("code", "foreign"),
-    alpha: float = 0.6,
-    speed: float = 1.0,
-    noise: float = 0.02,
-    seed: int = 0,
-    head: dict[str, Any] | None = None,
-) -> list[dict[str, Any]]:
+    prompts=4,
+    categories=("code", "foreign"),
+    alpha=0.6,
+    speed=1.0,
+    noise=0.02,
+    seed=0,
+    head=None,
+):
     """The lines of a whole run; `speed` multiplies the seconds of the drafting methods."""
     draw = random.Random(seed)
     top = header() if head is None else head
@@ -198,7 +194,7 @@ def made_up(
     return lines
 
 
-def sweep(tokens: int = 1000) -> dict[str, Any]:
+def sweep(tokens=1000):
     """A sweep over three exits and three draft lengths; every round drafts as far as it may."""
     lengths, exits = [1, 2, 4], []
     for layer, alpha in ((1, 0.3), (2, 0.6), (3, 0.8)):
@@ -215,7 +211,7 @@ def sweep(tokens: int = 1000) -> dict[str, Any]:
     }
 
 
-def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+def write(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path

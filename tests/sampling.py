@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from models import Fickle, lively_model
 from official import target_of
 from scipy import stats
-from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -35,12 +33,12 @@ VOCABULARY, NEW_TOKENS, TEXTS = 5, 3, 1500
 LEVEL = 1e-6  # of every statistical test here
 
 
-def redraw_from_the_target(p: Tensor, q: Tensor) -> Tensor:
+def redraw_from_the_target(p, q):
     """A known mistake: after a rejection, draw from p instead of the residual."""
     return p
 
 
-def accept_always(p: Tensor, q: Tensor) -> Tensor:
+def accept_always(p, q):
     """A known mistake: take every drafted token."""
     return torch.ones_like(p)
 
@@ -63,7 +61,7 @@ SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5))
 
 
 @functools.cache
-def small_model(family: str = "llama") -> Any:
+def small_model(family="llama"):
     if family != "llama":
         return target_of(family, VOCABULARY)
     model = lively_model("llama", vocab_size=VOCABULARY)
@@ -75,7 +73,7 @@ def small_model(family: str = "llama") -> Any:
 
 
 @functools.cache
-def exact_law(processors: str, family: str) -> dict[tuple[int, ...], float]:
+def exact_law(processors, family):
     """Probability of every text, by the model's own forward pass and the library's processors."""
     texts = torch.tensor([PROMPT])
     chances = torch.ones(1)
@@ -92,18 +90,18 @@ def exact_law(processors: str, family: str) -> dict[tuple[int, ...], float]:
 
 
 def sample_texts(
-    processors: str,
+    processors,
     *,
-    rejection: bool,
-    family: str = "llama",
-    drafts: Any = SKIP.resolve(6),  # noqa: B008
-    fickle: bool = False,
-    vocabulary: Sequence[int] | None = None,
-    execution: str = "auto",
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float64,
-    rows: int = 500,
-) -> tuple[Counter[tuple[int, ...]], list[tuple[int, int]]]:
+    rejection,
+    family="llama",
+    drafts=SKIP.resolve(6),  # noqa: B008
+    fickle=False,
+    vocabulary=None,
+    execution="auto",
+    device="cpu",
+    dtype=torch.float64,
+    rows=500,
+):
     """Counts of texts over seeds 0, 1, ..., in batches; of each draft drafted and accepted tokens.
 
     Args:
@@ -140,7 +138,7 @@ def sample_texts(
     return counts, drafted
 
 
-def p_value(counts: Counter[tuple[int, ...]], processors: str, family: str = "llama") -> float:
+def p_value(counts, processors, family="llama"):
     """Chi-square against the exact law, texts expected under 5 times pooled; 0 if impossible."""
     law = exact_law(processors, family)
     if any(law[text] == 0 for text in counts):

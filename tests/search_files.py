@@ -2,7 +2,6 @@
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import run_files
@@ -15,14 +14,14 @@ STEP = 0.007  # seconds of one plain step
 
 def made_up(
     *,
-    layers: int = 12,
-    trials: int = 120,
-    confirm: bool = True,
-    pays: bool = True,
-    finalists: int = 4,
-    seed: int = 0,
-    **changes: Any,
-) -> dict[str, Any]:
+    layers=12,
+    trials=120,
+    confirm=True,
+    pays=True,
+    finalists=4,
+    seed=0,
+    **changes,
+):
     """A search of the sublayer space; `pays` False: of drafts that cost too much for their worth.
 
     Args:
@@ -98,13 +97,13 @@ def made_up(
     return document | changes
 
 
-def write(path: Path, document: dict[str, Any]) -> Path:
+def write(path, document):
     """A search file of this document."""
     path.write_text(json.dumps(document, indent=1), encoding="utf-8")
     return path
 
 
-def skipped(mask: int) -> dict[str, list[int]]:
+def skipped(mask):
     """The sets of a mask: bit 2i is the attention of layer i, bit 2i + 1 its MLP."""
     bits = range(mask.bit_length())
     return {
@@ -132,7 +131,7 @@ def _proposals(land, layers, trials, draw, done):
             yield "ours", mask
 
 
-def _trial(number: int, origin: str, mask: int, land: Landscape) -> dict[str, Any]:
+def _trial(number, origin, mask, land):
     alpha, costs = land.acceptance(mask), CostTable(land.cost(mask), land.verify)
     gained, length = max((speedup(alpha, g, costs.draft, costs.verify_cost), g) for g in LENGTHS)
     return {
@@ -150,9 +149,7 @@ def _trial(number: int, origin: str, mask: int, land: Landscape) -> dict[str, An
     }
 
 
-def _finalist(
-    trial: dict[str, Any], land: Landscape, confirm: bool, draw: random.Random
-) -> dict[str, Any]:
+def _finalist(trial, land, confirm, draw):
     measured = trial["speedup"] * draw.uniform(0.93, 1.04)
     origin = trial["origin"]
     decoding = {"controller": "expected-gain", "max_draft_length": 8, "threshold": None}

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from models import VOCABULARY, Erratic
-from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -79,7 +78,7 @@ _TRIES: tuple[set[str], ...] = (  # sizes left at their defaults: some follow fr
 )
 
 
-def _values(config: Any) -> dict[str, Any]:
+def _values(config):
     """Arguments that make a configuration of this class tiny, and those of its parts."""
     values: dict[str, Any] = {}
     for name, value in config.to_dict().items():
@@ -96,7 +95,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def small_model(kind: str, seed: int = 0, **more: Any) -> Any:
+def small_model(kind, seed=0, **more):
     """A model of a type with two layers, in float64; its weights are large, so its text varies.
 
     It is of the first of `_TRIES` that makes one.
@@ -115,7 +114,7 @@ def small_model(kind: str, seed: int = 0, **more: Any) -> Any:
     raise errors[0]
 
 
-def _built(config: Any, seed: int) -> Any:
+def _built(config, seed):
     config._experts_implementation = "eager"  # others have no float64
     encoder = config.is_encoder_decoder
     classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -141,7 +140,7 @@ def _built(config: Any, seed: int) -> Any:
     return model
 
 
-def alone(model: Any, ids: Tensor, mask: Tensor) -> list[list[int]]:
+def alone(model, ids, mask):
     """New tokens of the library's own greedy decoding, of every row of a batch alone."""
     how = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     rows = [row[real][None] for row, real in zip(ids, mask.bool(), strict=True)]
@@ -149,7 +148,7 @@ def alone(model: Any, ids: Tensor, mask: Tensor) -> list[list[int]]:
     return [text[0, -NEW_TOKENS:].tolist() for text in texts]
 
 
-def decoded(model: Any, inputs: tuple[Tensor, Tensor], *, sample: bool = False, **how: Any) -> Any:
+def decoded(model, inputs, *, sample=False, **how):
     """What `generate()` gives for prompts and their mask."""
     return model.generate(
         inputs[0],
@@ -161,7 +160,7 @@ def decoded(model: Any, inputs: tuple[Tensor, Tensor], *, sample: bool = False, 
     )
 
 
-def every_draft(model: Any, *own: SkipConfig) -> list[dict[str, Any]]:
+def every_draft(model, *own):
     """Settings of every kind of draft."""
     erratic = {"max_draft_length": 5, "lookup": False}
     return [
@@ -171,6 +170,6 @@ def every_draft(model: Any, *own: SkipConfig) -> list[dict[str, Any]]:
     ]
 
 
-def new_tokens(out: Any) -> list[list[int]]:
+def new_tokens(out):
     """The new tokens of every row."""
     return out.sequences[:, -NEW_TOKENS:].tolist()  # type: ignore[no-any-return]

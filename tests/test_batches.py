@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from engines import SKIPS, check_cache, decoder, held, play, prefilled, request
 from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, pure, ragged
-from torch import Tensor
 
 from layerskip import LayerSkipDecoding
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder
 from layerskip.model.cache import RowCache
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
@@ -22,19 +19,19 @@ SIZES = [16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3, 5, 
 NEW_TOKENS = 24
 
 
-def batch(rows: int) -> tuple[Tensor, Tensor]:
+def batch(rows):
     """Prompts of 1 to WINDOW + 6 tokens, no two neighbours alike."""
     return ragged(tuple(1 + 5 * row % (WINDOW + 6) for row in range(rows)), seed=rows)
 
 
-def ends(model: Any, rows: int) -> list[int]:
+def ends(model, rows):
     """Tokens that end the rows of a batch at different times, as the library decodes them."""
     ids, mask = batch(rows)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     return [int(out[row, ids.shape[1] + 1 + 3 * row % NEW_TOKENS]) for row in range(rows // 2)]
 
 
-def generate(model: Any, rows: int, decoding: Any, **how: Any) -> Any:
+def generate(model, rows, decoding, **how):
     ids, mask = batch(rows)
     return model.generate(
         ids,
@@ -46,7 +43,7 @@ def generate(model: Any, rows: int, decoding: Any, **how: Any) -> Any:
     )
 
 
-def decoding(controller: Any = "fixed", **settings: Any) -> LayerSkipDecoding:
+def decoding(controller="fixed", **settings):
     if controller == "erratic":
         controller = Erratic()
     return LayerSkipDecoding(
@@ -60,7 +57,7 @@ def decoding(controller: Any = "fixed", **settings: Any) -> LayerSkipDecoding:
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
 @pytest.mark.parametrize("rows", SIZES)
-def test_greedy_tokens_equal_the_librarys(family: str, rows: int) -> None:
+def test_greedy_tokens_equal_the_librarys(family, rows):
     """But for Gemma 2, whose padded rows are NaN in the library's own float64 (test_parity.py)."""
     model = lively_model(family)
     how = {"eos_token_id": ends(model, rows), "pad_token_id": 0}
@@ -75,7 +72,7 @@ def test_greedy_tokens_equal_the_librarys(family: str, rows: int) -> None:
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_sampled_rows_equal_themselves_alone(family: str, acceptance: str) -> None:
+def test_sampled_rows_equal_themselves_alone(family, acceptance):
     model = lively_model(family)
     rows = 6
     ids, mask = batch(rows)
@@ -100,7 +97,7 @@ def test_sampled_rows_equal_themselves_alone(family: str, acceptance: str) -> No
 
 
 @pure
-def forbid_by_row(ids: Tensor, scores: Tensor) -> Tensor:
+def forbid_by_row(ids, scores):
     """A processor that reads the row number."""
     scores = scores.clone()
     for row in range(len(scores)):
@@ -108,7 +105,7 @@ def forbid_by_row(ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def test_processors_see_true_row_numbers_and_histories(llama: Any) -> None:
+def test_processors_see_true_row_numbers_and_histories(llama):
     rows = 8
     how: dict[str, Any] = {"pad_token_id": 0, "repetition_penalty": 1.3}
     free = generate(llama, rows, None, logits_processor=[forbid_by_row], **how).sequences
@@ -116,7 +113,7 @@ def test_processors_see_true_row_numbers_and_histories(llama: Any) -> None:
     how["eos_token_id"] = [int(free[row, width + 2 * row + 1]) for row in range(rows - 1)]
     asked: list[tuple[int, list[int]]] = []
 
-    def constraint(row: int, seen: Tensor) -> list[int]:
+    def constraint(row, seen):
         asked.append((row, seen.tolist()))
         return list(range(2 + row, 97))
 
@@ -133,7 +130,7 @@ def test_processors_see_true_row_numbers_and_histories(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.4}])
-def test_scores_are_those_of_the_true_rows(llama: Any, processors: dict[str, Any]) -> None:
+def test_scores_are_those_of_the_true_rows(llama, processors):
     how: dict[str, Any] = {"eos_token_id": ends(llama, 8), "pad_token_id": 0, **processors}
     how |= {"output_scores": True, "output_logits": True, "temperature": None}
     want = generate(llama, 8, None, **how)
@@ -160,13 +157,13 @@ def test_scores_are_those_of_the_true_rows(llama: Any, processors: dict[str, Any
 # What is left behind, and when.
 
 
-def ending_at(lengths: tuple[int, ...]) -> Any:
+def ending_at(lengths):
     """A stop that ends each row after that many tokens."""
     width = batch(len(lengths))[0].shape[1]
     return lambda row, seen: seen.shape[1] - width >= lengths[row]
 
 
-def scripted(model: Any, lengths: tuple[int, ...], longest: int = 0, **settings: Any) -> Decoder:
+def scripted(model, lengths, longest=0, **settings):
     """Rows that end after those many tokens, drafting `longest` tokens a round."""
     prompts = tuple(int(row.sum()) for row in batch(len(lengths))[1])
     asked = request(prompts, new_tokens=max(lengths), stop=ending_at(lengths), **settings)
@@ -186,7 +183,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
+def test_batches_halve_as_rows_finish(llama, name):
     lengths, sizes = LENGTHS[name]
     run, ran = scripted(llama, lengths), scripted(llama, lengths)
     play(ran)
@@ -210,7 +207,7 @@ def test_batches_halve_as_rows_finish(llama: Any, name: str) -> None:
     assert run.stats.num_compactions == len(sizes) - 1
 
 
-def test_finished_rows_are_freed_and_fill_up_a_power_of_two_the_shortest_first(llama: Any) -> None:
+def test_finished_rows_are_freed_and_fill_up_a_power_of_two_the_shortest_first(llama):
     run = scripted(llama, (9, *[2] * 15))
     with torch.no_grad():
         before, *_, after = (held(run) for _ in run.rounds())
@@ -222,7 +219,7 @@ def test_finished_rows_are_freed_and_fill_up_a_power_of_two_the_shortest_first(l
     assert list(run.passes.rows) == sorted([0, 2, 4, shortest])
 
 
-def test_passes_carry_no_row_that_was_left_behind(llama: Any) -> None:
+def test_passes_carry_no_row_that_was_left_behind(llama):
     rows_of: list[int] = []
     hook = llama.model.layers[0].mlp.register_forward_pre_hook(
         lambda _, args: rows_of.append(args[0].shape[0])
@@ -241,12 +238,12 @@ def test_passes_carry_no_row_that_was_left_behind(llama: Any) -> None:
         hook.remove()
 
 
-def test_the_head_computes_only_what_is_read(llama: Any) -> None:
+def test_the_head_computes_only_what_is_read(llama):
     """Logits of a drafted position that a row did not reach, or of a finished row, nobody reads."""
     heads: list[int] = []
 
     class Own(Erratic):
-        def limit(self, row: int, allowed: int) -> int:
+        def limit(self, row, allowed):
             return min(row, allowed)
 
     hook = llama.lm_head.register_forward_pre_hook(
@@ -267,18 +264,18 @@ def test_the_head_computes_only_what_is_read(llama: Any) -> None:
     assert heads[-1] == sum(round_.drafted) + 3 < 4 * (max(round_.drafted) + 1)
 
 
-def test_a_controller_may_decide_for_the_batch(llama: Any) -> None:
+def test_a_controller_may_decide_for_the_batch(llama):
     """Asked before every draft step, the first one included, about the rows that may draft on."""
 
     class Together(Fixed):
-        def reset(self, rows: int) -> None:
+        def reset(self, rows):
             self.asked: list[list[int]] = [[]]
 
-        def update(self, row: int, drafted: int, accepted: int) -> None:
+        def update(self, row, drafted, accepted):
             if self.asked[-1]:
                 self.asked.append([])
 
-        def draft_together(self, rows: Sequence[int]) -> bool:
+        def draft_together(self, rows):
             self.asked[-1].append(len(rows))
             return len(self.asked[-1]) <= len(self.asked) % 3
 
@@ -300,14 +297,14 @@ def test_a_controller_may_decide_for_the_batch(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_mixed_up_rows_would_be_seen(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
     """The tests above can fail: with the right rows in another order they do."""
     lengths, _ = LENGTHS["half at once"]
     want = scripted(llama, lengths, longest=2)
     play(want)
     keep = RowCache.keep
 
-    def mixed_up(cache: RowCache, places: list[int], length: int) -> int:
+    def mixed_up(cache, places, length):
         return keep(cache, [*places[1:], places[0]], length)
 
     monkeypatch.setattr(RowCache, "keep", mixed_up)
@@ -334,9 +331,7 @@ def test_mixed_up_rows_would_be_seen(llama: Any, monkeypatch: pytest.MonkeyPatch
 )
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @torch.no_grad()
-def test_prefill_in_chunks_is_the_prefill(
-    family: str, execution: str, chunk: int, sizes: Any
-) -> None:
+def test_prefill_in_chunks_is_the_prefill(family, execution, chunk, sizes):
     """Rows whose prompts end in the first, a middle and the last chunk, and at a chunk's end."""
     model = lively_model(family)
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
@@ -356,7 +351,7 @@ def test_prefill_in_chunks_is_the_prefill(
 @pytest.mark.parametrize(
     ("rows", "width", "passes"), [(1, 1300, [512, 512, 276]), (3, 400, [400, 10])]
 )
-def test_passes_of_the_prefill_are_bounded(rows: int, width: int, passes: list[int]) -> None:
+def test_passes_of_the_prefill_are_bounded(rows, width, passes):
     model = lively_model("llama", max_position_embeddings=2048)
     ids = prompt(width, rows=rows)
     mask = torch.ones_like(ids)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from models import WINDOW, lively_model, prompt, ragged, tiny_model
-from torch import Tensor
 
 from layerskip import SkipConfig
 from layerskip.decoding.passes import Passes
@@ -24,7 +22,7 @@ NATIVE = pytest.param(
 WINDOWS = (WINDOW, None)
 
 
-def seen(held: RowCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+def seen(held, layer, keys, values):
     """Keys and values (B, H, T, D) that the queries of a pass see after an update, and the mask."""
     window = held.windows[layer]
     all_keys, all_values = held.update(keys, values, layer)
@@ -34,7 +32,7 @@ def seen(held: RowCache, layer: int, keys: Tensor, values: Tensor) -> tuple[Tens
 
 
 @pytest.mark.parametrize("more", [1, 40])
-def test_trimmed_buffers_hold_all_that_is_seen(more: int, sizes: Any) -> None:
+def test_trimmed_buffers_hold_all_that_is_seen(more, sizes):
     """Rows that advance at their own rates, roll back, and leave."""
     sizes(spare=more)
     draws, rows, slots = random.Random(more), 3, 300
@@ -65,7 +63,7 @@ def test_trimmed_buffers_hold_all_that_is_seen(more: int, sizes: Any) -> None:
     assert all(base % 16 == 0 for base in moves)
 
 
-def test_a_pass_of_a_short_row_keeps_what_long_rows_see() -> None:
+def test_a_pass_of_a_short_row_keeps_what_long_rows_see():
     """Row 0 is filled far ahead of row 1, whose prompt is still run alone."""
     held = RowCache(2, 2000, WINDOWS, trims=True)
     held.place([1500, 0], 1)
@@ -82,7 +80,7 @@ def test_a_pass_of_a_short_row_keeps_what_long_rows_see() -> None:
         assert held.keys[layer][0, 0, last - WINDOW : last, 0].tolist() == [*range(1493, 1501)]
 
 
-def test_bytes_of_sliding_layers_are_bounded() -> None:
+def test_bytes_of_sliding_layers_are_bounded():
     held = RowCache(1, 2100, WINDOWS, trims=True)
     one, chunk = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 512, 3)
     for start in range(0, 1024, 512):  # a prompt
@@ -100,7 +98,7 @@ def test_bytes_of_sliding_layers_are_bounded() -> None:
 
 @pytest.mark.parametrize("known", [True, False], ids=["length known", "length unknown"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_8000_tokens_take_what_the_formula_says(family: str, known: bool) -> None:
+def test_8000_tokens_take_what_the_formula_says(family, known):
     """Keys and values of the shapes of SmolLM2 135M and Gemma 3 270M."""
     shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     shape |= {"head_dim": 64, "hidden_size": 36}
@@ -128,9 +126,7 @@ def test_8000_tokens_take_what_the_formula_says(family: str, known: bool) -> Non
 
 @pytest.mark.parametrize("execution", ["modules", "fused", NATIVE])
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral"])
-def test_texts_across_windows_are_those_of_transformers(
-    family: str, execution: str, spied: Any, sizes: Any
-) -> None:
+def test_texts_across_windows_are_those_of_transformers(family, execution, spied, sizes):
     sizes(spare=4)
     made = spied(Passes, "__init__", lambda passes, *_: passes)
     dtype = torch.float32 if execution == "native" else torch.float64
@@ -147,13 +143,13 @@ def test_texts_across_windows_are_those_of_transformers(
     assert held.keys[0].shape[2] < held.slots
 
 
-def bases(opened: Sublayers, prompts: Sequence[Tensor]) -> list[int]:
+def bases(opened, prompts):
     passes = Passes(opened, [], prompts, max_new_tokens=4, max_draft_length=0)
     passes.prefill()
     return [passes.cache.held(layer)[0] for layer in range(opened.num_layers)]
 
 
-def test_compiled_passes_keep_every_slot(sizes: Any) -> None:
+def test_compiled_passes_keep_every_slot(sizes):
     sizes(spare=1, chunk=lambda *_: 8)
     opened = Sublayers(lively_model("mistral"), "fused")
     assert min(bases(opened, [prompt(60)[0]])) > 30

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def expected(folder):
 
 @pytest.fixture
 def save_skip(tmp_path):
-    def save(name: str = "skip.json", **values: Any) -> Any:
+    def save(name="skip.json", **values):
         SkipConfig(**values).save(tmp_path / name)
         return tmp_path / name
 

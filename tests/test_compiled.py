@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-from typing import Any
 from weakref import ref
 
 import pytest
@@ -22,12 +21,12 @@ EXIT = SkipConfig.early_exit(3)
 HOLES = SkipConfig(attention=(2, 4), mlp=(3,))
 
 
-def graphs() -> int:
+def graphs():
     """How many graphs have been compiled in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
-def decode(model: Any, ids: torch.Tensor, skip: SkipConfig | None, **settings: Any) -> Any:
+def decode(model, ids, skip, **settings):
     settings = {"execution": "compiled", "max_new_tokens": 24, "controller": "fixed"} | settings
     return generate(
         model, ids, skip=skip, max_draft_length=3, return_dict_in_generate=True, **settings
@@ -38,7 +37,7 @@ def decode(model: Any, ids: torch.Tensor, skip: SkipConfig | None, **settings: A
 def no_compiler(monkeypatch):
     """`torch.compile` as on a machine without a compiler."""
 
-    def fail(*_: Any, **__: Any) -> Any:
+    def fail(*_, **__):
         raise RuntimeError("no C++ compiler found\nand a long story")
 
     monkeypatch.setattr(torch, "compile", fail)
@@ -67,7 +66,7 @@ def test_what_is_not_plain_is_refused():
         Sublayers(model, "compiled")
 
 
-def small_model(**changes: Any) -> Any:
+def small_model(**changes):
     return lively_model("llama", num_hidden_layers=2, **changes)
 
 
@@ -75,7 +74,7 @@ def test_no_timed_call_compiles(monkeypatch):
     """A call of the benchmark that compiled something is timed again."""
     spent, calls = [0.0], []
 
-    def call(*_: Any) -> int:
+    def call(*_):
         calls.append(len(calls))
         if len(calls) < 3:  # the second call has another shape to compile
             spent[0] += 3.0

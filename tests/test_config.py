@@ -38,7 +38,7 @@ EVERYTHING = SkipConfig(
 
 
 @st.composite
-def resolvable(draw: st.DrawFn) -> tuple[SkipConfig, int]:
+def resolvable(draw):
     """A config and a depth that it fits, with something kept."""
     num_layers = draw(st.integers(2, 12))
     kept_layer = draw(st.integers(0, num_layers - 1))
@@ -276,7 +276,7 @@ def test_failed_save_leaves_the_old_file_alone(tmp_path):
 
 
 def test_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError("disk full")
 
     monkeypatch.setattr("layerskip.files.writing.os.replace", fail)

@@ -7,8 +7,6 @@ import math
 import os
 import random
 import time
-from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,10 +21,9 @@ from transformers import (
 )
 
 from layerskip.config import SINK, LowPrecision, SkipConfig
-from layerskip.costs.correction import CorrectedCosts
 from layerskip.costs.model import Place, Rates, Traffic, fitted, on_line
 from layerskip.costs.pricing import cost_table, low_facts, passes_table, step_seconds
-from layerskip.costs.speculation import CostTable, keys_read
+from layerskip.costs.speculation import keys_read
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
@@ -53,12 +50,12 @@ SKIPS = [
 
 
 def request(
-    lengths: tuple[int, ...] = (40,),
+    lengths=(40,),
     *,
-    sample: bool = False,
-    processors: tuple[Any, ...] = (),
-    new_tokens: int = 5,
-) -> Request:
+    sample=False,
+    processors=(),
+    new_tokens=5,
+):
     ids, mask = ragged(lengths, seed=1)
     return Request(
         input_ids=ids,
@@ -71,27 +68,23 @@ def request(
     )
 
 
-def machine(name: str = "Zen 4", noise: float = 0.0, **overrides: Any) -> Machine:
+def machine(name="Zen 4", noise=0.0, **overrides):
     how = {"num_key_value_heads": 1, "intermediate_size": 2048, "dtype": torch.float32}
     how |= {"max_position_embeddings": 1024} | overrides
     return Machine(lively_model("llama", **how), noise=noise, **MACHINES[name])
 
 
 @torch.no_grad()
-def costs_of(
-    of: Machine, drafts: Any, asked: Request | None = None, seconds: float | None = 1.0
-) -> list[CorrectedCosts]:
+def costs_of(of, drafts, asked=None, seconds=1.0):
     return cost_tables(of.opened, drafts, asked or request(), seconds=seconds, now=of.now)
 
 
-def tables(
-    of: Machine, *drafts: Any, asked: Request | None = None, seconds: float | None = None
-) -> list[CostTable]:
+def tables(of, *drafts, asked=None, seconds=None):
     with torch.no_grad():
         return [each.at(0) for each in costs_of(of, drafts, asked, seconds)]
 
 
-def spent(of: Machine, *drafts: Any, asked: Request | None = None) -> float:
+def spent(of, *drafts, asked=None):
     before = of.now()
     tables(of, *drafts or (SKIP,), asked=asked)
     return of.now() - before
@@ -103,7 +96,7 @@ def spent(of: Machine, *drafts: Any, asked: Request | None = None) -> float:
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("name", MACHINES)
-def test_any_number_of_rows_and_tokens_at_any_context_is_priced(name: str, noise: float) -> None:
+def test_any_number_of_rows_and_tokens_at_any_context_is_priced(name, noise):
     """From passes of one row and of four, behind few tokens; a source by its own steps."""
     of = machine(name, noise)
     off = 0.03 + 2 * noise
@@ -124,7 +117,7 @@ def test_any_number_of_rows_and_tokens_at_any_context_is_priced(name: str, noise
                 assert got.verify_cost(tokens) == pytest.approx(true, rel=off + sharp)
 
 
-def test_a_long_context_is_measured_where_a_call_gets_near_it() -> None:
+def test_a_long_context_is_measured_where_a_call_gets_near_it():
     """Without computing it; before that, keys are taken to cost what weights do."""
     of = machine("Intel", max_position_embeddings=6000)
     short, long = (costs_of(of, [SKIP], request((length,)))[0] for length in (4, 1100))
@@ -135,7 +128,7 @@ def test_a_long_context_is_measured_where_a_call_gets_near_it() -> None:
     assert short.at(5500).step < 0.8 * long.at(5500).step
 
 
-def test_a_call_that_nobody_asked_for_costs_spends_little_on_them() -> None:
+def test_a_call_that_nobody_asked_for_costs_spends_little_on_them():
     """The next calls go on, and until a plain step was timed, costs are those of bytes."""
     of = machine()
     of.rest = 0.03e9  # a tenth of the budget
@@ -145,14 +138,14 @@ def test_a_call_that_nobody_asked_for_costs_spends_little_on_them() -> None:
     assert tables(of, SKIP)[0].draft == pytest.approx(of.draft(SKIP, 32), rel=0.02)
 
 
-def test_before_anything_was_timed_more_tokens_cost_more() -> None:
+def test_before_anything_was_timed_more_tokens_cost_more():
     of = machine(max_position_embeddings=32)  # no room to time rounds
     eight = costs_of(of, [SKIP], request(lengths=(3,) * 8), seconds=None)[0].at(0, 8)
     assert eight.source == "analytic"
     assert eight.verify_cost(9) > 2.5
 
 
-def test_costs_are_measured_once_for_each_model_and_kind_of_law() -> None:
+def test_costs_are_measured_once_for_each_model_and_kind_of_law():
     of = machine()
     warm, repeating = TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.5)
     assert spent(of) > 0
@@ -169,9 +162,9 @@ def test_costs_are_measured_once_for_each_model_and_kind_of_law() -> None:
     assert spent(of, asked=request((4,) * 8)) == 0
 
 
-def test_a_users_own_functions_are_not_called_with_the_text_that_is_timed() -> None:
+def test_a_users_own_functions_are_not_called_with_the_text_that_is_timed():
     @pure
-    def own(ids: Tensor, scores: Tensor) -> Tensor:
+    def own(ids, scores):
         pytest.fail("called while costs were measured")
 
     constraint = PrefixConstrainedLogitsProcessor(lambda row, seen: [], 1)
@@ -179,12 +172,12 @@ def test_a_users_own_functions_are_not_called_with_the_text_that_is_timed() -> N
     assert tables(machine(), SKIP, asked=asked)[0].source == "measured"
 
 
-def test_no_room_to_measure() -> None:
+def test_no_room_to_measure():
     of = machine(max_position_embeddings=48)
     assert [each.source for each in tables(of, SKIP, Lookup())] == ["analytic"] * 2
 
 
-def test_times_serve_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_times_serve_the_next_process(monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
     asked = tables(machine(), Lookup(), SKIP, seconds=1.0)
     (file,) = (tmp_path / "costs").iterdir()
@@ -207,12 +200,12 @@ def test_times_serve_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize("busy", [0, 60])
-def test_sweeps_go_on_while_other_work_shows(busy: int) -> None:
+def test_sweeps_go_on_while_other_work_shows(busy):
     """So many passes are slower, each by another factor; two sweeps of them would be wrong."""
     of = machine()
     run, draws, left = of.run, random.Random(3), [busy]
 
-    def disturbed(hidden: Tensor, step: Any, blocks: Any) -> Tensor:
+    def disturbed(hidden, step, blocks):
         before = of.time
         out = run(hidden, step, blocks)
         left[0] -= 1
@@ -225,7 +218,7 @@ def test_sweeps_go_on_while_other_work_shows(busy: int) -> None:
     assert left[0] < 0
 
 
-def test_sources_that_are_timed_at_another_pace_are_priced_alike() -> None:
+def test_sources_that_are_timed_at_another_pace_are_priced_alike():
     of = machine()
     tables(of, SKIPS[0], seconds=1.0)
     now = of.now
@@ -239,7 +232,7 @@ def test_sources_that_are_timed_at_another_pace_are_priced_alike() -> None:
 # The numbers of a machine.
 
 
-def test_rates_follow_what_was_timed() -> None:
+def test_rates_follow_what_was_timed():
     traffic = {"own": Traffic((100.0,), {None: 1.0}, 40.0, {None: 0.5})}
     near = {(None, 1): 1.0, (None, 2): 1.2, (None, 4): 1.1, (None, 8): 1.6, ("own", 0): 0.5}
     four = {(None, 1): 1.75, (None, 4): 3.35}
@@ -262,13 +255,13 @@ def test_rates_follow_what_was_timed() -> None:
         assert rates.table(part, None, 0, 1).verify[-1] == pytest.approx(longest)
 
 
-def test_numbers_lie_on_lines_between_and_beyond() -> None:
+def test_numbers_lie_on_lines_between_and_beyond():
     points = {1: 1.0, 2: 1.5, 4: 2.0}
     assert [on_line(points, n) for n in (0.5, 1, 1.5, 2, 3, 4, 8)] == [1, 1, 1.25, 1.5, 1.75, 2, 3]
     assert on_line({3: 7.0}, 9) == 7.0
 
 
-def test_a_pass_reads_the_keys_that_its_layers_see() -> None:
+def test_a_pass_reads_the_keys_that_its_layers_see():
     per_token = 2 * 2 * 8 * 8  # keys and values, heads, width, float64
     llama = Sublayers(lively_model("llama"))
     assert llama.key_bytes() == {None: 6 * per_token}
@@ -283,12 +276,12 @@ def test_a_pass_reads_the_keys_that_its_layers_see() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_analytic_costs_of_low_precision(bits: Literal[8, 4]) -> None:
+def test_analytic_costs_of_low_precision(bits):
     """A byte a weight and a scale a row, or 16 bytes and a scale for 32 columns; norms whole."""
     opened = Sublayers(lively_model("llama", dtype=torch.float32), "modules")
     layer = opened.model.model.layers[0]
 
-    def low(module: Any) -> int:
+    def low(module):
         (weight,) = module.parameters()
         rows, columns = weight.shape
         return rows * (columns + 2 if bits == 8 else math.ceil(columns / 32) * (16 + 2))
@@ -311,11 +304,11 @@ def test_analytic_costs_of_low_precision(bits: Literal[8, 4]) -> None:
 class Quarter(Tensor):
     """A weight whose numbers are packed into a quarter of their bytes, as torchao packs them."""
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
+    def __tensor_flatten__(self):
         return ["packed"], None
 
 
-def test_analytic_costs_count_bytes_not_numbers() -> None:
+def test_analytic_costs_count_bytes_not_numbers():
     """Of a weight in two bytes, in one, and packed by a subclass: what a pass reads of it."""
     model = lively_model("llama", dtype=torch.float32)
     skip = SkipConfig(attention=(1, 2), mlp=(4,))
@@ -331,7 +324,7 @@ def test_analytic_costs_count_bytes_not_numbers() -> None:
     assert architecture._bytes(packed) == packed.numel() == packed.nbytes // 4
 
 
-def _read(model: Any) -> int:
+def _read(model):
     """Bytes of all sublayers and the head, as a step reads them."""
     read = [*model.model.layers, model.model.norm, model.lm_head]
     return sum(p.nbytes for module in read for p in module.parameters())
@@ -341,7 +334,7 @@ def _read(model: Any) -> int:
 # The record that prices any skip config.
 
 
-def recorded(of: Machine, **how: Any) -> dict[str, Any]:
+def recorded(of, **how):
     settings = {"contexts": (64,), "budget": 1.0, "now": of.now} | how
     record = measure(of.opened, [prompt(5)[0]], **settings)
     assert json.loads(json.dumps(record, allow_nan=False)) == record
@@ -350,7 +343,7 @@ def recorded(of: Machine, **how: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("name", MACHINES)
-def test_one_record_prices_every_skip_config(name: str, noise: float) -> None:
+def test_one_record_prices_every_skip_config(name, noise):
     of = machine(name, noise)
     record = recorded(of)
     off = 0.04 + 2 * noise
@@ -367,7 +360,7 @@ def test_one_record_prices_every_skip_config(name: str, noise: float) -> None:
     assert not disturbed(record)
 
 
-def test_a_record_follows_the_context() -> None:
+def test_a_record_follows_the_context():
     of = machine("Intel", max_position_embeddings=3000)
     record = recorded(of, contexts=(64, 2000, 10**6))
     assert record["contexts"] == [64, 2000]
@@ -380,7 +373,7 @@ def test_a_record_follows_the_context() -> None:
     assert step_seconds(record) == step_seconds(record, 1032)
 
 
-def test_low_precision_is_priced_by_a_draft_of_everything_low() -> None:
+def test_low_precision_is_priced_by_a_draft_of_everything_low():
     of = machine()
     low = SkipConfig.low_precision(8).resolve(LAYERS)
     record = recorded(of, low=low)
@@ -394,7 +387,7 @@ def test_low_precision_is_priced_by_a_draft_of_everything_low() -> None:
         cost_table(recorded(of), low)
 
 
-def test_what_heals_is_priced_with_what_it_heals(tmp_path: Path) -> None:
+def test_what_heals_is_priced_with_what_it_heals(tmp_path):
     head = LowPrecision(bits=4, head=8)
     model = lively_model("llama")
     trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", model)
@@ -423,7 +416,7 @@ def test_what_heals_is_priced_with_what_it_heals(tmp_path: Path) -> None:
         measure(model, [prompt(5)[0]], low=skip)
 
 
-def test_a_draft_vocabulary_costs_its_share_of_the_head() -> None:
+def test_a_draft_vocabulary_costs_its_share_of_the_head():
     record = cost_record(head=6e-3, head_sizes=(6, 48))
     whole, step = cost_table(record, SKIP), step_seconds(record)
     for size in (3, 48, 97):
@@ -439,7 +432,7 @@ def test_a_draft_vocabulary_costs_its_share_of_the_head() -> None:
     assert not record.keys() & {"head_sizes", "vocabulary"}
 
 
-def test_a_busy_machine_shows_and_the_model_is_left_as_it_was() -> None:
+def test_a_busy_machine_shows_and_the_model_is_left_as_it_was():
     opened = Sublayers(lively_model("gemma2"))
     before = dict(opened.__dict__)
     record = measure(opened, [prompt(5)[0]], contexts=(16,), budget=0.01)
@@ -456,6 +449,6 @@ def test_a_busy_machine_shows_and_the_model_is_left_as_it_was() -> None:
         ({"prompts": [torch.zeros(0, dtype=torch.long)]}, "at least one"),
     ],
 )
-def test_bad_input_is_told(change: dict[str, Any], message: str) -> None:
+def test_bad_input_is_told(change, message):
     with pytest.raises(ValueError, match=message):
         measure(lively_model("llama"), **{"prompts": [prompt(5)[0]]} | change)

@@ -7,10 +7,8 @@ with another seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -28,10 +26,10 @@ from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import drafts as drafts_module
 from layerskip.replay import drawing
-from layerskip.replay.drafts import Replay, follow, replay
-from layerskip.replay.drawing import NOTHING, Drawn, TextPlaces, propose
+from layerskip.replay.drafts import follow, replay
+from layerskip.replay.drawing import NOTHING, TextPlaces, propose
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import take_trace
 
 LEVEL = 1e-6  # of every statistical test here
 LENGTH, NEW, TEXTS = 3, 48, 200  # few long texts: rounds count, and each text costs a pass
@@ -54,7 +52,7 @@ ROUNDS = [
 ]
 
 
-def sampling(temperature: float = 1.0, *processors: Any, rows: int = 1) -> Law:
+def sampling(temperature=1.0, *processors, rows=1):
     warpers = [] if temperature == 1.0 else [TemperatureLogitsWarper(temperature)]
     return Law([*processors, *warpers], do_sample=True, rows=rows)
 
@@ -67,7 +65,7 @@ TARGET = torch.tensor([0.1, 1.2, -0.4, -0.5, 0.7, float("-inf"), -2.0])
 DRAFT = torch.tensor([0.6, 0.3, 0.9, -2.5, 0.7, -1.0, float("-inf")])
 
 
-def proposals(target: Tensor = TARGET) -> tuple[Tensor, Drawn]:
+def proposals(target=TARGET):
     """Tokens x of many texts at one place, drawn as a trace does, and proposals given them."""
     p = target.softmax(-1)
     keys = [stream_key(seed) for seed in range(PLACES)]
@@ -77,7 +75,7 @@ def proposals(target: Tensor = TARGET) -> tuple[Tensor, Drawn]:
     return texts, propose(sampling(), raw, None, beside, lambda rows: p.expand(len(rows), -1))
 
 
-def of_law(tokens: Tensor, law: Tensor) -> float:
+def of_law(tokens, law):
     """p-value of tokens against a law (V,)."""
     seen = torch.bincount(tokens, minlength=len(law)).double()
     live = law > 0
@@ -87,7 +85,7 @@ def of_law(tokens: Tensor, law: Tensor) -> float:
     return float(stats.chisquare(seen[live], expected).pvalue)
 
 
-def test_proposals_follow_the_drafts_law_and_are_accepted_by_the_rule() -> None:
+def test_proposals_follow_the_drafts_law_and_are_accepted_by_the_rule():
     p, q = TARGET.softmax(-1), DRAFT.softmax(-1)
     texts, drawn = proposals()
     accepted = drawn.tokens == texts
@@ -112,7 +110,7 @@ def test_proposals_follow_the_drafts_law_and_are_accepted_by_the_rule() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["temperature", "proposals from q", "the text's noise"])
-def test_known_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_mistakes_are_seen(mistake, monkeypatch):
     target = TARGET
     if mistake == "temperature":
         target = TARGET / 0.8
@@ -126,7 +124,7 @@ def test_known_mistakes_are_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) 
     assert of_law(drawn.tokens, DRAFT.softmax(-1)) < LEVEL
 
 
-def test_places_where_a_text_is_known_no_further_and_drafts_without_a_token() -> None:
+def test_places_where_a_text_is_known_no_further_and_drafts_without_a_token():
     p = TARGET.softmax(-1)
     beside = TextPlaces(torch.tensor([NOTHING, 1]), p[[0, 1]], [stream_key(0)] * 2, [7, 8])
     raw = torch.stack([DRAFT, torch.full_like(DRAFT, float("-inf"))])
@@ -140,12 +138,12 @@ def test_places_where_a_text_is_known_no_further_and_drafts_without_a_token() ->
 
 
 @cache
-def model() -> Any:
+def model():
     return lively_model("llama")
 
 
 @cache
-def traced(acceptance: str, eos: frozenset[int]) -> Trace:
+def traced(acceptance, eos):
     """Texts of seeds that no real decoding here uses."""
     return take_trace(
         model(),
@@ -160,7 +158,7 @@ def traced(acceptance: str, eos: frozenset[int]) -> Trace:
 
 
 @cache
-def replayed(skip: str, acceptance: str = "rejection", eos: frozenset[int] = NO_END) -> Replay:
+def replayed(skip, acceptance="rejection", eos=NO_END):
     return replay(traced(acceptance, eos), SKIPS[skip])
 
 
@@ -168,21 +166,21 @@ Counts = Tensor
 """Of each text: rounds, drafted tokens, rounds that accepted at least 1, 2, 3: (texts, 5)."""
 
 
-def totals(rounds: Iterator[SimulatedRound]) -> list[int]:
+def totals(rounds):
     """Counts of a text that is decoded alone."""
     done = [(round_.drafted[0], round_.accepted[0]) for round_ in rounds]
     reached = [sum(accepted > j for _, accepted in done) for j in range(LENGTH)]
     return [len(done), sum(drafted for drafted, _ in done), *reached]
 
 
-def simulated(played: Replay, controller: str) -> Counts:
+def simulated(played, controller):
     made = CONTROLLERS[controller]
     counts = [totals(simulate(played, made, [text])) for text in range(len(played.texts))]
     return torch.tensor(counts).double()
 
 
 @cache
-def decoded(skip: str, controller: str, eos: frozenset[int] = NO_END) -> Counts:
+def decoded(skip, controller, eos=NO_END):
     """Counts of real texts, decoded side by side: these controllers look at each row alone."""
     request = Request(
         input_ids=PROMPT.expand(TEXTS, -1),
@@ -214,16 +212,14 @@ def decoded(skip: str, controller: str, eos: frozenset[int] = NO_END) -> Counts:
     ).double()
 
 
-def p_value(ours: Counts, theirs: Counts) -> float:
+def p_value(ours, theirs):
     """Of equal means of all counts, by Welch's test; the least one, times their number."""
     found = stats.ttest_ind(ours.numpy(), theirs.numpy(), equal_var=False).pvalue
     return float(found.min()) * ours.shape[1]
 
 
 @pytest.mark.parametrize(("skip", "controller", "eos"), ROUNDS)
-def test_rounds_are_in_law_those_of_decoding(
-    skip: str, controller: str, eos: frozenset[int]
-) -> None:
+def test_rounds_are_in_law_those_of_decoding(skip, controller, eos):
     ours = simulated(replayed(skip, "rejection", eos), controller)
     assert p_value(ours, decoded(skip, controller, eos)) > LEVEL
     rounds, drafted, accepted, *_ = ours.sum(0).tolist()
@@ -235,19 +231,19 @@ def test_rounds_are_in_law_those_of_decoding(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("skip", [pytest.param("an exit", marks=pytest.mark.slow), "scattered"])
-def test_another_accept_rule_is_seen(skip: str) -> None:
+def test_another_accept_rule_is_seen(skip):
     coupled = simulated(replayed(skip, "coupled"), "fixed")
     assert p_value(coupled, decoded(skip, "fixed")) < LEVEL
 
 
-def test_weights_of_another_temperature_are_seen() -> None:
+def test_weights_of_another_temperature_are_seen():
     trace = traced("rejection", NO_END)
     other = replace(trace, law=sampling(0.6), texts=trace.texts[: TEXTS // 4])  # ends at p = 1e-14
     other = replay(other, SKIPS["scattered"])
     assert p_value(simulated(other, "fixed"), decoded("scattered", "fixed")) < LEVEL
 
 
-def ratios(trace: Trace, layers: int, temperature: float) -> Tensor:
+def ratios(trace, layers, temperature):
     """w = min(1, q / p) of an exit on texts of one length, by cut models, (texts, T - prompt)."""
     whole, cut = lively_model("llama"), lively_model("llama")
     cut.model.layers = cut.model.layers[:layers]
@@ -264,7 +260,7 @@ def ratios(trace: Trace, layers: int, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature: float) -> None:
+def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature):
     """Over all starts; texts are independent of each other. The wrong temperature is seen."""
     played = replayed("an exit")
     w = ratios(played.trace, 4, temperature).double()  # (texts, T - prompt - 1)
@@ -280,7 +276,7 @@ def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature: float
 
 
 @cache
-def small_trace(family: str = "gemma2") -> Trace:
+def small_trace(family="gemma2"):
     """Of three texts; Gemma 2 has windows of 8 tokens, softcaps and eager attention."""
     ids, mask = ragged((3, 12, 7))
     return take_trace(
@@ -293,13 +289,13 @@ def small_trace(family: str = "gemma2") -> Trace:
     )
 
 
-def test_texts_do_not_depend_on_the_accept_rule() -> None:
+def test_texts_do_not_depend_on_the_accept_rule():
     coupled = traced("coupled", NO_END).texts
     for mine, theirs in zip(traced("rejection", NO_END).texts, coupled, strict=True):
         assert torch.equal(mine.tokens, theirs.tokens)
 
 
-def test_greedy_decoding_knows_no_accept_rule() -> None:
+def test_greedy_decoding_knows_no_accept_rule():
     traces = [
         take_trace(model(), [PROMPT], max_new_tokens=NEW, acceptance=acceptance)
         for acceptance in ("coupled", "rejection")
@@ -308,7 +304,7 @@ def test_greedy_decoding_knows_no_accept_rule() -> None:
     assert torch.equal(plays[0].tokens, plays[1].tokens)
 
 
-def test_an_exit_is_accepted_where_its_own_law_says() -> None:
+def test_an_exit_is_accepted_where_its_own_law_says():
     """Against the model itself, cut off behind four layers."""
     trace = traced("rejection", NO_END)
     w = ratios(trace, 4, 1.0)
@@ -320,7 +316,7 @@ def test_an_exit_is_accepted_where_its_own_law_says() -> None:
         assert accepted[-1].all()
 
 
-def equal(ours: Replay, theirs: Replay) -> None:
+def equal(ours, theirs):
     assert torch.equal(ours.tokens, theirs.tokens)
     assert torch.equal(ours.matches, theirs.matches)
     assert torch.equal(ours.ends, theirs.ends)
@@ -329,7 +325,7 @@ def equal(ours: Replay, theirs: Replay) -> None:
 
 
 @pytest.mark.parametrize("skip", SKIPS)
-def test_chunks_change_nothing(skip: str, sizes: Any) -> None:
+def test_chunks_change_nothing(skip, sizes):
     trace = small_trace()
     whole, followed = replay(trace, SKIPS[skip]), follow(trace, SKIPS[skip], 3)
     equal(replay(trace, SKIPS[skip]), whole)
@@ -340,7 +336,7 @@ def test_chunks_change_nothing(skip: str, sizes: Any) -> None:
     equal(replay(again, SKIPS[skip]), whole)
 
 
-def test_an_exit_is_replayed_as_any_other_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_is_replayed_as_any_other_draft(monkeypatch):
     """The short way through the trace's own pass gives what the long way gives."""
     trace = small_trace()
     short = replay(trace, SKIPS["an exit"])

@@ -25,7 +25,7 @@ FAMILIES: list[Any] = ["t5", "t5gemma", "t5gemma2", "bart"]
 FAMILIES += [pytest.param(family, marks=pytest.mark.slow) for family in _SLOW]
 
 
-def texts(batch: str) -> tuple[torch.Tensor, torch.Tensor]:
+def texts(batch):
     """What encoders read, padded on the right, as their tokenizers pad."""
     ids, mask = ragged(BATCHES[batch], seed=3)
     lengths = mask.sum(-1).tolist()
@@ -36,20 +36,20 @@ def texts(batch: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @functools.cache
-def reference(family: str, batch: str) -> list[list[int]]:
+def reference(family, batch):
     """New tokens of the library's own greedy decoding."""
     ids, mask = texts(batch)
     how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     return small_model(family).generate(ids, **how)[:, 1:].tolist()  # type: ignore[no-any-return]
 
 
-def decode(family: str, batch: str, **settings: Any) -> Any:
+def decode(family, batch, **settings):
     return decoded(small_model(family), texts(batch), **settings)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -> None:
+def test_every_draft_gives_the_tokens_of_transformers(family, batch):
     expected = reference(family, batch)
     assert sublayers_of(small_model(family)).encoder
     assert len({token for row in reference(family, "ragged") for token in row}) > 2
@@ -61,7 +61,7 @@ def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family: str) -> None:
+def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
     how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)}
     expected = new_tokens(decode(family, "ragged", enabled=False, **how))
     assert len({*map(tuple, expected)}) == 3
@@ -69,7 +69,7 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family: str) -> 
         assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
 
 
-def test_drafts_are_looked_up_in_what_the_encoder_read() -> None:
+def test_drafts_are_looked_up_in_what_the_encoder_read():
     read = [torch.tensor([7, 8, 9, 10, 11]), torch.tensor([5, 6])]
     emitted: list[list[int]] = [[], []]
     batch: Any = type("Batch", (), {"prompts": torch.zeros(2, 1, dtype=torch.long)})()
@@ -83,7 +83,7 @@ def test_drafts_are_looked_up_in_what_the_encoder_read() -> None:
     assert new_tokens(decode("t5", "one", lookup=Lookup())) == reference("t5", "one")
 
 
-def test_rows_end_and_leave_with_what_their_encoder_read() -> None:
+def test_rows_end_and_leave_with_what_their_encoder_read():
     """Rows that have ended are dropped, and with them their row of the encoder's states."""
     ids, mask = texts("ragged")
     model, expected = small_model("t5"), reference("t5", "ragged")
@@ -97,7 +97,7 @@ def test_rows_end_and_leave_with_what_their_encoder_read() -> None:
         assert out.stats.num_compactions > 0
 
 
-def test_several_texts_may_be_drawn_for_what_was_read_once() -> None:
+def test_several_texts_may_be_drawn_for_what_was_read_once():
     ids, mask = texts("ragged")
     how = {"attention_mask": mask, "do_sample": True, "num_return_sequences": 2}
     decoding = LayerSkipDecoding(costs=COSTS, seed=5)
@@ -110,7 +110,7 @@ def test_several_texts_may_be_drawn_for_what_was_read_once() -> None:
     )
 
 
-def test_a_decoder_may_begin_with_tokens_of_the_callers() -> None:
+def test_a_decoder_may_begin_with_tokens_of_the_callers():
     ids, mask = texts("ragged")
     begin = torch.tensor([[1, 11, 12]]).repeat(3, 1)
     how = {"attention_mask": mask, "decoder_input_ids": begin, "max_new_tokens": 8}
@@ -121,7 +121,7 @@ def test_a_decoder_may_begin_with_tokens_of_the_callers() -> None:
     )
 
 
-def test_what_an_encoder_decoder_needs_is_said() -> None:
+def test_what_an_encoder_decoder_needs_is_said():
     model = small_model("t5")
     assert level(model) == level(model.config) == ("whole", "the sublayers of 't5' are not known")
     with pytest.raises(ValueError, match="an encoder-decoder reads a text before it decodes"):
@@ -150,7 +150,7 @@ SKIPS = {
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("draft", SKIPS)
-def test_a_t5gemma_drafts_with_its_decoders_sublayers(draft: str, batch: str) -> None:
+def test_a_t5gemma_drafts_with_its_decoders_sublayers(draft, batch):
     few = {"draft_vocabulary": range(2, 70)} if draft == "few of the head" else {}
     settings: dict[str, Any] = {
         "skip": SKIPS[draft],
@@ -163,7 +163,7 @@ def test_a_t5gemma_drafts_with_its_decoders_sublayers(draft: str, batch: str) ->
     assert out.stats.num_draft_tokens > 0
 
 
-def test_a_t5gemma_is_opened_and_counts_its_cross_attention() -> None:
+def test_a_t5gemma_is_opened_and_counts_its_cross_attention():
     model = small_model("t5gemma")
     assert level(model) == ("opened", "its sublayers are known")
     opened = sublayers_of(model)
@@ -190,7 +190,7 @@ def test_a_t5gemma_is_opened_and_counts_its_cross_attention() -> None:
         take_trace(model, [prompt(9)], max_new_tokens=4)
 
 
-def test_a_decoder_alone_may_draft_for_an_encoder_decoder() -> None:
+def test_a_decoder_alone_may_draft_for_an_encoder_decoder():
     decoding = {
         "assistant": tiny_model("llama", bos_token_id=1, eos_token_id=3),
         "lookup": False,
@@ -201,7 +201,7 @@ def test_a_decoder_alone_may_draft_for_an_encoder_decoder() -> None:
     assert out.stats.num_draft_tokens > 0
 
 
-def test_costs_are_measured_with_what_the_first_row_read() -> None:
+def test_costs_are_measured_with_what_the_first_row_read():
     ids, mask = texts("ragged")
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8}
     expected = small_model("t5").generate(ids, **how)

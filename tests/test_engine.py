@@ -34,7 +34,6 @@ from models import (
     ragged,
     side_by_side,
 )
-from torch import Tensor, nn
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
@@ -56,21 +55,21 @@ class Script(Controller):
 
     needs_confidence = False
 
-    def __init__(self, *lengths: int) -> None:
+    def __init__(self, *lengths):
         self.lengths = lengths
         self.updates: list[tuple[int, int, int]] = []
 
-    def reset(self, rows: int) -> None:
+    def reset(self, rows):
         self.round = [0] * rows
 
-    def limit(self, row: int, allowed: int) -> int:
+    def limit(self, row, allowed):
         self.round[row] += 1
         return self.lengths[(self.round[row] - 1) % len(self.lengths)]
 
-    def keep_drafting(self, row: int, confidence: float) -> bool:
+    def keep_drafting(self, row, confidence):
         return True
 
-    def update(self, row: int, drafted: int, accepted: int) -> None:
+    def update(self, row, drafted, accepted):
         self.updates.append((row, drafted, accepted))
 
 
@@ -100,13 +99,11 @@ ROUNDS = [
         ),
     ],
 )
-def test_cache_after_every_round_equals_a_fresh_prefill(
-    family: str, skip: str, execution: str
-) -> None:
+def test_cache_after_every_round_equals_a_fresh_prefill(family, skip, execution):
     check_caches(family, skip, execution)
 
 
-def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None:
+def test_cache_differs_where_verification_does_not_overwrite(llama):
     """The comparison above can fail: after a draft step, before its verification, it does."""
     run = decoder(llama, request((6,)), skip="scattered")
     with torch.no_grad():
@@ -119,7 +116,7 @@ def test_cache_differs_where_verification_does_not_overwrite(llama: Any) -> None
             check_cache(run, prefilled(run))
 
 
-def test_a_short_text_holds_little_whatever_its_limit_is() -> None:
+def test_a_short_text_holds_little_whatever_its_limit_is():
     """Of 32,768 tokens allowed five come: room for some hundred is all that is ever held."""
     model = lively_model("llama", max_position_embeddings=40_000)
     text = greedy_text(model, (6,), 5)[0]
@@ -133,7 +130,7 @@ def test_a_short_text_holds_little_whatever_its_limit_is() -> None:
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @torch.no_grad()
-def test_a_long_text_holds_few_slots_beyond_its_own(execution: str) -> None:
+def test_a_long_text_holds_few_slots_beyond_its_own(execution):
     model = lively_model("llama", max_position_embeddings=40_000, num_hidden_layers=2)
     asked = request((700,), new_tokens=32_768)
     run = Decoder(Sublayers(model, execution), SkipConfig(), Fixed(4), asked, max_draft_length=4)
@@ -149,7 +146,7 @@ def test_a_long_text_holds_few_slots_beyond_its_own(execution: str) -> None:
 
 
 @pytest.fixture
-def small_buffers(sizes: Any) -> None:
+def small_buffers(sizes):
     """Buffers have next to no room to spare, so that a text crosses many edges."""
     sizes(spare=1, rounded_up=lambda slots: slots)
 
@@ -158,7 +155,7 @@ def small_buffers(sizes: Any) -> None:
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.no_grad()
-def test_texts_across_growing_buffers(family: str, execution: str) -> None:
+def test_texts_across_growing_buffers(family, execution):
     """Ragged rows that draft, fall back and end at and around the edges."""
     model = lively_model(family)
     asked = request(
@@ -182,11 +179,11 @@ def test_texts_across_growing_buffers(family: str, execution: str) -> None:
 
 
 @pytest.mark.slow
-def test_growing_buffers_compile_nothing(sizes: Any) -> None:
+def test_growing_buffers_compile_nothing(sizes):
     sizes(spare=1)
     model = lively_model("llama", num_hidden_layers=2)
 
-    def run(new_tokens: int) -> Decoder:
+    def run(new_tokens):
         asked = request((5,), new_tokens=new_tokens)
         made = Decoder(
             Sublayers(model, "compiled"),
@@ -213,13 +210,13 @@ def test_growing_buffers_compile_nothing(sizes: Any) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_layers_may_differ_in_dtype(attention: str) -> None:
+def test_layers_may_differ_in_dtype(attention):
     """As with quantised or adapted layers, which compute in a dtype of their own."""
     model = lively_model("llama")
     model.set_attn_implementation(attention)
     attend = model.model.layers[1].self_attn.float()
 
-    def into(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def into(_, args, kwargs):
         angles = tuple(table.float() for table in kwargs["position_embeddings"])
         hidden = kwargs["hidden_states"].float()
         return args, kwargs | {"hidden_states": hidden, "position_embeddings": angles}
@@ -240,7 +237,7 @@ def test_layers_may_differ_in_dtype(attention: str) -> None:
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("skip", SKIPS)
-def test_stats_follow_from_the_rounds(llama: Any, skip: str, sample: bool) -> None:
+def test_stats_follow_from_the_rounds(llama, skip, sample):
     asked = request(sample=sample, eos=frozenset({9, 23}))
     run = decoder(llama, asked, skip=skip, controller=Erratic())
     rounds = play(run)
@@ -273,11 +270,11 @@ def test_stats_follow_from_the_rounds(llama: Any, skip: str, sample: bool) -> No
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_shared_prefix_is_run_once_a_token(family: str, skip: str) -> None:
+def test_a_shared_prefix_is_run_once_a_token(family, skip):
     model = lively_model(family)
     seen = {"tokens": 0}
 
-    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def count(module, args, kwargs):
         hidden = args[0] if args else kwargs["hidden_states"]
         seen["tokens"] += hidden.shape[0] * hidden.shape[1]
 
@@ -303,7 +300,7 @@ def test_a_shared_prefix_is_run_once_a_token(family: str, skip: str) -> None:
 
 
 @pytest.mark.parametrize("new_tokens", [1, 9])
-def test_plain_decoding_has_a_round_for_each_token(llama: Any, new_tokens: int) -> None:
+def test_plain_decoding_has_a_round_for_each_token(llama, new_tokens):
     """And the first token comes with the prefill."""
     run = decoder(llama, request((5,), new_tokens=new_tokens), longest=0)
     rounds = play(run)
@@ -320,7 +317,7 @@ def test_plain_decoding_has_a_round_for_each_token(llama: Any, new_tokens: int) 
 # Ends.
 
 
-def test_lengths_bound_what_is_drafted(llama: Any) -> None:
+def test_lengths_bound_what_is_drafted(llama):
     """A draft of more than the tokens left less one could not be emitted."""
     for new_tokens in range(2, 9):
         # a draft that leaves nothing out is always right: every round emits drafted + 1
@@ -332,7 +329,7 @@ def test_lengths_bound_what_is_drafted(llama: Any) -> None:
         assert draft_limit(9, new_tokens - 1, 99) == new_tokens - 2
 
 
-def test_end_inside_a_draft_cuts_the_round_and_stops_drafting(llama: Any) -> None:
+def test_end_inside_a_draft_cuts_the_round_and_stops_drafting(llama):
     text = greedy_text(llama, (5,), 12)[0]
     end = next(i for i in range(2, 9) if text[i] not in text[:i])
     asked = request((5,), new_tokens=12, eos=frozenset({text[end], VOCABULARY + 1}))
@@ -349,7 +346,7 @@ def test_end_inside_a_draft_cuts_the_round_and_stops_drafting(llama: Any) -> Non
     assert run.passes.lengths == [5 + end]
 
 
-def test_end_in_the_first_token(llama: Any) -> None:
+def test_end_in_the_first_token(llama):
     text = greedy_text(llama, LENGTHS, 1)
     run = decoder(llama, request(eos=frozenset({text[1][0]})))
     rounds = play(run)
@@ -358,11 +355,11 @@ def test_end_in_the_first_token(llama: Any) -> None:
     assert run.emitted[1] == text[1]
 
 
-def test_stop_inside_a_round_cuts_it_and_is_asked_token_by_token(llama: Any) -> None:
+def test_stop_inside_a_round_cuts_it_and_is_asked_token_by_token(llama):
     text = greedy_text(llama, LENGTHS, 20)
     asked_with: list[list[list[int]]] = [[], [], []]
 
-    def stop(row: int, seen: Tensor) -> bool:
+    def stop(row, seen):
         asked_with[row].append(seen[0].tolist())
         return row == 0 and seen.shape[1] == max(LENGTHS) + 4
 
@@ -379,7 +376,7 @@ def test_stop_inside_a_round_cuts_it_and_is_asked_token_by_token(llama: Any) -> 
         assert histories == want
 
 
-def test_controller_is_told_every_round_and_held_back_where_it_asks_too_much(llama: Any) -> None:
+def test_controller_is_told_every_round_and_held_back_where_it_asks_too_much(llama):
     controller = Script(2, 0, 3, 9)
     run = decoder(llama, request(eos=frozenset({9})), controller=controller)
     rounds = play(run)
@@ -404,9 +401,7 @@ class Sure(Erratic):
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("sample", [False, True])
-def test_confidences_are_margins_where_they_are_asked_for(
-    llama: Any, sample: bool, skip: str, spied: Any
-) -> None:
+def test_confidences_are_margins_where_they_are_asked_for(llama, sample, skip, spied):
     asked = request(sample=sample, processors=(TemperatureLogitsWarper(0.7),) if sample else ())
     run = decoder(llama, asked, skip=skip, controller=Sure())
     seen = spied(run.target.draws[0], "draft", lambda raw, at, *_: (raw.clone(), at))
@@ -428,7 +423,7 @@ def test_confidences_are_margins_where_they_are_asked_for(
     assert compared == run.stats.num_draft_tokens > 20
 
 
-def test_by_the_rejection_rule_margins_are_not_told(llama: Any) -> None:
+def test_by_the_rejection_rule_margins_are_not_told(llama):
     asked = request(sample=True, rejection=True)
     sure, plain = (play(decoder(llama, asked, controller=kind())) for kind in (Sure, Erratic))
     assert sure == plain
@@ -437,9 +432,7 @@ def test_by_the_rejection_rule_margins_are_not_told(llama: Any) -> None:
 
 @pytest.mark.parametrize("rejection", [False, True])
 @pytest.mark.parametrize("sample", [False, True])
-def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
-    llama: Any, sample: bool, rejection: bool
-) -> None:
+def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(llama, sample, rejection):
     ended = 0
     for end in range(0, VOCABULARY, 24):
         asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
@@ -455,7 +448,7 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(
 
 
 @pytest.mark.parametrize("rejection", [False, True])
-def test_the_host_waits_once_a_round(llama: Any, rejection: bool, spied: Any) -> None:
+def test_the_host_waits_once_a_round(llama, rejection, spied):
     """Reading single numbers is not seen here, but on a GPU (test_gpu.py)."""
     reads = spied(live_target, "on_host", lambda *values: len(values))
     asked = request(sample=True, rejection=rejection)
@@ -472,7 +465,7 @@ def test_the_host_waits_once_a_round(llama: Any, rejection: bool, spied: Any) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # lean and native passes
-def test_nan_logits_stop_with_a_reason(dtype: torch.dtype) -> None:
+def test_nan_logits_stop_with_a_reason(dtype):
     for part in ("lm_head", "model.layers.5.mlp.down_proj"):
         model = lively_model("llama", dtype=dtype)
         with torch.no_grad():
@@ -482,13 +475,13 @@ def test_nan_logits_stop_with_a_reason(dtype: torch.dtype) -> None:
                 play(decoder(model, request(sample=sample)))
 
 
-def test_nan_in_the_draft_alone_only_ends_the_draft(llama: Any) -> None:
+def test_nan_in_the_draft_alone_only_ends_the_draft(llama):
     """Half precision may overflow in a draft where the whole model does not."""
     opened = Sublayers(llama)
     calls = {"n": 0}
 
     class Overflowing(Passes):
-        def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
+        def draft_step(self, tokens, offset, draft=0):
             calls["n"] += 1
             logits = super().draft_step(tokens, offset, draft)
             return logits * float("nan") if calls["n"] % 2 else logits
@@ -509,7 +502,7 @@ def test_nan_in_the_draft_alone_only_ends_the_draft(llama: Any) -> None:
 # What is left behind, and what happens side by side.
 
 
-def state(model: nn.Module) -> dict[str, Any]:
+def state(model):
     return {
         "weights": {k: (v.data_ptr(), v.clone()) for k, v in model.state_dict().items()},
         "config": model.config.to_dict(),
@@ -522,7 +515,7 @@ def state(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
+def check_untouched(model, before):
     after = state(model)
     for (pointer, tensor), (was, values) in zip(
         after.pop("weights").values(), before.pop("weights").values(), strict=True
@@ -534,7 +527,7 @@ def check_untouched(model: nn.Module, before: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
+def test_the_model_is_left_as_it_was_found(family, execution):
     """After an exception, too."""
     model = lively_model(family)
     before = state(model)
@@ -542,7 +535,7 @@ def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
     check_untouched(model, before.copy())
 
     @pure
-    def fail(ids: Tensor, scores: Tensor) -> Tensor:
+    def fail(ids, scores):
         if ids.shape[1] > max(LENGTHS) + 3:
             raise RuntimeError("no more")
         return scores
@@ -553,8 +546,8 @@ def test_the_model_is_left_as_it_was_found(family: str, execution: str) -> None:
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_two_decoders_interleaved_give_the_same_as_alone(llama: Any, execution: str) -> None:
-    def runs() -> list[Decoder]:
+def test_two_decoders_interleaved_give_the_same_as_alone(llama, execution):
+    def runs():
         return [
             decoder(
                 llama, request(sample=True, new_tokens=17), skip="scattered", execution=execution
@@ -575,10 +568,10 @@ def test_two_decoders_interleaved_give_the_same_as_alone(llama: Any, execution: 
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_two_threads_on_one_model(llama: Any, execution: str) -> None:
+def test_two_threads_on_one_model(llama, execution):
     opened = Sublayers(llama, execution=execution)
 
-    def run(sample: bool) -> Decoder:
+    def run(sample):
         lengths, skip = ((9, 4), "scattered") if sample else ((5, 7, 2), "early exit")
         asked = request(lengths, sample=sample, new_tokens=16)
         return Decoder(opened, SKIPS[skip].resolve(6), Fixed(3), asked, max_draft_length=3)
@@ -595,9 +588,9 @@ def test_two_threads_on_one_model(llama: Any, execution: str) -> None:
 # What a decoder refuses.
 
 
-def test_what_cannot_run_is_refused_before_anything_does(llama: Any) -> None:
+def test_what_cannot_run_is_refused_before_anything_does(llama):
     class Nothing:
-        def restart(self, rows: int) -> None:
+        def restart(self, rows):
             pytest.fail("asked")
 
     limit = llama.config.max_position_embeddings
@@ -611,7 +604,7 @@ def test_what_cannot_run_is_refused_before_anything_does(llama: Any) -> None:
         passes.cache.place([4], 3)
 
 
-def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
+def test_the_last_position_is_used_and_none_past_it(llama):
     limit = llama.config.max_position_embeddings
     ids = prompt(limit - 6)
     asked = Request(ids, torch.ones_like(ids), 6, Law([], do_sample=False, rows=1))
@@ -622,7 +615,7 @@ def test_the_last_position_is_used_and_none_past_it(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(40, 3), (3, 40), (12, 3), (3, 3)])
-def test_rows_of_one_seed_at_different_places(llama: Any, lengths: tuple[int, ...]) -> None:
+def test_rows_of_one_seed_at_different_places(llama, lengths):
     """Rows may share a noise stream, and then read it at places far apart."""
     ids, mask = ragged(lengths)
     keys = [stream_key(7)] * 2
@@ -642,7 +635,7 @@ def test_rows_of_one_seed_at_different_places(llama: Any, lengths: tuple[int, ..
 
 
 @pure
-def double_in_place(ids: Tensor, scores: Tensor) -> Tensor:
+def double_in_place(ids, scores):
     return scores.mul_(2)
 
 
@@ -650,9 +643,7 @@ def double_in_place(ids: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("processors", [(), (TemperatureLogitsWarper(0.7),), (double_in_place,)])
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @torch.no_grad()
-def test_what_a_round_gives_is_the_callers_own(
-    processors: tuple[Any, ...], rejection: bool, execution: str
-) -> None:
+def test_what_a_round_gives_is_the_callers_own(processors, rejection, execution):
     """It stays as it is while decoding goes on, which does not notice what becomes of it."""
     model = lively_model("llama").float()  # in float32 nothing is copied for its dtype
     how: dict[str, Any] = {"sample": True, "processors": processors, "rejection": rejection}

@@ -36,7 +36,7 @@ from layerskip.training.exits import (
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma4"])
-def test_exits_are_read_through_the_models_own_norm_and_head(family: str) -> None:
+def test_exits_are_read_through_the_models_own_norm_and_head(family):
     model, ids = tiny_model(family), prompt(20, rows=2)  # longer than Gemma 2's window
     with torch.no_grad():
         logits = ExitModel(model)(ids, (2, 6))
@@ -49,7 +49,7 @@ def test_exits_are_read_through_the_models_own_norm_and_head(family: str) -> Non
 
 
 @torch.no_grad()
-def test_a_dropped_layer_passes_its_input_on() -> None:
+def test_a_dropped_layer_passes_its_input_on():
     model, other, ids = tiny_model("llama"), tiny_model("llama"), prompt(9, rows=2)
     kept = torch.ones(6, 2, dtype=torch.bool)
     kept[3, 1] = False  # of the second window only
@@ -61,7 +61,7 @@ def test_a_dropped_layer_passes_its_input_on() -> None:
     torch.testing.assert_close(logits[1], other(ids, use_cache=False).logits[1].float())
 
 
-def test_the_recipe_is_the_papers() -> None:
+def test_the_recipe_is_the_papers():
     rates = drop_rates(5, 0.2)
     assert rates == pytest.approx([0.2 * (math.exp(n * math.log(2) / 4) - 1) for n in range(5)])
     drawn = torch.stack([kept_layers(5, 0.2, 4, 0, step) for step in range(4000)])
@@ -81,7 +81,7 @@ def test_the_recipe_is_the_papers() -> None:
     assert sum(exit_weights([2, 4], 6, final=False).values()) == pytest.approx(1)
 
 
-def test_the_table_tells_what_exits_are_worth() -> None:
+def test_the_table_tells_what_exits_are_worth():
     """What shared noise accepts is the share that is known of two Gumbel maxima."""
     model, windows = lively_model("gemma2"), prompt(64, rows=12)
     rows = exit_table(ExitModel(model), windows, range(1, 7), 0.8)
@@ -105,17 +105,17 @@ class Letters:
 
     chat_template, bos_token_id, eos_token_id = None, 1, 0
 
-    def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
+    def __call__(self, text, **_):
         texts = [text] if isinstance(text, str) else text
         ids = [[2 + ord(letter) % (VOCABULARY - 2) for letter in each] for each in texts]
         return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder):
         (folder / "tokenizer.json").write_text("{}")
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     path = tmp_path / "texts.jsonl"
     lines = [{"text": f"{n} times {n} is {n * n}; " * 4} for n in range(40)]
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -127,7 +127,7 @@ FASTER = {"trained": TIMES | {"tokens": [1, 1], "seconds_per_token": [0.1, 0.1]}
 
 
 @pytest.fixture(autouse=True)
-def _timed(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def _timed(monkeypatch, request):
     """No clock is read, but in the test of that."""
     if "clock" not in request.node.name:
         monkeypatch.setattr(exit_training, "clock", lambda *_, **__: FASTER)
@@ -140,8 +140,8 @@ class Stopped(Exception):
     pass
 
 
-def training(folder: Path, texts: Path, stop: str = "never", **changes: Any) -> ExitTraining:
-    def progress(what: str, _: float) -> None:
+def training(folder, texts, stop="never", **changes):
+    def progress(what, _):
         if what.startswith(stop):
             raise Stopped
 
@@ -156,9 +156,7 @@ FIVE = ("training: step 1,", "training: step 4,", "training: step 5,", "training
 
 
 @pytest.mark.parametrize("kills", [FIVE[2:3], pytest.param(FIVE, marks=pytest.mark.slow)])
-def test_a_killed_training_gives_the_same_weights(
-    kills: tuple[str, ...], tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkeypatch):
     whole = training(tmp_path / "whole", texts).run()
     monkeypatch.setattr(exit_training, "SAVE_SECONDS", 0.0)
     for kill in kills:
@@ -175,9 +173,7 @@ def test_a_killed_training_gives_the_same_weights(
     assert training(tmp_path / "parts", texts).run() == again  # finished: nothing is done again
 
 
-def test_training_makes_exits_right_more_often_and_keeps_the_model(
-    tmp_path: Path, texts: Path
-) -> None:
+def test_training_makes_exits_right_more_often_and_keeps_the_model(tmp_path, texts):
     record = training(tmp_path / "out", texts, steps=60, curriculum="all").run()
     before, after = record["before"], record["after"]
     for place in (1, 3):
@@ -190,9 +186,7 @@ def test_training_makes_exits_right_more_often_and_keeps_the_model(
     assert model.config.num_hidden_layers == 6
 
 
-def test_the_clock_decides_what_drafts(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_decides_what_drafts(tmp_path, texts, monkeypatch):
     monkeypatch.setattr(exit_training, "TIMED", 1)
     monkeypatch.setattr(judging, "REPEATS", 1)
     monkeypatch.setattr(judging, "_pays", lambda _: False)
@@ -204,7 +198,7 @@ def test_the_clock_decides_what_drafts(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks the library for an old name
-def test_adapters_are_merged(tmp_path: Path, texts: Path) -> None:
+def test_adapters_are_merged(tmp_path, texts):
     pytest.importorskip("peft")
     record = training(tmp_path / "out", texts, lora=4, rate=1e-2, steps=20).run()
     assert record["after"][3]["loss"] < record["before"][3]["loss"]
@@ -229,9 +223,7 @@ with processes.process_group():
 
 
 @pytest.mark.thorough
-def test_two_processes_share_the_weights_and_train_what_one_does(
-    tmp_path: Path, texts: Path
-) -> None:
+def test_two_processes_share_the_weights_and_train_what_one_does(tmp_path, texts):
     """They are stopped once, and go on; but for rounding, nothing differs."""
     script = tmp_path / "other.py"
     script.write_text(THE_OTHER)
@@ -250,7 +242,7 @@ def test_two_processes_share_the_weights_and_train_what_one_does(
     assert off < 1e-3 * moved
 
 
-def test_random_weights_learn_the_text(tmp_path: Path, texts: Path) -> None:
+def test_random_weights_learn_the_text(tmp_path, texts):
     config = tiny_model("llama").config
     config.num_hidden_layers = 2
     config.save_pretrained(tmp_path)
@@ -289,9 +281,7 @@ def test_random_weights_learn_the_text(tmp_path: Path, texts: Path) -> None:
         ("--lora 4", "--lora needs peft, which is not installed: pip install peft"),
     ],
 )
-def test_the_command_refuses_in_one_line(
-    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
     """And writes nothing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -310,7 +300,7 @@ def test_the_command_refuses_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_runs_whole_is_refused(tmp_path: Path, texts: Path) -> None:
+def test_a_model_that_runs_whole_is_refused(tmp_path, texts):
     model = small_model("gpt2").float()
     with pytest.raises(ValueError, match="'gpt2' is not opened into sublayers"):
         ExitTraining(model, Letters(), None, texts, ExitRecipe(steps=1), tmp_path / "out")

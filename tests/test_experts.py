@@ -13,7 +13,6 @@ import torch
 from cost_records import cost_record
 from kinds import several
 from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_model
-from torch import Tensor
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Task
@@ -57,11 +56,11 @@ CASES = [
 
 
 @functools.cache
-def model_of(family: str) -> Any:
+def model_of(family):
     return lively_model(family)
 
 
-def logits(opened: Sublayers, ids: Tensor, skip: SkipConfig | None = None) -> Tensor:
+def logits(opened, ids, skip=None):
     """Of whole texts (B, T), exactly or as a draft computes them, (B, T, V)."""
     skip = (skip or SkipConfig()).resolve(opened.num_layers)
     hidden, step = opened.first_pass(ids)
@@ -69,7 +68,7 @@ def logits(opened: Sublayers, ids: Tensor, skip: SkipConfig | None = None) -> Te
     return opened.backend.run(hidden, step, opened.weights.blocks(skip))
 
 
-def with_top(model: Any, top: int) -> Any:
+def with_top(model, top):
     """A copy of a model whose tokens take so many experts."""
     other = copy.deepcopy(model)
     for layer in other.model.layers:
@@ -88,9 +87,7 @@ def with_top(model: Any, top: int) -> Any:
 @pytest.mark.parametrize("top", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", MIXTURES)
-def test_routers_are_the_library_s_bit_by_bit(
-    family: str, dtype: torch.dtype, top: int, normalised: bool
-) -> None:
+def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
     more: dict[str, Any] = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
     model = tiny_model(family, dtype=dtype, **more)
     mixture = Sublayers(model, "modules").mixtures[0]
@@ -113,9 +110,7 @@ def test_routers_are_the_library_s_bit_by_bit(
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_experts_add_up_as_the_library_s(
-    tokens: int, dtype: torch.dtype, implementation: str
-) -> None:
+def test_experts_add_up_as_the_library_s(tokens, dtype, implementation):
     if dtype is torch.float64 and implementation != "eager":
         return  # the library's faster ones know no float64
     model = tiny_model("mixtral", dtype=dtype)
@@ -139,7 +134,7 @@ def test_experts_add_up_as_the_library_s(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", MIXTURES)
-def test_logits_are_the_library_s(family: str, execution: str, dtype: torch.dtype) -> None:
+def test_logits_are_the_library_s(family, execution, dtype):
     model = tiny_model(family, dtype=dtype)
     opened = Sublayers(model, execution)
     ids = prompt(WINDOW + 3, rows=2)
@@ -151,7 +146,7 @@ def test_logits_are_the_library_s(family: str, execution: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_draft_of_one_expert_is_the_model_that_takes_one(family: str, execution: str) -> None:
+def test_a_draft_of_one_expert_is_the_model_that_takes_one(family, execution):
     model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
     opened = Sublayers(model, execution)
     with torch.no_grad():
@@ -163,7 +158,7 @@ def test_a_draft_of_one_expert_is_the_model_that_takes_one(family: str, executio
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_draft_of_no_expert_runs_the_dense_mlps(execution: str) -> None:
+def test_a_draft_of_no_expert_runs_the_dense_mlps(execution):
     model, ids = model_of("gemma4_mixture"), prompt(WINDOW + 3, rows=2)
     dense = copy.deepcopy(model)
     for layer in dense.model.layers:
@@ -177,8 +172,8 @@ def test_a_draft_of_no_expert_runs_the_dense_mlps(execution: str) -> None:
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_rounded_draft_is_the_model_with_rounded_weights_and_exact_routers(
-    family: str, execution: str, bits: Any
-) -> None:
+    family, execution, bits
+):
     model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
     wide = copy.deepcopy(model)
     opened = Sublayers(wide, "modules")
@@ -196,7 +191,7 @@ def test_a_rounded_draft_is_the_model_with_rounded_weights_and_exact_routers(
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bits", BITS)
-def test_rounded_experts_are_rounded_alone(bits: int, packed: bool) -> None:
+def test_rounded_experts_are_rounded_alone(bits, packed):
     weight = torch.randn(3, 17, 70, generator=torch.Generator().manual_seed(3))
     whole = rounded(weight, bits, packed=packed)
     assert whole.nbytes == rounded_bytes(weight, bits, packed=packed)
@@ -213,7 +208,7 @@ def test_rounded_experts_are_rounded_alone(bits: int, packed: bool) -> None:
 # Texts.
 
 
-def tokens_of(model: Any, ids: Tensor, mask: Tensor, decoding: Any, *, sample: bool) -> Any:
+def tokens_of(model, ids, mask, decoding, *, sample):
     out = model.generate(
         ids,
         attention_mask=mask,
@@ -227,7 +222,7 @@ def tokens_of(model: Any, ids: Tensor, mask: Tensor, decoding: Any, *, sample: b
 
 
 @functools.cache
-def references(family: str, rows: int) -> tuple[Any, Any]:
+def references(family, rows):
     """Greedy texts of the library, and sampled ones of plain decoding."""
     model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
     plain = LayerSkipDecoding(enabled=False, seeds=(11, 12, 13)[:rows])
@@ -238,7 +233,7 @@ def references(family: str, rows: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize(("family", "draft"), CASES)
-def test_texts_do_not_depend_on_drafts(family: str, draft: str, execution: str, rows: int) -> None:
+def test_texts_do_not_depend_on_drafts(family, draft, execution, rows):
     model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
     seeds = (11, 12, 13)[:rows]
     drafted = accepted = 0
@@ -256,7 +251,7 @@ def test_texts_do_not_depend_on_drafts(family: str, draft: str, execution: str, 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", MIXTURES)
-def test_texts_of_several_sources_and_unruly_controllers(family: str, execution: str) -> None:
+def test_texts_of_several_sources_and_unruly_controllers(family, execution):
     model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2), seed=3)
     drafts = [DRAFTS["rounded to 4 bits, one expert"], DRAFTS["early exit, one expert"]]
     for sample, want in zip((False, True), references(family, 3), strict=True):
@@ -274,7 +269,7 @@ def test_texts_of_several_sources_and_unruly_controllers(family: str, execution:
             assert stats.num_draft_tokens > 0
 
 
-def test_drafts_leave_the_model_as_it_was() -> None:
+def test_drafts_leave_the_model_as_it_was():
     model = lively_model("gemma4_mixture")
     router = model.model.layers[0].router
     before = {**vars(router)}, {**vars(model.model.layers[0].experts)}, model.config.to_dict()
@@ -288,7 +283,7 @@ def test_drafts_leave_the_model_as_it_was() -> None:
 # The choice.
 
 
-def test_experts_are_part_of_a_draft(tmp_path: Any) -> None:
+def test_experts_are_part_of_a_draft(tmp_path):
     one, all_of_them = SkipConfig(experts=1), SkipConfig()
     assert one != all_of_them
     assert key_of(one.resolve(4)) != key_of(all_of_them.resolve(4))
@@ -317,7 +312,7 @@ def test_experts_are_part_of_a_draft(tmp_path: Any) -> None:
         ("llama", 1, "experts must be left out for this model, which is no mixture"),
     ],
 )
-def test_numbers_that_a_model_lacks_are_refused(family: str, experts: int, message: str) -> None:
+def test_numbers_that_a_model_lacks_are_refused(family, experts, message):
     model = tiny_model(family)
     decoding = LayerSkipDecoding(SkipConfig(experts=experts), controller="fixed")
     with pytest.raises(ValueError, match=message):
@@ -325,7 +320,7 @@ def test_numbers_that_a_model_lacks_are_refused(family: str, experts: int, messa
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_what_is_not_plain_keeps_the_module_path(family: str) -> None:
+def test_what_is_not_plain_keeps_the_module_path(family):
     model = tiny_model(family)
     assert Sublayers(model).execution == "fused"
     mixture = Sublayers(model).mixtures[0]
@@ -340,7 +335,7 @@ def test_what_is_not_plain_keeps_the_module_path(family: str) -> None:
         opened.weights.blocks(SkipConfig(experts=1))
 
 
-def test_compiled_passes_fall_back_to_fused_ones() -> None:
+def test_compiled_passes_fall_back_to_fused_ones():
     with pytest.warns(UserWarning, match="no compiled passes of mixtures"):
         assert Sublayers(tiny_model("mixtral"), "compiled").execution == "fused"
 
@@ -349,7 +344,7 @@ def test_compiled_passes_fall_back_to_fused_ones() -> None:
 # Bytes and costs.
 
 
-def test_bytes_of_the_experts_that_tokens_touch() -> None:
+def test_bytes_of_the_experts_that_tokens_touch():
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)  # 2 of 4 experts, dense in layer 1
     opened = Sublayers(model, "modules")
     mlp = model.model.layers[0].mlp
@@ -365,7 +360,7 @@ def test_bytes_of_the_experts_that_tokens_touch() -> None:
     assert eight == norm + router + 2 * (expert // 2 + 2 * (2 * 16 + 32))  # scales of rows
 
 
-def test_bytes_of_drafts() -> None:
+def test_bytes_of_drafts():
     model = tiny_model("gemma4_mixture", dtype=torch.bfloat16)
     opened = Sublayers(model, "modules")
     layer = model.model.layers[0]
@@ -382,12 +377,12 @@ def test_bytes_of_drafts() -> None:
         assert copies_of(fresh).nbytes == opened.weights.nbytes(skip)
 
 
-def test_analytic_costs_count_experts() -> None:
+def test_analytic_costs_count_experts():
     model = tiny_model("mixtral", dtype=torch.bfloat16)
     opened = Sublayers(model, "modules")
     found = analytic(opened, SkipConfig(experts=1).resolve(6))
 
-    def bytes_of(tokens: int) -> int:
+    def bytes_of(tokens):
         read = opened.weight_bytes(tokens=tokens)
         return int(sum(read["sublayers"]) + read["head"])
 
@@ -410,7 +405,7 @@ def test_analytic_costs_count_experts() -> None:
 
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("kind", ["layer", "sublayer"])
-def test_spaces_hold_every_draft_with_every_number_of_experts(kind: str, bits: Any) -> None:
+def test_spaces_hold_every_draft_with_every_number_of_experts(kind, bits):
     space = Space(kind=kind, num_layers=2, bits=bits, allow_ends=True, experts=(2, 1, 0))
     masks = list(space.enumerate())
     skips = [space.skip_config(mask) for mask in masks]
@@ -430,7 +425,7 @@ def test_spaces_hold_every_draft_with_every_number_of_experts(kind: str, bits: A
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_search_prices_and_finds_drafts_of_fewer_experts(family: str) -> None:
+def test_a_search_prices_and_finds_drafts_of_fewer_experts(family):
     model = lively_model(family)
     ids = [prompt(9, seed=seed) for seed in range(2)]
     where = space_for(Sublayers(model), "sublayer,experts")

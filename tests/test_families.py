@@ -31,7 +31,7 @@ QUICK = {"gpt2", "gpt_neox", "opt", "qwen2_moe", "starcoder2"}
 WHOLE = sorted({kind for kind, how in SERVED.items() if how.startswith("whole")} - {*UNBUILT})
 
 
-def test_the_table_is_what_the_installed_library_is() -> None:
+def test_the_table_is_what_the_installed_library_is():
     """A model that is new, gone or served otherwise is named; scripts/architectures.py writes."""
     found = architectures.served()
     changed = [
@@ -44,13 +44,13 @@ def test_the_table_is_what_the_installed_library_is() -> None:
     assert changed == []
 
 
-def test_the_table_is_of_the_pinned_version() -> None:
+def test_the_table_is_of_the_pinned_version():
     assert f"transformers=={TRANSFORMERS}" in (ROOT / "constraints.txt").read_text().splitlines()
     levels = {how for how in SERVED.values() if not how.startswith("refused: ")}
     assert levels == {*DRAFTS}
 
 
-def test_the_readme_says_what_the_table_says() -> None:
+def test_the_readme_says_what_the_table_says():
     page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     groups = {how: [kind for kind, own in SERVED.items() if own == how] for how in DRAFTS}
     refused = sum(how.startswith("refused: ") for how in SERVED.values())
@@ -63,7 +63,7 @@ def test_the_readme_says_what_the_table_says() -> None:
     assert f"**Refused**: {refused}, for " in page
 
 
-def test_the_table_fits_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_fits_any_terminal(monkeypatch):
     before = render(environment())
     monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((60, 24)))
     lines = render(environment() | {"architectures": TABLE}).removeprefix(before).splitlines()
@@ -76,7 +76,7 @@ def test_the_table_fits_any_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     "kind",
     [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in WHOLE],
 )
-def test_a_whole_model_decodes_as_generate_does(kind: str) -> None:
+def test_a_whole_model_decodes_as_generate_does(kind):
     model = small_model(kind)
     assert open_model(model).execution == "whole"
     ids, mask = ragged((11, 7), seed=1)  # (B, W)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from covering import covering
 from models import lively_model, pure, ragged
-from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import steps as steps_module
 from layerskip.decoding.sources.chain_cache import ChainCache
-from layerskip.replay.drafts import Replay, all_starts, follow, replay
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.drafts import all_starts, follow, replay
+from layerskip.replay.trace import take_trace
 
 LENGTH = 6
 EOS = frozenset(range(5, 9))
@@ -49,18 +46,18 @@ SKIPS = {
 }
 
 
-def sampling(temperature: float | None, *processors: Any) -> Law:
+def sampling(temperature, *processors):
     warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
     return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
 
 
-def prompts(lengths: Sequence[int] = (3, 12, 7)) -> list[Tensor]:
+def prompts(lengths=(3, 12, 7)):
     ids, mask = ragged(tuple(lengths))
     return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
 
 
 @cache
-def traced(case: str) -> Trace:
+def traced(case):
     family, temperature, acceptance, eos = CASES[case]
     return take_trace(
         lively_model(family),
@@ -74,11 +71,11 @@ def traced(case: str) -> Trace:
 
 
 @cache
-def replayed(case: str, skip: str) -> Replay:
+def replayed(case, skip):
     return replay(traced(case), SKIPS[skip])
 
 
-def agree(followed: Tensor, whole: Replay) -> bool:
+def agree(followed, whole):
     """Whether drafts are followed to their first wrong token, (N, J) bool."""
     right = whole.matches[:, : followed.shape[1]].long().cumprod(1).bool()
     return torch.equal(followed, right)
@@ -86,13 +83,13 @@ def agree(followed: Tensor, whole: Replay) -> bool:
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("case", CASES)
-def test_followed_drafts_are_the_replayed_ones(case: str, skip: str) -> None:
+def test_followed_drafts_are_the_replayed_ones(case, skip):
     assert agree(follow(traced(case), SKIPS[skip], LENGTH), replayed(case, skip))
 
 
 @pytest.mark.parametrize("skip", ["an exit", "an odd prefix", "no prefix"])
 @pytest.mark.parametrize("case", ["greedy", "coupled", "rejection"])
-def test_some_starts_and_some_tokens(case: str, skip: str) -> None:
+def test_some_starts_and_some_tokens(case, skip):
     """Starts in any order, and drafts that can draw other tokens on each text."""
     trace = traced(case)
     every = all_starts(trace)
@@ -106,7 +103,7 @@ def test_some_starts_and_some_tokens(case: str, skip: str) -> None:
     assert follow(trace, SKIPS[skip], 2, []).shape == (0, 2)
 
 
-def test_the_cases_follow_some_drafts_and_lose_some() -> None:
+def test_the_cases_follow_some_drafts_and_lose_some():
     whole = {(case, skip): replayed(case, skip) for case in CASES for skip in SKIPS}
     first, last = ([played.survival[step] for played in whole.values()] for step in (0, -1))
     assert sum(0.2 < share < 0.9 for share in first) > len(whole) / 2
@@ -135,7 +132,7 @@ def test_logits_bound_a_pass(monkeypatch, sizes):
     seen = []
 
     class Watched(ChainCache):
-        def __init__(self, known: Any, texts: Tensor, starts: Tensor, steps: int) -> None:
+        def __init__(self, known, texts, starts, steps):
             seen.append(starts.numel())
             super().__init__(known, texts, starts, steps)
 
@@ -146,12 +143,12 @@ def test_logits_bound_a_pass(monkeypatch, sizes):
     assert agree(followed, replayed("windows", "no prefix"))
 
 
-def swapped(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
+def swapped(cache, chosen, steps, fed):
     """A known mistake: every chain of a group takes its neighbour's keys and values."""
     return RIGHT(cache, chosen.roll(1, dims=1), steps, fed)
 
 
-def stale(cache: ChainCache, chosen: Tensor, steps: int, fed: int) -> ChainCache:
+def stale(cache, chosen, steps, fed):
     """A known mistake: the last step's keys and values stay behind."""
     return RIGHT(cache, chosen, steps, fed - 1)
 
@@ -160,16 +157,16 @@ RIGHT = ChainCache.regrouped
 
 
 @pytest.mark.parametrize("wrong", [swapped, stale])
-def test_a_wrong_regrouping_shows(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_regrouping_shows(wrong, monkeypatch):
     monkeypatch.setattr(ChainCache, "regrouped", wrong)
     followed = follow(traced("windows"), SKIPS["no prefix"], LENGTH)
     assert not agree(followed, replayed("windows", "no prefix"))
 
 
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_processors_that_read_the_text(acceptance: str) -> None:
+def test_processors_that_read_the_text(acceptance):
     @pure
-    def by_length(ids: Tensor, scores: Tensor) -> Tensor:
+    def by_length(ids, scores):
         """Likes another token at every length, and none that has just been."""
         scores = scores.clone()
         scores[:, ids.shape[1] % scores.shape[1]] += 1.0
@@ -191,7 +188,7 @@ def test_processors_that_read_the_text(acceptance: str) -> None:
         assert agree(follow(trace, SKIPS[skip], LENGTH), whole)
 
 
-def test_bad_lengths_are_told() -> None:
+def test_bad_lengths_are_told():
     trace = traced("greedy")
     for length in (0, LENGTH + 1):
         with pytest.raises(ValueError, match=r"1\.\.6"):

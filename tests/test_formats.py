@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ READ: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]
 
 
-def told(reader: Reader, text: str, size: int) -> Told:
+def told(reader, text, size):
     """What is told of a text that comes in pieces of a size."""
     deltas = [
         each for at in range(0, len(text), size) for each in reader.feed(text[at : at + size])
@@ -84,12 +83,12 @@ def told(reader: Reader, text: str, size: int) -> Told:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_calls_are_read_whatever_pieces_they_come_in(size: int) -> None:
+def test_calls_are_read_whatever_pieces_they_come_in(size):
     for name, text, content, calls in READ:
         assert told(Reader(FORMATS[name]), text, size) == (content, "", calls), text
 
 
-def test_arguments_are_told_before_a_call_ends() -> None:
+def test_arguments_are_told_before_a_call_ends():
     reader = Reader(FORMATS["hermes"])
     first = reader.feed('<tool_call>{"name": "f", "arguments": {"path": "a')
     assert first[0]["tool_calls"][0]["function"]["name"] == "f"
@@ -98,7 +97,7 @@ def test_arguments_are_told_before_a_call_ends() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
-def test_reasoning_is_apart_from_content_and_calls(size: int) -> None:
+def test_reasoning_is_apart_from_content_and_calls(size):
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     think, hermes = REASONING["think"], FORMATS["hermes"]
     for text, inside, expected in (
@@ -111,7 +110,7 @@ def test_reasoning_is_apart_from_content_and_calls(size: int) -> None:
         assert told(Reader(hermes, think, inside=inside), text, size) == expected
 
 
-def test_of_calls_that_may_not_be_parallel_the_first_counts() -> None:
+def test_of_calls_that_may_not_be_parallel_the_first_counts():
     name, text, content, calls = READ[0]
     assert told(Reader(FORMATS[name], several=False), text, 5) == (content, "", calls[:1])
 
@@ -130,12 +129,12 @@ def test_of_calls_that_may_not_be_parallel_the_first_counts() -> None:
         ("{{ messages }}", None),
     ],
 )
-def test_the_template_tells_the_format(template: str, name: str | None) -> None:
+def test_the_template_tells_the_format(template, name):
     assert format_of("auto", template) is (None if name is None else FORMATS[name])
     assert format_of("none", template) is None
 
 
-def test_formats_by_name() -> None:
+def test_formats_by_name():
     assert format_of("llama3", "<tool_call>") is FORMATS["llama3"]
     assert reasoning_of("auto", "... </think>") == ("<think>", "</think>")
     assert reasoning_of("auto", "") is None
@@ -162,11 +161,11 @@ TOOLS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return AutoTokenizer.from_pretrained(Path(layerskip.__file__).parent / "models" / "demo-llama")
 
 
-def walk(grammar: Any, tokenizer: Any, seed: int) -> str:
+def walk(grammar, tokenizer, seed):
     """A random text of a grammar, strings of which are kept short."""
     state, tokens = grammar.start(), list[int]()
     generator = torch.Generator().manual_seed(seed)
@@ -185,14 +184,14 @@ def walk(grammar: Any, tokenizer: Any, seed: int) -> str:
     pytest.fail("no end")
 
 
-def calls_of(name: str, text: str) -> Sequence[tuple[str, Any]]:
+def calls_of(name, text):
     content, _, calls = told(Reader(FORMATS[name]), text, 11)
     assert content == ""
     return [(called, json.loads(arguments)) for called, arguments in calls]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_texts_of_its_grammar_are_read_as_calls(name: str, tokenizer: Any) -> None:
+def test_texts_of_its_grammar_are_read_as_calls(name, tokenizer):
     """Of tools whose arguments have a schema, one call or several."""
     for several in (False, True):
         rules = FORMATS[name].grammar(TOOLS, several, json.dumps)
@@ -213,7 +212,7 @@ def test_texts_of_its_grammar_are_read_as_calls(name: str, tokenizer: Any) -> No
         assert seen == {"weather", "now"}
 
 
-def test_a_schema_without_a_type_is_refused_where_calls_are_no_json() -> None:
+def test_a_schema_without_a_type_is_refused_where_calls_are_no_json():
     tool = {"name": "f", "parameters": {"properties": {"x": {"anyOf": []}}}}
     with pytest.raises(ValueError, match="a schema of a tool must say type, enum or const"):
         FORMATS["gemma4"].grammar([tool], False, json.dumps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -34,13 +33,13 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write(path)
     return path
 
 
-def text_of(model: Any, ids: torch.Tensor, **settings: Any) -> list[int]:
+def text_of(model, ids, **settings):
     decoding = LayerSkipDecoding(**settings)
     out = model.generate(
         ids, custom_generate=decoding, max_new_tokens=24, do_sample=False, eos_token_id=None
@@ -50,7 +49,7 @@ def text_of(model: Any, ids: torch.Tensor, **settings: Any) -> list[int]:
 
 @native
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
-def test_texts_are_those_of_the_model_that_the_file_means(tmp_path: Path, kind: str) -> None:
+def test_texts_are_those_of_the_model_that_the_file_means(tmp_path, kind):
     path = tmp_path / "model.gguf"
     plain = write(path, kind, tied=kind != "qwen3", seed=1)
     packed = load(str(path)).model
@@ -66,7 +65,7 @@ def test_texts_are_those_of_the_model_that_the_file_means(tmp_path: Path, kind: 
 
 
 @native
-def test_sampled_texts_are_those_of_plain_decoding(file: Path) -> None:
+def test_sampled_texts_are_those_of_plain_decoding(file):
     model = load(str(file), dtype="bfloat16").model
     ids = torch.arange(30, 40)[None]
     how = {"max_new_tokens": 24, "do_sample": True, "seed": 3}
@@ -78,7 +77,7 @@ def test_sampled_texts_are_those_of_plain_decoding(file: Path) -> None:
 
 
 @native
-def test_it_is_told_how_weights_are_stored_and_what_they_take(file: Path) -> None:
+def test_it_is_told_how_weights_are_stored_and_what_they_take(file):
     loaded = layerskip.load(str(file))
     stored = stored_weights(loaded.model)
     matrices = [e for e in read_gguf(file).tensors.values() if len(e.shape) == 2]
@@ -95,7 +94,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(file: Path) -> Non
         )
 
 
-def test_a_file_is_a_model_for_commands(file: Path) -> None:
+def test_a_file_is_a_model_for_commands(file):
     asked = ("--prompt", "abc", "--max-new-tokens", "8")
     ours = document(run("generate", str(file), *asked, "--json"))
     plain = document(run("generate", str(file), *asked, "--json", "--no-draft"))
@@ -103,14 +102,14 @@ def test_a_file_is_a_model_for_commands(file: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_file_can_be_checked(file: Path, tmp_path: Path) -> None:
+def test_a_file_can_be_checked(file, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abc\nxyz\n")
     checked = run("check", str(file), "--prompts", prompts, "--max-new-tokens", "8")
     assert checked.exit_code == 0, checked.output
 
 
-def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path: Path) -> None:
+def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path):
     plain = write(tmp_path / "model.gguf")
     factors = np.linspace(1, 4, 32, dtype=np.float32)
     changed = rewritten(tmp_path / "model.gguf", {"rope_freqs.weight": factors})
@@ -118,7 +117,7 @@ def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path: Path) -> Non
     assert torch.equal(made, plain.model.rotary_emb.inv_freq / torch.from_numpy(factors))
 
 
-def rewritten(path: Path, more: dict[str, np.ndarray], *left_out: str) -> Path:
+def rewritten(path, more, *left_out):
     """The file with other tensors, and without some."""
     made = path.with_name("changed.gguf")
     reader = gguf.GGUFReader(path)
@@ -146,7 +145,7 @@ def rewritten(path: Path, more: dict[str, np.ndarray], *left_out: str) -> Path:
 HEAD = struct.Struct("<4sIQQ")
 
 
-def spoilt(file: Path, kind: str, path: Path) -> str:
+def spoilt(file, kind, path):
     """Write a spoilt copy of a file; returns words of what is said of it."""
     data = bytearray(file.read_bytes())
     magic, version, tensors, keys = HEAD.unpack_from(data)
@@ -195,7 +194,7 @@ def spoilt(file: Path, kind: str, path: Path) -> str:
         *("a kind that is not read", "an unknown kind", "beyond the file"),
     ],
 )
-def test_spoilt_files_are_refused_in_one_line(file: Path, tmp_path: Path, kind: str) -> None:
+def test_spoilt_files_are_refused_in_one_line(file, tmp_path, kind):
     path = tmp_path / "spoilt.gguf"
     words = spoilt(file, kind, path)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
@@ -204,7 +203,7 @@ def test_spoilt_files_are_refused_in_one_line(file: Path, tmp_path: Path, kind: 
     assert "\n" not in str(refusal.value)
 
 
-def test_a_command_refuses_a_spoilt_file(file: Path, tmp_path: Path) -> None:
+def test_a_command_refuses_a_spoilt_file(file, tmp_path):
     path = tmp_path / "spoilt.gguf"
     words = spoilt(file, "2^60 tensors", path)
     assert words in refused("generate", str(path), "--prompt", "a")
@@ -212,7 +211,7 @@ def test_a_command_refuses_a_spoilt_file(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_1", "Q4_K", "Q6_K", "F16"])
-def test_scales_that_are_not_finite_are_refused(tmp_path: Path, form: str, value: float) -> None:
+def test_scales_that_are_not_finite_are_refused(tmp_path, form, value):
     path = tmp_path / "model.gguf"
     write(path, forms=(form,))
     entry = read_gguf(path).tensors["blk.1.ffn_down.weight"]
@@ -224,7 +223,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path: Path, form: str, value
         load(str(path))
 
 
-def test_files_of_other_models_are_refused(file: Path, tmp_path: Path) -> None:
+def test_files_of_other_models_are_refused(file, tmp_path):
     for named, words in (
         ("blk.2.ffn_up.weight", r"model.layers.2.mlp.up_proj.weight has no tensor"),
         ("token_embd.weight", "has no matrix token_embd.weight"),
@@ -246,7 +245,7 @@ def test_files_of_other_models_are_refused(file: Path, tmp_path: Path) -> None:
         load(str(tmp_path / "other.gguf"))
 
 
-def test_a_weight_whose_rows_are_no_units_is_unpacked(tmp_path: Path) -> None:
+def test_a_weight_whose_rows_are_no_units_is_unpacked(tmp_path):
     path = tmp_path / "model.gguf"
     plain = write(path, hidden_size=48, forms=("F16", "F32"), intermediate_size=48, head_dim=12)
     model = load(str(path)).model

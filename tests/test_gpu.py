@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from kinds import TRAINED, skip_of
 from models import FAMILIES, WINDOW, Erratic, lively_model, near, ragged
 from sampling import LEVEL, p_value, sample_texts
 from ties import partings
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 from layerskip import LayerSkipDecoding, SkipConfig
@@ -40,7 +37,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 CPU = pytest.param("cpu", marks=pytest.mark.slow)
 
 
-def ways(*families: str) -> Any:
+def ways(*families):
     """Parametrises (family, device, execution); the CPU's compiled passes: test_compiled.py."""
     cases = []
     for family, execution in product(families, ("modules", "fused", "compiled")):
@@ -51,7 +48,7 @@ def ways(*families: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def checks() -> Iterator[None]:
+def checks():
     """No test leaves the device's own check of waits switched on, or reduced precision."""
     yield
     if torch.cuda.is_available():
@@ -59,7 +56,7 @@ def checks() -> Iterator[None]:
         assert not torch.backends.cuda.matmul.allow_tf32
 
 
-def library(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+def library(model, ids, mask):
     """The library's own greedy texts, (B, W + n); each row alone, see test_parity.py."""
     new = [
         model.generate(i[m.bool()][None], max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -68,7 +65,7 @@ def library(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     return torch.cat([ids, torch.cat([text[:, -NEW_TOKENS:] for text in new])], dim=1)
 
 
-def ours(model: Any, ids: Tensor, mask: Tensor, *, sample: bool = False, **settings: Any) -> Any:
+def ours(model, ids, mask, *, sample=False, **settings):
     defaults = {"skip": SKIPS["scattered"], "controller": "fixed", "max_draft_length": 4}
     return model.generate(
         ids,
@@ -81,7 +78,7 @@ def ours(model: Any, ids: Tensor, mask: Tensor, *, sample: bool = False, **setti
     )
 
 
-def placed(family: str, device: str, **changes: Any) -> tuple[Any, Tensor, Tensor]:
+def placed(family, device, **changes):
     """A model and ragged prompts on a device."""
     ids, mask = ragged(LENGTHS, seed=3)
     return lively_model(family, **changes).to(device), ids.to(device), mask.to(device)
@@ -92,7 +89,7 @@ def placed(family: str, device: str, **changes: Any) -> tuple[Any, Tensor, Tenso
 
 
 @ways(*FAMILIES)
-def test_greedy_tokens_are_the_librarys(family: str, device: str, execution: str) -> None:
+def test_greedy_tokens_are_the_librarys(family, device, execution):
     model, ids, mask = placed(family, device)
     want = library(model, ids, mask)
     for settings in ({"skip": SKIPS["early exit"]}, {"controller": Erratic()}):
@@ -104,9 +101,7 @@ def test_greedy_tokens_are_the_librarys(family: str, device: str, execution: str
 
 @pytest.mark.parametrize("dtype", RESOLUTION, ids=str)
 @ways("llama", "gemma2", "gemma3", "qwen3")
-def test_lower_precisions_agree_but_for_near_ties(
-    family: str, device: str, execution: str, dtype: torch.dtype
-) -> None:
+def test_lower_precisions_agree_but_for_near_ties(family, device, execution, dtype):
     model, ids, mask = placed(family, device, dtype=dtype)
     got = ours(model, ids, mask, execution=execution)
     sampled = ours(model, ids, mask, sample=True, seeds=SEEDS, execution=execution)
@@ -125,7 +120,7 @@ def test_lower_precisions_agree_but_for_near_ties(
 
 @pytest.mark.parametrize("controller", [*CONTROLLERS, "erratic"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_every_controller(controller: str, device: str) -> None:
+def test_every_controller(controller, device):
     model, ids, mask = placed("llama", device)
     got = ours(model, ids, mask, controller=Erratic() if controller == "erratic" else controller)
     assert got.sequences.tolist() == library(model, ids, mask).tolist()
@@ -133,7 +128,7 @@ def test_every_controller(controller: str, device: str) -> None:
 
 @pytest.mark.parametrize("kind", [*TRAINED, "assistant"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_trained_drafts_and_second_models(kind: str, device: str, tmp_path: Path) -> None:
+def test_trained_drafts_and_second_models(kind, device, tmp_path):
     """Their weights come from files, and from another place than the model's."""
     model, ids, mask = placed("gemma3", "cpu")
     drafts: dict[str, Any] = {"skip": None, "assistant": near(model, 0.4).to(device)}
@@ -156,7 +151,7 @@ def test_trained_drafts_and_second_models(kind: str, device: str, tmp_path: Path
 
 @pytest.mark.parametrize("purpose", [TARGET, DRAFT, ACCEPT])
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_noise_is_that_of_the_cpu(purpose: int, device: str) -> None:
+def test_noise_is_that_of_the_cpu(purpose, device):
     """The same uniforms; logarithms are the device's own, to the last bits."""
     keys, places = [stream_key(seed) for seed in SEEDS], [0, 7, 300]
     got = gumbel_noise(keys, places, 4099, purpose=purpose, device=device)
@@ -166,9 +161,7 @@ def test_noise_is_that_of_the_cpu(purpose: int, device: str) -> None:
 
 
 @ways("llama", "gemma2", "qwen3")
-def test_coupled_texts_are_those_of_plain_decoding(
-    family: str, device: str, execution: str
-) -> None:
+def test_coupled_texts_are_those_of_plain_decoding(family, device, execution):
     model, ids, mask = placed(family, device)
     plain = ours(model, ids, mask, sample=True, seeds=SEEDS, enabled=False)
     got = ours(model, ids, mask, sample=True, seeds=SEEDS, execution=execution)
@@ -182,9 +175,7 @@ def test_coupled_texts_are_those_of_plain_decoding(
 
 
 @ways("llama")
-def test_rejection_texts_of_rows_are_those_of_rows_alone(
-    family: str, device: str, execution: str
-) -> None:
+def test_rejection_texts_of_rows_are_those_of_rows_alone(family, device, execution):
     model, ids, mask = placed(family, device)
     how: dict[str, Any] = {"sample": True, "acceptance": "rejection", "execution": execution}
     got = ours(model, ids, mask, seeds=SEEDS, **how)
@@ -199,7 +190,7 @@ def test_rejection_texts_of_rows_are_those_of_rows_alone(
 @pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
 @pytest.mark.parametrize("execution", ["fused", "compiled"])
 @pytest.mark.parametrize("device", [CUDA])  # the CPU's: test_every_kind.py
-def test_texts_follow_the_targets_law(device: str, execution: str, rejection: bool) -> None:
+def test_texts_follow_the_targets_law(device, execution, rejection):
     counts, ((drafted, accepted),) = sample_texts(
         "top-p", rejection=rejection, execution=execution, device=device
     )
@@ -213,21 +204,19 @@ def test_texts_follow_the_targets_law(device: str, execution: str, rejection: bo
 
 @pytest.mark.parametrize("skip", ["early exit", "scattered"])
 @ways("llama", "gemma2")
-def test_cache_after_every_round_equals_a_fresh_prefill(
-    family: str, skip: str, device: str, execution: str
-) -> None:
+def test_cache_after_every_round_equals_a_fresh_prefill(family, skip, device, execution):
     check_caches(family, skip, execution, device)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_every_shape_replays_what_was_captured_for_it(device: str) -> None:
+def test_every_shape_replays_what_was_captured_for_it(device):
     """Draft lengths, prompts and ends in any order, then all again: no graph is compiled anew."""
     model, ids, mask = placed("llama", device, num_hidden_layers=2)
     skip = SkipConfig.early_exit(1)
     want = {rows: library(model, ids[:rows], mask[:rows]).tolist() for rows in (1, 3)}
 
-    def run() -> None:
+    def run():
         for longest in (1, 4, 2, 8, 3, 5, 7):
             for rows in (3, 1):
                 how: dict[str, Any] = {"skip": skip, "execution": "compiled"}
@@ -255,7 +244,7 @@ def test_every_shape_replays_what_was_captured_for_it(device: str) -> None:
         pytest.param("cuda", "compiled", marks=pytest.mark.gpu),
     ],
 )
-def test_the_host_waits_once_a_round(device: str, execution: str, rejection: bool) -> None:
+def test_the_host_waits_once_a_round(device, execution, rejection):
     """Counted by the device; on the CPU nothing waits, and test_engine.py counts reads."""
     model = lively_model("llama").to(device)
     asked = request(sample=True, rejection=rejection)

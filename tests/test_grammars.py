@@ -11,7 +11,6 @@ import pytest
 import torch
 from commands import document, refused, run
 from models import Erratic, Fickle, lively_model, prompt, pure
-from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessor
 
 import layerskip
@@ -46,12 +45,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return AutoTokenizer.from_pretrained(Path(layerskip.__file__).parent / "models" / "demo-llama")
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     made = lively_model("llama", vocab_size=PADDED, eos_token_id=EOS, pad_token_id=1)
     made.generation_config.eos_token_id = EOS
     return made
@@ -62,10 +61,10 @@ class Replayed(LogitsProcessor):  # type: ignore[misc]
 
     layerskip_pure = True
 
-    def __init__(self, grammar: Any, width: int) -> None:
+    def __init__(self, grammar, width):
         self.matcher, self.width = grammar.compiled, width
 
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, ids, scores):
         out = torch.full_like(scores, -float("inf"))
         for row, old, new in zip(ids[:, self.width :].tolist(), scores, out, strict=True):
             if EOS in row:
@@ -78,12 +77,12 @@ class Replayed(LogitsProcessor):  # type: ignore[misc]
         return out
 
 
-def texts(out: Any, tokenizer: Any, width: int) -> list[str]:
+def texts(out, tokenizer, width):
     found: list[str] = tokenizer.batch_decode(out.sequences[:, width:], skip_special_tokens=True)
     return found
 
 
-def check_person(text: str) -> None:
+def check_person(text):
     person = json.loads(text)
     assert person.keys() == SCHEMA["properties"].keys()
     assert len(person["name"]) <= 6
@@ -94,7 +93,7 @@ def check_person(text: str) -> None:
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("sample", [False, True])
-def test_drafts_stay_in_the_grammar(drafts: str, sample: bool, model: Any, tokenizer: Any) -> None:
+def test_drafts_stay_in_the_grammar(drafts, sample, model, tokenizer):
     """The text is that of a processor without a state, and greedily the library's own."""
     ids = prompt(9, rows=3)
     mask = torch.ones_like(ids)
@@ -118,7 +117,7 @@ def test_drafts_stay_in_the_grammar(drafts: str, sample: bool, model: Any, token
     assert again.sequences.tolist() == want.sequences.tolist()
 
 
-def test_texts_are_json_of_the_schema(model: Any, tokenizer: Any) -> None:
+def test_texts_are_json_of_the_schema(model, tokenizer):
     grammar = grammars.json_schema(json.dumps(SCHEMA), tokenizer, eos=[EOS])
     ids = prompt(5, rows=4)
     found = set()
@@ -141,14 +140,12 @@ def test_texts_are_json_of_the_schema(model: Any, tokenizer: Any) -> None:
     assert len(found) > 20
 
 
-def test_a_processor_that_forgets_to_roll_back_is_seen(
-    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_that_forgets_to_roll_back_is_seen(model, tokenizer, monkeypatch):
     """The checks above fail where a draft spoils the state."""
     grammar = grammars.json_schema(SCHEMA, tokenizer)
 
     class Forgetful(type(grammar)):  # type: ignore[misc]
-        def rollback(self, count: int) -> None:
+        def rollback(self, count):
             pass
 
     forgetful = Forgetful(grammar.compiled, grammar.eos, tokenizer)
@@ -164,12 +161,12 @@ def test_a_processor_that_forgets_to_roll_back_is_seen(
     assert bad.sequences.tolist() != want.sequences.tolist()
 
 
-def test_a_text_ends_where_its_grammar_may(tokenizer: Any) -> None:
+def test_a_text_ends_where_its_grammar_may(tokenizer):
     grammar = grammars.regex("ab?|abcd", tokenizer, eos=[EOS, 1])
     assert isinstance(grammar, Stateful)
     scores = torch.zeros(PADDED)
 
-    def allowed(state: Any) -> set[str]:
+    def allowed(state):
         tokens = (state.mask(scores) > -float("inf")).nonzero()[:, 0].tolist()
         return {"end" if token in (EOS, 1) else tokenizer.decode([token]) for token in tokens}
 
@@ -194,7 +191,7 @@ def test_a_text_ends_where_its_grammar_may(tokenizer: Any) -> None:
     assert len(grammar.mask(torch.zeros(50))) == 50  # smaller than the tokenizer's
 
 
-def test_forced_tokens_spell_what_must_follow(tokenizer: Any) -> None:
+def test_forced_tokens_spell_what_must_follow(tokenizer):
     state = grammars.regex("(yes|no), indeed [0-9]", tokenizer).start()
     assert state.forced() == []
     for token in tokenizer.encode("yes", add_special_tokens=False):
@@ -207,13 +204,11 @@ def test_forced_tokens_spell_what_must_follow(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_the_same_processor_serves_the_librarys_own_generate(
-    sample: bool, model: Any, tokenizer: Any
-) -> None:
+def test_the_same_processor_serves_the_librarys_own_generate(sample, model, tokenizer):
     """In float64, sampled by our noise; one object for one call after the other."""
     grammar = grammars.json_schema(SCHEMA, tokenizer)
 
-    def noisy(ids: Tensor, scores: Tensor) -> Tensor:
+    def noisy(ids, scores):
         keys = [stream_key(seed) for seed in range(len(ids))]
         noise = gumbel_noise(keys, [ids.shape[1]] * len(ids), scores.shape[1])  # (B, V)
         return scores + noise.masked_fill(scores == -float("inf"), 0.0)
@@ -230,7 +225,7 @@ def test_the_same_processor_serves_the_librarys_own_generate(
         assert (want[:, ids.shape[1] :] != want[0, -1]).any()
 
 
-def test_rows_out_of_step_are_refused(model: Any, tokenizer: Any) -> None:
+def test_rows_out_of_step_are_refused(model, tokenizer):
     grammar = grammars.json_schema(SCHEMA, tokenizer)
     ids = prompt(9, rows=2)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -250,7 +245,7 @@ def test_rows_out_of_step_are_refused(model: Any, tokenizer: Any) -> None:
     assert fresh(prompt(5, rows=2), scores).equal(first)  # another prompt
 
 
-def fits(grammar: Any, text: str) -> bool:
+def fits(grammar, text):
     """Whether a text, as a whole, is one that the grammar allows."""
     state = grammar.start()
     for token in grammar.tokenizer.encode(text, add_special_tokens=False):
@@ -271,15 +266,13 @@ def fits(grammar: Any, text: str) -> bool:
         (r"(?u)\d", "٣", "a"),
     ],
 )
-def test_classes_are_of_ascii_unless_asked(
-    pattern: str, fitting: str, other: str, tokenizer: Any
-) -> None:
+def test_classes_are_of_ascii_unless_asked(pattern, fitting, other, tokenizer):
     grammar = grammars.regex(pattern, tokenizer)
     assert fits(grammar, fitting)
     assert not fits(grammar, other)
 
 
-def test_no_property_is_given_twice(tokenizer: Any) -> None:
+def test_no_property_is_given_twice(tokenizer):
     """Where a schema says nothing of additional ones; it is asked as it is where it does."""
     listed: dict[str, Any] = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
     closed = grammars.json_schema(listed, tokenizer)
@@ -291,7 +284,7 @@ def test_no_property_is_given_twice(tokenizer: Any) -> None:
     assert fits(grammars.json_schema({"allOf": parts}, tokenizer), '{"a": 1, "b": 2}')
 
 
-def test_whitespace_between_tokens_of_json(tokenizer: Any) -> None:
+def test_whitespace_between_tokens_of_json(tokenizer):
     for whitespace in (False, True):
         state = grammars.json_schema(SCHEMA, tokenizer, whitespace=whitespace).start()
         for token in tokenizer.encode('{"name": "a",  "age"', add_special_tokens=False):
@@ -303,27 +296,27 @@ def test_whitespace_between_tokens_of_json(tokenizer: Any) -> None:
 class Counting:
     """A user's own: every token is one more than the last, modulo 7, from 20 on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.text: list[int] = []
 
-    def start(self) -> Counting:
+    def start(self):
         return Counting()
 
-    def advance(self, token: int) -> None:
+    def advance(self, token):
         self.text.append(token)
 
-    def rollback(self, count: int) -> None:
+    def rollback(self, count):
         assert 0 < count <= len(self.text)
         del self.text[-count:]
 
-    def mask(self, scores: Tensor) -> Tensor:
+    def mask(self, scores):
         keep = 20 + len(self.text) % 7
         out = torch.full_like(scores, -float("inf"))
         out[keep] = scores[keep]
         return out
 
 
-def test_a_processor_of_a_users_own(model: Any) -> None:
+def test_a_processor_of_a_users_own(model):
     """All of its tokens are forced: a draft of as many as fit, and a token behind it."""
     counting = Counting()
     out = generate(
@@ -358,7 +351,7 @@ def test_a_processor_of_a_users_own(model: Any) -> None:
     ]
 
 
-def test_every_row_and_law_has_a_state_of_its_own() -> None:
+def test_every_row_and_law_has_a_state_of_its_own():
     history = torch.arange(24).reshape(2, 12)
     for law in (Law([Counting()], do_sample=False, rows=2) for _ in range(2)):
         for lengths in ([5, 9], [9, 5], [4, 12], [7, 4]):
@@ -387,15 +380,15 @@ def test_every_row_and_law_has_a_state_of_its_own() -> None:
         (lambda t: grammars.regex("a", t, eos=[]), "needs a token that ends a text"),
     ],
 )
-def test_what_is_no_grammar_is_refused_in_one_line(call: Any, message: str, tokenizer: Any) -> None:
+def test_what_is_no_grammar_is_refused_in_one_line(call, message, tokenizer):
     with pytest.raises(ValueError, match=message) as caught:
         call(tokenizer)
     assert "\n" not in str(caught.value)
 
 
-def test_a_pure_processor_beside_a_grammar(model: Any, tokenizer: Any) -> None:
+def test_a_pure_processor_beside_a_grammar(model, tokenizer):
     @pure
-    def no_blue(ids: Tensor, scores: Tensor) -> Tensor:
+    def no_blue(ids, scores):
         return scores.index_fill(1, torch.tensor(blue), -float("inf"))
 
     blue = [t for t in range(2048) if tokenizer.decode([t]).startswith("b")]
@@ -407,7 +400,7 @@ def test_a_pure_processor_beside_a_grammar(model: Any, tokenizer: Any) -> None:
         assert texts(out, tokenizer, 5) == ["red red red "]
 
 
-def test_the_command_line_keeps_texts_to_grammars(tmp_path: Path) -> None:
+def test_the_command_line_keeps_texts_to_grammars(tmp_path):
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA))
     sampled = ("--do-sample", "--seed", 3, "--json")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from kinds import RANK, deltas
 from models import FEW_FAMILIES, prompt
 from models import tiny_model as tiny
-from torch import Tensor
 
 import layerskip
 from layerskip import LowPrecision, SkipConfig
@@ -24,7 +22,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 
 
-def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> SkipConfig:
+def healed(model, folder, *, bits=8, size=0.05):
     """A healed draft of a tiny model without its layer 3, exact up to layer 1."""
     low = LowPrecision(bits=bits, attention=(1, 2, 4, 5), mlp=(1, 2, 4, 5), head=False)  # type: ignore[arg-type]
     folder.mkdir(exist_ok=True)
@@ -32,7 +30,7 @@ def healed(model: Any, folder: Path, *, bits: int = 8, size: float = 0.05) -> Sk
     return SkipConfig(attention=(3,), mlp=(3,), low=low, trained=trained).resolve(6)
 
 
-def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
+def logits(model, skip, ids):
     """Of a draft, over a prompt, (B, T, V)."""
     embedded, step = model.first_pass(ids)
     hidden = model.run(embedded, step, range(skip.shared_prefix()))
@@ -43,9 +41,7 @@ def logits(model: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
-def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
-    bits: int, family: str, execution: str, tmp_path: Path
-) -> None:
+def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(bits, family, execution, tmp_path):
     """In 8 bits the sum of both is rounded, in 4 the weight alone."""
     model, other, ids = tiny(family), tiny(family), prompt(9)
     skip, found = healed(model, tmp_path, bits=bits), deltas(model)
@@ -63,7 +59,7 @@ def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(
     assert skip.shared_prefix() == 2
 
 
-def test_copies_are_shared_and_what_they_take_is_told(tmp_path: Path) -> None:
+def test_copies_are_shared_and_what_they_take_is_told(tmp_path):
     model = tiny("llama")
     opened = Sublayers(model, "fused")
     four, eight = (healed(model, tmp_path / str(bits), bits=bits) for bits in (4, 8))
@@ -83,7 +79,7 @@ def test_copies_are_shared_and_what_they_take_is_told(tmp_path: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("built")
-def test_native_passes_heal_as_lean_ones_do(tmp_path: Path) -> None:
+def test_native_passes_heal_as_lean_ones_do(tmp_path):
     model, ids = tiny("llama", dtype=torch.float32), prompt(9)
     opened = Sublayers(model, "native")
     four = healed(model, tmp_path, bits=4, size=0.3)
@@ -97,7 +93,7 @@ def test_native_passes_heal_as_lean_ones_do(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_modules_beside_rounded_sublayers_heal_nothing(tmp_path: Path) -> None:
+def test_modules_beside_rounded_sublayers_heal_nothing(tmp_path):
     model, ids = tiny("llama"), prompt(5)
     skip = healed(model, tmp_path)
     assert skip.trained is not None
@@ -112,7 +108,7 @@ def test_modules_beside_rounded_sublayers_heal_nothing(tmp_path: Path) -> None:
     assert torch.equal(got, want)
 
 
-def test_a_model_that_was_changed_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_was_changed_is_refused(tmp_path):
     """Damaged files and other models: in `test_refused_drafts.py`."""
     model = tiny("llama")
     skip = healed(model, tmp_path)
@@ -131,9 +127,7 @@ def test_a_model_that_was_changed_is_refused(tmp_path: Path) -> None:
         ({"layers.1.mlp.up_proj.a": torch.ones(4, 32)}, r"up_proj do not fit a weight \(48, 32\)"),
     ],
 )
-def test_deltas_that_fit_no_weight_are_refused(
-    change: dict[str, Tensor], message: str, tmp_path: Path
-) -> None:
+def test_deltas_that_fit_no_weight_are_refused(change, message, tmp_path):
     model = tiny("llama")
     path = tmp_path / "draft.safetensors"
     trained = save_trained(path, deltas(model) | change, "healed", model)
@@ -142,7 +136,7 @@ def test_deltas_that_fit_no_weight_are_refused(
         generate(model, prompt(5), skip=skip, max_new_tokens=2)
 
 
-def test_the_shipped_draft_is_its_models_and_small() -> None:
+def test_the_shipped_draft_is_its_models_and_small():
     folder = layerskip.shipped("demo-gemma2")
     assert (folder / "draft.safetensors").stat().st_size < 12_000_000
     model = load("demo-gemma2").model

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,16 +26,16 @@ from layerskip.replay.trace import take_trace
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Any:
+def model(checkpoint):
     return load(str(checkpoint)).model
 
 
-def make(path: Path, kind: str) -> None:
+def make(path, kind):
     """Something in a file's place."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -59,9 +58,7 @@ NO_FILES = {
 
 
 @pytest.mark.parametrize("kind", NO_FILES)
-def test_what_is_no_file_of_numbers_is_not_read(
-    kind: str, checkpoint: Path, model: Any, tmp_path: Path
-) -> None:
+def test_what_is_no_file_of_numbers_is_not_read(kind, checkpoint, model, tmp_path):
     skip = skip_of("exit-block", model, tmp_path)
     assert skip.trained is not None
     skip.save(tmp_path / "skip.json")
@@ -76,7 +73,7 @@ def test_what_is_no_file_of_numbers_is_not_read(
     assert ("holds none of these" if kind == "folder" else NO_FILES[kind]) in line
 
 
-def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path):
     folder = save_checkpoint(tmp_path / "model")
     make(folder / "model.safetensors", "pipe")
     line = refused("generate", folder, "--prompt", PROMPT)
@@ -94,9 +91,7 @@ def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path: Path) -> None:
         (torch.ones(32), "must be two matrices"),
     ],
 )
-def test_deltas_that_are_no_numbers(
-    value: torch.Tensor, words: str, checkpoint: Path, model: Any, tmp_path: Path
-) -> None:
+def test_deltas_that_are_no_numbers(value, words, checkpoint, model, tmp_path):
     path = tmp_path / "draft.safetensors"
     data = save(deltas(model) | {"layers.1.mlp.up_proj.a": value})
     path.write_bytes(data)
@@ -110,7 +105,7 @@ def test_deltas_that_are_no_numbers(
     assert words in refused("generate", checkpoint, *flags)
 
 
-def test_token_ids_of_a_module_that_are_no_integers(model: Any, tmp_path: Path) -> None:
+def test_token_ids_of_a_module_that_are_no_integers(model, tmp_path):
     path = tmp_path / "draft.safetensors"
     data = save({"tokens": torch.tensor([1.0, float("nan")])})
     path.write_bytes(data)
@@ -124,7 +119,7 @@ HALVES = (rb'{"prompt": "a \ud800 b"}', rb'{"\udfff": 1}', b'"\xed\xa0\x80"', rb
 
 
 @pytest.mark.parametrize("data", HALVES)
-def test_halves_of_surrogate_pairs_are_no_json(data: bytes, tmp_path: Path) -> None:
+def test_halves_of_surrogate_pairs_are_no_json(data, tmp_path):
     with pytest.raises(ValueError, match=r"surrogate pair|not UTF-8"):
         parse_characters(data)
     path = tmp_path / "prompts.jsonl"
@@ -136,13 +131,13 @@ def test_halves_of_surrogate_pairs_are_no_json(data: bytes, tmp_path: Path) -> N
         SkipConfig.load(path)
 
 
-def test_whole_pairs_are_json() -> None:
+def test_whole_pairs_are_json():
     assert parse_characters(rb'{"\ud83d\ude00": "\ud83d\ude00 \\ud800"}') == {"😀": "😀 \\ud800"}
     assert parse_characters(json.dumps("😀", ensure_ascii=False)) == "😀"
     assert parse_characters("\ufeff[1]".encode()) == [1]
 
 
-def test_prompts_that_are_no_text(checkpoint: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_no_text(checkpoint, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(HALVES[0])
     message = {"role": "user", "content": "\udcff"}
@@ -158,7 +153,7 @@ def test_prompts_that_are_no_text(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [97, -1, 2**40])
-def test_token_ids_outside_of_the_vocabulary(token: int) -> None:
+def test_token_ids_outside_of_the_vocabulary(token):
     model = tiny_model("llama")
     ids = prompt(5)
     ids[0, 2] = token

@@ -31,7 +31,7 @@ TESTS = 26_300
 WORDS = ("config", "draft_weights", "environment", "named", "prompts", "registry", "text")
 
 
-def room(path: Path) -> str:
+def room(path):
     """The room of a source file, given by its path in the repository."""
     top, *rest = path.parts
     if top != "layerskip":
@@ -43,7 +43,7 @@ def room(path: Path) -> str:
     return "decoding/sources" if rest[:2] == ["decoding", "sources"] else rest[0]
 
 
-def lines() -> dict[str, int]:
+def lines():
     """Lines of code and comments by room, tests among them."""
     counts = dict.fromkeys([*ROOMS, "tests"], 0)
     for top in ("layerskip", "search", "analysis", "scripts", "tests"):
@@ -55,13 +55,13 @@ def lines() -> dict[str, int]:
     return counts
 
 
-def test_no_room_is_fuller_than_its_table_says() -> None:
+def test_no_room_is_fuller_than_its_table_says():
     counts = lines()
     assert all(counts.values())
     assert {name: counts[name] for name, most in ROOMS.items() if counts[name] > most} == {}
 
 
-def test_the_house_keeps_to_its_lines() -> None:
+def test_the_house_keeps_to_its_lines():
     counts = lines()
     assert counts.pop("tests") <= TESTS
     assert sum(counts.values()) <= WHOLE

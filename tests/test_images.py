@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import tokenizers
 import torch
@@ -23,7 +20,6 @@ from pictured import (
     inputs_of,
     slow,
 )
-from torch import Tensor
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
@@ -31,14 +27,14 @@ from layerskip.checkpoints import load
 from layerskip.model.sublayers import Sublayers
 
 
-def run(model: Any, inputs: dict[str, Tensor], decoding: Any = None, **how: Any) -> Any:
+def run(model, inputs, decoding=None, **how):
     settings = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     return model.generate(
         **inputs, custom_generate=decoding, max_new_tokens=NEW_TOKENS, **(settings | how)
     )
 
 
-def drafting(skip: SkipConfig, controller: Any = "fixed", **settings: Any) -> LayerSkipDecoding:
+def drafting(skip, controller="fixed", **settings):
     return LayerSkipDecoding(
         skip, controller=controller, costs=COSTS, max_draft_length=4, **settings
     )
@@ -59,7 +55,7 @@ DRAFTS = {
 @pytest.mark.parametrize(
     ("kind", "size"), [*((kind, 4) for kind in KINDS), *((kind, LARGE) for kind in TWO_WAY)]
 )
-def test_greedy_text_equals_the_librarys(kind: str, size: int) -> None:
+def test_greedy_text_equals_the_librarys(kind, size):
     """Rows with one picture, none and two, at different places; within windows and past them."""
     model = conditional(kind, size)
     inputs = inputs_of(model, kind, (24, 18, 60), ((3,), (), (0, 30)), size)
@@ -77,7 +73,7 @@ def test_greedy_text_equals_the_librarys(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma4", *slow(*(kind for kind in KINDS if kind != "gemma4"))])
-def test_a_picture_alone_and_at_the_end_of_a_prompt(kind: str) -> None:
+def test_a_picture_alone_and_at_the_end_of_a_prompt(kind):
     """The library computes layers that only read keys for the last token alone; so do we."""
     model = conditional(kind)
     tokens = 10 if kind == "llava next" else 4
@@ -90,7 +86,7 @@ def test_a_picture_alone_and_at_the_end_of_a_prompt(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", *slow("gemma4", "llava")])
-def test_sampled_rows_equal_themselves_alone(kind: str) -> None:
+def test_sampled_rows_equal_themselves_alone(kind):
     model = conditional(kind)
     how = {"do_sample": True, "temperature": 0.8}
     lengths, places = (24, 18, 40), ((3,), (), (0, 19))
@@ -114,7 +110,7 @@ def test_sampled_rows_equal_themselves_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("execution", ["auto", *slow("modules")])
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "mistral3"])
-def test_prompts_longer_than_a_pass(kind: str, execution: str, spied: Any, sizes: Any) -> None:
+def test_prompts_longer_than_a_pass(kind, execution, spied, sizes):
     """A pass of the prefill never ends inside a picture whose tokens see each other."""
     model = conditional(kind, LARGE)
     inputs = inputs_of(model, kind, (44, 20, 60), ((3, 20), (1,), (0, 30)), LARGE)
@@ -127,7 +123,7 @@ def test_prompts_longer_than_a_pass(kind: str, execution: str, spied: Any, sizes
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava"])
-def test_native_passes(kind: str) -> None:
+def test_native_passes(kind):
     """Short prompts have native passes, but not where tokens of a picture see each other."""
     model = conditional(kind).float()
     inputs = inputs_of(model, kind)
@@ -143,7 +139,7 @@ def test_native_passes(kind: str) -> None:
     torch.testing.assert_close(got.logits[0], want.logits[0], rtol=1e-3, atol=1e-3)
 
 
-def test_several_texts_of_a_prompt() -> None:
+def test_several_texts_of_a_prompt():
     model = conditional("gemma3")
     inputs = inputs_of(model, "gemma3")
     how = {"do_sample": True, "num_return_sequences": 2}
@@ -153,7 +149,7 @@ def test_several_texts_of_a_prompt() -> None:
     assert got.sequences.tolist() == plain.sequences.tolist()
 
 
-def test_a_second_model_drafts_without_the_pictures() -> None:
+def test_a_second_model_drafts_without_the_pictures():
     model = conditional("gemma3")
     inputs = inputs_of(model, "gemma3")
     second = near(lively_model("gemma3"), 0.05)
@@ -164,7 +160,7 @@ def test_a_second_model_drafts_without_the_pictures() -> None:
 
 
 @pytest.mark.parametrize("block", ["feature-block", *slow("exit-block", "heads", "streams")])
-def test_trained_modules_draft_behind_pictures(block: str, tmp_path: Path) -> None:
+def test_trained_modules_draft_behind_pictures(block, tmp_path):
     model = conditional("gemma3")
     inputs = inputs_of(model, "gemma3")
     exit_layer = 4 if block == "exit-block" else None
@@ -175,7 +171,7 @@ def test_trained_modules_draft_behind_pictures(block: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4 two-way"])
-def test_official_assistants_read_pictures_keys(kind: str) -> None:
+def test_official_assistants_read_pictures_keys(kind):
     model = conditional(kind)
     inputs = inputs_of(model, kind)
     assistant = assistant_of(KINDS[kind][1], tokens=VOCABULARY)
@@ -185,7 +181,7 @@ def test_official_assistants_read_pictures_keys(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "llava"])
-def test_placeholders_without_pictures(kind: str) -> None:
+def test_placeholders_without_pictures(kind):
     """They embed as the library embeds them, in a prompt and where they are drafted or drawn."""
     model = conditional(kind)
     ids = prompt(12, rows=2).clamp(max=89)
@@ -205,7 +201,7 @@ def test_placeholders_without_pictures(kind: str) -> None:
 # What pictures change.
 
 
-def test_pictures_and_their_types_change_the_text() -> None:
+def test_pictures_and_their_types_change_the_text():
     model = conditional("gemma3")
     inputs = inputs_of(model, "gemma3")
     plain = LayerSkipDecoding(enabled=False)
@@ -224,7 +220,7 @@ def test_pictures_and_their_types_change_the_text() -> None:
 # What is refused.
 
 
-def test_refusals_name_what_is_wrong() -> None:
+def test_refusals_name_what_is_wrong():
     model = conditional("gemma4")
     inputs = inputs_of(model, "gemma4")
     decoding = LayerSkipDecoding(enabled=False)
@@ -260,7 +256,7 @@ def test_refusals_name_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", *slow("gemma4", "gemma4 unified", "mistral3")])
-def test_checkpoints_load_by_name(kind: str, tmp_path: Path) -> None:
+def test_checkpoints_load_by_name(kind, tmp_path):
     model = conditional(kind).float()
     model.save_pretrained(tmp_path)
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")

@@ -54,7 +54,7 @@ ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may imp
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
 
 
-def modules() -> dict[str, Path]:
+def modules():
     """Every module of the three packages and its file."""
     found = {}
     for package in ("layerskip", "search", "analysis"):
@@ -65,7 +65,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(source: str, module: str, *, is_package: bool = False) -> set[str]:
+def imported(source, module, *, is_package=False):
     """Full names of everything that the source of `module` imports, inside functions too."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     names = set()
@@ -79,7 +79,7 @@ def imported(source: str, module: str, *, is_package: bool = False) -> set[str]:
     return names
 
 
-def _home(origin: str, name: str) -> str:
+def _home(origin, name):
     if origin == "layerskip" and name in layerskip.__all__:
         return layerskip._HOME[name]
     if origin == "layerskip" and name == "__version__":
@@ -87,12 +87,12 @@ def _home(origin: str, name: str) -> str:
     return f"{origin}.{name}"
 
 
-def room(module: str) -> str:
+def room(module):
     """The package or single file that a module's full name lies in: what floors are made of."""
     return module.removeprefix("layerskip").removeprefix(".").partition(".")[0]
 
 
-def allowed(module: str) -> set[str]:
+def allowed(module):
     """The rooms that a module may import from."""
     own = room(module)
     if own == "analysis":
@@ -105,7 +105,7 @@ def allowed(module: str) -> set[str]:
     return below | doors | ({"analysis"} if own == "cli" else set())
 
 
-def upward(source: str, module: str, *, is_package: bool = False) -> set[str]:
+def upward(source, module, *, is_package=False):
     """The imports that `module` may not make."""
     names = imported(source, module, is_package=is_package)
     ours = {name for name in names if name.partition(".")[0] == "layerskip"}
@@ -175,7 +175,7 @@ def test_the_check_catches_upward_imports(module, source, expected):
     assert upward(source, module, is_package=is_package) == expected
 
 
-def third_party(module: str) -> set[str]:
+def third_party(module):
     path = modules()[module]
     names = imported(path.read_text(encoding="utf-8"), module, is_package=path.stem == "__init__")
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"layerskip"}
@@ -197,7 +197,7 @@ def test_every_third_party_import_is_a_declared_dependency():
     assert set().union(*map(third_party, modules())) <= declared
 
 
-def loaded_by(*arguments: str) -> set[str]:
+def loaded_by(*arguments):
     """Top-level names of all that a fresh interpreter imports when run like this."""
     command = [sys.executable, "-X", "importtime", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT / "tests")

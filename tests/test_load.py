@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -25,19 +24,19 @@ URL = "http://127.0.0.1:8000/v1"
 class Server:
     """Answers every chat with its pieces, and remembers what was asked and how many at once."""
 
-    def __init__(self, pieces: int = 3, *, usage: int | None = None, end: str | None = "stop"):
+    def __init__(self, pieces=3, *, usage=None, end="stop"):
         self.pieces, self.usage, self.end = pieces, usage, end
         self.asked: list[dict[str, Any]] = []
         self.going = self.most = 0
 
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
+    async def __call__(self, request):
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "tiny"}, {"id": "other"}]})
         assert request.url.path == "/v1/chat/completions"
         self.asked.append(json.loads(request.content))
         return httpx.Response(200, content=self.stream())
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self):
         self.going += 1
         self.most = max(self.most, self.going)
         yield event({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
@@ -52,19 +51,19 @@ class Server:
         yield b"data: [DONE]\n\n"
 
 
-def event(choice: dict[str, Any]) -> bytes:
+def event(choice):
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
-def levels(transport: Any, *words: str) -> list[load.Level]:
-    async def run() -> list[load.Level]:
+def levels(transport, *words):
+    async def run():
         async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
             return [level async for level in load.run_levels(load.parsed([URL, *words]), client)]
 
     return asyncio.run(run())
 
 
-def test_so_many_at_once_with_seeds_and_numbers() -> None:
+def test_so_many_at_once_with_seeds_and_numbers():
     server = Server(usage=5)
     words = ["--clients", "1", "3", "--requests", "4", "--seed", "10", "--warmup", "2"]
     one, three = levels(httpx.MockTransport(server), *words)
@@ -81,7 +80,7 @@ def test_so_many_at_once_with_seeds_and_numbers() -> None:
     assert 0 < one.between <= one.between_p90 < one.seconds
 
 
-def test_pieces_are_counted_where_there_is_no_usage() -> None:
+def test_pieces_are_counted_where_there_is_no_usage():
     server = Server(pieces=4)
     words = ["--clients", "2", "--requests", "4", "--warmup", "0", "--no-usage"]
     [level] = levels(httpx.MockTransport(server), *words)
@@ -90,7 +89,7 @@ def test_pieces_are_counted_where_there_is_no_usage() -> None:
     assert load.row(level).split()[:3] == ["2", "4", "16"]
 
 
-def test_the_ninetieth_percentile() -> None:
+def test_the_ninetieth_percentile():
     assert [load.p90(range(count)) for count in (1, 9, 10, 11, 20, 100)] == [0, 8, 8, 9, 17, 89]
 
 
@@ -103,21 +102,21 @@ def test_the_ninetieth_percentile() -> None:
         (lambda request: httpx.Response(200, text='data: {"error": "lost"}\n'), "breaks off: lost"),
     ],
 )
-def test_what_is_no_answer_is_refused(server: Any, message: str) -> None:
+def test_what_is_no_answer_is_refused(server, message):
     with pytest.raises(ExceptionGroup) as raised:
         levels(httpx.MockTransport(server), "--model", "tiny", "--warmup", "1")
     [error] = raised.value.exceptions
     assert message in str(error)
 
 
-def test_nobody_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_there_is_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         load.main(["http://127.0.0.1:9/v1"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("load: error: All connection attempts failed")
 
 
-def test_our_own_server() -> None:
+def test_our_own_server():
     model = lively_model("llama", dtype=torch.float32)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from looped import traced
 from models import lively_model, prompt, seated
-from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -38,7 +37,7 @@ from layerskip.research.stored_logits import largest_of
 
 
 @pytest.mark.parametrize("size", [5, 32, 64, 1000, 4097])
-def test_the_largest_are_those_of_topk(size: int) -> None:
+def test_the_largest_are_those_of_topk(size):
     values = torch.randn(7, size, generator=torch.Generator().manual_seed(size))  # (N, V)
     found, at = largest_of(values, 32)
     want = values.topk(min(32, size))
@@ -46,7 +45,7 @@ def test_the_largest_are_those_of_topk(size: int) -> None:
     assert torch.equal(at, want.indices)
 
 
-def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_dropped() -> None:
+def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_dropped():
     drawn = random.Random(0)
     text, most = [drawn.randrange(3) for _ in range(300)], 20
     laws = StoredLogits(most)
@@ -65,7 +64,7 @@ def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_drop
         laws.add([context], torch.full((1, 40), float(end)))
 
 
-def test_laws_of_another_model_are_dropped() -> None:
+def test_laws_of_another_model_are_dropped():
     laws = StoredLogits()
     one, another = (Sublayers(kinds.model_of(family)) for family in ("llama", "qwen2"))
     laws.check(one)
@@ -76,7 +75,7 @@ def test_laws_of_another_model_are_dropped() -> None:
     assert laws.find([1, 2]) == (0, -1)
 
 
-def test_logits_that_a_decoding_reads_are_not_dropped_for_another_model() -> None:
+def test_logits_that_a_decoding_reads_are_not_dropped_for_another_model():
     stored = StoredLogits()
     first, second = (lively_model(family) for family in ("llama", "qwen2"))
     how: dict[str, Any] = {"sources": [LogitLookup(stored)], "max_new_tokens": 20}
@@ -108,19 +107,19 @@ PROCESSORS: dict[str, Any] = {
 }
 
 
-def draws_of(processors: list[Any], *, sample: bool = True, rejection: bool = False) -> Draws:
+def draws_of(processors, *, sample=True, rejection=False):
     law = Law(processors, do_sample=sample, rows=2)
     return Draws(law, seated([7, 8], [3, 2], [[1], [1, 4]], 3), rejection=rejection)
 
 
-def drawn(draws: Draws, row: int, offset: int, tokens: Tensor, raw: Tensor) -> int:
+def drawn(draws, row, offset, tokens, raw):
     scores = draws.scores(row, offset, tokens.tolist(), raw.tolist())
     return int(tokens[max(range(len(scores)), key=scores.__getitem__)])
 
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("processors", PROCESSORS)
-def test_all_tokens_of_a_law_draw_what_the_target_draws(processors: str, sample: bool) -> None:
+def test_all_tokens_of_a_law_draw_what_the_target_draws(processors, sample):
     draws = draws_of(PROCESSORS[processors], sample=sample)
     raw = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))  # (N, V)
     positions = [(i % 2, i // 2) for i in range(40)]
@@ -133,7 +132,7 @@ def test_all_tokens_of_a_law_draw_what_the_target_draws(processors: str, sample:
         assert ours == draws.judge(raw, positions).drawn.tolist()
 
 
-def test_a_few_tokens_noise_is_that_of_all() -> None:
+def test_a_few_tokens_noise_is_that_of_all():
     blocks, tokens = NoiseBlocks(), [3, 900, 41]
     whole = gumbel_noise([5], [17], 1000)[0]  # (V,)
     assert blocks.of_tokens(5, 17, tokens) == pytest.approx(whole[tokens].tolist(), rel=1e-5)
@@ -144,11 +143,11 @@ def test_a_few_tokens_noise_is_that_of_all() -> None:
 @pytest.mark.parametrize(
     "processor", [RepetitionPenaltyLogitsProcessor(1.1), MinPLogitsWarper(0.1)]
 )
-def test_laws_that_are_more_than_a_few_numbers_draw_nothing(processor: Any) -> None:
+def test_laws_that_are_more_than_a_few_numbers_draw_nothing(processor):
     assert not draws_of([processor]).scores(0, 0, [3, 1], [2.0, 1.0])
 
 
-def test_under_the_rejection_rule_the_likeliest_is_drafted() -> None:
+def test_under_the_rejection_rule_the_likeliest_is_drafted():
     draws = draws_of([], rejection=True)
     few = torch.arange(20), -torch.arange(20) / 100
     assert {drawn(draws, 0, offset, *few) for offset in range(9)} == {0}
@@ -158,7 +157,7 @@ def test_under_the_rejection_rule_the_likeliest_is_drafted() -> None:
 # Decoding.
 
 
-def again(laws: StoredLogits, seed: int = 5) -> Any:
+def again(laws, seed=5):
     """Sampled texts of a model of a few tokens, and their counts."""
     model, (ids, mask) = kinds.model_of("llama"), kinds.prompts()
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": True}
@@ -167,8 +166,8 @@ def again(laws: StoredLogits, seed: int = 5) -> Any:
 
 
 def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_noise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     laws = StoredLogits()
     first, second, third = again(laws), again(laws), again(laws, seed=6)
     assert torch.equal(first.sequences, second.sequences)
@@ -187,7 +186,7 @@ def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_no
     assert wrong.stats.num_accepted_tokens / wrong.stats.num_draft_tokens < share[1] - 0.2
 
 
-def test_a_session_drafts_from_the_laws_of_earlier_calls() -> None:
+def test_a_session_drafts_from_the_laws_of_earlier_calls():
     laws, model, (ids, mask) = StoredLogits(), kinds.model_of("llama"), kinds.prompts()
     session = Session(model, sources=[LogitLookup(laws)], lookup=False, draft_memory=0)
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "controller": "fixed"}
@@ -196,12 +195,12 @@ def test_a_session_drafts_from_the_laws_of_earlier_calls() -> None:
     assert other.stats.num_rounds < one.stats.num_rounds
 
 
-def test_a_replay_refuses_them_by_name() -> None:
+def test_a_replay_refuses_them_by_name():
     with pytest.raises(TypeError, match="LogitLookup cannot be replayed"):
         replay(traced(False, False), LogitLookup())
 
 
-def test_chances_learn_which_of_the_best_tokens_comes() -> None:
+def test_chances_learn_which_of_the_best_tokens_comes():
     """Of a law's best tokens each rank's share is found, apart by suffix and by margin."""
     drawn, rates = random.Random(3), BestAcceptance()
     for _ in range(4000):
@@ -214,7 +213,7 @@ def test_chances_learn_which_of_the_best_tokens_comes() -> None:
     assert rates.chances(_Best([1], 1, 3.0)) == pytest.approx([0.3], abs=0.08)
 
 
-def test_a_tree_grows_where_it_promises_most() -> None:
+def test_a_tree_grows_where_it_promises_most():
     """A node's chance is at most that of the one it follows, and they fall."""
     laws = StoredLogits()
     likely, torn = torch.full((40,), -9.0), torch.full((40,), -9.0)
@@ -243,5 +242,5 @@ class _AsBatch:
     prompts = (torch.tensor([1]),)
     model = SimpleNamespace(weights=SimpleNamespace(fingerprint=lambda: "it"), vocabulary=40)
 
-    def scores(self, row: int, offset: int, tokens: list[int], raw: list[float]) -> list[float]:
+    def scores(self, row, offset, tokens, raw):
         return raw

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from models import prompt, seated
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -34,7 +33,7 @@ PROMPT, NEW_TOKENS = 2048 // 8, 128 // 8
 class Held(TorchDispatchMode):
     """Bytes of a model's storages, and of those that operations made, while they are alive."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.live: dict[int, int] = {}
         self.now = 0
@@ -42,9 +41,7 @@ class Held(TorchDispatchMode):
             self._note(tensor.untyped_storage())
         self.model = self.peak = self.now
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -52,19 +49,19 @@ class Held(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
         return out
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _note(self, storage):
         key = storage._cdata
         if key not in self.live:
             self.live[key] = storage.nbytes()
             self.now += storage.nbytes()
             weakref.finalize(storage, self._gone, key)
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key):
         self.now -= self.live.pop(key)
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     config = LlamaConfig(
         vocab_size=128256 // 64,
         hidden_size=2048 // 8,
@@ -84,16 +81,16 @@ def model() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _to_scale(sizes: Any) -> None:
+def _to_scale(sizes):
     sizes(chunk=lambda *_: 512 // 8, noise=2**18 // 64)
 
 
-def cache_bytes(model: Any, tokens: int) -> int:
+def cache_bytes(model, tokens):
     config = model.config
     return tokens * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
 
 
-def overhead(model: Any, rows: int, **settings: Any) -> float:
+def overhead(model, rows, **settings):
     """Peak bytes over those of the model and a cache that just holds the texts, as a share."""
     held = Held(model)
     with held:
@@ -112,7 +109,7 @@ def overhead(model: Any, rows: int, **settings: Any) -> float:
     return held.peak / (held.model + cache) - 1
 
 
-def repeated(model: Any, rows: int) -> float:
+def repeated(model, rows):
     """What the library's attention modules add: a layer's keys and values for every query head."""
     config = model.config
     cache = cache_bytes(model, rows * (PROMPT + NEW_TOKENS))
@@ -122,19 +119,19 @@ def repeated(model: Any, rows: int) -> float:
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_less_than_3_percent_beside_model_and_cache(model: Any, execution: str, rows: int) -> None:
+def test_less_than_3_percent_beside_model_and_cache(model, execution, rows):
     beside = overhead(model, rows, execution=execution, do_sample=True)
     library = repeated(model, rows) if execution == "modules" and rows > 1 else 0.0
     assert beside < 0.03 + library
 
 
-def test_a_prompt_in_one_piece_would_be_seen(model: Any, sizes: Any) -> None:
+def test_a_prompt_in_one_piece_would_be_seen(model, sizes):
     sizes(chunk=lambda *_: 8 * PROMPT)
     assert overhead(model, 4, execution="fused", do_sample=False) > 0.1
 
 
-def test_nothing_is_held_afterwards(model: Any) -> None:
-    def call() -> None:
+def test_nothing_is_held_afterwards(model):
+    def call():
         layerskip.generate(
             model,
             prompt(9),
@@ -157,9 +154,7 @@ class Largest(TorchDispatchMode):
 
     bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -170,7 +165,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-def test_laws_of_many_rows_need_no_fresh_mappings(sample: bool, rejection: bool) -> None:
+def test_laws_of_many_rows_need_no_fresh_mappings(sample, rejection):
     """32 MiB is what an allocation is mapped anew for at the latest, and faults for every page."""
     rows, vocabulary = 400, 24_576  # 39 MB of logits
     processors = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)] if sample else []

@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +38,6 @@ from models import (
     tiny_model,
 )
 from ties import partings
-from torch import Tensor
 from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
 
@@ -69,7 +67,7 @@ COUSINS = (
 MAPS = Path("/proc/self/maps")
 
 
-def both(model: Any) -> tuple[Sublayers, Sublayers]:
+def both(model):
     """A model opened as modules and natively."""
     opened = Sublayers(model, "modules"), Sublayers(model, "native")
     assert opened[1].execution == "native"
@@ -77,7 +75,7 @@ def both(model: Any) -> tuple[Sublayers, Sublayers]:
 
 
 @pytest.fixture
-def calls(spied: Any) -> list[int]:
+def calls(spied):
     """How many tokens each native call carries."""
     return spied(Native, "_run", lambda _, hidden, *__: hidden.shape[0] * hidden.shape[1])
 
@@ -95,9 +93,7 @@ def calls(spied: Any) -> list[int]:
         if case[0] not in MIXTURES or case[2] is torch.float32  # see the next test
     ],
 )
-def test_every_sublayer_agrees_with_the_module_path(
-    family: str, attention: str, dtype: torch.dtype
-) -> None:
+def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
     model = tiny_model(family, dtype=dtype, attention=None if attention == "default" else attention)
     modules, opened = both(model)
     assert_agree(modules, opened)
@@ -107,7 +103,7 @@ def test_every_sublayer_agrees_with_the_module_path(
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("family", MIXTURES)
-def test_mixtures_in_bfloat16_are_those_of_the_fused_path(family: str) -> None:
+def test_mixtures_in_bfloat16_are_those_of_the_fused_path(family):
     """Those of modules round every partial sum. Where scores tie, another expert may be taken."""
     model = tiny_model(family, dtype=torch.bfloat16)
     opened = Sublayers(model, "fused"), Sublayers(model, "native")
@@ -123,7 +119,7 @@ def test_mixtures_in_bfloat16_are_those_of_the_fused_path(family: str) -> None:
 
 @pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_fewer_experts_and_none() -> None:
+def test_fewer_experts_and_none():
     for family, few in product(MIXTURES, (0, 1)):
         if few == 0 and family != "gemma4_mixture":  # nothing else would run
             continue
@@ -141,7 +137,7 @@ def test_fewer_experts_and_none() -> None:
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
 @torch.no_grad()
-def test_tails_of_layers_whose_mlp_is_left_out(family: str) -> None:
+def test_tails_of_layers_whose_mlp_is_left_out(family):
     modules, opened = both(tiny_model(family, dtype=torch.float32))
     for layer in opened.layers:
         layer.layer_scalar.fill_(0.6)
@@ -168,7 +164,7 @@ ODD: tuple[dict[str, int], ...] = (
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("family", "shape"), [*product(("llama", "gemma2", "gemma3"), (0, 1))])
-def test_odd_widths_and_every_number_of_tokens(family: str, shape: int) -> None:
+def test_odd_widths_and_every_number_of_tokens(family, shape):
     odd = ODD[shape] | {"num_key_value_heads": 1 if shape else 2, "vocab_size": 101}
     # eager: with wide heads sdpa's sums flip more last bits than `DIFFERING` has room for
     modules, opened = both(tiny_model(family, dtype=DTYPES[shape], attention="eager", **odd))
@@ -183,7 +179,7 @@ def test_odd_widths_and_every_number_of_tokens(family: str, shape: int) -> None:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("family", "threads"), [("gemma3", 3), ("phi3", 2)])
-def test_a_team_of_threads_computes_the_same(family: str, threads: int) -> None:
+def test_a_team_of_threads_computes_the_same(family, threads):
     modules, opened = both(tiny_model(family, dtype=torch.float32, hidden_size=128))
     before = torch.get_num_threads()
     try:
@@ -194,7 +190,7 @@ def test_a_team_of_threads_computes_the_same(family: str, threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def logits_of(opened: Sublayers, ids: Tensor, passes: Sequence[int], threads: int) -> Tensor:
+def logits_of(opened, ids, passes, threads):
     """Logits of token ids (B, T) that are fed in passes of so many tokens, (B, T, V)."""
     before = torch.get_num_threads()
     rows, total = ids.shape
@@ -224,9 +220,7 @@ def logits_of(opened: Sublayers, ids: Tensor, passes: Sequence[int], threads: in
         *((family, None) for family in SERVED if family not in FAMILIES),
     ],
 )
-def test_a_token_is_computed_alike_in_every_pass(
-    family: str, attention: str | None, dtype: torch.dtype
-) -> None:
+def test_a_token_is_computed_alike_in_every_pass(family, attention, dtype):
     """Bit by bit: so that drafted text is plain decoding's, near-ties included.
 
     The negative control is `test_one_arithmetic.py`'s.
@@ -261,7 +255,7 @@ def test_a_token_is_computed_alike_in_every_pass(
     ],
     ids=["scaled", "wider", "another norm"],
 )
-def test_the_comparison_can_fail(change: Any) -> None:
+def test_the_comparison_can_fail(change):
     """`test_fused.py` shows that a cast in another place would be seen, too."""
     model, wrong = (tiny_model("gemma3", dtype=torch.float32) for _ in range(2))
     change(wrong)
@@ -271,7 +265,7 @@ def test_the_comparison_can_fail(change: Any) -> None:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.skipif(not MAPS.exists(), reason="libraries are listed on Linux only")
-def test_there_is_no_second_openmp_runtime() -> None:
+def test_there_is_no_second_openmp_runtime():
     # two would have a pool of threads each, and those of one spin while the other's compute
     loaded = {line.split()[-1] for line in MAPS.read_text().splitlines()}
     assert any(path.endswith(f"{extension.NAME}.so") for path in loaded)
@@ -280,7 +274,7 @@ def test_there_is_no_second_openmp_runtime() -> None:
 
 @pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_prompts_are_native_and_their_tokens_are_seen(calls: list[int]) -> None:
+def test_prompts_are_native_and_their_tokens_are_seen(calls):
     modules, opened = both(tiny_model("gemma2", dtype=torch.float32))
     assert_agree(modules, opened, passes=(600, 65, 1))
     assert set(calls) == {600, 65, 1}
@@ -288,7 +282,7 @@ def test_prompts_are_native_and_their_tokens_are_seen(calls: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("built")
-def test_buffers_that_grow_and_rows_that_leave() -> None:
+def test_buffers_that_grow_and_rows_that_leave():
     modules, opened = both(tiny_model("gemma3", dtype=torch.float32))
     assert_agree(modules, opened, passes=(330, 8, 300, 2, 8))  # 641 slots are had at first
     steps = []
@@ -308,7 +302,7 @@ def test_buffers_that_grow_and_rows_that_leave() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_trimmed_heads(family: str, dtype: torch.dtype) -> None:
+def test_trimmed_heads(family, dtype):
     modules, opened = both(tiny_model(family, dtype=dtype))
     hidden = modules.embed(prompt(5, rows=3))
     whole = modules.logits(hidden)
@@ -322,7 +316,7 @@ def test_trimmed_heads(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_no_result_lies_in_memory_of_another() -> None:
+def test_no_result_lies_in_memory_of_another():
     opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
     cache = opened.new_cache(1, 9)
     cache.place([0], 3)
@@ -339,13 +333,13 @@ def test_no_result_lies_in_memory_of_another() -> None:
 
 
 @pytest.mark.usefixtures("built")
-def test_a_head_may_be_added_while_another_thread_is_in_a_pass() -> None:
+def test_a_head_may_be_added_while_another_thread_is_in_a_pass():
     opened = Sublayers(tiny_model("llama", dtype=torch.float32, vocab_size=5000), "native")
     with torch.no_grad():
         hidden = opened.embed(prompt(8))
         want, stop = opened.logits(hidden), threading.Event()
 
-        def add() -> None:
+        def add():
             while not stop.is_set():
                 opened.backend.head(TrimmedHead(opened.model.lm_head, slice(5, 60)))
 
@@ -364,7 +358,7 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass() -> None:
 
 
 @pytest.mark.usefixtures("built")
-def test_what_native_passes_cannot_do_the_lean_path_does(calls: list[int]) -> None:
+def test_what_native_passes_cannot_do_the_lean_path_does(calls):
     """Gradients, and rows that see only some slots of theirs, as chains in a replay do."""
     model = tiny_model("llama", dtype=torch.float32)
     outputs = []
@@ -385,7 +379,7 @@ def test_what_native_passes_cannot_do_the_lean_path_does(calls: list[int]) -> No
 
 @pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_weights_are_read_at_every_call() -> None:
+def test_weights_are_read_at_every_call():
     model = tiny_model("qwen2", dtype=torch.float32)
     modules, opened = both(model)
     for weight in model.parameters():
@@ -398,7 +392,7 @@ def test_weights_are_read_at_every_call() -> None:
 
 @pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_a_model_that_was_changed_is_an_error_that_says_how() -> None:
+def test_a_model_that_was_changed_is_an_error_that_says_how():
     model = tiny_model("llama", dtype=torch.float32)
     opened = Sublayers(model, "native")
     cache = opened.new_cache(1, 9)
@@ -431,7 +425,7 @@ def test_a_model_that_was_changed_is_an_error_that_says_how() -> None:
 # Entries of a plan, on their own.
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def drawn(*shape, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return (torch.randn(*shape, generator=generator) / 4).to(dtype)
 
@@ -442,9 +436,7 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     ("rows", "columns"), [(1, 1), (15, 31), (17, 33), (65, 100), (130, 1601), (40, 5000)]
 )
 @torch.inference_mode()
-def test_products_of_any_shape_and_number_of_tokens(
-    rows: int, columns: int, dtype: torch.dtype
-) -> None:
+def test_products_of_any_shape_and_number_of_tokens(rows, columns, dtype):
     """Those of float64 but for rounding, in the same bits whatever tokens are beside them."""
     tools, how = extension.extension(), {"dtype": dtype}
     weight, bias = drawn(rows, columns, **how), drawn(rows, **how)
@@ -465,7 +457,7 @@ def test_products_of_any_shape_and_number_of_tokens(
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
-def test_buffers_that_begin_later_give_the_same_bits(dtype: torch.dtype) -> None:
+def test_buffers_that_begin_later_give_the_same_bits(dtype):
     tools, window = extension.extension(), 11
     how: dict[str, Any] = {"dtype": dtype}
     q, kv, out = (
@@ -511,7 +503,7 @@ TEXTS = covering((*FAMILIES, *COUSINS), tuple(SKIPS), (1, 3), ("greedy", "couple
 
 
 @pytest.mark.usefixtures("built")
-def test_texts_are_those_of_transformers_and_of_the_module_path(calls: list[int]) -> None:
+def test_texts_are_those_of_transformers_and_of_the_module_path(calls):
     gaps: list[float] = []
     drafted = accepted = parted = 0
     for family, skip, rows, rule in TEXTS:
@@ -550,7 +542,7 @@ def test_texts_are_those_of_transformers_and_of_the_module_path(calls: list[int]
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def fresh(tmp_path, monkeypatch):
     """A machine where nothing was built yet."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
@@ -559,11 +551,11 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     another_process()
 
 
-def expect_lean(message: str) -> None:
+def expect_lean(message):
     """One warning with that message, and the tokens of the fused path."""
     model, skip = lively_model("llama", dtype=torch.float32), SkipConfig.early_exit(3)
 
-    def text(execution: str) -> Tensor:
+    def text(execution):
         how: dict[str, Any] = {"skip": skip, "execution": execution, "max_new_tokens": 8}
         out: Any = generate(model, prompt(9), return_dict_in_generate=True, **how)
         return out.sequences  # type: ignore[no-any-return]
@@ -588,9 +580,7 @@ def expect_lean(message: str) -> None:
         ("library", b"half of one", "native passes cannot be kept or loaded"),
     ],
 )
-def test_what_cannot_be_built_or_loaded(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, message: str
-) -> None:
+def test_what_cannot_be_built_or_loaded(fresh, monkeypatch, setting, value, message):
     if setting == "library":
         library = extension.library_path()
         library.parent.mkdir(parents=True)
@@ -610,9 +600,7 @@ exec c++ "$@"
 
 
 @pytest.mark.usefixtures("built")
-def test_a_compiler_that_fails_is_not_asked_again(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_fails_is_not_asked_again(fresh, monkeypatch):
     words = "native.cpp:1: fatal error: no such vectors"
     compiler = fresh / "c++"
     compiler.write_text(BROKEN.format(words))
@@ -628,7 +616,7 @@ def test_a_compiler_that_fails_is_not_asked_again(
     assert "layerskip env --rebuild, or wait 60 minutes" in str(extension.refusal())
 
 
-def another_process() -> None:
+def another_process():
     """Forget what is kept in this one."""
     for each in (extension.extension, extension.refusal, native.warn_refusal):
         each.cache_clear()
@@ -637,10 +625,10 @@ def another_process() -> None:
 class Compiler:
     """In place of the child that compiles: how it ended, and a library if that was well."""
 
-    def __init__(self, code: int, library: Path | None = None, said: str = "") -> None:
+    def __init__(self, code, library=None, said=""):
         self.code, self.library, self.said, self.calls = code, library, said, 0
 
-    def __call__(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command, **_):
         self.calls += 1
         time.sleep(0.2)
         if self.library is not None:
@@ -649,7 +637,7 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+def compiler(fresh, monkeypatch):
     """One that fails."""
     fake = Compiler(1)
     monkeypatch.setattr(extension, "_check_tools", lambda: None)
@@ -674,9 +662,7 @@ ASSEMBLER = "cc.s: Assembler messages:\ncc.s:9: Error: no such instruction"
         (1, "MemoryError", "could not be built", False),
     ],
 )
-def test_a_child_that_dies(
-    compiler: Compiler, code: int, said: str, message: str, lasting: bool
-) -> None:
+def test_a_child_that_dies(compiler, code, said, message, lasting):
     """What was the moment's fault is not remembered."""
     compiler.code, compiler.said = code, said
     for calls in (1, 1 if lasting else 2):
@@ -686,8 +672,8 @@ def test_a_child_that_dies(
 
 
 def test_a_build_that_failed_is_tried_again_after_an_hour_or_by_another_compiler(
-    fresh: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    fresh, compiler, monkeypatch
+):
     assert extension.refusal() is not None
     (failed,) = (fresh / extension.NAME).glob("*.failed")
     for age, calls in ((extension.RETRY_AFTER - 60, 1), (extension.RETRY_AFTER + 60, 2)):
@@ -702,9 +688,7 @@ def test_a_build_that_failed_is_tried_again_after_an_hour_or_by_another_compiler
     assert compiler.calls == 3
 
 
-def test_nobody_waits_for_ever(
-    fresh: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_ever(fresh, compiler, monkeypatch):
     monkeypatch.setattr(extension, "WAIT", 0.1)
     folder = extension.library_path().parent
     folder.parent.mkdir(parents=True)
@@ -714,7 +698,7 @@ def test_nobody_waits_for_ever(
 
 
 @pytest.fixture
-def own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(fresh, monkeypatch):
     """A library built before, in a folder of this test's own."""
     with monkeypatch.context() as usual:
         usual.delenv("TORCH_EXTENSIONS_DIR")
@@ -729,16 +713,14 @@ def own(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return extension.library_path()
 
 
-def test_what_is_built_is_this_users_alone(fresh: Path, own: Path) -> None:
+def test_what_is_built_is_this_users_alone(fresh, own):
     for each in (own, own.parent, own.parent.parent):
         assert each.stat().st_mode & 0o777 == 0o700
     assert extension.status().startswith("built")
 
 
 @pytest.mark.parametrize("place", range(4), ids=["library", "build", "builds", "root"])
-def test_a_library_that_others_can_exchange_is_not_loaded(
-    fresh: Path, own: Path, place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_others_can_exchange_is_not_loaded(fresh, own, place, monkeypatch):
     open_to_all = (own, *own.parents)[place]
     assert fresh in (open_to_all, *open_to_all.parents)
     mode = open_to_all.stat().st_mode
@@ -758,9 +740,7 @@ def test_a_library_that_others_can_exchange_is_not_loaded(
     os.chown(open_to_all, owner, -1)
 
 
-def test_a_sticky_folder_above_the_root_will_do(
-    fresh: Path, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sticky_folder_above_the_root_will_do(fresh, own, monkeypatch):
     below = fresh / "below"
     shutil.copytree(fresh / extension.NAME, below / extension.NAME)
     below.chmod(0o700)
@@ -777,9 +757,7 @@ def test_a_sticky_folder_above_the_root_will_do(
     ("name", "members", "others"),
     [("me", [], False), ("me", ["me", "you"], True), ("us", [], True)],
 )
-def test_a_group_of_ones_own_is_nobody_else(
-    own: Path, monkeypatch: pytest.MonkeyPatch, name: str, members: list[str], others: bool
-) -> None:
+def test_a_group_of_ones_own_is_nobody_else(own, monkeypatch, name, members, others):
     """As users have on systems that let groups write by default."""
     group, user = SimpleNamespace(gr_name=name, gr_mem=members), SimpleNamespace(pw_name="me")
     monkeypatch.setattr("grp.getgrgid", lambda number: group)
@@ -788,9 +766,7 @@ def test_a_group_of_ones_own_is_nobody_else(
     assert ("not loaded" in str(extension.refusal())) is others
 
 
-def test_rebuilding_takes_the_place_of_what_was_there(
-    fresh: Path, own: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rebuilding_takes_the_place_of_what_was_there(fresh, own, monkeypatch):
     compiler = subprocess.run
     assert isinstance(compiler, Compiler)
     before = own.stat().st_ino
@@ -808,7 +784,7 @@ def test_rebuilding_takes_the_place_of_what_was_there(
 
 
 @pytest.mark.usefixtures("built")
-def test_starts_at_once_build_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_at_once_build_once(fresh, monkeypatch):
     """Threads here; the lock is the file's, and knows processes no better."""
     monkeypatch.undo()
     library = extension.library_path()
@@ -851,7 +827,7 @@ EMULATED = f"-DEMULATED_TILES={zlib.crc32(TILES.read_bytes())} -I{TILES.parent}"
         "none",
     ],
 )
-def test_other_vectors_give_the_same_numbers(capability: str, file: str) -> None:
+def test_other_vectors_give_the_same_numbers(capability, file):
     """A library for them is built; where torch does not know them, it is the usual one."""
     vectors, _, defined = capability.partition(" ")
     known = torch.backends.cpu.get_cpu_capability().lower()
@@ -891,8 +867,8 @@ print(native.tiles_refusal(), digest.hexdigest())
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("built")
-def test_bytes_in_tiles_have_the_bits_of_vectors() -> None:
-    def said(tiles: str) -> list[str]:
+def test_bytes_in_tiles_have_the_bits_of_vectors():
+    def said(tiles):
         done = subprocess.run(
             [sys.executable, "-c", DIGEST, EMULATED],
             env={**os.environ, "LAYERSKIP_TILES": tiles},
@@ -911,9 +887,7 @@ def test_bytes_in_tiles_have_the_bits_of_vectors() -> None:
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
-def test_sanitizers_find_nothing_in_attention(
-    capability: str, sanitizers: str, tmp_path: Path
-) -> None:
+def test_sanitizers_find_nothing_in_attention(capability, sanitizers, tmp_path):
     known = torch.backends.cpu.get_cpu_capability()
     if capability != "DEFAULT" and known not in (capability, "AVX512"):
         pytest.skip(f"no {capability}")
@@ -933,7 +907,7 @@ def test_sanitizers_find_nothing_in_attention(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("built")
-def test_phases_of_a_pass_are_stamped_in_a_build_for_it(tmp_path: Path) -> None:
+def test_phases_of_a_pass_are_stamped_in_a_build_for_it(tmp_path):
     tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
     script = Path(__file__).parents[1] / "scripts" / "phases.py"
     done = subprocess.run(
@@ -963,7 +937,7 @@ WARPS = (
 @pytest.mark.parametrize("size", [7, 512, 2049])
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.usefixtures("built")
-def test_native_draws_are_torchs_bit_by_bit(size: int, warp: Warp) -> None:
+def test_native_draws_are_torchs_bit_by_bit(size, warp):
     """With the processors of `transformers`, but for top-p, whose own sums are rounded."""
     generator = torch.Generator().manual_seed(size)
     law = Law(warpers(*warp[:3]), do_sample=True, rows=3)
@@ -996,7 +970,7 @@ def test_native_draws_are_torchs_bit_by_bit(size: int, warp: Warp) -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 0.3, 3.0, 30.0])
 @pytest.mark.usefixtures("built")
-def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(spread: float) -> None:
+def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(spread):
     """Flat laws, where any token may win, and steep ones; the least and the largest noise, too."""
     size = 6000
     generator = torch.Generator().manual_seed(1)
@@ -1020,7 +994,7 @@ def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(spread: floa
 
 
 @pytest.mark.usefixtures("built")
-def test_native_draws_refuse_what_does_not_fit() -> None:
+def test_native_draws_refuse_what_does_not_fit():
     drawn = extension.extension().drawn
     for wrong in (torch.zeros(5), torch.zeros(2, 5).double(), torch.zeros(5, 2).T):
         with pytest.raises(ValueError, match="logits must be"):
@@ -1030,12 +1004,12 @@ def test_native_draws_refuse_what_does_not_fit() -> None:
 
 
 @torch.no_grad()
-def test_weights_that_are_moved_give_the_same_bits(built: None) -> None:
+def test_weights_that_are_moved_give_the_same_bits(built):
     model = lively_model("llama", dtype=torch.float32, hidden_size=1024, intermediate_size=2048)
     ids = torch.arange(3, 12)[None]  # (1, T)
     opened = Sublayers(model, "native")
 
-    def logits() -> Tensor:
+    def logits():
         hidden, step = opened.first_pass(ids)
         return opened.finish(hidden, step, range(opened.num_sublayers))  # (1, T, V)
 

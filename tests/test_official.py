@@ -5,9 +5,7 @@ That the text and its law are the target's, and replays: in `test_every_kind.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from kinds import COSTS, FEW, prompts
 from models import VOCABULARY as WORDS
 from models import WINDOW, Fickle, lively_model
 from official import TARGETS, assistant_of, source_of, target_of
-from torch import Tensor
 
 import layerskip
 from layerskip import LayerSkipDecoding
@@ -40,10 +37,10 @@ NEW = 24
 
 
 @contextmanager
-def mended() -> Iterator[None]:
+def mended():
     """transformers 5.23 with the property that keeps it from constructing an assistant mended."""
 
-    def modes(self: Any) -> list[str | None]:
+    def modes(self):
         own = self.num_hidden_layers - self.num_kv_shared_layers
         return [None] * own + ["reuse"] * self.num_kv_shared_layers
 
@@ -53,7 +50,7 @@ def mended() -> Iterator[None]:
         yield
 
 
-def library_steps(family: str, built: Any, prompt: Tensor, tokens: list[int]) -> list[Tensor]:
+def library_steps(family, built, prompt, tokens):
     """Logits (V,) of the library's own class for a token that follows a prompt, then others.
 
     The keys are those of its own forward pass over the prompt.
@@ -87,9 +84,7 @@ def library_steps(family: str, built: Any, prompt: Tensor, tokens: list[int]) ->
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize(("family", "centroids"), covering(TARGETS, (False, True)))
 @torch.no_grad()
-def test_its_steps_are_those_of_the_librarys_own_class(
-    family: str, centroids: bool, execution: str
-) -> None:
+def test_its_steps_are_those_of_the_librarys_own_class(family, centroids, execution):
     """Rows of different lengths at once, across a window."""
     if family == "gemma4_mixture":
         execution = "modules"
@@ -129,8 +124,8 @@ def test_its_steps_are_those_of_the_librarys_own_class(
     ],
 )
 def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
-    family: str, execution: str, dtype: torch.dtype, sizes: Any
-) -> None:
+    family, execution, dtype, sizes
+):
     model, (ids, mask) = target_of(family, dtype=dtype), prompts()
     second = assistant_of(family, dtype=dtype)
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 50, "lookup": False}
@@ -144,7 +139,7 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
     assert any(sum(round_.accepted) for round_ in found[0][1] or ())
 
 
-def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spied: Any) -> None:
+def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spied):
     """For the last tokens: nothing else is read of their states."""
     model = target_of("gemma4")
     upper = model.model.layers[-1].mlp
@@ -162,7 +157,7 @@ def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spi
 # The doors, what it costs, and what is refused.
 
 
-def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path: Path) -> None:
+def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path):
     model, (ids, mask) = target_of("gemma4"), prompts()
     built = assistant_of("gemma4", True)
     built.save_pretrained(tmp_path)
@@ -180,7 +175,7 @@ def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("centroids", [False, True])
-def test_only_tokens_of_the_draft_vocabulary_are_drafted(centroids: bool) -> None:
+def test_only_tokens_of_the_draft_vocabulary_are_drafted(centroids):
     target, few = Sublayers(target_of("gemma4")), [3, 5, 7, 8, 9, 11]
     source = Official(target, Sublayers(assistant_of("gemma4", centroids)), few)
     prompt = torch.tensor([5, 6, 7])
@@ -194,7 +189,7 @@ def test_only_tokens_of_the_draft_vocabulary_are_drafted(centroids: bool) -> Non
     assert centroids or drawn == few
 
 
-def test_a_step_reads_its_own_weights_and_of_the_head_what_centroids_choose() -> None:
+def test_a_step_reads_its_own_weights_and_of_the_head_what_centroids_choose():
     for centroids in (False, True):
         source = source_of("gemma4", centroids)
         own = sum(weight.nbytes for weight in source.module.parameters())
@@ -203,8 +198,8 @@ def test_a_step_reads_its_own_weights_and_of_the_head_what_centroids_choose() ->
         assert source.key == source_of("gemma4", centroids).key
 
 
-def test_another_models_assistant_is_refused() -> None:
-    def refused(message: str, assistant: Any, target: Any = None) -> None:
+def test_another_models_assistant_is_refused():
+    def refused(message, assistant, target=None):
         with pytest.raises(ValueError, match=message) as error:
             Official(Sublayers(target or target_of("gemma4")), Sublayers(assistant))
         assert "give the one made for it" in str(error.value)
@@ -224,13 +219,13 @@ def test_another_models_assistant_is_refused() -> None:
     refused("hidden states of 32 numbers, the model has 64", assistant_of("gemma4"), wide)
 
 
-def test_an_assistant_by_itself_is_refused() -> None:
+def test_an_assistant_by_itself_is_refused():
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match="no keys and values of its own"):
         next(layerskip.decode(assistant_of("gemma4"), ids, enabled=False, max_new_tokens=2))
 
 
-def test_the_command_line_takes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_takes_a_folder(tmp_path, monkeypatch):
     table = CostTable(0.2, (1.0, 1.1, 1.2))
     monkeypatch.setattr(
         "layerskip.decoders.cost_tables", lambda _, drafts, *__, **___: [table for _ in drafts]

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from models import VOCABULARY, Erratic, Fickle, lively_model, ragged
-from torch import Tensor
 
 from layerskip import SkipConfig
 from layerskip.decoding.passes import Passes
@@ -27,13 +25,13 @@ WIDE = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns
 
 
 @pytest.fixture(autouse=True)
-def _built() -> None:
+def _built():
     reason = extension.refusal()
     if reason is not None:
         pytest.skip(reason)
 
 
-def verified(opened: Sublayers, rows: int, lengths: list[int]) -> Tensor:
+def verified(opened, rows, lengths):
     """Logits of what follows ragged prompts, fed in passes of so many tokens, (B, T, V)."""
     prompts = [torch.arange(2 + row, 9 + 3 * row) % (VOCABULARY - 2) + 2 for row in range(rows)]
     total = sum(lengths)
@@ -55,9 +53,7 @@ def verified(opened: Sublayers, rows: int, lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_logits_of_verified_tokens_are_those_of_single_steps(
-    family: str, rows: int, dtype: torch.dtype
-) -> None:
+def test_logits_of_verified_tokens_are_those_of_single_steps(family, rows, dtype):
     opened = Sublayers(lively_model(family, dtype=dtype, **WIDE))
     assert opened.execution == "native"
     longest = LONGEST_DRAFT + 1
@@ -66,7 +62,7 @@ def test_logits_of_verified_tokens_are_those_of_single_steps(
     assert torch.equal(verified(opened, rows, [2, 3, 8, 14]), alone)
 
 
-def carried(opened: Sublayers, lengths: Sequence[int], chunk: int, threads: int) -> list[Tensor]:
+def carried(opened, lengths, chunk, threads):
     """What prompts of these lengths leave of the first one: logits (V,), keys and values.
 
     Of every row `chunk` tokens are carried at a time.
@@ -94,7 +90,7 @@ def carried(opened: Sublayers, lengths: Sequence[int], chunk: int, threads: int)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4", "mixtral"])
-def test_a_prompt_is_the_same_however_it_is_carried(family: str, dtype: torch.dtype) -> None:
+def test_a_prompt_is_the_same_however_it_is_carried(family, dtype):
     """In one chunk, several, or token by token; alone or beside others; on any threads."""
     opened = Sublayers(lively_model(family, dtype=dtype, **WIDE))
     assert opened.execution == "native"
@@ -112,13 +108,13 @@ def test_a_prompt_is_the_same_however_it_is_carried(family: str, dtype: torch.dt
         assert all(map(torch.equal, got, want)), (lengths, chunk, threads)
 
 
-def test_passes_of_the_library_would_be_seen() -> None:
+def test_passes_of_the_library_would_be_seen():
     """What the test above is for: BLAS sums a token in another order beside others."""
     opened = Sublayers(lively_model("llama", dtype=torch.float32, **WIDE), "fused")
     assert not torch.equal(verified(opened, 1, [7]), verified(opened, 1, [1] * 7))
 
 
-def texts_apart(number: int, counts: Counter[str]) -> int:
+def texts_apart(number, counts):
     """Rows of a random case whose drafted text is not the plain one."""
     chance = random.Random(number)
     dtype = DTYPES[number % 2]
@@ -163,7 +159,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("cases", [40, pytest.param(500, marks=pytest.mark.slow)])
-def test_no_text_depends_on_what_was_drafted(cases: int) -> None:
+def test_no_text_depends_on_what_was_drafted(cases):
     counts: Counter[str] = Counter()
     assert sum(texts_apart(number, counts) for number in range(cases)) == 0
     assert 0 < counts["accepted"] < counts["drafted"]

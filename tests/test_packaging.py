@@ -19,7 +19,7 @@ ROOMS = sorted(path.parent.relative_to(HERE).as_posix() for path in HERE.glob("*
 PACKAGES = {"layerskip": "layerskip"} | {f"layerskip/{r}": f"layerskip/{r}" for r in ROOMS} | APART
 
 
-def expected_files() -> set[str]:
+def expected_files():
     """Names in the wheel of all code and package data of this checkout."""
     files = {"layerskip/py.typed"}
     native = (ROOT / "layerskip/model").glob("*.[ch]*")

@@ -59,7 +59,7 @@ TRIPLES = covering(*AXES.values(), strength=3)
 @pytest.mark.parametrize(
     ("cases", "strength"), [(PAIRS, 2), (TRIPLES, 3)], ids=["pairs", "triples"]
 )
-def test_the_cases_hold_every_combination_of_axis_values(cases: list[Case], strength: int) -> None:
+def test_the_cases_hold_every_combination_of_axis_values(cases, strength):
     wanted = 1
     for axes in combinations(range(len(AXES)), strength):
         values = [tuple(AXES.values())[axis] for axis in axes]
@@ -69,16 +69,16 @@ def test_the_cases_hold_every_combination_of_axis_values(cases: list[Case], stre
 
 
 @functools.cache
-def model_of(family: str) -> Any:
+def model_of(family):
     return lively_model(family)
 
 
-def batch(rows: int, lengths: str) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(rows, lengths):
     return ragged(PROMPTS[lengths][:rows], seed=3)
 
 
 @functools.cache
-def reference(family: str, rows: int, lengths: str) -> list[list[int]]:
+def reference(family, rows, lengths):
     """New tokens of the library's own greedy decoding."""
     model, (ids, mask) = model_of(family), batch(rows, lengths)
     batches = [(ids, mask)]
@@ -92,14 +92,14 @@ def reference(family: str, rows: int, lengths: str) -> list[list[int]]:
 
 
 def decode(
-    family: str,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
+    family,
+    ids,
+    mask,
     *,
-    sample: bool,
-    max_new_tokens: int = NEW_TOKENS,
-    **settings: Any,
-) -> tuple[list[list[int]], Any]:
+    sample,
+    max_new_tokens=NEW_TOKENS,
+    **settings,
+):
     out = model_of(family).generate(
         ids,
         attention_mask=mask,
@@ -113,13 +113,13 @@ def decode(
 
 
 @functools.cache
-def plain_sample(family: str, rows: int, lengths: str) -> list[list[int]]:
+def plain_sample(family, rows, lengths):
     ids, mask = batch(rows, lengths)
     how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)[:rows], "enabled": False}
     return decode(family, ids, mask, **how)[0]
 
 
-def name_of(case: Case) -> str:
+def name_of(case):
     return "-".join(str(value).replace(" ", "_") for value in case)
 
 
@@ -131,12 +131,12 @@ def name_of(case: Case) -> str:
     ],
     ids=name_of,
 )
-def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case: Case) -> None:
+def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case):
     family, skip, name, rows, lengths, execution = case
     ids, mask = batch(rows, lengths)
     how = {"skip": SKIPS[skip], "execution": "auto" if family in MODULES_ONLY else execution}
 
-    def controller() -> Any:
+    def controller():
         return Erratic() if name == "erratic" else name
 
     tokens, stats = decode(family, ids, mask, sample=False, controller=controller(), **how)
@@ -166,7 +166,7 @@ def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case: Case) -> 
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("family", MOST)
-def test_drafts_are_accepted_and_rejected(family: str, skip: str) -> None:
+def test_drafts_are_accepted_and_rejected(family, skip):
     """What the cases above prove nothing without."""
     ids, mask = batch(3, "past the window")
     for sample in (False, True):
@@ -177,7 +177,7 @@ def test_drafts_are_accepted_and_rejected(family: str, skip: str) -> None:
 
 
 @pytest.mark.parametrize("family", MOST)
-def test_eager_attention_and_a_tied_head(family: str) -> None:
+def test_eager_attention_and_a_tied_head(family):
     model = tiny_model(family, attention="eager", tie_word_embeddings=True)
     ids = prompt(WINDOW + 3)
     want = model.generate(ids, max_new_tokens=12, do_sample=False)
@@ -200,7 +200,7 @@ TEMPERATURE = 0.8
 RESOLUTION = 1e-4  # of scores, which float32 kernels of different shapes do not agree within
 
 
-def held_out(name: str, count: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def held_out(name, count):
     """A shipped model and the start of held-out prompts, all of one width."""
     model = AutoModelForCausalLM.from_pretrained(SHIPPED / name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED / name)
@@ -220,7 +220,7 @@ def held_out(name: str, count: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("count", "new_tokens"), [(10, 20), pytest.param(60, 160, marks=pytest.mark.slow)]
 )
-def test_shipped_models_on_held_out_prompts(name: str, count: int, new_tokens: int) -> None:
+def test_shipped_models_on_held_out_prompts(name, count, new_tokens):
     if name == "demo-gemma4":
         require("gemma4_text")
     model, ids, mask = held_out(name, count)
@@ -228,7 +228,7 @@ def test_shipped_models_on_held_out_prompts(name: str, count: int, new_tokens: i
     how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}
     ties = drafted = accepted = 0
 
-    def run(rows: slice, sample: bool, settings: dict[str, Any]) -> Any:
+    def run(rows, sample, settings):
         return model.generate(
             ids[rows],
             attention_mask=mask[rows],

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from models import lively_model, prompt, ragged
-from torch import Tensor
 
 from layerskip import LogitLookup, Lookup, SkipConfig, StoredLogits
 from layerskip.generation import generate
@@ -19,7 +17,7 @@ BRANCHES = ([20, 21, 22, 23, 24, 25, END], [20, 21, 30, 31, 32, END], [40, 41, 4
 DRAFTS = ("an exit", "rejection", "lookups", "stored logits")
 
 
-def drafts_of(name: str, model: Any, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def drafts_of(name, model, texts):
     """Settings of drafts, some of which know texts beforehand."""
     if name == "lookups":
         return {"lookup": Lookup(texts)}
@@ -35,20 +33,20 @@ def drafts_of(name: str, model: Any, texts: Sequence[Sequence[int]]) -> dict[str
 class Trie:
     """Allows these answers alone; asked about any other text it raises KeyError."""
 
-    def __init__(self, width: int, answers: Sequence[Sequence[int]]) -> None:
+    def __init__(self, width, answers):
         self.width, self.next = width, dict[tuple[int, ...], list[int]]()
         for answer in answers:
             for i, token in enumerate(answer):
                 here = self.next.setdefault(tuple(answer[:i]), [])
                 here += [token] if token not in here else []
 
-    def __call__(self, row: int, seen: Tensor) -> list[int]:
+    def __call__(self, row, seen):
         return self.next[tuple(seen[self.width :].tolist())]
 
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_nobody_is_asked_what_follows_an_end_of_text(drafts: str, sample: bool) -> None:
+def test_nobody_is_asked_what_follows_an_end_of_text(drafts, sample):
     model, ids = lively_model("llama"), prompt(9)
     how: dict[str, Any] = {
         "max_new_tokens": 12,
@@ -75,10 +73,10 @@ class OnlyThis:
 
     layerskip_pure = True
 
-    def __init__(self, text: Tensor, fails_at: int = 1 << 20) -> None:
+    def __init__(self, text, fails_at=1 << 20):
         self.text, self.fails_at = text, fails_at
 
-    def __call__(self, seen: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, seen, scores):
         length = seen.shape[1]
         if length >= self.fails_at or not torch.equal(seen, self.text[:, :length]):
             raise RuntimeError(f"asked about another text of {length} tokens")
@@ -86,7 +84,7 @@ class OnlyThis:
 
 
 @pytest.mark.parametrize("drafts", ["an exit", "lookups"])
-def test_an_error_where_the_text_never_comes_is_none(drafts: str) -> None:
+def test_an_error_where_the_text_never_comes_is_none(drafts):
     model, ids = lively_model("llama"), prompt(9)
     how: dict[str, Any] = {"max_new_tokens": 30, "controller": "fixed", "max_draft_length": 6}
     how |= {"eos_token_id": None}
@@ -102,7 +100,7 @@ def test_an_error_where_the_text_never_comes_is_none(drafts: str) -> None:
         generate(model, ids, logits_processor=[OnlyThis(text, 20)], **how)
 
 
-def test_counts_of_sources_have_names() -> None:
+def test_counts_of_sources_have_names():
     model, (ids, mask) = lively_model("llama"), ragged((9, 5))
     skip = SkipConfig.early_exit(4)
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "eos_token_id": None}

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -27,7 +26,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch):
     """Ray sends no statistics, and its workers wait for nobody else on a busy machine."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")
@@ -58,13 +57,13 @@ def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(g
     assert settled(output) == settled(whole)
 
 
-def workers() -> list[int]:
+def workers():
     """Processes below this one that Ray runs models in."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
     lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, *_ in lines}
 
-    def below(pid: int) -> bool:
+    def below(pid):
         return pid == os.getpid() or (pid in parents and below(parents[pid]))
 
     named = [int(line[0]) for line in lines if line[-1].startswith("ray::MapWorker")]
@@ -72,7 +71,7 @@ def workers() -> list[int]:
 
 
 @pytest.fixture
-def machines() -> Iterator[str]:
+def machines():
     """The address of a cluster of two machines, both of which are this one."""
     from ray.cluster_utils import Cluster
 
@@ -120,7 +119,7 @@ def test_more_workers_than_a_cluster_has_room_for_are_refused(monkeypatch):
 
 
 @pytest.fixture
-def served() -> Iterator[str]:
+def served():
     """The address of two replicas of a server."""
     import ray
     from ray import serve

@@ -23,7 +23,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("what", WORDS)
-def test_no_core_file_names_what_is_research(what: str) -> None:
+def test_no_core_file_names_what_is_research(what):
     assert [
         f"{path}:{number} {word}"
         for path in CORE
@@ -33,13 +33,13 @@ def test_no_core_file_names_what_is_research(what: str) -> None:
     ] == []
 
 
-def test_research_has_these_words() -> None:
+def test_research_has_these_words():
     """So that none passes because it is written differently."""
     held = "\n".join(path.read_text(encoding="utf-8") for path in (REGISTRY, *RESEARCH))
     assert [word for words in WORDS.values() for word in words.split() if word not in held] == []
 
 
-def test_every_name_stands_for_something() -> None:
+def test_every_name_stands_for_something():
     for role, names in registry.PLACES.items():
         assert all(callable(registry.named(role, name)) for name in names)
     assert registry.PLACES["controller"].keys() >= set(registry.CONTROLLERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -19,13 +18,13 @@ from models import (
     ragged,
 )
 from models import tiny_model as tiny
-from torch import Tensor, nn
+from torch import nn
 
 from layerskip import LowPrecision, SkipConfig
 from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.model.extension import refusal
-from layerskip.model.rounded import Rounded, copies_of, rounded, rounded_bytes
+from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 
 BITS = (8, 4)
@@ -39,14 +38,14 @@ EXECUTIONS = [
 # Numbers.
 
 
-def weight_of(rows: int, columns: int, seed: int = 0) -> Tensor:
+def weight_of(rows, columns, seed=0):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator)
     weight[rows // 2] = 0
     return weight * torch.logspace(-3, 1, rows)[:, None]
 
 
-def steps_of(weight: Tensor, bits: int) -> Tensor:
+def steps_of(weight, bits):
     """The most that rounding may change each number by, (R, C); scales are bfloat16 numbers."""
     if bits == 8:  # half a step
         return weight.abs().amax(1, keepdim=True).expand_as(weight) / 127 / 2 * (1 + 2**-8 * 127)
@@ -58,9 +57,7 @@ def steps_of(weight: Tensor, bits: int) -> Tensor:
     ("shape", "bits", "dtype"),
     [*product(((1, 1), (16, 64), (17, 65), (40, 200)), BITS, (torch.bfloat16, torch.float64))],
 )
-def test_numbers_are_rounded_by_a_step_at_most_in_both_layouts(
-    shape: tuple[int, int], bits: int, dtype: torch.dtype
-) -> None:
+def test_numbers_are_rounded_by_a_step_at_most_in_both_layouts(shape, bits, dtype):
     weight = weight_of(*shape).to(dtype)
     plain, packed = (rounded(weight, bits, packed=packed) for packed in (False, True))
     wide = plain.widened(torch.float64)
@@ -73,7 +70,7 @@ def test_numbers_are_rounded_by_a_step_at_most_in_both_layouts(
         assert copy.nbytes == rounded_bytes(weight, bits, packed=copy.packed)
 
 
-def test_a_large_weight_is_rounded_as_its_parts_are() -> None:
+def test_a_large_weight_is_rounded_as_its_parts_are():
     """It is rounded in chunks."""
     weight = weight_of(80, 1 << 15)
     for bits, packed in product(BITS, (False, True)):
@@ -87,7 +84,7 @@ def test_a_large_weight_is_rounded_as_its_parts_are() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", BITS)
-def test_products_with_weights_as_they_are_widened(bits: int, dtype: torch.dtype) -> None:
+def test_products_with_weights_as_they_are_widened(bits, dtype):
     weight, bias = weight_of(33, 100), torch.arange(33.0).to(dtype)
     x = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(1)).to(dtype)
     for packed in (False, True):
@@ -103,7 +100,7 @@ def test_products_with_weights_as_they_are_widened(bits: int, dtype: torch.dtype
 # Native products: the same rounding in float64.
 
 
-def rounded_inputs(x: Tensor) -> Tensor:
+def rounded_inputs(x):
     """Inputs (n, C) as native products round them, 64 at a time."""
     made = []
     for part in x.float().split(64, -1):
@@ -112,13 +109,13 @@ def rounded_inputs(x: Tensor) -> Tensor:
     return torch.cat(made, -1)
 
 
-def native_matrix(copy: Rounded, bias: Tensor | None) -> Any:
+def native_matrix(copy, bias):
     rows, columns = copy.shape
     how = {"bits": copy.bits, "rows": rows, "columns": columns}
     return extension.extension().Matrix(copy.numbers, copy.scales, bias, **how)
 
 
-def native_head(copy: Rounded, bias: Tensor | None, size: Tensor, signs: Tensor) -> Tensor:
+def native_head(copy, bias, size, signs):
     """A native product of inputs `signs * size` (n, C): what a norm makes of signs, exactly."""
     module = extension.extension()
     plan, matrix = module.Plan(), native_matrix(copy, bias)
@@ -133,7 +130,7 @@ SHAPES = ((1, 4), (15, 63), (16, 64), (17, 65), (50, 31), (80, 200), (200, 1000)
 @pytest.mark.parametrize(
     ("bits", "dtype", "threads"), [*product(BITS, (torch.float32, torch.bfloat16), (1, 3))]
 )
-def test_native_products_of_integers(bits: int, dtype: torch.dtype, threads: int) -> None:
+def test_native_products_of_integers(bits, dtype, threads):
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(5)
     finer = 0.0
@@ -168,7 +165,7 @@ def test_native_products_of_integers(bits: int, dtype: torch.dtype, threads: int
 
 
 @pytest.mark.usefixtures("built")
-def test_inputs_of_zeros_and_of_few_large_numbers() -> None:
+def test_inputs_of_zeros_and_of_few_large_numbers():
     weight = weight_of(20, 128)
     copy = rounded(weight, 8, packed=True)
     for size in (torch.zeros(128), torch.cat((torch.zeros(64), torch.full((64,), 1e30)))):
@@ -178,7 +175,7 @@ def test_inputs_of_zeros_and_of_few_large_numbers() -> None:
 
 
 @pytest.mark.usefixtures("built")
-def test_matrices_that_are_not_packed_are_refused() -> None:
+def test_matrices_that_are_not_packed_are_refused():
     module = extension.extension()
     copy = rounded(weight_of(20, 70), 8, packed=True)
     how = {"bits": 8, "rows": 20, "columns": 70}
@@ -197,7 +194,7 @@ def test_matrices_that_are_not_packed_are_refused() -> None:
 # Sublayers and heads.
 
 
-def lowered(model: Any, execution: str, bits: int) -> Sublayers:
+def lowered(model, execution, bits):
     """A model opened with everything in low precision."""
     opened = Sublayers(model, execution)
     assert opened.execution == execution
@@ -209,7 +206,7 @@ def lowered(model: Any, execution: str, bits: int) -> Sublayers:
     ("family", "bits", "dtype"),
     [*product(FAMILIES, (8,), (torch.float64, torch.bfloat16)), ("gemma3", 4, torch.float32)],
 )
-def test_lean_sublayers_are_those_of_modules(family: str, bits: int, dtype: torch.dtype) -> None:
+def test_lean_sublayers_are_those_of_modules(family, bits, dtype):
     model = tiny(family, dtype=dtype)
     assert_agree(lowered(model, "modules", bits), lowered(model, "fused", bits), rows=2)
     with pytest.raises(AssertionError):
@@ -228,7 +225,7 @@ OFF = 0.03
         *(("phi3", 4, torch.bfloat16), ("gemma4_dense", 4, torch.bfloat16)),
     ],
 )
-def test_native_sublayers_round_inputs_too(family: str, bits: int, dtype: torch.dtype) -> None:
+def test_native_sublayers_round_inputs_too(family, bits, dtype):
     """Of sublayers that add little: what is compared are their own outputs, not the residual."""
     # of Phi 3, which has gate and up in one, `up` begins with no block
     width = {"intermediate_size": 40} if family == "phi3" else {}
@@ -252,7 +249,7 @@ def test_native_sublayers_round_inputs_too(family: str, bits: int, dtype: torch.
 @pytest.mark.parametrize("execution", ["modules", "fused", "native"])
 @pytest.mark.parametrize("bits", BITS)
 @torch.no_grad()
-def test_drafts_run_what_they_are_asked_to(execution: str, bits: int) -> None:
+def test_drafts_run_what_they_are_asked_to(execution, bits):
     model = tiny("llama", dtype=torch.float32)
     opened = Sublayers(model, execution)
     low = LowPrecision(bits=bits, attention=(3,), mlp=(2, 4), head=False)  # type: ignore[arg-type]
@@ -278,7 +275,7 @@ def test_drafts_run_what_they_are_asked_to(execution: str, bits: int) -> None:
 # Copies.
 
 
-def _merged(weight: Any) -> None:
+def _merged(weight):
     """As adapters are merged."""
     generator = torch.Generator().manual_seed(0)
     down, up = (torch.randn(n, 2, generator=generator) for n in weight.shape)
@@ -297,14 +294,12 @@ def _merged(weight: Any) -> None:
     ids=["multiplied", "replaced", "loaded", "merged"],
 )
 @torch.no_grad()
-def test_copies_of_changed_weights_are_made_anew(
-    execution: str, change: Callable[[Any], None]
-) -> None:
+def test_copies_of_changed_weights_are_made_anew(execution, change):
     model = tiny("llama", dtype=torch.float32)
     weight = model.model.layers[2].mlp.up_proj.weight
     skip, hidden = SkipConfig.low_precision(8), torch.randn(1, 1, 32)
 
-    def blocks(of: Any) -> list[Any]:
+    def blocks(of):
         return Sublayers(of, execution).weights.blocks(skip)
 
     old = blocks(model)
@@ -321,7 +316,7 @@ def test_copies_of_changed_weights_are_made_anew(
     assert copies_of(model).of(model.model.layers[1].mlp.up_proj.weight, 8, packed=True) is kept
 
 
-def test_a_replaced_parameter_and_another_dtype_are_noticed() -> None:
+def test_a_replaced_parameter_and_another_dtype_are_noticed():
     model = tiny("llama", dtype=torch.float32)
     linear = model.model.layers[0].self_attn.q_proj
     copies = copies_of(model)
@@ -341,7 +336,7 @@ def test_a_replaced_parameter_and_another_dtype_are_noticed() -> None:
 
 @pytest.mark.parametrize("execution", ["modules", "fused", "native"])
 @pytest.mark.parametrize("bits", BITS)
-def test_memory_is_told_and_shared(execution: str, bits: int) -> None:
+def test_memory_is_told_and_shared(execution, bits):
     model = tiny("qwen2", dtype=torch.float32)
     opened = Sublayers(model, execution)
     low = LowPrecision(bits=bits, attention=(1, 2), mlp=(3,), head=True)  # type: ignore[arg-type]
@@ -369,7 +364,7 @@ class Quantised(nn.Linear):
 
 
 @torch.no_grad()
-def test_adapted_quantised_and_hooked_modules() -> None:
+def test_adapted_quantised_and_hooked_modules():
     model = tiny("llama")
     mlp = model.model.layers[2].mlp
     quantised = Quantised(32, 48, bias=False, dtype=torch.float64).eval()
@@ -392,7 +387,7 @@ def test_adapted_quantised_and_hooked_modules() -> None:
     ) == (up.nbytes + down.nbytes)
 
 
-def test_a_forward_of_its_own_is_refused_by_name() -> None:
+def test_a_forward_of_its_own_is_refused_by_name():
     model = tiny("llama")
     for name in ("model.layers.2.mlp", "model.layers.2.mlp.up_proj"):
         module = model.get_submodule(name)
@@ -410,7 +405,7 @@ def test_a_forward_of_its_own_is_refused_by_name() -> None:
 # Texts.
 
 
-def test_drafts_in_low_precision_are_mostly_right_and_leave_the_model_alone() -> None:
+def test_drafts_in_low_precision_are_mostly_right_and_leave_the_model_alone():
     """That texts do not depend on them: in `test_every_kind.py` and `test_random_cases.py`."""
     model = lively_model("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,19 +10,17 @@ from typing import Any
 import pytest
 import torch
 from models import Growing, lively_model, ragged, seated
-from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import live_target
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.draws import Drawn, Draws
+from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
-from layerskip.decoding.passes import Position
 from layerskip.generation import generate
 from layerskip.model import extension
-from layerskip.research.trees import LaterAcceptance, Node, Place, TreeGain, grown
+from layerskip.research.trees import LaterAcceptance, Place, TreeGain, grown
 
 FLAT = CostTable(0.2, (1.0,) * 20)
 STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
@@ -35,7 +32,7 @@ SKIPS = {
 }
 
 
-def decoded(skip: SkipConfig | None, controller: Any = None, **more: Any) -> Any:
+def decoded(skip, controller=None, **more):
     ids, mask = ragged((9, 4, 13)[: more.pop("rows", 3)])
     how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3, "max_new_tokens": 30}
     return generate(
@@ -53,7 +50,7 @@ def decoded(skip: SkipConfig | None, controller: Any = None, **more: Any) -> Any
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("skip", SKIPS)
-def test_texts_are_the_targets(family: str, skip: str) -> None:
+def test_texts_are_the_targets(family, skip):
     """Rows end their chains apart; behind a shared prefix some of them stay chains."""
     trees = 0
     for execution, sample, rows in (("modules", False, 1), ("fused", True, 3)):
@@ -65,7 +62,7 @@ def test_texts_are_the_targets(family: str, skip: str) -> None:
     assert trees > 10
 
 
-def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch):
     """Negative control: its noise is that of its depth."""
     plain = decoded(None)
     monkeypatch.setattr(live_target, "depths", lambda parents: [*range(len(parents) + 1)])
@@ -73,10 +70,10 @@ def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch: pytest.Mo
     assert wrong.sequences.tolist() != plain.sequences.tolist()
 
 
-def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch):
     """The negative control: ranked by another place's noise they seldom are; the text stays."""
 
-    def share() -> float:
+    def share():
         controller = Growing(2)
         out = decoded(SKIPS["no prefix"], controller, max_new_tokens=100)
         assert torch.equal(out.sequences, plain.sequences)
@@ -86,9 +83,7 @@ def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch: pytest.Mo
     plain = decoded(None, max_new_tokens=100)
     draft, right = Draws.draft, share()
 
-    def elsewhere(
-        self: Draws, raw: Tensor, positions: Sequence[Position], *how: Any, best: int
-    ) -> Drawn:
+    def elsewhere(self, raw, positions, *how, best):
         own = draft(self, raw, positions, *how, best=best)
         later = [(row, offset + 1) for row, offset in positions]
         other = draft(self, raw, later, *how, best=2)
@@ -102,7 +97,7 @@ def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample: bool) -> None:
+def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample):
     how: dict[str, Any] = {"do_sample": sample, "max_new_tokens": 80, "rows": 1}
     plain = decoded(None, **how)
     rounds: dict[tuple[bool, CostTable], Any] = {}
@@ -117,7 +112,7 @@ def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample: bool) -
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_texts_are_the_targets(dtype: torch.dtype) -> None:
+def test_native_texts_are_the_targets(dtype):
     model = lively_model("llama", dtype=dtype)
     ids, mask = ragged((9, 4, 13))
     for law in ({"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 20}):
@@ -132,7 +127,7 @@ def test_native_texts_are_the_targets(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("sample", [False, True])
-def test_native_draws_rank_the_best_tokens_as_torch_does(sample: bool) -> None:
+def test_native_draws_rank_the_best_tokens_as_torch_does(sample):
     law = Law([TemperatureLogitsWarper(0.7)] if sample else [], do_sample=sample, rows=1)
     raw = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2))
     raw[1, 4:] = -torch.inf  # fewer tokens than are asked for
@@ -148,13 +143,13 @@ def test_native_draws_rank_the_best_tokens_as_torch_does(sample: bool) -> None:
 
 
 @pytest.mark.parametrize("more", [{"repetition_penalty": 1.3}, {"acceptance": "rejection"}])
-def test_laws_that_read_the_text_and_the_rejection_rule_get_chains(more: dict[str, Any]) -> None:
+def test_laws_that_read_the_text_and_the_rejection_rule_get_chains(more):
     out = decoded(SKIPS["no prefix"], Growing(1), **more)
     for round_ in out.rounds:
         assert list(round_.drafted) == list(map(len, round_.confidences))
 
 
-def places(everywhere: bool = False) -> Place:
+def places(everywhere=False):
     """What a draft says of three places, one behind the other."""
     said = [
         Place(0.5, (5, 6), (0.5, 0.38)),
@@ -166,11 +161,11 @@ def places(everywhere: bool = False) -> Place:
     return said[0]
 
 
-def nodes(found: Sequence[Node]) -> list[tuple[int, int, float]]:
+def nodes(found):
     return [(parent, token, pytest.approx(chance)) for chance, parent, token in found]
 
 
-def test_the_best_tokens_of_a_tree() -> None:
+def test_the_best_tokens_of_a_tree():
     best = [(0, 5, 0.5), (1, 7, 0.4), (0, 6, 0.38), (2, 9, 0.36), (1, 8, 0.1)]
     assert nodes(grown(places(), 9)) == best
     assert nodes(grown(places(), 3)) == best[:3]
@@ -183,7 +178,7 @@ def test_the_best_tokens_of_a_tree() -> None:
     assert all(node.parent != 3 for node in ended)
 
 
-def test_chances_of_later_tokens_are_learnt_by_confidence_and_rank() -> None:
+def test_chances_of_later_tokens_are_learnt_by_confidence_and_rank():
     drawn, rates = random.Random(3), LaterAcceptance()
     for _ in range(3000):
         each, chance = drawn.choice((0, 4)), drawn.random()
@@ -194,10 +189,10 @@ def test_chances_of_later_tokens_are_learnt_by_confidence_and_rank() -> None:
     assert rates.given_wrong(8, 3) == pytest.approx([0.55, 0.0, 0.15], abs=0.04)
 
 
-def test_as_many_tokens_are_verified_as_pay() -> None:
+def test_as_many_tokens_are_verified_as_pay():
     """One more where its chance, of all rows, exceeds what it costs all of them."""
 
-    def width(price: float, chances: Sequence[float], rows: int = 1) -> int:
+    def width(price, chances, rows=1):
         table = CostTable(0.1, tuple(1.0 + price * n for n in range(20)))
         controller = TreeGain(table)
         controller.reset(rows)
@@ -215,6 +210,6 @@ def test_as_many_tokens_are_verified_as_pay() -> None:
     assert width(0.2, [0.5, 0.45], rows=3) == 1  # the others wait
 
 
-def test_other_controllers_say_that_branches_have_no_effect() -> None:
+def test_other_controllers_say_that_branches_have_no_effect():
     with pytest.warns(UserWarning, match="branches has no effect on the controller 'fixed'"):
         make_controller("fixed", costs=FLAT, branches=True)

@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,49 +41,47 @@ Search = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     model = lively_model("llama", dtype=torch.float32)
     return save_checkpoint(tmp_path_factory.mktemp("lively"), model)
 
 
 @pytest.fixture(scope="session")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts(tmp_path_factory):
     """Nine prompts: three are held out, six traced."""
     return words(tmp_path_factory.mktemp("prompts") / "prompts.txt", 9)
 
 
-def words(path: Path, count: int, length: int = 6) -> Path:
+def words(path, count, length=6):
     draw = random.Random(count)
     lines = [" ".join(f"w{draw.randrange(2, 97)}" for _ in range(length)) for _ in range(count)]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def fast(patch: pytest.MonkeyPatch, **more: Any) -> None:
+def fast(patch, **more):
     """Costs made up: what takes time, and is tested elsewhere."""
 
-    def measured(model: Any, *_: Any, low: SkipConfig | None, **__: Any) -> dict[str, Any]:
+    def measured(model, *_, low, **__):
         return COST | more | low_facts(low) | {"place": machine(model)}
 
     patch.setattr(pipeline.sublayer_costs, "measure", measured)
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch):
     fast(monkeypatch)
     monkeypatch.setattr("layerskip.analysis.write_report", lambda *a, **k: "no report")
 
 
-def flags(folder: Path, prompts: Path, output: Path, *more: Any) -> list[Any]:
+def flags(folder, prompts, output, *more):
     always = ["--prompts", prompts, "--output", output, "--max-new-tokens", 24, "--repeats", 1]
     always += [] if "--bits" in more else ["--bits", "none"]
     return ["search", folder, *always, *more]
 
 
 @pytest.fixture(scope="session")
-def found(
-    folder: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Any]:
+def found(folder, prompts, tmp_path_factory):
     """The folder and the result of a search of 12 trials, timed and with its report."""
     output = tmp_path_factory.mktemp("found") / "deeper" / "out"
     with pytest.MonkeyPatch.context() as patch:
@@ -93,21 +90,21 @@ def found(
 
 
 @pytest.fixture
-def searched(folder: Path, prompts: Path, tmp_path: Path) -> Search:
+def searched(folder, prompts, tmp_path):
     """Runs a search that times nothing."""
 
-    def searched(*more: Any, output: Path = tmp_path / "out", **options: Any) -> Any:
+    def searched(*more, output=tmp_path / "out", **options):
         return run(*flags(folder, prompts, output, "--no-confirm", *more), **options)
 
     return searched
 
 
-def trials(output: Path) -> list[dict[str, Any]]:
+def trials(output):
     rows = read_search(output / "search.json")["trials"]
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-def partial(folder: Path) -> list[Path]:
+def partial(folder):
     return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
 
 
@@ -115,7 +112,7 @@ def partial(folder: Path) -> list[Path]:
 # What it writes and says
 
 
-def test_the_files(folder: Path, prompts: Path, found: tuple[Path, Any]) -> None:
+def test_the_files(folder, prompts, found):
     output, result = found
     assert result.exit_code == 0
     assert {path.name for path in output.iterdir()} == FILES
@@ -144,7 +141,7 @@ def test_the_files(folder: Path, prompts: Path, found: tuple[Path, Any]) -> None
         assert json.loads(row["skipped"]) == trial["skipped"]
 
 
-def test_what_it_says(found: tuple[Path, Any]) -> None:
+def test_what_it_says(found):
     output, result = found
     assert "bound: no draft of the sublayer space of 6 layers" in result.stderr
     assert f"written to {output}: " in result.stderr
@@ -166,9 +163,7 @@ def test_what_it_says(found: tuple[Path, Any]) -> None:
         assert row["name"] in result.stdout
 
 
-def test_going_on_adds_what_is_missing(
-    folder: Path, prompts: Path, found: tuple[Path, Any], tmp_path: Path, searched: Search
-) -> None:
+def test_going_on_adds_what_is_missing(folder, prompts, found, tmp_path, searched):
     shutil.copytree(found[0], tmp_path / "out")
     evaluated, evaluate = [], Objective._evaluate
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +183,7 @@ def test_going_on_adds_what_is_missing(
     assert record["finalists"][0]["confirmed"] is None
 
 
-def test_a_database_is_shared_between_folders(tmp_path: Path, searched: Search) -> None:
+def test_a_database_is_shared_between_folders(tmp_path, searched):
     storage = ("--storage", f"sqlite:///{tmp_path}/study.db", "--study-name", "ours")
     for number, asked in enumerate((2, 4)):
         output = tmp_path / str(number)
@@ -203,7 +198,7 @@ def test_a_database_is_shared_between_folders(tmp_path: Path, searched: Search) 
     assert [trial.value for trial in complete] == [t["speedup"] for t in trials(tmp_path / "1")]
 
 
-def test_skip_configs_of_ones_own_are_tried_first(tmp_path: Path, searched: Search) -> None:
+def test_skip_configs_of_ones_own_are_tried_first(tmp_path, searched):
     """Also where two files have one name."""
     paths = [tmp_path / name / "skip.json" for name in ("a", "b")]
     for layer, path in enumerate(paths, 2):
@@ -216,9 +211,7 @@ def test_skip_configs_of_ones_own_are_tried_first(tmp_path: Path, searched: Sear
     assert [row["skipped"]["attention"] for row in rows[:2]] == [[2], [3]]
 
 
-def test_a_search_around_healed_weights(
-    folder: Path, prompts: Path, tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_around_healed_weights(folder, prompts, tmp_path, searched, monkeypatch):
     model = lively_model("llama", dtype=torch.float32)
     trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", model)
     SkipConfig(low=LowPrecision(bits=4, head=8), trained=trained).save(tmp_path / "mine.json")
@@ -235,7 +228,7 @@ def test_a_search_around_healed_weights(
     assert "is healed in 4 bits, and 8 bits were asked for" in reason
 
 
-def test_samplers_and_spaces_by_name(searched: Search, tmp_path: Path) -> None:
+def test_samplers_and_spaces_by_name(searched, tmp_path):
     """A study that one sampler began, another goes on with."""
     for sampler, trials_asked in (("random", 12), ("tpe", 14), ("ours", 15)):
         named = ("--sampler", sampler, "--space", "sublayer,vocabulary")
@@ -250,7 +243,7 @@ def test_samplers_and_spaces_by_name(searched: Search, tmp_path: Path) -> None:
     assert "got 'magic'" in refused("search", "--space", "magic", "--output", tmp_path / "no")
 
 
-def test_time_over(tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_over(tmp_path, searched, monkeypatch):
     """A search without a trial has all its files, and a report."""
     monkeypatch.undo()
     fast(monkeypatch)
@@ -263,9 +256,7 @@ def test_time_over(tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyP
     assert skip.decoding.enabled is False
 
 
-def test_without_a_terminal_there_is_a_line_now_and_then(
-    searched: Search, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_there_is_a_line_now_and_then(searched, capsys):
     """One where a stage begins, and one every half minute; a short command says nothing."""
     seconds = 0.0
     talk = Talk(quiet=False, now=lambda: seconds)
@@ -282,12 +273,10 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
 # Ends of every kind
 
 
-def test_ctrl_c_keeps_finished_trials(
-    tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_finished_trials(tmp_path, searched, monkeypatch):
     evaluate = Objective.__call__
 
-    def interrupted(self: Objective, *mask: Any) -> Any:
+    def interrupted(self, *mask):
         if len(self._evaluated) == 4:
             raise KeyboardInterrupt
         return evaluate(self, *mask)
@@ -308,14 +297,12 @@ def test_ctrl_c_keeps_finished_trials(
     assert partial(output) == []
 
 
-def interrupt(*_: Any, **__: Any) -> None:
+def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("step", ["judge", "result"])
-def test_ctrl_c_after_the_trials(
-    step: str, folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_after_the_trials(step, folder, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline.Search, step, interrupt)
     result = run(*flags(folder, prompts, tmp_path / "out", "--trials", 3))
     assert result.exit_code == 130
@@ -324,7 +311,7 @@ def test_ctrl_c_after_the_trials(
 
 
 @pytest.mark.slow
-def test_workers_share_the_trials(tmp_path: Path, searched: Search) -> None:
+def test_workers_share_the_trials(tmp_path, searched):
     result = searched("--workers", 2, "--trials", 40)
     assert result.exit_code == 0
     assert warned(result) == []
@@ -332,24 +319,24 @@ def test_workers_share_the_trials(tmp_path: Path, searched: Search) -> None:
     assert multiprocessing.active_children() == []
 
 
-def check_shared(output: Path, asked: int) -> None:
+def check_shared(output, asked):
     complete = [row for row in trials(output) if row["state"] == "complete"]
     assert asked <= len(complete) <= asked + 1
     sets = {json.dumps([row["skipped"], row["draft_vocabulary"]]) for row in complete}
     assert len(sets) >= 0.9 * len(complete)
 
 
-def workers_in(log: Path) -> set[str]:
+def workers_in(log):
     """Who took part, by a journal."""
     text = log.read_bytes() if log.exists() else b""
     return {line.partition(b'"worker_id":"')[2][:36].decode() for line in text.splitlines()} - {""}
 
 
-def finished_in(log: Path) -> int:
+def finished_in(log):
     return log.read_bytes().count(b'"values":[')
 
 
-def alive(session: int) -> list[int]:
+def alive(session):
     """Processes of a session that are no zombies."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -362,7 +349,7 @@ def alive(session: int) -> list[int]:
     return found
 
 
-def wait_for(what: Callable[[], bool], child: subprocess.Popen | None = None) -> None:
+def wait_for(what, child=None):
     until = time.monotonic() + 180
     while not what():
         assert time.monotonic() < until
@@ -374,7 +361,7 @@ def wait_for(what: Callable[[], bool], child: subprocess.Popen | None = None) ->
 @pytest.mark.parametrize(
     ("weights", "positions"), [(1e5, 1024), (7e7, 500), (1.4e8, 250), (7e9, 128)]
 )
-def test_a_large_model_is_tried_on_fewer_positions(weights: float, positions: int) -> None:
+def test_a_large_model_is_tried_on_fewer_positions(weights, positions):
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight = torch.nn.Parameter(torch.empty(1).expand(int(weights)))
     model.device = torch.device("cpu")  # type: ignore[assignment]
@@ -383,7 +370,7 @@ def test_a_large_model_is_tried_on_fewer_positions(weights: float, positions: in
     assert default_positions(model) == 1024
 
 
-def test_positions_that_are_asked_for(searched: Search, tmp_path: Path) -> None:
+def test_positions_that_are_asked_for(searched, tmp_path):
     """Whole texts of them; by default all six, as the model is small."""
     result = searched("--trials", 1, "--positions", 30, "--space", "exit", "--allow-ends")
     assert warned(result) == ["--allow-ends has no effect with --space exit"]
@@ -391,7 +378,7 @@ def test_positions_that_are_asked_for(searched: Search, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def begun(folder: Path, tmp_path: Path) -> tuple[Path, list[Any]]:
+def begun(folder, tmp_path):
     """A folder whose study knows its costs, and a command that goes on with it for a while."""
     output = tmp_path / "out"
     many = words(tmp_path / "many.txt", 300)  # for workers to begin
@@ -406,12 +393,10 @@ def begun(folder: Path, tmp_path: Path) -> tuple[Path, list[Any]]:
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_a_lock_that_complains_of_ctrl_c(
-    folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
-) -> None:
+def test_a_lock_that_complains_of_ctrl_c(folder, prompts, tmp_path, monkeypatch, interrupted):
     """Optuna's file lock raises another error where Ctrl-C comes while it is released."""
 
-    def broken(*_: Any, **__: Any) -> None:
+    def broken(*_, **__):
         try:
             if interrupted:
                 raise KeyboardInterrupt
@@ -426,7 +411,7 @@ def test_a_lock_that_complains_of_ctrl_c(
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 @pytest.mark.parametrize("ending", ["terminal", "kill"])
-def test_workers_end_with_their_parent(begun: tuple[Path, list[Any]], ending: str) -> None:
+def test_workers_end_with_their_parent(begun, ending):
     output, command = begun
     log = output / "study.log"
     child = process(*command, "--workers", 3, start_new_session=True)
@@ -467,9 +452,7 @@ def test_workers_end_with_their_parent(begun: tuple[Path, list[Any]], ending: st
         (("--max-new-tokens", 1000), "must be at most 256 tokens for this model, got 1006"),
     ],
 )
-def test_bad_flags(
-    folder: Path, prompts: Path, tmp_path: Path, more: tuple[Any, ...], expected: str
-) -> None:
+def test_bad_flags(folder, prompts, tmp_path, more, expected):
     output = tmp_path / "out"
     assert expected in refused(*flags(folder, prompts, output, *more))
     assert not output.exists() or list(output.iterdir()) == []
@@ -483,21 +466,21 @@ def test_bad_flags(
     ],
     ids=["one", "long"],
 )
-def test_bad_prompts(folder: Path, tmp_path: Path, content: str, expected: str) -> None:
+def test_bad_prompts(folder, tmp_path, content, expected):
     path, output = tmp_path / "p.txt", tmp_path / "out"
     path.write_text(content)
     assert expected in refused(*flags(folder, path, output))
     assert not output.exists() or list(output.iterdir()) == []
 
 
-def test_an_output_that_is_a_file(folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_an_output_that_is_a_file(folder, prompts, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "is a file; give a folder" in refused(*flags(folder, prompts, tmp_path / "file"))
     assert "file" in refused(*flags(folder, prompts, tmp_path / "file" / "below"))
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_storage_that_cannot_be_opened(folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_a_storage_that_cannot_be_opened(folder, prompts, tmp_path):
     output, storage = tmp_path / "out", "postgresql://me:hunter2@localhost:1/x"
     reason = refused(*flags(folder, prompts, output, "--storage", storage))
     assert reason.startswith("cannot open the storage ")
@@ -505,9 +488,7 @@ def test_a_storage_that_cannot_be_opened(folder: Path, prompts: Path, tmp_path: 
     assert list(output.iterdir()) == []
 
 
-def test_passwords_are_shown_nowhere(
-    tmp_path: Path, searched: Search, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passwords_are_shown_nowhere(tmp_path, searched, monkeypatch):
     """Neither where a database is reached: one that takes any URL stands in for it."""
     url = "postgresql://me:hunter2@host/db"
     argv = ["layerskip", "search", "--storage", url]
@@ -522,9 +503,7 @@ def test_passwords_are_shown_nowhere(
         assert path.is_dir() or b"hunter2" not in path.read_bytes()
 
 
-def test_the_study_of_another_search(
-    folder: Path, prompts: Path, found: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_the_study_of_another_search(folder, prompts, found, tmp_path):
     output = shutil.copytree(found[0], tmp_path / "out")
     kept = {
         path: path.read_bytes() for path in output.iterdir() if path.suffix in (".json", ".csv")

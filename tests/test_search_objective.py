@@ -18,9 +18,9 @@ from layerskip.costs.pricing import cost_table, passes_table
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.replay.drafts import Replay, all_starts, replay
+from layerskip.replay.drafts import all_starts, replay
 from layerskip.replay.simulation import simulate
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import take_trace
 from layerskip.search.finalists import (
     TOLERANCE,
     Choice,
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, float | None, str]] = {
 
 
 @cache
-def traced(case: str) -> Trace:
+def traced(case):
     family, temperature, acceptance = CASES[case]
     warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
     return take_trace(
@@ -55,7 +55,7 @@ def traced(case: str) -> Trace:
     )
 
 
-def drawn(count: int, seed: int = 0) -> list[int]:
+def drawn(count, seed=0):
     """Random sets, large and small, an early exit among them."""
     draw = random.Random(seed)
     sizes = [draw.choice([1, 1, 2, 3, 5, 6, 9]) for _ in range(count)]
@@ -63,7 +63,7 @@ def drawn(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_value_is_that_of_the_best_fixed_length(case: str) -> None:
+def test_a_value_is_that_of_the_best_fixed_length(case):
     """By whole replays; tokens behind the second are right as often as it is."""
     objective = Objective(traced(case), SPACE, MACHINES["reads weights"])
     assert sum(map(len, objective.parts)) == traced(case).starts
@@ -83,7 +83,7 @@ def test_a_value_is_that_of_the_best_fixed_length(case: str) -> None:
         assert objective(mask) is found  # nothing is followed twice
 
 
-def of_the_second(whole: Replay, objective: Objective) -> float:
+def of_the_second(whole, objective):
     """Share of right second tokens behind right first ones, where trials follow both."""
     numbers = {
         (start[0].number, start[1]): number for number, start in enumerate(all_starts(whole.trace))
@@ -94,7 +94,7 @@ def of_the_second(whole: Replay, objective: Objective) -> float:
     return float(behind.float().mean()) if len(behind) else 0.0
 
 
-def test_the_parts_of_a_formula() -> None:
+def test_the_parts_of_a_formula():
     costs = cost_table(MACHINES["free verification"], SkipConfig.early_exit(1))
     assert extended(0.8, 0.5) == pytest.approx([0.8, 0.4, 0.2, 0.1, 0.05, 0.025, 0.0125, 0.00625])
     assert extended(0.0, 0.0) == [0.0] * LONGEST
@@ -102,7 +102,7 @@ def test_the_parts_of_a_formula() -> None:
     assert best_length([0.0], costs) == (pytest.approx(1 / costs.round_cost(1)), 1)
 
 
-def test_what_loses_is_followed_no_further() -> None:
+def test_what_loses_is_followed_no_further():
     objective, told = Objective(traced("coupled"), SPACE, MACHINES["reads weights"]), []
 
     for mask, ends, parts in zip(drawn(2), (1, 2, 9), (1, 2, 5), strict=True):
@@ -119,7 +119,7 @@ def test_what_loses_is_followed_no_further() -> None:
     assert len(objective.parts[0]) <= 0.2 * traced("coupled").starts
 
 
-def test_few_positions_are_from_all_texts() -> None:
+def test_few_positions_are_from_all_texts():
     objective = Objective(traced("greedy"), SPACE, MACHINES["reads weights"], 30)
     starts = [start for part in objective.parts for start in part]
     assert len(starts) == 30
@@ -128,7 +128,7 @@ def test_few_positions_are_from_all_texts() -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_skipping_nothing_is_worth_plain_decoding(machine: str) -> None:
+def test_skipping_nothing_is_worth_plain_decoding(machine):
     found = Objective(traced("greedy"), SPACE, MACHINES[machine])(0)
     assert (found.value, found.acceptance, found.positions) == (1.0, 1.0, 0)
 
@@ -142,7 +142,7 @@ RECORDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_many_sets_are_priced_as_each_alone(name: str) -> None:
+def test_many_sets_are_priced_as_each_alone(name):
     """Low precision, experts, windows and draft vocabularies among them."""
     record = RECORDS[name] | LOW | {"vocabulary": 97}
     record |= {"experts": {"1": [0.6, 0.5, 0.4, 0.6, 0.5, 0.7], "2": [0.8] * 6}}
@@ -170,7 +170,7 @@ def test_many_sets_are_priced_as_each_alone(name: str) -> None:
 # Controllers and lookups.
 
 
-def test_expected_gain_is_taken_within_the_tolerance() -> None:
+def test_expected_gain_is_taken_within_the_tolerance():
     alone = DecodingOptions(controller="expected-gain", max_draft_length=8)
     fixed = DecodingOptions(controller="fixed", max_draft_length=3)
     for adaptive, controller in ((1.295, "expected-gain"), (1.27, "fixed")):
@@ -181,7 +181,7 @@ def test_expected_gain_is_taken_within_the_tolerance() -> None:
         assert best_choice(ways) is ways[chosen]
 
 
-def by_hand(whole: Replay, length: int, costs: Any) -> float:
+def by_hand(whole, length, costs):
     """Speedup of a fixed draft length: texts walked round by round."""
     spent = 0.0
     for text, rows in zip(whole.trace.texts, whole.texts, strict=True):
@@ -195,7 +195,7 @@ def by_hand(whole: Replay, length: int, costs: Any) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case: str) -> None:
+def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
     """Against the same rounds, walked and priced one by one."""
     trace, record = traced(case), MACHINES["reads weights"]
     looked_up = LookedUp(replay(trace, Lookup()), passes_table(record, trace.context))
@@ -235,7 +235,7 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case: str) -> 
 # Draft vocabularies.
 
 
-def test_a_text_does_not_rank_its_own_tokens() -> None:
+def test_a_text_does_not_rank_its_own_tokens():
     """Each is drafted with what the others rank first; the final config has the ranks of all."""
     space = replace(SPACE, vocabularies=(24, 6))
     objective = Objective(traced("coupled"), space, MACHINES["trimmed heads"])

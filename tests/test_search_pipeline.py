@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from layerskip.model.trained import save_trained
 from layerskip.replay.drafts import replay
 from layerskip.research.blocks import ExitBlock
 from layerskip.search import fitting, pipeline, search
-from layerskip.search.finalists import Finalist, winner
+from layerskip.search.finalists import winner
 from layerskip.search.objective import Objective
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
@@ -41,11 +40,11 @@ TOKENS = 24
 SUBLAYERS = "sublayer,lookup,controller"
 
 
-def tiny(family: str = "llama", **settings: Any) -> Any:
+def tiny(family="llama", **settings):
     return lively_model(family, **{"dtype": torch.float32, **settings})
 
 
-def idle_end() -> Any:
+def idle_end():
     """A model whose last three layers do nothing."""
     model = tiny()
     with torch.no_grad():
@@ -55,7 +54,7 @@ def idle_end() -> Any:
     return model
 
 
-def find(model: Any, **settings: Any) -> Any:
+def find(model, **settings):
     return search(
         model,
         PROMPTS,
@@ -63,7 +62,7 @@ def find(model: Any, **settings: Any) -> Any:
     )
 
 
-def steps(model: Any, task: Task | None = None, **settings: Any) -> Search:
+def steps(model, task=None, **settings):
     """The same by hand, before its study is opened."""
     return Search(
         model,
@@ -73,7 +72,7 @@ def steps(model: Any, task: Task | None = None, **settings: Any) -> Search:
     )
 
 
-def story(result: Any) -> list[tuple[Any, ...]]:
+def story(result):
     """What does not depend on the clock."""
     return [
         (t.value, t.params, t.user_attrs["origin"], t.user_attrs["worth"])
@@ -81,7 +80,7 @@ def story(result: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def drafted(model: Any, skip: Any) -> Any:
+def drafted(model, skip):
     """What is decoded with a config, which is the text without one."""
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, "execution": "modules"}
     ids = prompt(9, seed=40)
@@ -91,7 +90,7 @@ def drafted(model: Any, skip: Any) -> Any:
     return found
 
 
-def checked(result: Any, folder: Path) -> dict[str, Any]:
+def checked(result, folder):
     """The record as a file's reader has it."""
     header = search_files.made_up(layers=6)
     known = json.loads(json.dumps(dict(result.record), allow_nan=False))
@@ -100,12 +99,12 @@ def checked(result: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def llama() -> Any:
+def llama():
     return tiny()
 
 
 @pytest.fixture(scope="module")
-def timed(llama: Any) -> Any:
+def timed(llama):
     """A search with held-out prompts, on a clock."""
     return find(llama, held_out=HELD_OUT, trials=30, finalists=2, repeats=1)
 
@@ -118,7 +117,7 @@ LOW = {
 
 
 class TestSpaces:
-    def test_what_is_low_is_searched_priced_and_written(self, llama: Any, tmp_path: Path) -> None:
+    def test_what_is_low_is_searched_priced_and_written(self, llama, tmp_path):
         result = find(llama, cost=COST | LOW, bits=8, space="sublayer,bits", trials=12)
         assert result.record["space"]["bits"] == 8
         assert result.record["space"]["parts"] == ["bits"]
@@ -132,10 +131,10 @@ class TestSpaces:
         assert record["finalists"][0]["low"]["bits"] == 8
         assert record["bound"] == pytest.approx(result.skip.notes["bound"])
 
-    def test_what_is_named_is_searched(self, llama: Any) -> None:
+    def test_what_is_named_is_searched(self, llama):
         opened = {how: Sublayers(llama, how) for how in ("auto", "fused")}
 
-        def space(words: str, execution: str = "auto", **more: Any) -> Space:
+        def space(words, execution="auto", **more):
             return fitting.space_for(opened[execution], words, **more)
 
         native = opened["auto"].execution == "native"
@@ -151,12 +150,12 @@ class TestSpaces:
             with pytest.raises(ValueError, match=f"space must be one of exit, .*; got {wrong}"):
                 space(words)
 
-    def test_costs_that_do_not_know_it_are_refused(self, llama: Any) -> None:
+    def test_costs_that_do_not_know_it_are_refused(self, llama):
         with pytest.raises(ValueError, match="do not know low precision of 8 bits"):
             find(llama, bits=8, space="sublayer")
 
     @torch.no_grad()
-    def test_influence_is_what_a_sublayer_changes(self) -> None:
+    def test_influence_is_what_a_sublayer_changes(self):
         """Of hidden states in the library's own pass; layers that do nothing change nothing."""
         model, ids = idle_end(), prompt(9, seed=40)[0]
         text = type("Text", (), {"tokens": ids.flatten()})
@@ -170,7 +169,7 @@ class TestSpaces:
 
 
 @pytest.fixture(scope="module")
-def mine(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def mine(llama, tmp_path_factory):
     """All in 8 bits but for layer 5, with deltas that make nonsense of the MLP of layer 3."""
     generator = torch.Generator().manual_seed(0)
     found = {}
@@ -189,9 +188,7 @@ def mine(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 class TestTrained:
     """Around healed weights."""
 
-    def test_what_is_low_is_healed_by_the_same_weights(
-        self, llama: Any, mine: Any, tmp_path: Path
-    ) -> None:
+    def test_what_is_low_is_healed_by_the_same_weights(self, llama, mine, tmp_path):
         cost = COST | LOW | {"healed": mine.trained.hash}
         going: dict[str, Any] = {"cost": cost, "space": "sublayer,bits", "first": {"mine": mine}}
         result = find(llama, **going, held_out=HELD_OUT, trials=12, finalists=2, repeats=1)
@@ -207,7 +204,7 @@ class TestTrained:
         assert healed
         assert all(finalist["confirmed"]["faults"] == 0 for finalist in document["finalists"])
 
-    def test_other_weights_are_another_study(self, llama: Any, mine: Any, tmp_path: Path) -> None:
+    def test_other_weights_are_another_study(self, llama, mine, tmp_path):
         how: dict[str, Any] = {"storage": str(tmp_path / "study.log"), "trials": 1, "bits": 8}
         how["space"] = "sublayer,bits"
         cost = COST | LOW
@@ -226,7 +223,7 @@ class TestTrained:
         with pytest.raises(ValueError, match="healed in 8 bits, and no bits were asked"):
             find(llama, **how | elsewhere | {"bits": None}, cost=cost)
 
-    def test_trained_modules_are_no_configs_of_a_space(self, llama: Any, tmp_path: Path) -> None:
+    def test_trained_modules_are_no_configs_of_a_space(self, llama, tmp_path):
         block = ExitBlock(Sublayers(llama)).state_dict()
         trained = save_trained(tmp_path / "e.safetensors", block, "exit-block", llama)
         module = SkipConfig(exit_layer=5, trained=trained)
@@ -235,9 +232,7 @@ class TestTrained:
 
 
 class TestResult:
-    def test_nothing_is_written_and_the_model_is_as_it_was(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_is_written_and_the_model_is_as_it_was(self, tmp_path, monkeypatch):
         for name in ("here", "temporary", "home"):
             (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / "here")
@@ -253,9 +248,7 @@ class TestResult:
         assert torch.equal(torch.get_rng_state(), drawn)
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
-    def test_the_config_loads_and_decodes_the_same_text(
-        self, llama: Any, timed: Any, tmp_path: Path
-    ) -> None:
+    def test_the_config_loads_and_decodes_the_same_text(self, llama, timed, tmp_path):
         fastest = max(timed.finalists, key=lambda finalist: finalist.predicted)
         for skip in (timed.skip, fastest.skip):
             skip.save(tmp_path / "skip.json")
@@ -263,7 +256,7 @@ class TestResult:
             drafted(llama, tmp_path / "skip.json")
         assert drafted(llama, tmp_path / "skip.json").stats.num_drafts > 0
 
-    def test_the_config_says_what_was_measured(self, llama: Any, timed: Any) -> None:
+    def test_the_config_says_what_was_measured(self, llama, timed):
         skip = timed.skip
         assert skip.matches(None, layerskip.fingerprint(llama))
         assert skip.notes["trials"] == 30
@@ -279,7 +272,7 @@ class TestResult:
             # the default, which a clock may prefer, has those that each machine measures
             assert skip.costs == (None if skip.notes["keep_default"] else own)
 
-    def test_the_record_is_a_search_file(self, timed: Any, tmp_path: Path) -> None:
+    def test_the_record_is_a_search_file(self, timed, tmp_path):
         document = checked(timed, tmp_path)
         assert len(document["trials"]) == 30
         assert document["space"]["size"] == Space(kind="sublayer", num_layers=6).size
@@ -287,7 +280,7 @@ class TestResult:
         for finalist in document["finalists"]:
             assert finalist["confirmed"]["equal"] == finalist["confirmed"]["compared"] == 1
 
-    def test_lookups_join_where_they_pay(self, llama: Any, timed: Any, tmp_path: Path) -> None:
+    def test_lookups_join_where_they_pay(self, llama, timed, tmp_path):
         """These texts go round in circles."""
         best = timed.finalists[0]
         assert best.decoding.lookup is True
@@ -297,7 +290,7 @@ class TestResult:
         assert len(sources) == 2
         assert sources[0].num_draft_tokens > 0
 
-    def test_a_draft_vocabulary_is_searched_too(self, tmp_path: Path) -> None:
+    def test_a_draft_vocabulary_is_searched_too(self, tmp_path):
         """Where heads are dear; the config has its tokens with it, and the same text."""
         model = tiny()
         going: dict[str, Any] = {"cost": MACHINES["trimmed heads"], "space": "sublayer,vocabulary"}
@@ -317,7 +310,7 @@ class TestResult:
         assert drafted(model, tmp_path / "skip.json").stats.num_drafts > 0
 
     @pytest.mark.parametrize("cost", [COST, HOPELESS], ids=["pays", "hopeless"])
-    def test_the_best_exit_is_among_the_finalists(self, llama: Any, cost: Any) -> None:
+    def test_the_best_exit_is_among_the_finalists(self, llama, cost):
         result = find(llama, finalists=1, cost=cost, trials=12)
         exits = [f for f in result.finalists if f.name.startswith("exit-")]
         assert result.record["best_exit"] == exits[0].name
@@ -326,7 +319,7 @@ class TestResult:
         assert result.finalists[0] is fastest
         assert result.winner in (fastest, None)
 
-    def test_what_gains(self, timed: Any) -> None:
+    def test_what_gains(self, timed):
         """By the prediction, the clock's speedup and its low end."""
         for predicted, speedup, low, wins in (
             (1.3, 1.1, 0.9, True),  # both agree
@@ -346,8 +339,8 @@ class TestResult:
             case = predicted, speedup, low
             assert (winner([finalist]) is finalist) is wins, case
 
-    def test_the_fastest_that_gains_wins(self, timed: Any) -> None:
-        def seen(predicted: float, speedup: float, low: float) -> Finalist:
+    def test_the_fastest_that_gains_wins(self, timed):
+        def seen(predicted, speedup, low):
             block = {"speedup": speedup, "low": low}
             return replace(timed.finalists[0], predicted=predicted, confirmed=block)
 
@@ -358,12 +351,8 @@ class TestResult:
         assert winner([]) is None
 
     @pytest.mark.parametrize("low", [1.0, 1.01])
-    def test_what_ties_with_the_default_does_not_replace_it(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch, low: float
-    ) -> None:
-        def clock(
-            model: Any, task: Task, finalists: Any, prompts: Any, **_: Any
-        ) -> tuple[float, dict[str, Any]]:
+    def test_what_ties_with_the_default_does_not_replace_it(self, llama, monkeypatch, low):
+        def clock(model, task, finalists, prompts, **_):
             for finalist in finalists:
                 finalist.confirmed = {"speedup": 1.1, "low": 1.05, "over_default": {"low": low}}
             return 100.0, {"speedup": 1.0}
@@ -381,7 +370,7 @@ class TestResult:
         else:
             assert result.skip.low is None
 
-    def test_where_nothing_pays_nothing_is_drafted(self, llama: Any, tmp_path: Path) -> None:
+    def test_where_nothing_pays_nothing_is_drafted(self, llama, tmp_path):
         result = find(llama, cost=HOPELESS, trials=25)
         assert result.winner is None
         assert result.skip.decoding.enabled is False
@@ -395,7 +384,7 @@ class TestResult:
         assert drafted(llama, tmp_path / "skip.json").stats.num_drafts == 0
 
     @pytest.mark.parametrize("space", ["sublayer", "layer", "exit"])
-    def test_layers_that_do_nothing_are_left_out(self, space: str) -> None:
+    def test_layers_that_do_nothing_are_left_out(self, space):
         model = idle_end()
         result = find(model, space=f"{space},controller", trials=40)
         assert result.skip.attention == result.skip.mlp == (3, 4, 5)
@@ -407,7 +396,7 @@ class TestResult:
     @pytest.mark.parametrize(
         "law", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 40}], ids=["greedy", "sampled"]
     )
-    def test_given_costs_it_is_the_same_again(self, llama: Any, law: dict[str, Any]) -> None:
+    def test_given_costs_it_is_the_same_again(self, llama, law):
         shares: list[float] = []
         first, again = (
             find(llama, trials=20, seed=5, **law, progress=lambda _, share: shares.append(share))
@@ -420,9 +409,7 @@ class TestResult:
         same = [name for name in first.record if name not in ("trials", "seconds")]
         assert {n: first.record[n] for n in same} == {n: again.record[n] for n in same}
 
-    def test_costs_are_measured_where_none_are_given(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_costs_are_measured_where_none_are_given(self, llama, monkeypatch):
         measure = pipeline.sublayer_costs.measure
         monkeypatch.setattr(
             pipeline.sublayer_costs,
@@ -436,13 +423,13 @@ class TestResult:
         assert result.record["seconds"]["cost"] > 0
         assert 0 < result.record["step_seconds"] < 1
 
-    def test_number_of_trials(self, llama: Any) -> None:
+    def test_number_of_trials(self, llama):
         spaces = ("exit", 6), ("layer", 6), ("sublayer", 6), ("sublayer", 30)
         defaults = [pipeline.default_trials(Space(kind=k, num_layers=n)) for k, n in spaces]
         assert defaults == [6, 32, 60, 228]
         assert len(find(llama, space="exit,lookup", trials=None).record["trials"]) == 5
 
-    def test_the_rejection_rule(self, llama: Any, tmp_path: Path) -> None:
+    def test_the_rejection_rule(self, llama, tmp_path):
         law = {"do_sample": True, "temperature": 0.8, "top_k": 50, "acceptance": "rejection"}
         result = find(llama, trials=3, held_out=HELD_OUT, repeats=1, **law)
         trace = steps(llama, Task(TOKENS, **law)).trace
@@ -456,7 +443,7 @@ class TestResult:
 
 
 class TestStudy:
-    def test_a_study_keeps_its_costs(self, llama: Any, tmp_path: Path) -> None:
+    def test_a_study_keeps_its_costs(self, llama, tmp_path):
         path, here = tmp_path / "study.log", COST | {"place": machine(Sublayers(llama))}
         find(llama, trials=2, storage=path, cost=here)
         other = MACHINES["dear heads"]
@@ -473,17 +460,17 @@ class TestStudy:
         ("name", "value"), [("hardware", "another one"), ("threads", 99), ("host", "far")]
     )
     def test_every_place_measures_its_own_costs_once(
-        self, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
-    ) -> None:
+        self, llama, tmp_path, monkeypatch, name, value
+    ):
         measured = []
 
-        def measure(*_: Any, **__: Any) -> dict[str, Any]:
+        def measure(*_, **__):
             measured.append(len(measured))
             return COST | {"measured": measured[-1], "gap": 0.0}
 
         monkeypatch.setattr(pipeline.sublayer_costs, "measure", measure)
 
-        def priced() -> int:
+        def priced():
             going = steps(llama)
             going.open(tmp_path / "study.log")
             going.price()
@@ -498,9 +485,7 @@ class TestStudy:
             assert [priced(), priced()] == [1, 1]
         assert priced() == 0
 
-    def test_workers_of_unequal_speed_agree(
-        self, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_workers_of_unequal_speed_agree(self, llama, tmp_path, monkeypatch):
         """One machine is eight times as slow, and the best is tried there alone."""
         slow = cost_record(attention=8e-3, mlp=8e-3, head=4e-3, rest=4e-3)
         alone = find(llama, trials=12)
@@ -508,7 +493,7 @@ class TestStudy:
         path = tmp_path / "study.log"
         before, after = best["number"], best["number"] + 1
 
-        def going_on(name: str, cost: Any, trials: int) -> Any:
+        def going_on(name, cost, trials):
             monkeypatch.setattr(pipeline.socket, "gethostname", lambda: name)
             return find(llama, trials=trials, cost=cost, storage=path)
 
@@ -521,7 +506,7 @@ class TestStudy:
         assert len({result.winner.name for result in (alone, fast[1], last)}) == 1
         assert last.winner.predicted == pytest.approx(alone.winner.predicted)
 
-    def test_costs_are_stamped_with_where_they_were_measured(self, llama: Any) -> None:
+    def test_costs_are_stamped_with_where_they_were_measured(self, llama):
         place = {"hardware": "elsewhere", "dtype": "float32", "execution": "fused", "threads": 64}
         result = find(llama, cost=COST | {"place": place}, trials=12)
         opened = Sublayers(llama)
@@ -542,9 +527,7 @@ class TestStudy:
             ({}, {"task": Task(TOKENS, execution="modules")}, "another execution"),
         ],
     )
-    def test_the_study_of_another_search_is_refused(
-        self, llama: Any, tmp_path: Path, model: Any, settings: dict[str, Any], words: str
-    ) -> None:
+    def test_the_study_of_another_search_is_refused(self, llama, tmp_path, model, settings, words):
         path = tmp_path / "study.log"
         steps(llama).open(path)
         other = steps(tiny(**model), **settings)
@@ -580,16 +563,14 @@ class TestRefusals:
             ({"storage": "sqlite:////no/such/folder/x.db"}, "cannot open the study 'layerskip'"),
         ],
     )
-    def test_bad_settings(
-        self, llama: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
-    ) -> None:
-        def evaluated(self: Objective, mask: int, losing: Any) -> None:
+    def test_bad_settings(self, llama, monkeypatch, settings, words):
+        def evaluated(self, mask, losing):
             raise AssertionError("a trial ran before this was refused")
 
         monkeypatch.setattr(Objective, "__call__", evaluated)
         with pytest.raises(ValueError, match=words):
             find(llama, **settings)
 
-    def test_a_space_of_another_model(self, llama: Any) -> None:
+    def test_a_space_of_another_model(self, llama):
         with pytest.raises(ValueError, match="the space is for 5 layers, the model has 6"):
             steps(llama, space=Space(kind="layer", num_layers=5))

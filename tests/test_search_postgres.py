@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -20,7 +18,7 @@ import torch
 from checkpoints import save_checkpoint
 from models import lively_model
 from optuna.storages import RDBStorage
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from layerskip.config import SkipConfig
 from layerskip.files.searches import read_search
@@ -82,18 +80,18 @@ storage.BEAT_SECONDS, storage.SILENT_SECONDS = 1, 3
 """
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
-def listens(port: int) -> bool:
+def listens(port):
     with socket.socket() as asking:
         return asking.connect_ex(("127.0.0.1", port)) == 0
 
 
-def wait_for(what: Callable[[], Any], child: subprocess.Popen[Any]) -> None:
+def wait_for(what, child):
     until = time.monotonic() + 300
     while not what():
         assert time.monotonic() < until
@@ -102,7 +100,7 @@ def wait_for(what: Callable[[], Any], child: subprocess.Popen[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def server():
     """The URL of a database of a server of our own."""
     pytest.importorskip("psycopg")
     programs = [shutil.which(name) for name in ("initdb", "postgres")]
@@ -128,14 +126,14 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def worker(tmp_path):
     """Starts a search that is called like its folder; none outlives its test."""
     folder = save_checkpoint(tmp_path / "model", lively_model("llama", dtype=torch.float32))
     lines = [f"w{n} w{n + 9} w{n + 20} w{n + 40} w{n + 50}" for n in range(2, 11)]
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
     started: list[subprocess.Popen[str]] = []
 
-    def start(name: str, change: str, storage: str, *more: Any) -> subprocess.Popen[str]:
+    def start(name, change, storage, *more):
         flags = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / name]
         flags += ["--storage", storage, "--study-name", tmp_path.name, "--threads", 1]
         flags += ["--max-new-tokens", 24, "--bits", "none", "--quiet", *more]
@@ -149,7 +147,7 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         each.communicate()
 
 
-def trials_in(server: str, name: str) -> list[FrozenTrial]:
+def trials_in(server, name):
     storage = RDBStorage(server.replace("postgresql://", "postgresql+psycopg://"))
     try:
         return optuna.load_study(study_name=name, storage=storage).trials
@@ -158,7 +156,7 @@ def trials_in(server: str, name: str) -> list[FrozenTrial]:
         storage.engine.dispose()
 
 
-def test_a_fast_and_a_slowed_worker_share_a_study(server: str, worker: Any, tmp_path: Path) -> None:
+def test_a_fast_and_a_slowed_worker_share_a_study(server, worker, tmp_path):
     loop = subprocess.Popen([sys.executable, "-c", BUSY])
     try:
         both = [worker("slow", SLOWED, server, "--trials", 16)]
@@ -177,7 +175,7 @@ def test_a_fast_and_a_slowed_worker_share_a_study(server: str, worker: Any, tmp_
     assert all(SkipConfig.load(tmp_path / name / "skip.json") for name in found)
 
 
-def test_the_trial_of_a_killed_worker_is_taken_up(server: str, worker: Any, tmp_path: Path) -> None:
+def test_the_trial_of_a_killed_worker_is_taken_up(server, worker, tmp_path):
     first = worker("far", HANGS, server, "--trials", 10, "--no-confirm")
     wait_for((tmp_path / "begun").exists, first)
     first.kill()

@@ -12,7 +12,7 @@ from layerskip.search.proposals import WARM_STARTS, given, warm_starts
 from layerskip.search.space import Space, changed
 
 
-def space(kind: str = "sublayer", num_layers: int = 5, **options) -> Space:
+def space(kind="sublayer", num_layers=5, **options):
     return Space(kind=kind, num_layers=num_layers, **options)
 
 
@@ -207,7 +207,7 @@ class TestGivenConfigs:
             given(space(), {"x": skip})
 
 
-def test_an_attention_whose_keys_others_read_is_left_out_by_an_exit_only() -> None:
+def test_an_attention_whose_keys_others_read_is_left_out_by_an_exit_only():
     for kind in ("layer", "sublayer"):
         space = Space(kind=kind, num_layers=4, read=(1, 2), allow_ends=True)
         left_out = {

@@ -29,7 +29,7 @@ LAYERS = Space(kind="layer", num_layers=4)  # 8 sets, one of which skips nothing
 LARGER = Space(kind="sublayer", num_layers=12)  # 21 switches
 
 
-def evaluation_of(landscape: Landscape):
+def evaluation_of(landscape):
     def evaluate(mask, losing=lambda *_: False):
         value, acceptance, cost = landscape(mask)
         return Evaluation(
@@ -49,12 +49,12 @@ def searched(space, landscape, trials, *, name="ours", storage=None, seed=0, fir
     return found
 
 
-def story(found) -> list[tuple]:
+def story(found):
     """What a study tells, trial by trial, of what does not depend on the process."""
     return [(t.value, t.params, t.user_attrs.get("origin")) for t in found.trials]
 
 
-def states(found) -> list[str]:
+def states(found):
     return [trial.state.name for trial in found.trials]
 
 
@@ -388,7 +388,7 @@ class TestWorkers:
         assert states(found).count("RUNNING") == 0
 
 
-def work(storage: str, trials: str, log: str) -> None:
+def work(storage, trials, log):
     """A worker process: searches, and writes down what it was told is finished."""
 
     def tell(at):

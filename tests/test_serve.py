@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -53,7 +52,7 @@ KEY, SITE = "a key", "https://example.org"
 
 
 @contextmanager
-def running(app: Any, log: bool = False) -> Iterator[str]:
+def running(app, log=False):
     """A real server on a free port, on a thread; its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # a slow reader is soon noticed
@@ -73,15 +72,15 @@ def running(app: Any, log: bool = False) -> Iterator[str]:
 class Place:
     """A model that is served, and how to reach it."""
 
-    def __init__(self, url: str, served: Served, model: Any, serving: Serving) -> None:
+    def __init__(self, url, served, model, serving):
         self.url, self.served, self.model, self.serving = url, served, model, serving
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
-    def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+    def post(self, path, body, **kwargs):
         headers = {"Authorization": f"Bearer {KEY}"}
         return httpx.post(f"{self.url}/v1/{path}", json=body, headers=headers, **kwargs)
 
-    def alone(self, prompt: str, new: int, **law: Any) -> list[int]:
+    def alone(self, prompt, new, **law):
         """The tokens that the library decodes for a prompt alone."""
         ids = torch.tensor([self.served.tokenizer(prompt)["input_ids"]])  # (1, T)
         settings: dict[str, Any] = {
@@ -94,12 +93,12 @@ class Place:
         rounds = decode(self.model, ids, **{**settings, **law})
         return [token for round_ in rounds for token in round_.tokens[0]]
 
-    def text(self, prompt: str, new: int, **law: Any) -> str:
+    def text(self, prompt, new, **law):
         return decode_text(self.served.tokenizer, self.alone(prompt, new, **law))
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Place]:
+def place():
     loaded = load("demo-llama", dtype="float32")
     loaded.tokenizer.chat_template = TOOLS_TEMPLATE
     served = Served.of(loaded, max_new_tokens=12)
@@ -109,7 +108,7 @@ def place() -> Iterator[Place]:
         yield Place(url, served, loaded.model, serving)
 
 
-def waits_until(what: Callable[[], bool]) -> bool:
+def waits_until(what):
     end = time.monotonic() + 20
     while not what() and time.monotonic() < end:
         time.sleep(0.01)
@@ -121,13 +120,13 @@ LONG = {"model": "demo-llama", "prompt": STORY, "max_tokens": 400, "temperature"
 
 
 class TestAnswers:
-    def test_models(self, place: Place) -> None:
+    def test_models(self, place):
         assert [model.id for model in place.client.models.list()] == ["demo-llama"]
         assert place.client.models.retrieve("demo-llama").owned_by == "layerskip"
         with pytest.raises(openai.NotFoundError, match="no model 'other'"):
             place.client.models.retrieve("other")
 
-    def test_a_completion_is_the_text_of_the_library(self, place: Place) -> None:
+    def test_a_completion_is_the_text_of_the_library(self, place):
         got = place.client.completions.create(prompt=STORY, **GREEDY)
         tokens = place.alone(STORY, 24)
         assert got.choices[0].text == decode_text(place.served.tokenizer, tokens)
@@ -138,7 +137,7 @@ class TestAnswers:
         assert 0 <= timings["accepted"] <= timings["drafted"]
         assert timings["seconds"] > 0
 
-    def test_a_chat_goes_through_the_template(self, place: Place) -> None:
+    def test_a_chat_goes_through_the_template(self, place):
         parts: Any = [{"type": "text", "text": "Tell"}, {"type": "text", "text": " me."}]
         got = place.client.chat.completions.create(
             messages=[
@@ -152,12 +151,12 @@ class TestAnswers:
         assert got.choices[0].message.content == place.text(prompt, 20)
         assert got.choices[0].finish_reason in ("stop", "length")
 
-    def test_a_prompt_in_tokens_and_a_default_length(self, place: Place) -> None:
+    def test_a_prompt_in_tokens_and_a_default_length(self, place):
         ids = place.served.tokenizer(STORY)["input_ids"]
         got = place.client.completions.create(model="demo-llama", prompt=ids, temperature=0)
         assert got.choices[0].text == place.text(STORY, 12)
 
-    def test_several_prompts_and_choices_each_with_its_seed(self, place: Place) -> None:
+    def test_several_prompts_and_choices_each_with_its_seed(self, place):
         prompts = [STORY, "The dog"]
         got = place.client.completions.create(
             model="demo-llama", prompt=prompts, n=2, seed=5, temperature=0.9, max_tokens=10
@@ -172,13 +171,13 @@ class TestAnswers:
         both = sum(len(place.served.tokenizer(p)["input_ids"]) for p in prompts)
         assert got.usage.prompt_tokens == both
 
-    def test_a_seed_is_drawn_and_told(self, place: Place) -> None:
+    def test_a_seed_is_drawn_and_told(self, place):
         asked = {"model": "demo-llama", "prompt": STORY, "max_tokens": 8, "temperature": 1.2}
         got = place.post("completions", asked).json()
         again = place.post("completions", {**asked, "seed": got["timings"]["seeds"][0]}).json()
         assert again["choices"][0]["text"] == got["choices"][0]["text"]
 
-    def test_a_stream_of_a_chat(self, place: Place) -> None:
+    def test_a_stream_of_a_chat(self, place):
         asked: Any = {"messages": [{"role": "user", "content": STORY}], **GREEDY}
         whole = place.client.chat.completions.create(**asked)
         usage: Any = {"include_usage": True}
@@ -197,7 +196,7 @@ class TestAnswers:
         assert whole.usage is not None
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
-    def test_a_stream_ends_as_clients_expect(self, place: Place) -> None:
+    def test_a_stream_ends_as_clients_expect(self, place):
         got = place.post("completions", {"prompt": STORY, "stream": True, **GREEDY})
         assert got.headers["content-type"].startswith("text/event-stream")
         events = got.text.strip().split("\n\n")
@@ -207,7 +206,7 @@ class TestAnswers:
         assert "drafted" in last["timings"]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_text_is_cut_before_a_stop_string(self, place: Place, stream: bool) -> None:
+    def test_text_is_cut_before_a_stop_string(self, place, stream):
         whole = place.text(STORY, 24)
         stop = whole[10:16]  # across tokens, wherever they end
         asked = {"prompt": STORY, "stop": ["never said", stop], **GREEDY}
@@ -223,7 +222,7 @@ class TestAnswers:
         assert text == whole[: whole.index(stop)]
         assert reason == "stop"
 
-    def test_log_probabilities(self, place: Place) -> None:
+    def test_log_probabilities(self, place):
         got = place.client.chat.completions.create(
             messages=[{"role": "user", "content": STORY}], logprobs=True, top_logprobs=3, **GREEDY
         )
@@ -242,7 +241,7 @@ class TestAnswers:
         for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
             assert plain.choices[0].text[offset:].startswith(token)
 
-    def test_penalties_and_bias_are_those_of_the_library(self, place: Place) -> None:
+    def test_penalties_and_bias_are_those_of_the_library(self, place):
         width = len(place.served.tokenizer(STORY)["input_ids"])
         got = place.client.completions.create(
             prompt=STORY, frequency_penalty=1.5, presence_penalty=0.5, **GREEDY
@@ -255,7 +254,7 @@ class TestAnswers:
         )
         assert other.choices[0].text != decode_text(place.served.tokenizer, [token])
 
-    def test_a_prediction_is_looked_up(self, place: Place) -> None:
+    def test_a_prediction_is_looked_up(self, place):
         prompt = "user: " + STORY + "\nassistant:"
         expected = place.text(prompt, 24)
         got = place.client.chat.completions.create(
@@ -269,7 +268,7 @@ class TestAnswers:
         assert details is not None
         assert (details.accepted_prediction_tokens or 0) > 5
 
-    def test_json_of_a_schema(self, place: Place) -> None:
+    def test_json_of_a_schema(self, place):
         schema = {
             "type": "object",
             "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -291,8 +290,8 @@ class TestAnswers:
                     prompt=STORY, extra_body={"response_format": form}, **GREEDY
                 )
 
-    def test_eight_clients_at_once_get_their_lone_texts(self, place: Place) -> None:
-        async def one(client: openai.AsyncOpenAI, seed: int) -> str:
+    def test_eight_clients_at_once_get_their_lone_texts(self, place):
+        async def one(client, seed):
             asked: Any = {"model": "demo-llama", "prompt": STORY + " cat" * seed, "seed": seed}
             asked |= {"temperature": 0.8, "max_tokens": 10 + seed}
             await asyncio.sleep(0.02 * seed)
@@ -301,7 +300,7 @@ class TestAnswers:
             chunks = await client.completions.create(**asked, stream=True)
             return "".join([chunk.choices[0].text async for chunk in chunks])
 
-        async def all_of_them() -> list[str]:
+        async def all_of_them():
             url = f"{place.url}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
                 return await asyncio.gather(*(one(client, seed) for seed in range(8)))
@@ -317,7 +316,7 @@ ASKED: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": STOR
 class TestTools:
     @pytest.mark.parametrize("choice", ["required", THIS])
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_call_that_is_asked_for(self, place: Place, choice: Any, stream: bool) -> None:
+    def test_a_call_that_is_asked_for(self, place, choice, stream):
         """Held to the schema by a grammar, with drafts under it; streamed as deltas."""
         how: Any = {**ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 60}
         how["parallel_tool_calls"] = False
@@ -342,8 +341,8 @@ class TestTools:
         assert json.loads(arguments)["x"] in (1, 23)
         assert reason == ("tool_calls" if choice == "required" else "stop")
 
-    def test_tools_are_shown_to_the_model_unless_none_may_be_called(self, place: Place) -> None:
-        def prompt(**more: Any) -> str:
+    def test_tools_are_shown_to_the_model_unless_none_may_be_called(self, place):
+        def prompt(**more):
             body = ChatAsked(**ASKED, **more)
             [choice] = answer_of(body, place.served).choices
             return place.served.tokenizer.decode(choice.task.prompt)
@@ -362,7 +361,7 @@ class TestTools:
         expected = 'user: a\nassistant: <tool_call>f {"x": 1}\ntool: seven\nassistant:'
         assert place.served.tokenizer.decode(choice.task.prompt) == expected
 
-    def test_answers_are_taken_apart(self, place: Place) -> None:
+    def test_answers_are_taken_apart(self, place):
         """Whatever a model writes: reasoning, content and a call, as one message."""
         told = Piece(
             tuple(
@@ -384,7 +383,7 @@ class TestTools:
         assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
         assert chunk["choices"][0]["delta"]["reasoning_content"] == "I think"
 
-    def test_a_model_without_a_format_of_calls(self, place: Place) -> None:
+    def test_a_model_without_a_format_of_calls(self, place):
         plain = replace(place.served, format=None)
         with pytest.raises(Refusal, match="start the server with --tool-parser"):
             answer_of(ChatAsked(**ASKED, tools=[TOOL]), plain)
@@ -395,7 +394,7 @@ INPUT: Any = {"model": "demo-llama", "input": STORY, "temperature": 0, "max_outp
 
 
 class TestResponses:
-    def test_a_text_whole_and_streamed(self, place: Place) -> None:
+    def test_a_text_whole_and_streamed(self, place):
         got = place.client.responses.create(**INPUT, instructions="Be kind.")
         prompt = f"system: Be kind.\nuser: {STORY}\nassistant:"
         assert got.output_text == place.text(prompt, 12)
@@ -418,7 +417,7 @@ class TestResponses:
         ]
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_call_and_its_result(self, place: Place, stream: bool) -> None:
+    def test_a_call_and_its_result(self, place, stream):
         how: Any = {**INPUT, "tools": [{"type": "function", **FUNCTION}]}
         how |= {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 60}
         if stream:
@@ -442,7 +441,7 @@ class TestResponses:
         calls = f'assistant: <tool_call>f {{"x": {x}}}'
         assert told == f"user: {STORY}\n{calls}\ntool: seven\nassistant:"
 
-    def test_forms_and_refusals(self, place: Place) -> None:
+    def test_forms_and_refusals(self, place):
         form: Any = {"type": "json_schema", "name": "n", "schema": {"enum": [17]}}
         got = place.client.responses.create(**INPUT, text={"format": form})
         assert got.output_text == "17"
@@ -459,7 +458,7 @@ class TestResponses:
 class TestEvaluation:
     """What evaluators ask for."""
 
-    def test_log_probabilities_of_prompts(self, place: Place) -> None:
+    def test_log_probabilities_of_prompts(self, place):
         ids = place.served.tokenizer(STORY)["input_ids"]
         with torch.no_grad():
             logits = place.model(torch.tensor([ids])).logits[0]  # (T, V)
@@ -479,20 +478,20 @@ class TestEvaluation:
                 for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
                     assert text[offset:].startswith(token)
 
-    def test_a_stream_begins_with_the_prompt(self, place: Place) -> None:
+    def test_a_stream_begins_with_the_prompt(self, place):
         asked: Any = {**GREEDY, "prompt": STORY, "echo": True, "stream": True}
         chunks = list(place.client.completions.create(**asked))
         text = "".join(chunk.choices[0].text for chunk in chunks)
         assert text == STORY + place.text(STORY, 24)
 
-    def test_the_same_seed_for_each_prompt(self, place: Place) -> None:
+    def test_the_same_seed_for_each_prompt(self, place):
         asked = {"model": "demo-llama", "prompt": [STORY] * 3, "seed": 5, "temperature": 1.0}
         texts = [c["text"] for c in place.post("completions", asked).json()["choices"]]
         same = place.post("completions", {**asked, "same_seed": True}).json()["choices"]
         assert {c["text"] for c in same} == {texts[0]}
         assert len({*texts}) > 1
 
-    def test_ends_of_ones_own(self, place: Place) -> None:
+    def test_ends_of_ones_own(self, place):
         tokens = place.alone(STORY, 24)
         asked = {**GREEDY, "prompt": STORY}
         got = place.post("completions", {**asked, "stop_token_ids": [tokens[5]]}).json()
@@ -504,14 +503,14 @@ class TestEvaluation:
         on = place.post("completions", {**asked, "logit_bias": bias, "ignore_eos": True}).json()
         assert on["usage"]["completion_tokens"] == 24
 
-    def test_repetition_penalty(self, place: Place) -> None:
+    def test_repetition_penalty(self, place):
         penalty = [RepetitionPenaltyLogitsProcessor(1.7)]
         got = place.post("completions", {**GREEDY, "prompt": STORY, "repetition_penalty": 1.7})
         expected = place.text(STORY, 24, logits_processor=penalty)
         assert got.json()["choices"][0]["text"] == expected != place.text(STORY, 24)
 
-    def test_tokens_of_texts_and_chats(self, place: Place) -> None:
-        def post(path: str, body: Any) -> Any:
+    def test_tokens_of_texts_and_chats(self, place):
+        def post(path, body):
             headers = {"Authorization": f"Bearer {KEY}"}
             return httpx.post(f"{place.url}/{path}", json=body, headers=headers).json()
 
@@ -530,7 +529,7 @@ class TestEvaluation:
         assert "one of them" in post("tokenize", {})["error"]["message"]
         assert "token ids must be" in post("detokenize", {"tokens": [-1]})["error"]["message"]
 
-    def test_a_prediction_is_cut_to_what_a_text_may_have(self, place: Place) -> None:
+    def test_a_prediction_is_cut_to_what_a_text_may_have(self, place):
         long = {"type": "content", "content": "one two " * 100_000}
         body = CompletionAsked(**GREEDY, prompt=STORY, n=3, prediction=long)
         answer = answer_of(body, place.served)
@@ -592,7 +591,7 @@ class TestRefusals:
             ),
         ],
     )
-    def test_by_name(self, place: Place, path: str, changed: Any, param: str, words: str) -> None:
+    def test_by_name(self, place, path, changed, param, words):
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
         body = body if path.startswith("chat") else {"prompt": "a"}
         got = place.post(path, {**GREEDY, **body, **changed})
@@ -602,13 +601,13 @@ class TestRefusals:
         assert words in error["message"]
         assert error["type"] == "invalid_request_error"
 
-    def test_what_asks_for_nothing_is_taken(self, place: Place) -> None:
+    def test_what_asks_for_nothing_is_taken(self, place):
         idle = {"user": "me", "store": False, "stop": None, "suffix": None, "top_k": -1}
         idle |= {"repetition_penalty": 1.0, "skip_special_tokens": True}
         got = place.post("completions", {"prompt": STORY, **GREEDY, **idle})
         assert got.json()["choices"][0]["text"] == place.text(STORY, 24)
 
-    def test_a_queue_too_small_is_told_before_anything_is_encoded(self, place: Place) -> None:
+    def test_a_queue_too_small_is_told_before_anything_is_encoded(self, place):
         """One small request for 2.5 million texts costs nobody a moment."""
 
         class Full(Stub):
@@ -621,7 +620,7 @@ class TestRefusals:
         assert got.status_code == 429
         assert "here are 2560000 more" in got.json()["error"]["message"]
 
-    def test_a_head_that_never_ends(self, place: Place, monkeypatch: Any) -> None:
+    def test_a_head_that_never_ends(self, place, monkeypatch):
         monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
         host, port = place.url.removeprefix("http://").split(":")
         with httpx.Client() as client, socket.create_connection((host, int(port))) as slow:
@@ -634,13 +633,13 @@ class TestRefusals:
         "body",
         [b"", b"{", b"[]", b"[" * 5000, b'{"model": NaN}', b'{"prompt": "\\ud800"}', b"\xff"],
     )
-    def test_bad_json(self, place: Place, body: bytes) -> None:
+    def test_bad_json(self, place, body):
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         got = httpx.post(f"{place.url}/v1/completions", content=body, headers=headers)
         assert got.status_code == 400
         assert got.json()["error"]["message"]
 
-    def test_other_models_paths_methods_and_kinds(self, place: Place) -> None:
+    def test_other_models_paths_methods_and_kinds(self, place):
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
             place.client.completions.create(model="gpt", prompt="a")
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -652,7 +651,7 @@ class TestRefusals:
         assert got.status_code == 415
 
     @pytest.mark.parametrize("key", ["x", "another", "a ké"])
-    def test_a_wrong_key(self, place: Place, key: str) -> None:
+    def test_a_wrong_key(self, place, key):
         headers = {"Authorization": f"Bearer {key}".encode()}
         for path in ("v1/models", "metrics"):
             got = httpx.get(f"{place.url}/{path}", headers=headers)
@@ -660,7 +659,7 @@ class TestRefusals:
             assert got.json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(f"{place.url}/health").json() == {"status": "ok"}
 
-    def test_a_body_that_is_too_large(self, place: Place) -> None:
+    def test_a_body_that_is_too_large(self, place):
         got = place.post("completions", {"prompt": "a" * 30_000, **GREEDY})
         assert got.status_code == 413
         pieces = (b" " * 5_000 for _ in range(10))  # without a length
@@ -668,7 +667,7 @@ class TestRefusals:
         got = httpx.post(f"{place.url}/v1/completions", content=pieces, headers=headers)
         assert got.status_code == 413
 
-    def test_a_queue_that_is_full(self, place: Place) -> None:
+    def test_a_queue_that_is_full(self, place):
         got = place.post("completions", {**LONG, "n": 128, "prompt": [STORY, STORY]})
         assert got.status_code == 429
         assert got.headers["retry-after"] == "1"
@@ -678,7 +677,7 @@ class TestRefusals:
 
 class TestEnds:
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_client_that_goes_ends_its_texts(self, place: Place, stream: bool) -> None:
+    def test_a_client_that_goes_ends_its_texts(self, place, stream):
         stats = place.serving.stats
         before = cancelled(place)
         body = {**LONG, "stream": stream, "n": 8}
@@ -693,7 +692,7 @@ class TestEnds:
         assert waits_until(lambda: cancelled(place) > before)
         assert waits_until(lambda: place.serving.stats.rows == 0), stats
 
-    def test_a_client_that_does_not_read_holds_nobody_up(self, place: Place) -> None:
+    def test_a_client_that_does_not_read_holds_nobody_up(self, place):
         asked = {**LONG, "temperature": 0, "stream": True, "n": 8, "logprobs": 5, "max_tokens": 60}
         body = json.dumps(asked).encode()
         address = place.url.removeprefix("http://")
@@ -710,7 +709,7 @@ class TestEnds:
             unsent: list[int] = []
             put = http._Running._put
 
-            def counted(self: Any, index: int, piece: Any) -> None:
+            def counted(self, index, piece):
                 put(self, index, piece)
                 unsent.append(len(self._told))
 
@@ -731,7 +730,7 @@ class TestEnds:
         assert text == place.text(STORY, 60)
         assert len(chunks) < 8 * 40  # pieces that waited were sent together
 
-    def test_time_is_limited_and_nothing_is_told_of_a_failure(self, place: Place) -> None:
+    def test_time_is_limited_and_nothing_is_told_of_a_failure(self, place):
         with running(make_app(Stub(), place.served, timeout=0.3)) as url:
             got = httpx.post(f"{url}/v1/completions", json={**GREEDY, "prompt": "a", "seed": 1})
             assert got.status_code == 500
@@ -741,7 +740,7 @@ class TestEnds:
             body = {**GREEDY, "prompt": "a", "stream": True}
             assert '"code":"timeout"' in httpx.post(f"{url}/v1/completions", json=body).text
 
-    def test_health_tells_of_a_thread_that_has_ended(self, place: Place) -> None:
+    def test_health_tells_of_a_thread_that_has_ended(self, place):
         serving = Serving(place.model, execution="fused", controller="fixed", draft_memory=0)
         with running(make_app(serving, place.served)) as url:
             assert httpx.get(f"{url}/health").status_code == 200
@@ -750,7 +749,7 @@ class TestEnds:
             assert got.status_code == 503
             assert "ended" in got.json()["status"]
 
-    def test_metrics(self, place: Place) -> None:
+    def test_metrics(self, place):
         """In our names, and those of vLLM, which judges read; as an answer tells them itself."""
         before = counted(place)
         got = place.client.completions.create(prompt=STORY * 3, **GREEDY)
@@ -787,7 +786,7 @@ class TestEnds:
         assert more[asked] == 1
         assert "_created" not in metrics(place)
 
-    def test_heads_sites_and_the_log_of_requests(self, place: Place, capfd: Any) -> None:
+    def test_heads_sites_and_the_log_of_requests(self, place, capfd):
         headers = {"Authorization": f"Bearer {KEY}", "Origin": SITE}
         for path in ("health", "v1/models", "v1/models/demo-llama", "metrics"):
             got = httpx.head(f"{place.url}/{path}", headers=headers)
@@ -811,28 +810,28 @@ class Stub:
     alive = True
     stats = ServingStats()
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def cancel(self, text: Any) -> None: ...
-    def check_room(self, count: int) -> None: ...
+    def start(self): ...
+    def stop(self): ...
+    def cancel(self, text): ...
+    def check_room(self, count): ...
 
-    def submit_all(self, requests: Any) -> Any:
+    def submit_all(self, requests):
         if requests[0][0].seed == 1:
             raise RuntimeError("/a/path/of/this/machine")
         return [object() for _ in requests]
 
 
-def counted(place: Place) -> dict[str, float]:
+def counted(place):
     """The value of each metric."""
     lines = [line for line in metrics(place).splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def metrics(place: Place) -> str:
+def metrics(place):
     return httpx.get(f"{place.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
 
 
-def cancelled(place: Place) -> float:
+def cancelled(place):
     return counted(place).get('layerskip_texts_total{model="demo-llama",reason="cancelled"}', 0)
 
 
@@ -844,7 +843,7 @@ def cancelled(place: Place) -> float:
         (["--port", "0", "no-such-folder/a/b"], "no-such-folder/a/b"),
     ],
 )
-def test_bad_flags_are_one_line(flags: list[str], words: str, capsys: Any) -> None:
+def test_bad_flags_are_one_line(flags, words, capsys):
     with pytest.raises(SystemExit) as ended:
         main.app(["serve", *flags], prog_name="layerskip")
     assert ended.value.code == 2
@@ -855,12 +854,12 @@ def test_bad_flags_are_one_line(flags: list[str], words: str, capsys: Any) -> No
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
-    def decode(self, tokens: list[int], **_: Any) -> str:
+    def decode(self, tokens, **_):
         return bytes(tokens).decode(errors="replace")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_characters_are_never_split(size: int) -> None:
+def test_characters_are_never_split(size):
     text = "naïve 漢字 👩‍👩‍👧 end"
     data, decoder = list(text.encode()), Detokenizer(Bytes())
     told = [decoder.put(data[i : i + size]) for i in range(0, len(data), size)]
@@ -868,13 +867,13 @@ def test_characters_are_never_split(size: int) -> None:
     assert "".join(told) + decoder.end() == text
 
 
-def test_half_a_character_is_told_at_the_end() -> None:
+def test_half_a_character_is_told_at_the_end():
     decoder = Detokenizer(Bytes())
     assert decoder.put("é".encode()[:1]) == ""
     assert decoder.end() == "\ufffd"
 
 
-def test_a_stop_string_of_the_prompt_does_not_count() -> None:
+def test_a_stop_string_of_the_prompt_does_not_count():
     prompt, stop = b"the end", StopStrings(Bytes(), ["end", "é!"], 7)
     assert not stop(0, torch.tensor([list(prompt)]))
     assert not stop(0, torch.tensor([list(prompt + b" e")]))

@@ -7,7 +7,7 @@ import random
 import resource
 import threading
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ Starts = Sequence[Sequence[int]]
 STARTS: Starts = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
 
 
-def alone(model: Any, task: TextRequest, execution: str = "fused") -> list[int]:
+def alone(model, task, execution="fused"):
     """A task's text, decoded plainly and by itself."""
     rounds = layerskip.decode(
         model,
@@ -52,23 +52,23 @@ def alone(model: Any, task: TextRequest, execution: str = "fused") -> list[int]:
     return [token for each in rounds for token in each.tokens[0]]
 
 
-def drain(serving: Serving) -> None:
+def drain(serving):
     while serving.step():
         pass
 
 
-def said(pieces: Sequence[Piece]) -> list[int]:
+def said(pieces):
     return [token for piece in pieces for token in piece.tokens]
 
 
-def finished(serving: Serving, task: TextRequest) -> list[Piece]:
+def finished(serving, task):
     told: list[Piece] = []
     serving.submit(task, told.append)
     drain(serving)
     return told
 
 
-def texts_alone(model: Any, serving: Serving, tasks: Sequence[TextRequest]) -> list[list[Piece]]:
+def texts_alone(model, serving, tasks):
     """Decode tasks side by side; each has the text that it has alone."""
     told: list[list[Piece]] = [[] for _ in tasks]
     for task, pieces in zip(tasks, told, strict=True):
@@ -78,7 +78,7 @@ def texts_alone(model: Any, serving: Serving, tasks: Sequence[TextRequest]) -> l
     return told
 
 
-def any_task(draw: random.Random, starts: Starts) -> TextRequest:
+def any_task(draw, starts):
     begun = list(draw.choice(starts))
     prompt = begun + [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 9))]
     sampled = draw.random() < 0.5
@@ -97,13 +97,13 @@ def any_task(draw: random.Random, starts: Starts) -> TextRequest:
     )
 
 
-def schedule(model: Any, seed: int, starts: Starts = STARTS, **settings: Any) -> None:
+def schedule(model, seed, starts=STARTS, **settings):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "PIECE", random.Random(-seed).choice([3, 12, 512]))
         _schedule(model, seed, SETTINGS | settings, starts)
 
 
-def laws_looked_up(model: Any, seed: int) -> list[LogitLookup]:
+def laws_looked_up(model, seed):
     """For two schedules of five: a text's own laws, perhaps others, and texts beside them."""
     draw = random.Random(f"laws {seed}")
     if draw.random() < 0.6:
@@ -115,7 +115,7 @@ def laws_looked_up(model: Any, seed: int) -> list[LogitLookup]:
     return [LogitLookup(known=known, lookup=looked_up, beside=beside, branches=draw.randint(1, 3))]
 
 
-def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts) -> None:
+def _schedule(model, seed, settings, starts):
     draw = random.Random(seed)
     memory = draw.choice([70_000, 200_000, 1 << 22])
     serving = Serving(
@@ -173,25 +173,25 @@ def _schedule(model: Any, seed: int, settings: Mapping[str, Any], starts: Starts
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return lively_model("llama", num_hidden_layers=3)
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_texts_of_random_schedules_are_their_lone_texts(model: Any, block: int) -> None:
+def test_texts_of_random_schedules_are_their_lone_texts(model, block):
     for seed in range(10 * block, 10 * block + 10):
         schedule(model, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(20))
-def test_texts_of_many_more_random_schedules(model: Any, block: int) -> None:
+def test_texts_of_many_more_random_schedules(model, block):
     for seed in range(40 + 248 * block, 40 + 248 * block + 248):  # 5,000 with those above
         schedule(model, seed)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
+def test_trained_modules_draft(kind, model, tmp_path):
     """They draft what they draft for a lone text: none of their states is mixed up."""
     exit_layer = 2 if kind == "exit-block" else None
     skip = SkipConfig(exit_layer=exit_layer, trained=weights_of(kind, model, tmp_path))
@@ -208,7 +208,7 @@ def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
         drafted, accepted = (sum(getattr(r, n)[0] for r in rounds) for n in ("drafted", "accepted"))
         lone.append((number, drafted, accepted))
 
-        def tell(piece: Piece, number: int = number) -> None:
+        def tell(piece, number=number):
             if piece.reason is not None:
                 told.append((number, piece.counts.drafted, piece.counts.accepted))
 
@@ -225,7 +225,7 @@ def test_trained_modules_draft(kind: str, model: Any, tmp_path: Path) -> None:
     assert sum(each.nbytes for each in held) == serving.stats.used
 
 
-def test_a_second_model_drafts(model: Any) -> None:
+def test_a_second_model_drafts(model):
     """It catches up with texts that join beside others, and its keys are counted."""
     second = near(model, 0.05)
     for seed in range(4):
@@ -242,7 +242,7 @@ def test_a_second_model_drafts(model: Any) -> None:
     assert sum(each.nbytes for each in held) == serving.stats.used
 
 
-def test_a_second_model_limits_texts(model: Any) -> None:
+def test_a_second_model_limits_texts(model):
     second = lively_model("llama", max_position_embeddings=64)
     assert Serving(model, assistant=second, execution="fused").max_tokens == 64
 
@@ -252,17 +252,17 @@ class Phrases(Source):
 
     key = "phrases"
 
-    def open(self, batch: Any) -> State:
+    def open(self, batch):
         return PhraseState(batch)
 
 
 class PhraseState(State):
-    def offer(self, row: int, most: int) -> Proposal:
+    def offer(self, row, most):
         return Proposal.of([*self.batch.emitted[row], 7][-2:][:most], match=2)
 
 
 @pytest.mark.parametrize("kind", ["whole", "recurrent", "whole assistant", "official", "own"])
-def test_whatever_generate_takes_is_served(model: Any, kind: str) -> None:
+def test_whatever_generate_takes_is_served(model, kind):
     """Models that run whole, these as second models, official assistants, sources of one's own."""
     how: dict[str, Any] = {"memory": 400_000, "skip": None}
     if kind == "whole":
@@ -282,13 +282,13 @@ def test_whatever_generate_takes_is_served(model: Any, kind: str) -> None:
         schedule(model, seed, **how)
 
 
-def test_encoder_decoders_are_refused_by_their_reason() -> None:
+def test_encoder_decoders_are_refused_by_their_reason():
     with pytest.raises(ValueError, match="encoder-decoder, which reads a text before"):
         Serving(small_model("t5"))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
-def test_layers_with_windows(family: str, sizes: Any) -> None:
+def test_layers_with_windows(family, sizes):
     sizes(piece=8)
     long = [*range(VOCABULARY)]
     model = lively_model(family)
@@ -296,7 +296,7 @@ def test_layers_with_windows(family: str, sizes: Any) -> None:
         schedule(model, seed, [long, long[:60], [*long[:80], 1], []], memory=400_000)
 
 
-def test_layers_with_windows_hold_little_in_every_row(sizes: Any) -> None:
+def test_layers_with_windows_hold_little_in_every_row(sizes):
     """A text that joins at slot 0 beside long ones takes no more."""
     sizes(piece=8)
     model = lively_model("gemma3")
@@ -319,7 +319,7 @@ def test_layers_with_windows_hold_little_in_every_row(sizes: Any) -> None:
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_second_best_tokens_are_verified_beside_chains(model: Any, execution: str) -> None:
+def test_second_best_tokens_are_verified_beside_chains(model, execution):
     """Of texts side by side, sampled and greedy; each one's path is kept."""
     how: dict[str, Any] = {"skip": SkipConfig.low_precision(4), "execution": execution}
     controller = Growing(1)
@@ -330,7 +330,7 @@ def test_second_best_tokens_are_verified_beside_chains(model: Any, execution: st
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_laws_of_a_file_draft_what_a_text_will_say(model: Any, sampled: bool) -> None:
+def test_laws_of_a_file_draft_what_a_text_will_say(model, sampled):
     task = TextRequest([3, 4, 5], 40, do_sample=sampled, seed=7, eos=frozenset())
     expected, laws = alone(model, task), StoredLogits()
     laws.learn(model, [*task.prompt, *expected])
@@ -342,7 +342,7 @@ def test_laws_of_a_file_draft_what_a_text_will_say(model: Any, sampled: bool) ->
     assert len(laws) == 43  # nobody has added to them
 
 
-def test_a_text_learns_its_own_laws_and_forgets_others(model: Any, sizes) -> None:
+def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
     """As many at most as a text may; of a seat they are the present text's."""
     sizes(of_a_text=30)
     how: dict[str, Any] = {"controller": "fixed", "lookup": False, **SETTINGS}
@@ -357,12 +357,12 @@ def test_a_text_learns_its_own_laws_and_forgets_others(model: Any, sizes) -> Non
     assert accepted[0] == accepted[2]
 
 
-def test_laws_that_texts_would_share_are_refused(model: Any) -> None:
+def test_laws_that_texts_would_share_are_refused(model):
     with pytest.raises(ValueError, match=r"keeps texts apart, and this LogitLookup .* known="):
         Serving(model, sources=[LogitLookup(StoredLogits())], **SETTINGS)
 
 
-def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model: Any) -> None:
+def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model):
     texts = [
         alone(model, TextRequest([3, 4, 5], 20, do_sample=True, top_k=top_k))
         for top_k in (0, 2**70)
@@ -370,7 +370,7 @@ def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model: Any) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_prediction_is_indexed_once_for_all_texts(model: Any) -> None:
+def test_a_prediction_is_indexed_once_for_all_texts(model):
     serving, predicted = Serving(model, **SETTINGS), [5, 6, 7]
     tasks = [TextRequest([3, 4], 4, predicted=predicted, seed=seed) for seed in range(3)]
     texts = serving.submit_all([(task, lambda piece: None) for task in tasks])
@@ -380,7 +380,7 @@ def test_a_prediction_is_indexed_once_for_all_texts(model: Any) -> None:
     assert serving.stats.waiting == 3
 
 
-def test_a_full_queue_refuses(model: Any) -> None:
+def test_a_full_queue_refuses(model):
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
@@ -388,7 +388,7 @@ def test_a_full_queue_refuses(model: Any) -> None:
         serving.submit(TextRequest([1, 2]), lambda piece: None)
 
 
-def test_a_task_that_can_never_fit_is_refused_by_numbers(model: Any) -> None:
+def test_a_task_that_can_never_fit_is_refused_by_numbers(model):
     serving = Serving(model, memory=1000, **SETTINGS)
     with pytest.raises(ValueError, match="may take 1,000; shorten the prompt"):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
@@ -399,12 +399,12 @@ def test_a_task_that_can_never_fit_is_refused_by_numbers(model: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("acceptance", "rejection"), ("sources", [object()]), ("seed", 3)]
 )
-def test_settings_that_cannot_be_served_name_themselves(model: Any, name: str, value: Any) -> None:
+def test_settings_that_cannot_be_served_name_themselves(model, name, value):
     with pytest.raises(ValueError, match=rf"not support.*{name}"):
         Serving(model, **{**SETTINGS, name: value})
 
 
-def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model: Any) -> None:
+def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model):
     serving = Serving(model, controller=Fickle(3), **SETTINGS)
     task = TextRequest([3, 4, 5], max_new_tokens=20)
     told: list[list[Piece]] = [[], [], []]
@@ -413,7 +413,7 @@ def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model: Any) -> None:
     for _ in range(3):
         serving.step()
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise RuntimeError("out of order\nand more")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -427,11 +427,11 @@ def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model: Any) -> None:
     assert serving.stats.rows == 0
 
 
-def listener() -> tuple[list[Piece], threading.Event, Callable[[Piece], None]]:
+def listener():
     """The pieces of a task, whether it has ended, and what to tell them to."""
     told, done = list[Piece](), threading.Event()
 
-    def tell(piece: Piece) -> None:
+    def tell(piece):
         told.append(piece)
         if piece.reason is not None:
             done.set()
@@ -439,10 +439,10 @@ def listener() -> tuple[list[Piece], threading.Event, Callable[[Piece], None]]:
     return told, done, tell
 
 
-def test_a_thread_that_ends_by_an_error_says_so(model: Any, monkeypatch: Any) -> None:
+def test_a_thread_that_ends_by_an_error_says_so(model, monkeypatch):
     serving, (told, done, tell) = Serving(model, **SETTINGS), listener()
 
-    def fail() -> None:
+    def fail():
         raise RuntimeError("worse")
 
     monkeypatch.setattr(serving._batch, "clear", fail)
@@ -462,38 +462,38 @@ def test_a_thread_that_ends_by_an_error_says_so(model: Any, monkeypatch: Any) ->
 class Counting:
     """A grammar of one text: every token is one more than the last, modulo 7, from 20 on."""
 
-    def __init__(self, text: Sequence[int] = ()) -> None:
+    def __init__(self, text=()):
         self.text = [*text]
 
-    def start(self) -> Counting:
+    def start(self):
         return Counting()
 
-    def advance(self, token: int) -> None:
+    def advance(self, token):
         self.text.append(token)
 
-    def rollback(self, count: int) -> None:
+    def rollback(self, count):
         del self.text[-count:]
 
-    def mask(self, scores: torch.Tensor) -> torch.Tensor:
+    def mask(self, scores):
         out = torch.full_like(scores, -float("inf"))
         out[20 + len(self.text) % 7] = 0.0
         return out
 
 
 class Broken(Counting):
-    def start(self) -> Counting:
+    def start(self):
         raise RuntimeError("no more")
 
 
 @pure
-def broken(history: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def broken(history, scores):
     if history.shape[1] > 6:
         raise RuntimeError("no more")
     return scores
 
 
 @pytest.mark.parametrize("processor", [broken, Broken()], ids=["function", "grammar"])
-def test_an_error_of_a_processor_ends_its_task_only(model: Any, processor: Any) -> None:
+def test_an_error_of_a_processor_ends_its_task_only(model, processor):
     serving, told = Serving(model, **SETTINGS), list[Piece]()
     serving.submit(TextRequest([3, 4, 5], 20, processors=[processor]), told.append)
     others = finished(serving, fine := TextRequest([3, 4, 5], 20))
@@ -502,7 +502,7 @@ def test_an_error_of_a_processor_ends_its_task_only(model: Any, processor: Any) 
     assert others[-1].reason == "length"
 
 
-def test_forced_tokens_are_drafted_and_forbidden_ones_are_not(model: Any) -> None:
+def test_forced_tokens_are_drafted_and_forbidden_ones_are_not(model):
     how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 12, "lookup": False}
     serving = Serving(model, **how, **SETTINGS)
     task = TextRequest(
@@ -516,18 +516,18 @@ def test_forced_tokens_are_drafted_and_forbidden_ones_are_not(model: Any) -> Non
 
 
 @pytest.mark.parametrize("wrong", [{"prompt": []}, {"prompt": [97]}, {"predicted": [-1]}])
-def test_tokens_outside_of_the_vocabulary_are_refused(model: Any, wrong: Any) -> None:
+def test_tokens_outside_of_the_vocabulary_are_refused(model, wrong):
     with pytest.raises(ValueError, match=r"empty|0[.][.]96"):
         Serving(model, **SETTINGS).submit(
             TextRequest(**{"prompt": [1], **wrong}), lambda piece: None
         )
 
 
-def test_costs_are_measured_before_the_first_task(model: Any, monkeypatch: Any) -> None:
+def test_costs_are_measured_before_the_first_task(model, monkeypatch):
     fresh = lively_model("llama")
     serving = Serving(fresh, **SETTINGS)
 
-    def measure(*_: Any, **__: Any) -> None:
+    def measure(*_, **__):
         raise AssertionError("measured within a step")
 
     monkeypatch.setattr(tables, "time_rounds", measure)
@@ -537,7 +537,7 @@ def test_costs_are_measured_before_the_first_task(model: Any, monkeypatch: Any) 
     assert said(told) == alone(fresh, task)
 
 
-def test_a_prediction_that_is_right_is_accepted(model: Any) -> None:
+def test_a_prediction_that_is_right_is_accepted(model):
     task = TextRequest([3, 4, 5], max_new_tokens=40, eos=frozenset())
     expected = alone(model, task)
     serving = Serving(model, controller="fixed", max_draft_length=8, lookup=False, **SETTINGS)
@@ -547,7 +547,7 @@ def test_a_prediction_that_is_right_is_accepted(model: Any) -> None:
     assert counts.rounds <= 6
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(model: Any, monkeypatch: Any) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one(model, monkeypatch):
     monkeypatch.setattr(scheduler, "PIECE", 16)
     serving = Serving(model, **SETTINGS)
     tasks = [TextRequest([5] * length, max_new_tokens=3) for length in (100, 4, 6)]
@@ -560,7 +560,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(model: Any, monkeypatch: An
     assert [*map(said, told)] == [alone(model, task) for task in tasks]
 
 
-def test_of_equal_prompts_one_is_run_though_they_join_at_once(model: Any) -> None:
+def test_of_equal_prompts_one_is_run_though_they_join_at_once(model):
     serving = Serving(model, **SETTINGS)
     told: list[Piece] = []
     for seed in range(3):
@@ -570,7 +570,7 @@ def test_of_equal_prompts_one_is_run_though_they_join_at_once(model: Any) -> Non
     assert sorted(piece.counts.cached for piece in told if piece.reason) == [0, 19, 19, 19]
 
 
-def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:
+def test_the_cache_after_many_tasks_is_as_after_few(model):
     serving = Serving(model, max_rows=4, session_memory=0, **SETTINGS)
     used = []
     for _ in range(2):
@@ -585,7 +585,7 @@ def test_the_cache_after_many_tasks_is_as_after_few(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_memory_after_2000_tasks_is_as_after_200(model: Any) -> None:
+def test_memory_after_2000_tasks_is_as_after_200(model):
     """The process's, Python's and that of keys and values, those of earlier texts included."""
     serving = Serving(model, max_rows=8, session_memory=200_000, **SETTINGS)
     draw, held = random.Random(0), []
@@ -608,13 +608,13 @@ def test_memory_after_2000_tasks_is_as_after_200(model: Any) -> None:
     assert larger - process < 20_000_000
 
 
-def resident() -> int:
+def resident():
     """Bytes of this process in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
-def test_tasks_of_a_thread_of_its_own(model: Any) -> None:
+def test_tasks_of_a_thread_of_its_own(model):
     serving, (told, done, tell) = Serving(model, **SETTINGS), listener()
 
     serving.start()

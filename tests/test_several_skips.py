@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import looped
@@ -25,7 +24,7 @@ DEAR, CHEAP = CostTable(0.9, (1.0, 1.05, 1.1)), CostTable(0.1, (1.0, 1.05, 1.1))
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_the_text_is_the_targets_whichever_set_drafts(execution: str, sample: bool) -> None:
+def test_the_text_is_the_targets_whichever_set_drafts(execution, sample):
     model, (ids, mask) = lively_model("llama"), ragged((9, 4, 13))
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "execution": execution}
     how |= {"do_sample": sample, "seed": 3, "eos_token_id": None} if sample else {}
@@ -42,8 +41,8 @@ def test_the_text_is_the_targets_whichever_set_drafts(execution: str, sample: bo
 
 @pytest.mark.parametrize("tables", [[DEAR, CHEAP], [CHEAP, DEAR]])
 def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(
-    tables: list[CostTable],
-) -> None:
+    tables,
+):
     trace = looped.traced(True, False)
     drafts = [skip.resolve(6) for skip in EXITS]
     run = looped.decoded(drafts, ExpectedGain(tables), sample=True, eos=trace.eos)
@@ -57,7 +56,7 @@ def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(
     assert (drafted[0] < drafted[1]) is (tables == [DEAR, CHEAP])
 
 
-def test_costs_in_skip_configs_are_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_in_skip_configs_are_those_of_each(monkeypatch):
     """And nothing is timed; with one config that brings none all are measured."""
     monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
     model, (ids, mask) = lively_model("llama"), ragged((9,))
@@ -74,7 +73,7 @@ def test_costs_in_skip_configs_are_those_of_each(monkeypatch: pytest.MonkeyPatch
         generate(model, ids, skip=[exits[0], EXITS[1]], **how)
 
 
-def test_what_is_told_of_several_sets(tmp_path: Path) -> None:
+def test_what_is_told_of_several_sets(tmp_path):
     model = lively_model("llama")
     EXITS[0].save(path := tmp_path / "skip.json")
     decoding = LayerSkipDecoding([path, EXITS[1]], execution="modules")
@@ -89,7 +88,7 @@ def test_what_is_told_of_several_sets(tmp_path: Path) -> None:
     assert told["skips"] == [each.to_dict() for each in EXITS]
 
 
-def test_sets_that_make_no_sense_are_refused() -> None:
+def test_sets_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="at least one skip config, got none"):
         LayerSkipDecoding([])
     with pytest.raises(ValueError, match=r"skip holds SkipConfig\(exit_layer=2\) twice"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +14,14 @@ from models import All, Erratic, Fickle
 
 from layerskip import LogitLookup, Lookup, SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controller import Controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
-from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources import source_of
 from layerskip.replay.drafts import replay
 from layerskip.replay.live import Live
 from layerskip.replay.simulation import SimulatedRound, simulate, tokens_per_step
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import take_trace
 
 SIZES, CHILDREN = (4, 8, 16, 32), (1, 2, 3, 8)
 NEW = 40
@@ -47,7 +44,7 @@ CONTROLLERS: dict[str, Any] = {
 
 
 @functools.cache
-def traced(family: str, law: str, ended: bool) -> Trace:
+def traced(family, law, ended):
     ids, mask = kinds.prompts()
     return take_trace(
         kinds.model_of(family),
@@ -61,11 +58,11 @@ def traced(family: str, law: str, ended: bool) -> Trace:
 
 
 def decoded(
-    trace: Trace,
-    texts: tuple[int, ...],
-    drafts: Sequence[Any],
-    controller: Controller,
-) -> list[Round]:
+    trace,
+    texts,
+    drafts,
+    controller,
+):
     """The rounds of real decoding, but for the prefill's."""
     ids, mask = kinds.prompts()
     request = Request(
@@ -94,15 +91,15 @@ def decoded(
     ),
 )
 def test_rounds_are_those_of_decoding(
-    size: int,
-    children: int,
-    law: str,
-    controller: str,
-    beside: str,
-    family: str,
-    texts: tuple[int, ...],
-    ended: bool,
-) -> None:
+    size,
+    children,
+    law,
+    controller,
+    beside,
+    family,
+    texts,
+    ended,
+):
     trace = traced(family, law, ended)
     joined = Lookup() if "joined" in beside else None
     source = LogitLookup(None, children, joined, longest=size, beside=False)
@@ -124,7 +121,7 @@ def test_rounds_are_those_of_decoding(
         assert any(plan.parents for each in simulated for plan in each.drafts.values())
 
 
-def test_what_is_learnt_beside_the_path_is_seen() -> None:
+def test_what_is_learnt_beside_the_path_is_seen():
     """The negative control: a trace does not know it, and decoding that does drafts other trees."""
     trace, source = traced("llama", "coupled", False), LogitLookup(longest=16)
     with torch.no_grad():
@@ -133,7 +130,7 @@ def test_what_is_learnt_beside_the_path_is_seen() -> None:
     assert [each.drafted for each in simulated] != [each.drafted for each in real]
 
 
-def test_a_tree_costs_what_a_pass_over_its_nodes_does() -> None:
+def test_a_tree_costs_what_a_pass_over_its_nodes_does():
     costs = CostTable(0.0, tuple(1.0 + 0.1 * more for more in range(17)))
     live = Live(traced("llama", "greedy", False), LogitLookup(longest=16))
     rounds = list(simulate(live, All()))
@@ -142,7 +139,7 @@ def test_a_tree_costs_what_a_pass_over_its_nodes_does() -> None:
     assert tokens_per_step(rounds, FLAT) == pytest.approx((NEW - 1) / len(rounds))
 
 
-def test_what_cannot_be_simulated_is_refused_by_name() -> None:
+def test_what_cannot_be_simulated_is_refused_by_name():
     trace = traced("llama", "coupled", False)
     draft = source_of(trace.model, SkipConfig.early_exit(2))
     with pytest.raises(TypeError, match="SublayerDraft drafts by steps of a model; replay it"):

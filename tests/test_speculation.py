@@ -34,13 +34,13 @@ OPTIMA_ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 @pytest.mark.parametrize("cost", LEVIATHAN)
-def test_speedups_of_the_tables_of_leviathan(cost: float) -> None:
+def test_speedups_of_the_tables_of_leviathan(cost):
     for alpha, length, expected in LEVIATHAN[cost]:
         assert speedup(alpha, length, cost) == pytest.approx(expected, abs=0.07 if cost else 0.005)
 
 
 @pytest.mark.parametrize("cost", OPTIMA)
-def test_integer_optimal_draft_length(cost: float) -> None:
+def test_integer_optimal_draft_length(cost):
     costs = CostTable(cost, (1.0,))
     for alpha, (length, value) in zip(OPTIMA_ALPHAS, OPTIMA[cost], strict=True):
         assert optimal_draft_length(alpha, costs) == length
@@ -51,14 +51,14 @@ def test_integer_optimal_draft_length(cost: float) -> None:
         assert one_more == length
 
 
-def test_no_alpha_and_length_exceed_the_bound() -> None:
+def test_no_alpha_and_length_exceed_the_bound():
     for cost in (0.05, 0.3, 0.9):
         bound = speedup_bound(cost)
         assert bound == pytest.approx(1 / cost)
         assert max(speedup(1.0, length, cost) for length in (1, 10, 1000)) < bound
 
 
-def test_expected_tokens_matches_the_quotient_and_its_limits() -> None:
+def test_expected_tokens_matches_the_quotient_and_its_limits():
     for alpha in (0.0, 0.3, 0.999):
         for length in (0, 1, 7):
             quotient = (1 - alpha ** (length + 1)) / (1 - alpha)
@@ -70,11 +70,11 @@ def test_expected_tokens_matches_the_quotient_and_its_limits() -> None:
     ("asked", "tokens_left", "free_slots", "limit"),
     [(5, 100, 100, 5), (5, 4, 100, 3), (5, 100, 3, 2), (5, 1, 100, 0), (5, 0, 0, 0), (0, 9, 9, 0)],
 )
-def test_draft_limit(asked: int, tokens_left: int, free_slots: int, limit: int) -> None:
+def test_draft_limit(asked, tokens_left, free_slots, limit):
     assert draft_limit(asked, tokens_left, free_slots) == limit
 
 
-def test_cost_table_reads_and_extrapolates() -> None:
+def test_cost_table_reads_and_extrapolates():
     costs = CostTable(0.25, (1.0, 1.2, 1.25))
     assert [costs.verify_cost(n) for n in (1, 2, 3)] == [1.0, 1.2, 1.25]
     assert costs.verify_cost(5) == pytest.approx(1.35)
@@ -87,7 +87,7 @@ def test_cost_table_reads_and_extrapolates() -> None:
     assert CostTable.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
 
 
-def test_analytic_costs_are_shares_of_the_weights() -> None:
+def test_analytic_costs_are_shares_of_the_weights():
     # Llama-3.2-1B: 16 layers of 60.8M, attention 17.2% of a layer, head 21.3% of the total.
     attention, mlp = 60.8 * 0.172, 60.8 * 0.828
     sublayers = [attention, mlp] * 16
@@ -102,7 +102,7 @@ def test_analytic_costs_are_shares_of_the_weights() -> None:
     assert speedup_bound(scattered.draft) == pytest.approx(1.48, abs=0.01)
 
 
-def test_the_nearest_rising_values() -> None:
+def test_the_nearest_rising_values():
     for values, nearest in (
         ([1, 2, 3], [1, 2, 3]),
         ([3, 2, 1], [2, 2, 2]),
@@ -112,10 +112,10 @@ def test_the_nearest_rising_values() -> None:
         assert rising(values) == pytest.approx(nearest)
 
 
-def test_similar_contexts_share_a_table() -> None:
+def test_similar_contexts_share_a_table():
     made: list[tuple[int, int]] = []
 
-    def table(context: int, rows: int) -> CostTable:
+    def table(context, rows):
         made.append((context, rows))
         return CostTable(0.1, (1.0, 1.0 + context / 1000))
 
@@ -131,6 +131,6 @@ def test_similar_contexts_share_a_table() -> None:
     assert alone.at(9999, 8) is alone
 
 
-def test_finished_rows_leave_when_the_others_fit_into_half_a_pass() -> None:
+def test_finished_rows_leave_when_the_others_fit_into_half_a_pass():
     assert [remaining(8, going) for going in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
     assert [remaining(6, going) for going in range(1, 7)] == [1, 2, 6, 6, 6, 6]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def stored(rng: Any, form: str, rows: int, columns: int) -> Stored:
+def stored(rng, form, rows, columns):
     return Stored(torch.from_numpy(raw(rng, form, rows, columns)), form, columns, torch.float32)
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_numbers_are_those_of_the_reference_bit_by_bit(form: str) -> None:
+def test_numbers_are_those_of_the_reference_bit_by_bit(form):
     rng = np.random.default_rng(0)
     for _ in range(20):
         weight = stored(rng, form, int(rng.integers(1, 40)), 256 * int(rng.integers(1, 4)))
@@ -39,7 +38,7 @@ def test_numbers_are_those_of_the_reference_bit_by_bit(form: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "bits"), [("G4", 4), ("G8", 8), ("F8", 8)])
-def test_codes_in_groups_mean_what_they_are_scaled_to(form: str, bits: int) -> None:
+def test_codes_in_groups_mean_what_they_are_scaled_to(form, bits):
     rng = np.random.default_rng(1)
     rows, columns, group = 7, 192, 64
     codes = torch.from_numpy(rng.integers(0, 120 if form == "F8" else 1 << bits, (rows, columns)))
@@ -53,7 +52,7 @@ def test_codes_in_groups_mean_what_they_are_scaled_to(form: str, bits: int) -> N
     assert torch.equal(weight.unpacked(), (values - spread[0]) * spread[1])
 
 
-def sums(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
+def sums(weight, x):
     """Products by the native backend, as a head without a norm."""
     module = extension.extension()
     plan = module.Plan()
@@ -62,7 +61,7 @@ def sums(weight: nn.Parameter, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_products_are_those_of_the_unpacked_weight_bit_by_bit(form: str) -> None:
+def test_products_are_those_of_the_unpacked_weight_bit_by_bit(form):
     rng = np.random.default_rng(2)
     for rows, columns in ((1, 256), (24, 512), (61, 2304)):
         weight = stored(rng, form, rows, columns)
@@ -73,7 +72,7 @@ def test_products_are_those_of_the_unpacked_weight_bit_by_bit(form: str) -> None
             torch.testing.assert_close(ours, x @ weight.unpacked().T, atol=1e-3, rtol=1e-3)
 
 
-def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16() -> None:
+def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16():
     rng = np.random.default_rng(3)
     for form in FORMATS:
         weight = stored(rng, form, 50, 512).to(torch.bfloat16)
@@ -84,7 +83,7 @@ def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16() -> None:
             assert torch.equal(sums(weight, x[:, t : t + 1]), whole[:, t : t + 1])
 
 
-def test_it_stands_for_its_numbers_in_any_code() -> None:
+def test_it_stands_for_its_numbers_in_any_code():
     rng = np.random.default_rng(4)
     weight = stored(rng, "Q4_1", 40, 64).as_parameter()
     flat = weight.unpacked()
@@ -116,14 +115,14 @@ def test_it_stands_for_its_numbers_in_any_code() -> None:
         ({"form": "Q8_0", "nbytes": 101}, "a stored weight must be"),
     ],
 )
-def test_bytes_that_are_no_such_weight_are_refused(how: dict[str, Any], words: str) -> None:
+def test_bytes_that_are_no_such_weight_are_refused(how, words):
     data = torch.zeros(2, how.get("nbytes", 102), dtype=torch.uint8)
     weight = Stored(data, how["form"], how.get("columns", 96), torch.float32, how.get("group", 0))
     with pytest.raises(ValueError, match=words):
         weight.matrix()
 
 
-def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path: Path) -> None:
+def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path):
     for kind in ("llama", "gemma3"):
         plain = write(tmp_path / "model.gguf", kind)
         packed: Any = gguf_model(tmp_path / "model.gguf", torch.float32, packed=True)
@@ -140,7 +139,7 @@ def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path: Path) -> No
             assert torch.equal(packed(ids).logits, plain(ids).logits)
 
 
-def grouped(codes: Any, scales: Any, zeros: Any, form: str) -> Stored:
+def grouped(codes, scales, zeros, form):
     """Codes (R, C) with scales and zeros (R, G) as `stored.cpp` reads them."""
     columns = codes.shape[1]
     kept = codes.to(torch.uint8)
@@ -151,7 +150,7 @@ def grouped(codes: Any, scales: Any, zeros: Any, form: str) -> Stored:
     return Stored(torch.cat(parts, 1), form, columns, torch.float32, columns // scales.shape[1])
 
 
-def test_float32_weights_of_bfloat16_numbers_are_read_from_half_the_bytes() -> None:
+def test_float32_weights_of_bfloat16_numbers_are_read_from_half_the_bytes():
     model = tiny_model("llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96).float()
     odd = model.model.layers[1].mlp.up_proj
     with torch.no_grad():

@@ -28,7 +28,7 @@ from layerskip.model.wrappers import UnsupportedModelError
 COSTS = CostTable(0.2, (1.0, 1.1))
 
 
-def test_a_fingerprint_is_the_same_in_every_dtype_and_folder() -> None:
+def test_a_fingerprint_is_the_same_in_every_dtype_and_folder():
     model = tiny_model("gemma2", dtype=torch.bfloat16)
     found = fingerprint(model)
     assert re.fullmatch("weights-[0-9a-f]{16}", found)
@@ -36,7 +36,7 @@ def test_a_fingerprint_is_the_same_in_every_dtype_and_folder() -> None:
     assert fingerprint(model.double()) == found
 
 
-def test_fingerprints_tell_checkpoints_and_architectures_apart() -> None:
+def test_fingerprints_tell_checkpoints_and_architectures_apart():
     one = tiny_model("llama")
     other = tiny_model("llama")
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_fingerprints_tell_checkpoints_and_architectures_apart() -> None:
 
 
 @torch.no_grad()
-def test_a_merged_adapter_makes_another_checkpoint() -> None:
+def test_a_merged_adapter_makes_another_checkpoint():
     """Of rank 1, on one projection, by a hundredth of its size, in the checkpoint's bfloat16."""
     model = tiny_model("llama", dtype=torch.bfloat16)
     before = fingerprint(model)
@@ -56,7 +56,7 @@ def test_a_merged_adapter_makes_another_checkpoint() -> None:
     assert fingerprint(model) != before
 
 
-def test_offloaded_weights_make_a_hash_of_another_kind() -> None:
+def test_offloaded_weights_make_a_hash_of_another_kind():
     model = tiny_model("llama")
     whole = fingerprint(model)
     model.model.layers[2].to("meta")
@@ -72,9 +72,7 @@ class Pretended(TorchFunctionMode):
     Operations refuse operands of two devices, as with real ones.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.to and args[0].is_meta and args[1] == torch.device("cpu"):
             return torch.zeros(args[0].shape, dtype=args[0].dtype)
         return func(*args, **(kwargs or {}))
@@ -82,7 +80,7 @@ class Pretended(TorchFunctionMode):
 
 @torch.no_grad()
 @pytest.mark.parametrize("place", ["head", "norm and head", "norm", "last layer"])
-def test_logits_come_back_to_where_tokens_come_in(place: str) -> None:
+def test_logits_come_back_to_where_tokens_come_in(place):
     model = tiny_model("gemma2", dtype=torch.float32, tie_word_embeddings=False)
     away = {
         "head": [model.lm_head],
@@ -110,7 +108,7 @@ def test_logits_come_back_to_where_tokens_come_in(place: str) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_hash_decides_whether_a_skip_config_is_foreign(own: bool) -> None:
+def test_the_hash_decides_whether_a_skip_config_is_foreign(own):
     model = tiny_model("llama")
     model_hash = fingerprint(model) if own else "weights-0123456789abcdef"
     skip = SkipConfig(attention=(3,), model="some/name", model_hash=model_hash)
@@ -120,7 +118,7 @@ def test_the_hash_decides_whether_a_skip_config_is_foreign(own: bool) -> None:
     assert [str(w.message).startswith("this skip config") for w in caught] == [True] * (not own)
 
 
-def test_execution_is_told() -> None:
+def test_execution_is_told():
     model = tiny_model("llama")
     assert Sublayers(model).execution == "fused"
     assert Sublayers(model, execution="modules").execution == "modules"
@@ -128,7 +126,7 @@ def test_execution_is_told() -> None:
         Sublayers(model, execution="graphs")
 
 
-def test_why_no_faster_execution_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_no_faster_execution_is_told(monkeypatch):
     model = tiny_model("llama", dtype=torch.float32)
     assert Sublayers(model, "fused").describe() == "fused: as asked for"
     assert Sublayers(model.double()).describe() == (
@@ -144,7 +142,7 @@ def test_why_no_faster_execution_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Sublayers(model).describe() == "modules: layer 2 mlp has forward hooks"
 
 
-def test_of_native_passes_vectors_and_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_native_passes_vectors_and_threads_are_told(monkeypatch):
     reason = extension.refusal()
     if reason is not None:
         pytest.skip(reason)
@@ -158,7 +156,7 @@ def test_of_native_passes_vectors_and_threads_are_told(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma3"])
-def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family: str) -> None:
+def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family):
     # early versions 5 of transformers scale in the decoder, behind a plain embedding module
     model = tiny_model(family, dtype=torch.float32)
     decoder = model.get_submodule("model")
@@ -172,7 +170,7 @@ def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family: str) 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_weight_bytes_are_those_of_all_parameters_but_the_embedding(family: str) -> None:
+def test_weight_bytes_are_those_of_all_parameters_but_the_embedding(family):
     model = tiny_model(family, dtype=torch.bfloat16)
     opened = Sublayers(model, "modules")
     found = opened.weight_bytes()
@@ -197,9 +195,7 @@ MADE_UP = Family("made_up", package="llama")
 """
 
 
-def test_a_family_like_llamas_is_added_by_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_like_llamas_is_added_by_one_file(tmp_path, monkeypatch):
     config = tiny_model("llama").config.to_dict() | {"model_type": "made_up"}
     model: Any = LlamaForCausalLM(MadeUpConfig(**config)).double().eval()
     with pytest.raises(UnsupportedModelError, match="'made_up' is not opened into sublayers"):
@@ -227,10 +223,10 @@ def test_a_family_like_llamas_is_added_by_one_file(
     assert max(count for name, count in lines.items() if name not in unlike) <= 30
 
 
-def _halved(name: str) -> Any:
+def _halved(name):
     """A change of an attribute of every module of a decoder that has it."""
 
-    def change(decoder: Any) -> None:
+    def change(decoder):
         for module in decoder.modules():
             if name in vars(module):
                 setattr(module, name, vars(module)[name] / 2)
@@ -238,12 +234,12 @@ def _halved(name: str) -> Any:
     return change
 
 
-def _other_scalars(decoder: Any) -> None:
+def _other_scalars(decoder):
     for layer in decoder.layers:
         layer.layer_scalar = torch.full_like(layer.layer_scalar, -1.3)
 
 
-def _fewer_experts(decoder: Any) -> None:
+def _fewer_experts(decoder):
     for layer in decoder.layers:
         layer.mlp.gate.top_k = 1
 
@@ -261,12 +257,12 @@ def _fewer_experts(decoder: Any) -> None:
         ("mixtral", _fewer_experts),
     ],
 )
-def test_numbers_and_buffers_that_are_edited_between_calls_count(family: str, change: Any) -> None:
+def test_numbers_and_buffers_that_are_edited_between_calls_count(family, change):
     model, ids = lively_model(family), prompt(9)
     how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "costs": COSTS}
     ways: list[dict[str, Any]] = [{"enabled": False}, {"skip": SkipConfig.early_exit(4)}]
 
-    def texts(model: Any) -> list[Any]:
+    def texts(model):
         return [layerskip.generate(model, ids, **how, **way).sequences.tolist() for way in ways]
 
     before = texts(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,11 +26,11 @@ from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
 from layerskip.registry import CONTROLLERS
 from layerskip.replay import drafts as drafts_module
-from layerskip.replay.drafts import Replay, replay
+from layerskip.replay.drafts import replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.exits import agreement, exit_sweep
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import take_trace
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.2, 1.3, 1.4, 1.4, 1.4, 1.5))
 NEW, LENGTH = 24, 20
@@ -65,18 +64,18 @@ CASES: list[tuple[str, float | None, frozenset[int]]] = [
 ]
 
 
-def rows(lengths: Sequence[int] = LENGTHS) -> list[torch.Tensor]:
+def rows(lengths=LENGTHS):
     ids, mask = ragged(tuple(lengths))
     return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
 
 
-def sampling(temperature: float | None, *processors: Any) -> Law:
+def sampling(temperature, *processors):
     warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
     return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
 
 
 @cache
-def traced(family: str, temperature: float | None, eos: frozenset[int]) -> tuple[Any, Trace]:
+def traced(family, temperature, eos):
     model = lively_model(family)
     trace = take_trace(
         model,
@@ -90,12 +89,12 @@ def traced(family: str, temperature: float | None, eos: frozenset[int]) -> tuple
 
 
 @cache
-def replayed(case: int, skip: str) -> tuple[Any, Replay]:
+def replayed(case, skip):
     model, trace = traced(*CASES[case])
     return model, replay(trace, SKIPS[skip])
 
 
-def real(model: Any, case: int, texts: Sequence[int], **settings: Any) -> list[Any]:
+def real(model, case, texts, **settings):
     """Rounds of real decoding of those texts of a case as one batch, the first token's included."""
     _, temperature, eos = CASES[case]
     ids, mask = ragged(LENGTHS)
@@ -111,12 +110,12 @@ def real(model: Any, case: int, texts: Sequence[int], **settings: Any) -> list[A
     )
 
 
-def sampled(model: Any, ids: torch.Tensor, mask: Any = None, **settings: Any) -> list[Any]:
+def sampled(model, ids, mask=None, **settings):
     usual = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "seeds": [0]}
     return list(layerskip.decode(model, ids, mask, **usual | settings))
 
 
-def decoded(model: Any, case: int, texts: Sequence[int], **settings: Any) -> list[SimulatedRound]:
+def decoded(model, case, texts, **settings):
     """What real decoding does, round by round."""
     rounds = real(model, case, texts, **{"costs": COSTS} | settings)[1:]
     return [
@@ -124,7 +123,7 @@ def decoded(model: Any, case: int, texts: Sequence[int], **settings: Any) -> lis
     ]
 
 
-def assert_counts(played: Replay, length: int, rounds: Sequence[Any], text: int = 0) -> list[Any]:
+def assert_counts(played, length, rounds, text=0):
     """Simulated rounds of a fixed length draft and accept what real ones do; what they drafted."""
     fixed = make_controller("fixed", max_draft_length=length, costs=COSTS)
     counts = [(r.drafted, r.accepted) for r in simulate(played, fixed, [text])]
@@ -133,7 +132,7 @@ def assert_counts(played: Replay, length: int, rounds: Sequence[Any], text: int 
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_a_trace_holds_the_texts_of_decoding(case: int) -> None:
+def test_a_trace_holds_the_texts_of_decoding(case):
     (model, trace), eos = traced(*CASES[case]), CASES[case][2]
     for number, text in enumerate(trace.texts):
         new = [token for round_ in real(model, case, [number]) for token in round_.tokens[0]]
@@ -150,7 +149,7 @@ def test_a_trace_holds_the_texts_of_decoding(case: int) -> None:
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_simulated_rounds_are_those_of_decoding(case: int, skip: str) -> None:
+def test_simulated_rounds_are_those_of_decoding(case, skip):
     model, played = replayed(case, skip)
     turn = case + list(SKIPS).index(skip)
     controller = CONTROLLERS[turn % len(CONTROLLERS)]  # so that each of them meets several cases
@@ -161,9 +160,7 @@ def test_simulated_rounds_are_those_of_decoding(case: int, skip: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "skip"), covering(range(len(CASES)), list(SKIPS))[::2])
-def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(
-    case: int, skip: str
-) -> None:
+def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(case, skip):
     """Tokens that end a text are in the vocabulary, and are not, in turn."""
     model, trace = traced(*CASES[case])
     turn = case + list(SKIPS).index(skip)
@@ -178,7 +175,7 @@ def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(
     assert list(simulate(played, made, [text])) == decoded(model, case, [text], **settings)
 
 
-def test_each_text_may_have_a_vocabulary_of_its_own() -> None:
+def test_each_text_may_have_a_vocabulary_of_its_own():
     _, trace = traced(*CASES[1])
     allowed = torch.zeros(3, 97, dtype=torch.bool)
     for text in range(3):
@@ -194,7 +191,7 @@ def test_each_text_may_have_a_vocabulary_of_its_own() -> None:
 
 
 @pytest.mark.thorough
-def test_the_cases_accept_some_and_reject_some() -> None:
+def test_the_cases_accept_some_and_reject_some():
     rates = [replayed(case, skip)[1].survival[0] for case in range(len(CASES)) for skip in SKIPS]
     assert sum(0.05 < rate < 0.95 for rate in rates) > len(rates) / 2
     assert rates.count(1.0) == len(CASES)  # the draft that skips nothing
@@ -203,7 +200,7 @@ def test_the_cases_accept_some_and_reject_some() -> None:
 @pytest.mark.parametrize(
     ("length", "case", "skip"), covering((1, 3, LENGTH), (1, 2), ("exit 4", "scattered"))
 )
-def test_batches_share_a_controller(case: int, skip: str, length: int) -> None:
+def test_batches_share_a_controller(case, skip, length):
     model, played = replayed(case, skip)
     for texts in ((0, 1, 2), (2, 0)):
         for name in ("expected-gain", "adaptive-threshold"):
@@ -221,23 +218,23 @@ def test_batches_share_a_controller(case: int, skip: str, length: int) -> None:
 class Told(Erratic):
     """Notes what it is told."""
 
-    def begin(self, context: int, rows: int) -> None:
+    def begin(self, context, rows):
         self.begun.append((context, rows))
 
-    def __init__(self, signal: str) -> None:
+    def __init__(self, signal):
         super().__init__()
         self.signal = signal
         self.told: list[float] = []
         self.begun: list[tuple[int, int]] = []
 
-    def keep_drafting(self, row: int, confidence: float) -> bool:
+    def keep_drafting(self, row, confidence):
         self.told.append(confidence)
         return super().keep_drafting(row, confidence)
 
 
 @pytest.mark.parametrize("skip", ["exit 4", "scattered"])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_controllers_are_told_what_they_ask_for(case: int, skip: str) -> None:
+def test_controllers_are_told_what_they_ask_for(case, skip):
     model, played = replayed(case, skip)
     heard = []
     for signal in SIGNALS:
@@ -253,19 +250,19 @@ def test_controllers_are_told_what_they_ask_for(case: int, skip: str) -> None:
 class Seen(Told):
     """Notes what it sees of laws, too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("probability")
         self.seen: list[tuple[float, ...]] = []
 
-    def see_draft(self, row: int, confidence: float, entropy: float) -> None:
+    def see_draft(self, row, confidence, entropy):
         self.seen.append((row, confidence, entropy))
 
-    def see_target(self, row: int, probability: float, entropy: float) -> None:
+    def see_target(self, row, probability, entropy):
         self.seen.append((row, probability, entropy))
 
 
 @pytest.mark.parametrize(("case", "skip"), [(0, "exit 4"), (1, "scattered"), (3, "exit 4")])
-def test_observers_see_the_laws_of_drafts_and_target(case: int, skip: str) -> None:
+def test_observers_see_the_laws_of_drafts_and_target(case, skip):
     model, played = replayed(case, skip)
     real, simulated = Seen(), Seen()
     rounds = decoded(model, case, [0, 1], skip=SKIPS[skip], controller=real)
@@ -278,14 +275,14 @@ def test_observers_see_the_laws_of_drafts_and_target(case: int, skip: str) -> No
 
 
 @pure
-def by_length(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def by_length(ids, scores):
     """A processor that likes another token at every length, so that pads would show."""
     scores = scores.clone()
     scores[:, ids.shape[1] % scores.shape[1]] += 4.0
     return scores
 
 
-def test_processors_that_read_the_text() -> None:
+def test_processors_that_read_the_text():
     """Their history is the row's own tokens, drafted ones included."""
     model = lively_model("llama")
     penalties = [
@@ -317,17 +314,17 @@ def test_processors_that_read_the_text() -> None:
             assert_counts(played, 5, rounds, number)
 
 
-def dead_end(token: int) -> Any:
+def dead_end(token):
     """A processor that leaves nothing to draw behind a token."""
 
     @pure
-    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def processor(ids, scores):
         return scores.masked_fill((ids[:, -1] == token)[:, None], float("-inf"))
 
     return processor
 
 
-def test_drafts_that_find_nothing_to_draw() -> None:
+def test_drafts_that_find_nothing_to_draw():
     """A draft may come to a place where the processors forbid everything; the text never does."""
     model = lively_model("llama")
     plain = take_trace(model, rows((6,)), max_new_tokens=NEW, law=sampling(1.0), draft_length=6)
@@ -349,7 +346,7 @@ def test_drafts_that_find_nothing_to_draw() -> None:
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
-def test_chunks_and_paths_change_nothing(execution: str, sizes: Any) -> None:
+def test_chunks_and_paths_change_nothing(execution, sizes):
     _, whole = replayed(2, "scattered")
     sizes(groups=(3,), chains=6, logits=700, texts=2, traced_logits=1)
     family, temperature, eos = CASES[2]
@@ -370,9 +367,7 @@ def test_chunks_and_paths_change_nothing(execution: str, sizes: Any) -> None:
 
 
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_an_exit_is_replayed_as_any_other_draft(
-    trimmed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exit_is_replayed_as_any_other_draft(trimmed, monkeypatch):
     """The short way through the trace's own pass gives what the long way gives."""
     _, trace = traced(*CASES[1])
     allowed = (torch.arange(97) % 3 > 0).expand(3, -1) if trimmed else None
@@ -383,7 +378,7 @@ def test_an_exit_is_replayed_as_any_other_draft(
     torch.testing.assert_close(short.confidences, long.confidences)
 
 
-def test_no_room_for_context_at_the_models_last_position() -> None:
+def test_no_room_for_context_at_the_models_last_position():
     model = lively_model("llama", max_position_embeddings=32)
     trace = take_trace(model, rows((12,)), max_new_tokens=20, law=sampling(1.0), draft_length=8)
     assert len(trace.texts[0].tokens) == 32
@@ -397,7 +392,7 @@ def test_no_room_for_context_at_the_models_last_position() -> None:
 # Exits by draft length.
 
 
-def test_cells_of_a_sweep_are_totals_of_real_rounds() -> None:
+def test_cells_of_a_sweep_are_totals_of_real_rounds():
     """With the seeds and the warpers of the record's law."""
     model = lively_model("llama")
     law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
@@ -436,7 +431,7 @@ def test_cells_of_a_sweep_are_totals_of_real_rounds() -> None:
             assert counts == [drafted.count(n) for n in range(length + 1)]
 
 
-def test_not_a_number_stops_where_a_threshold_asks() -> None:
+def test_not_a_number_stops_where_a_threshold_asks():
     _, played = replayed(1, "exit 4")
     nothing = torch.full_like(played.confidences, float("nan"))
     broken = replace(played, confidences=nothing)
@@ -445,7 +440,7 @@ def test_not_a_number_stops_where_a_threshold_asks() -> None:
     assert count_rounds(played, 0) == [played.trace.starts]
 
 
-def test_agreement_and_match_count_starts() -> None:
+def test_agreement_and_match_count_starts():
     _, trace = traced(*CASES[1])
     exits = agreement(trace)
     assert list(exits) == [1, 2, 3, 4, 5]
@@ -457,7 +452,7 @@ def test_agreement_and_match_count_starts() -> None:
     assert all(entry["agreement"] == entry["match"] for entry in greedy.values())
 
 
-def test_prices_of_simulated_rounds() -> None:
+def test_prices_of_simulated_rounds():
     one, other = SimulatedRound((2, 0), (1, 0), (2, 1), 0, steps=2), ((0, 0), (0, 0), (1, 1))
     rounds = [one, SimulatedRound(*other)]
     assert tokens_per_step(rounds, COSTS) == pytest.approx(5 / (0.4 + 1.2 + 1.0))
@@ -467,7 +462,7 @@ def test_prices_of_simulated_rounds() -> None:
     assert tokens_per_step(rounds, dearer) == pytest.approx(6 / (0.4 + 1.2 + 3.0))
 
 
-def test_costs_of_a_round_are_those_of_its_context_and_rows() -> None:
+def test_costs_of_a_round_are_those_of_its_context_and_rows():
     """Simulated as decoded: drafts pay in small batches, and behind few tokens."""
     model, played = replayed(1, "exit 4")
     dear = CostTable(1.0, (1.0, 2.0, 3.0))
@@ -494,13 +489,13 @@ def test_costs_of_a_round_are_those_of_its_context_and_rows() -> None:
         ({"eos": frozenset(range(97))}, "first token"),
     ],
 )
-def test_bad_input_is_told(change: dict[str, Any], message: str) -> None:
+def test_bad_input_is_told(change, message):
     settings: dict[str, Any] = {"prompts": rows(), "max_new_tokens": 4} | change
     with pytest.raises(ValueError, match=message):
         take_trace(lively_model("llama"), settings.pop("prompts"), **settings)
 
 
-def test_lengths_and_exits_out_of_range_are_refused() -> None:
+def test_lengths_and_exits_out_of_range_are_refused():
     _, played = replayed(0, "exit 4")
     fixed = make_controller("fixed", costs=COSTS)
     with pytest.raises(ValueError, match=r"0\.\.20"):

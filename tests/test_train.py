@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -56,7 +55,7 @@ class Letters:
     chat_template = None
     bos_token_id = 1
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, text, **_):
         return {"input_ids": [2 + ord(letter) % (VOCABULARY - 2) for letter in text]}
 
 
@@ -64,14 +63,14 @@ class Letters:
 # Losses.
 
 
-def laws() -> tuple[Tensor, Tensor, Tensor]:
+def laws():
     """Logits of a draft and a target, (2, 3, 7), and tokens that follow, one of them unknown."""
     generator = torch.Generator().manual_seed(0)
     logits, target = (torch.randn(2, 3, 7, generator=generator, dtype=torch.float64) for _ in "qp")
     return logits, target, torch.tensor([[0, 3, -1], [6, 2, 2]])
 
 
-def by_formula(name: str, logits: Tensor, target: Tensor, following: Tensor, t: float) -> Tensor:
+def by_formula(name, logits, target, following, t):
     q, p = (logits / t).softmax(-1), (target / t).softmax(-1)
     kl = (p * (p.log() - q.log())).sum(-1).mean()
     tv = 0.5 * (p - q).abs().sum(-1).mean()
@@ -84,7 +83,7 @@ def by_formula(name: str, logits: Tensor, target: Tensor, following: Tensor, t: 
 
 
 @pytest.mark.parametrize("name", ["lk", "kl", "ce"])
-def test_losses_are_their_formulas(name: str) -> None:
+def test_losses_are_their_formulas(name):
     assert ETA == 3.0
     logits, target, following = laws()
     for t in (1.0, 0.8):
@@ -92,7 +91,7 @@ def test_losses_are_their_formulas(name: str) -> None:
         torch.testing.assert_close(found, by_formula(name, logits, target, following, t))
 
 
-def test_total_variation_and_its_normalised_kin_pull_the_same_way() -> None:
+def test_total_variation_and_its_normalised_kin_pull_the_same_way():
     logits, target, following = laws()
     logits.requires_grad_()
     q, p = logits.softmax(-1), target.softmax(-1)
@@ -111,7 +110,7 @@ def test_total_variation_and_its_normalised_kin_pull_the_same_way() -> None:
     torch.testing.assert_close(overlap(logits, target, 1.0), torch.minimum(p, q).sum(-1).mean())
 
 
-def test_the_rate_rises_and_falls_with_the_share_of_the_budget() -> None:
+def test_the_rate_rises_and_falls_with_the_share_of_the_budget():
     assert [schedule(step, 0.0) for step in (0, 9, 19, 500)] == [1 / 20, 10 / 20, 1.0, 1.0]
     assert schedule(500, 0.5) == pytest.approx(0.5)
     assert schedule(500, 1.0) == pytest.approx(0.0)
@@ -121,27 +120,27 @@ def test_the_rate_rises_and_falls_with_the_share_of_the_budget() -> None:
 # Stages.
 
 
-def prompts(count: int = 9) -> list[Prompt]:
+def prompts(count=9):
     return [Prompt(id=str(i), text=f"question {i}, and {7 * i}") for i in range(count)]
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch):
     small()
     monkeypatch.setattr(data, "BATCH", 4)
     monkeypatch.setattr(data, "LONGEST_ANSWER", 20)
     monkeypatch.setattr(features, "CHUNK", 8)
 
 
-def small() -> None:
+def small():
     torch.set_num_threads(1)
 
 
-def source(model: Any, **given: Any) -> data.Corpus:
+def source(model, **given):
     return data.Corpus(model, Letters(), given.pop("given", prompts()), **given)
 
 
-def training(folder: Path, model: Any = None, **changes: Any) -> Training:
+def training(folder, model=None, **changes):
     model = lively_model("llama", dtype=torch.float32) if model is None else model
     told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
     opened = Sublayers(model, changes.pop("execution", "fused"))
@@ -149,7 +148,7 @@ def training(folder: Path, model: Any = None, **changes: Any) -> Training:
     return Training(opened, source(model), recipe, folder, **told)
 
 
-def weights(folder: Path) -> bytes:
+def weights(folder):
     return (folder / "draft.safetensors").read_bytes()
 
 
@@ -157,8 +156,8 @@ class Stopped(Exception):
     pass
 
 
-def stop_at(words: str, share: float) -> Callable[[str, float], None]:
-    def progress(what: str, done: float) -> None:
+def stop_at(words, share):
+    def progress(what, done):
         if what.startswith(words) and done >= share:
             raise Stopped
 
@@ -169,9 +168,7 @@ def stop_at(words: str, share: float) -> Callable[[str, float], None]:
     ("kind", "stage", "share"),
     [("healed", "texts", 0.3), ("exit-block", "features", 0.3), ("streams", "training", 0.5)],
 )
-def test_a_second_start_goes_on_where_the_first_was(
-    kind: str, stage: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path, monkeypatch):
     """Once for each kind of file that a stage leaves."""
     how: dict[str, Any] = {"kind": kind, "skip": BITS if kind == "healed" else None}
     whole = training(tmp_path / "whole", **how)
@@ -196,7 +193,7 @@ def test_a_second_start_goes_on_where_the_first_was(
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
-def test_muon_moves_matrices_in_all_directions_alike(tmp_path: Path) -> None:
+def test_muon_moves_matrices_in_all_directions_alike(tmp_path):
     steps: dict[str, list[Tensor]] = {}
     for name in ("adamw", "muon"):
         torch.manual_seed(0)
@@ -236,21 +233,21 @@ TOGETHER = (
 )
 
 
-def together(folder: Path) -> None:
+def together(folder):
     """Be one of the processes that train."""
     with processes.process_group():
         for how in TOGETHER:
             training(folder / how["kind"], **how).run()
 
 
-def apart(*folders: Path) -> float:
+def apart(*folders):
     """The squared distance of what two trainings wrote."""
     one, two = (load_file(folder / "draft.safetensors") for folder in folders)
     return sum((one[name].float() - two[name].float()).square().sum().item() for name in one)
 
 
 @pytest.mark.thorough
-def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
     """But for rounding; the negative control is one that has half of the rows."""
     monkeypatch.setattr("layerskip.training.drafts.half_is_fast", lambda _: False)
     with socket.socket() as free:
@@ -281,7 +278,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path, monkeypatch: pytest.M
             assert mine == {**theirs, **{n: pytest.approx(theirs[n], 1e-3) for n in theirs}}
 
 
-def test_features_are_the_targets_own_states(tmp_path: Path) -> None:
+def test_features_are_the_targets_own_states(tmp_path):
     model = lively_model("gemma2", dtype=torch.float32)
     opened = Sublayers(model, "fused")
     ids = features.windows([list(range(2, 90)), [5] * 57], 16)
@@ -307,7 +304,7 @@ def test_features_are_the_targets_own_states(tmp_path: Path) -> None:
         assert 0 <= nbytes - features.nbytes(opened, ids.numel(), tap) < 1000 * len(done)
 
 
-def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
+def test_the_forward_pass_is_the_drafts(tmp_path):
     """At the first place, where a draft's own keys are all there are."""
     model = lively_model("gemma2", dtype=torch.float32)
     skip = BITS.resolve(6)
@@ -331,7 +328,7 @@ def test_the_forward_pass_is_the_drafts(tmp_path: Path) -> None:
     assert (got - want).abs().max() < 0.02 * (rounded - want).abs().max()  # float16 on the way
 
 
-def test_what_is_healed_is_healed_further(tmp_path: Path) -> None:
+def test_what_is_healed_is_healed_further(tmp_path):
     model = lively_model("llama", dtype=torch.float32)
     skip = training(tmp_path / "first", model, tokens=1500, rate=3e-3).run()
     before = load_file(tmp_path / "first" / "draft.safetensors")
@@ -368,7 +365,7 @@ def test_what_is_healed_is_healed_further(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["healed", *BLOCKS])
-def test_training_makes_a_draft_right_more_often(kind: str, tmp_path: Path) -> None:
+def test_training_makes_a_draft_right_more_often(kind, tmp_path):
     """On windows kept apart, and along answers to prompts that it has not seen."""
     model = lively_model("llama", dtype=torch.float32)
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
@@ -389,9 +386,7 @@ def test_training_makes_a_draft_right_more_often(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("execution", ["native", "fused"])
-def test_a_block_reads_the_head_in_8_bits_where_that_is_fast(
-    execution: str, tmp_path: Path
-) -> None:
+def test_a_block_reads_the_head_in_8_bits_where_that_is_fast(execution, tmp_path):
     how: dict[str, Any] = {"kind": "exit-block", "skip": None, "tokens": 64}
     skip = training(tmp_path, execution=execution, **how).run()
     assert skip.head_bits == skip.module_bits == (8 if execution == "native" else None)
@@ -399,7 +394,7 @@ def test_a_block_reads_the_head_in_8_bits_where_that_is_fast(
 
 
 @pytest.mark.thorough
-def test_nothing_that_is_kept_apart_is_trained_on() -> None:
+def test_nothing_that_is_kept_apart_is_trained_on():
     model = lively_model("llama", dtype=torch.float32)
     given = source(model)
     assert len(given.apart) == 1
@@ -421,7 +416,7 @@ def test_nothing_that_is_kept_apart_is_trained_on() -> None:
     assert own.batch(1) == own.batch(1) != own.batch(2)
 
 
-def test_texts_are_cut_short_when_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_cut_short_when_it_is_late(monkeypatch):
     monkeypatch.setattr(data, "SHORTEST", 5)
     given = source(lively_model("llama", dtype=torch.float32))
     with given.short_after(-math.inf):
@@ -433,9 +428,7 @@ def test_texts_are_cut_short_when_it_is_late(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(len(text.ids) - text.prompt for text in whole) > 5 * data.BATCH
 
 
-def test_minutes_bound_all_starts_and_what_came_before(
-    tmp_path: Path, started: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkeypatch):
     """Loading took 60 of 300 seconds, an earlier start 30; judging gets a third, or a minute."""
     monkeypatch.setattr(drafts.time, "monotonic", lambda: 1000.0)
     how: dict[str, Any] = {"tokens": None, "minutes": 5.0, "started": 940.0}
@@ -462,7 +455,7 @@ def test_minutes_bound_all_starts_and_what_came_before(
         (None, None, False),  # every text ended with its first token
     ],
 )
-def test_the_verdict_is_the_clocks(trained: Any, before: Any, faster: bool) -> None:
+def test_the_verdict_is_the_clocks(trained, before, faster):
     given = {"trained": trained, "before": before}
     timed = {
         name: {"tokens": [1, 1], "seconds_per_token": [*seconds], "low": 1.2 / max(seconds)}
@@ -472,9 +465,7 @@ def test_the_verdict_is_the_clocks(trained: Any, before: Any, faster: bool) -> N
     assert judging._pays(timed) is faster
 
 
-def test_judging_leaves_a_record_and_what_drafts_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     model = lively_model("llama", dtype=torch.float32)
     costs = [CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6))] * 2
     monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
@@ -518,7 +509,7 @@ def test_judging_leaves_a_record_and_what_drafts_best(
 # What is refused.
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
     """What files and disks do: in `test_refused_drafts.py`."""
     model = lively_model("llama", dtype=torch.float32)
     with pytest.raises(ValueError, match="say how long to train"):
@@ -569,9 +560,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path, monkeypatch: pytest.M
         (["--exit-layer", "30", "--draft", "exit-block"], "exit_layer must be in 1..23"),
     ],
 )
-def test_the_command_refuses_in_one_line(
-    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     SkipConfig.early_exit(3).save(tmp_path / "exit.json")
@@ -586,7 +575,7 @@ def test_the_command_refuses_in_one_line(
 # Assistants.
 
 
-def assistant_training(folder: Path, start: Path, **changes: Any) -> AssistantTraining:
+def assistant_training(folder, start, **changes):
     model = lively_model("gemma4", dtype=torch.float32)
     told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
     recipe = Recipe(**({"tokens": 640} | HOW | {"skip": None} | changes))
@@ -596,7 +585,7 @@ def assistant_training(folder: Path, start: Path, **changes: Any) -> AssistantTr
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Path:
+def started(tmp_path):
     """A folder with an assistant for the tiny Gemma 4, of random weights."""
     target = tiny_model("gemma4").config
     torch.manual_seed(0)
@@ -605,9 +594,7 @@ def started(tmp_path: Path) -> Path:
     return tmp_path / "start"
 
 
-def test_an_assistant_is_trained_further_and_goes_on_where_it_was_stopped(
-    tmp_path: Path, started: Path
-) -> None:
+def test_an_assistant_is_trained_further_and_goes_on_where_it_was_stopped(tmp_path, started):
     record = assistant_training(tmp_path / "whole", started, rate=5e-3).further()
     before, after = record["overlap"]["before"], record["overlap"]["after"]
     assert len(before) == len(after) == assistants.AHEAD
@@ -629,7 +616,7 @@ def test_an_assistant_is_trained_further_and_goes_on_where_it_was_stopped(
         assistant_training(cut, started, rate=1e-3)
 
 
-def test_an_assistant_of_another_model_is_refused(tmp_path: Path, started: Path) -> None:
+def test_an_assistant_of_another_model_is_refused(tmp_path, started):
     config = json.loads((started / "config.json").read_text())
     build = build_assistant(assistant_config(tiny_model("gemma4", sliding_window=3).config))
     assert config["backbone_hidden_size"] == build.config.backbone_hidden_size

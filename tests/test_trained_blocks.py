@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +18,12 @@ from looped import (
     second_of,
 )
 from models import Fickle, Growing, lively_model
-from torch import Tensor
 
 import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Engine, Task
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder, DraftOrSkip, Request
+from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import assistant as assistants
@@ -47,11 +44,11 @@ LAYERED = tuple(kind for kind in BLOCKS if kind != "heads")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("trained")
 
 
-def skip_of(name: str, folder: Path, model: Any = None) -> SkipConfig:
+def skip_of(name, folder, model=None):
     """A module, rounded if its name says so; of the usual model by default."""
     kind = name.partition(" ")[0]
     trained = weights_of(kind, model or model_of(), folder)
@@ -59,7 +56,7 @@ def skip_of(name: str, folder: Path, model: Any = None) -> SkipConfig:
     return SkipConfig(exit_layer=exit_layer, trained=trained, low=LOW.get(name))
 
 
-def drafts_of(mixture: str, folder: Path) -> tuple[DraftOrSkip, ...]:
+def drafts_of(mixture, folder):
     named: dict[str, Any] = {"lookup": Lookup(), "exit": SkipConfig.early_exit(2)}
     named |= {"scattered": SkipConfig(attention=(5,), mlp=(5,))}
     for name, noise in (("assistant", 0.5), ("second", 0.2)):
@@ -78,7 +75,7 @@ ASSISTED = (
 )
 
 
-def check_states(run: Decoder) -> Counter[str]:
+def check_states(run):
     """Keys and values of every state are those of one pass over each row's text; how many were
     looked at, and how many rows' states fall short of what the row has emitted."""
     passes, model, counts = run.passes, run.passes.model, Counter[str]()
@@ -114,7 +111,7 @@ def check_states(run: Decoder) -> Counter[str]:
     return counts
 
 
-def play(drafts: Any, controller: Any, sample: bool) -> Counter[str]:
+def play(drafts, controller, sample):
     counts = Counter[str]()
     how: dict[str, Any] = {"sample": sample, "new_tokens": 30, "eos": ENDS, "execution": "modules"}
     decoded(drafts, controller, **how, each=lambda run: counts.update(check_states(run)))
@@ -122,7 +119,7 @@ def play(drafts: Any, controller: Any, sample: bool) -> Counter[str]:
 
 
 @pytest.mark.parametrize("mixture", [*LAYERED, *[*LOW][:2], *ASSISTED])
-def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder: Path) -> None:
+def test_states_are_those_of_whole_texts_after_every_round(mixture, folder):
     drafts = drafts_of(mixture, folder)
     for sample in (False, True):
         counts = play(drafts, Fickle(7 + sample), sample)
@@ -131,9 +128,7 @@ def test_states_are_those_of_whole_texts_after_every_round(mixture: str, folder:
 
 
 @pytest.mark.parametrize("mixture", ["lookup, streams", "lookup, feature-block"])
-def test_states_are_those_of_whole_texts_where_trees_were_taken(
-    mixture: str, folder: Path, spied: Any
-) -> None:
+def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture, folder, spied):
     drafts = drafts_of(mixture, folder)
     how: dict[str, Any] = {"new_tokens": 30, "eos": ENDS, "execution": "modules"}
     texts = decoded(drafts, Fickle(7), sample=True, **how).emitted
@@ -143,16 +138,14 @@ def test_states_are_those_of_whole_texts_where_trees_were_taken(
 
 
 @pytest.mark.parametrize("mixture", ["lookup, feature-block", "lookup, assistant"])
-def test_states_are_those_of_whole_texts_where_drafts_branch(mixture: str, folder: Path) -> None:
+def test_states_are_those_of_whole_texts_where_drafts_branch(mixture, folder):
     controller = Growing(3)
     assert play(drafts_of(mixture, folder), controller, True)["looked"]
     assert controller.widened
 
 
 @pytest.mark.parametrize("together", [0, 2, 64])
-def test_streams_draft_the_same_in_however_many_passes_they_catch_up(
-    together: int, folder: Path, sizes: Any
-) -> None:
+def test_streams_draft_the_same_in_however_many_passes_they_catch_up(together, folder, sizes):
     drafts = drafts_of("lookup, streams", folder)
     whole = decoded(drafts, Fickle(3), sample=True)
     sizes(together=together)
@@ -164,12 +157,10 @@ def test_streams_draft_the_same_in_however_many_passes_they_catch_up(
 
 
 @pytest.mark.parametrize("kind", [*LAYERED, "assistant"])
-def test_a_state_that_is_not_rolled_back_is_seen(
-    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_is_not_rolled_back_is_seen(kind, folder, monkeypatch):
     """The negative control of the test above."""
 
-    def forgetful(self: Any, row: int, emitted: Sequence[int], steps: int) -> None:
+    def forgetful(self, row, emitted, steps):
         if steps:
             self.seen[row] = self.batch.lengths[row] + steps + 1
 
@@ -181,7 +172,7 @@ def test_a_state_that_is_not_rolled_back_is_seen(
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path) -> None:
+def test_the_doors_take_them_and_measure_what_they_cost(kind, folder):
     model, skip = model_of(), skip_of(kind, folder)
     ids, mask = prompts(model)
     inputs = {"input_ids": ids, "attention_mask": mask}
@@ -201,7 +192,7 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind: str, folder: Path)
     assert (analytic(opened, skip).draft > exact) is (kind == "exit-block")
 
 
-def drafting(opened: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
+def drafting(opened, skip, ids):
     """Logits of three draft steps behind a prompt (T,) and token 3, (3, 1, V)."""
     rows: dict[str, Any] = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
     passes = Passes(opened, [skip.resolve(6)], [ids], **rows)
@@ -210,7 +201,7 @@ def drafting(opened: Sublayers, skip: SkipConfig, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: Path) -> None:
+def test_rounded_modules_cost_less_and_draft_nearly_the_same(name, folder):
     model = lively_model("llama", dtype=torch.float32, vocab_size=12)
     ids, _ = prompts(model)
     skip, opened = skip_of(name, folder, model), Sublayers(model)
@@ -224,7 +215,7 @@ def test_rounded_modules_cost_less_and_draft_nearly_the_same(name: str, folder: 
 
 
 @pytest.mark.parametrize("name", ["heads", "streams", "heads in 8 bits"])
-def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name: str, folder: Path) -> None:
+def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name, folder):
     """And of them those of the draft vocabulary, or of that what there is."""
     model = lively_model("llama", dtype=torch.float32)
     opened, skip = Sublayers(model), skip_of(name, folder, model).resolve(6)
@@ -249,7 +240,7 @@ def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name: str, folder: P
     assert (opened.weights.nbytes(skip) < opened.weights.nbytes(other)) is (skip.low is not None)
 
 
-def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
+def test_modules_that_do_not_fit_are_refused(folder):
     model = model_of()
     opened = Sublayers(model)
     trained = save_trained(
@@ -282,7 +273,7 @@ def test_modules_that_do_not_fit_are_refused(folder: Path) -> None:
         ("heads in 8 bits", "trained heads in 8 bits, head in 4", 0),
     ],
 )
-def test_records_and_lines_name_them(name: str, label: str, kept: int, folder: Path) -> None:
+def test_records_and_lines_name_them(name, label, kept, folder):
     skip = skip_of(name, folder)
     told = Engine(model_of(), Task(8), "self", skip).describe()
     assert told["label"].startswith(f"{label}, ")

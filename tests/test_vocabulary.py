@@ -6,7 +6,6 @@ import functools
 import gc
 import json
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from models import (
     ragged,
     tiny_model,
 )
-from torch import Tensor, nn
+from torch import nn
 from transformers import SuppressTokensLogitsProcessor
 
 import layerskip
@@ -46,7 +45,7 @@ VOCABULARIES = {"one": (SOME[0],), "some": SOME, "all": tuple(range(VOCABULARY))
 # Which tokens.
 
 
-def test_tokens_are_ranked_by_ends_then_by_how_often_they_occur_then_by_id() -> None:
+def test_tokens_are_ranked_by_ends_then_by_how_often_they_occur_then_by_id():
     texts = [[5, 3, 3, 7], torch.tensor([[7, 7, 1]]), (), torch.tensor([3, 5])]
     assert ranked(texts, 9).tolist() == [3, 7, 5, 1, 0, 2, 4, 6, 8]
     assert ranked([], 4).tolist() == [0, 1, 2, 3]
@@ -62,7 +61,7 @@ def test_tokens_are_ranked_by_ends_then_by_how_often_they_occur_then_by_id() -> 
         ([[1]], (9,), r"tokens in 0\.\.8, got \[9\]"),
     ],
 )
-def test_tokens_of_another_model_are_refused(texts: Any, ends: Any, message: str) -> None:
+def test_tokens_of_another_model_are_refused(texts, ends, message):
     with pytest.raises(ValueError, match=message):
         ranked(texts, 9, ends=ends)
 
@@ -74,7 +73,7 @@ def test_tokens_of_another_model_are_refused(texts: Any, ends: Any, message: str
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: str) -> None:
+def test_kept_tokens_have_their_logits_and_others_none(family, execution):
     """Softcaps and norms of every family; the target's logits stay whole."""
     model = model_of(family)
     before, names = state_of(model), sorted(vars(model))
@@ -93,7 +92,7 @@ def test_kept_tokens_have_their_logits_and_others_none(family: str, execution: s
 
 
 @torch.no_grad()
-def test_a_head_with_a_bias() -> None:
+def test_a_head_with_a_bias():
     head = nn.Linear(8, 11)
     hidden = torch.randn(1, 2, 8)
     for rows in ((9, 2, 5), slice(3, 7)):
@@ -106,7 +105,7 @@ def test_a_head_with_a_bias() -> None:
         assert same == isinstance(rows, slice)  # which is no copy
 
 
-def test_rows_are_copied_once_and_again_when_the_weight_has_changed() -> None:
+def test_rows_are_copied_once_and_again_when_the_weight_has_changed():
     head = nn.Linear(8, 11)
     first = trimmed_head(head, (4, 2))
     assert trimmed_head(head, (4, 2)) is first
@@ -119,7 +118,7 @@ def test_rows_are_copied_once_and_again_when_the_weight_has_changed() -> None:
     assert trimmed_head(head, (4, 2)).weight.dtype == torch.float64
 
 
-def test_copies_of_a_head_take_no_more_room_than_it_does() -> None:
+def test_copies_of_a_head_take_no_more_room_than_it_does():
     head = nn.Linear(8, 11)
     lists = ((0, 1, 2, 3), (4, 5, 6), (7, 8), (9, 10), (1,))
     first, *others = (trimmed_head(head, tokens) for tokens in lists)
@@ -128,7 +127,7 @@ def test_copies_of_a_head_take_no_more_room_than_it_does() -> None:
     assert trimmed_head(head, lists[0]) is not first
 
 
-def test_copies_go_with_the_model() -> None:
+def test_copies_go_with_the_model():
     model = lively_model("llama")
     copied = weakref.ref(trimmed_head(model.lm_head, SOME))
     gc.collect()
@@ -142,7 +141,7 @@ def test_copies_go_with_the_model() -> None:
 # The same texts.
 
 
-def decode(family: str, *, sample: bool, **settings: Any) -> tuple[list[list[int]], Any]:
+def decode(family, *, sample, **settings):
     ids, mask = ragged((WINDOW + 5, 3, WINDOW + 2), seed=3)
     settings |= {"temperature": 0.8, "top_k": 20, "seeds": (11, 12, 13)} if sample else {}
     how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": sample}
@@ -151,14 +150,14 @@ def decode(family: str, *, sample: bool, **settings: Any) -> tuple[list[list[int
 
 
 @functools.cache
-def wanted(family: str, sample: bool) -> list[list[int]]:
+def wanted(family, sample):
     """The text without drafts."""
     return decode(family, sample=sample, enabled=False)[0]
 
 
 @pytest.mark.parametrize("tokens", VOCABULARIES)
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_texts_are_the_same_whatever_drafts_can_draw(family: str, tokens: str) -> None:
+def test_texts_are_the_same_whatever_drafts_can_draw(family, tokens):
     ways: list[tuple[Any, str]] = [("expected-gain", "modules"), (Erratic(), "fused")]
     if tokens == "some":  # each way meets both
         ways.reverse()
@@ -175,7 +174,7 @@ def test_texts_are_the_same_whatever_drafts_can_draw(family: str, tokens: str) -
         assert stats.num_draft_tokens > 0
 
 
-def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted() -> None:
+def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted():
     """What the texts above prove nothing without."""
     for sample in (False, True):
         rates = {}
@@ -189,7 +188,7 @@ def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted() -> None:
         assert rates["one"] < 0.1 < rates["some"] < rates["all"] == whole.acceptance_rate
 
 
-def test_a_confidence_is_the_softmax_over_what_can_be_drawn() -> None:
+def test_a_confidence_is_the_softmax_over_what_can_be_drawn():
     model, ids = model_of("gemma2"), prompt(9)
     opened = Sublayers(model)
     how: dict[str, Any] = {"controller": "confidence", "threshold": 0.0, "max_draft_length": 1}
@@ -210,7 +209,7 @@ def test_a_confidence_is_the_softmax_over_what_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
+def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample):
     """The processors forbid every token of the vocabulary: the text is that without drafts."""
     model, ids = model_of("llama"), prompt(7)
     forbidden = SuppressTokensLogitsProcessor(list(SOME), device="cpu")
@@ -225,11 +224,11 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample: bool) -> None:
     assert not {t for tokens in plain for t in tokens} & set(SOME)
 
 
-def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
+def test_processors_may_make_a_draft_leave_its_vocabulary():
     """One that sets scores itself, as forced tokens do, is obeyed by draft and target alike."""
 
     @pure
-    def forced(ids: Tensor, scores: Tensor) -> Tensor:
+    def forced(ids, scores):
         if ids.shape[1] % 3:
             return scores
         return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([90]), 0.0)
@@ -248,7 +247,7 @@ def test_processors_may_make_a_draft_leave_its_vocabulary() -> None:
         assert any(c == 0.0 for r in rounds for c in r.confidences[0])  # no logit was its own
 
 
-def test_a_check_drafts_from_the_vocabulary(spied: Any, sizes: Any) -> None:
+def test_a_check_drafts_from_the_vocabulary(spied, sizes):
     made = spied(Sublayers, "trimmed", lambda _, tokens: len(tokens))
     options = DecodingOptions(draft_vocabulary=SOME[:9], enabled=False, controller="fixed")
     skip = SkipConfig(exit_layer=4, decoding=options)
@@ -267,15 +266,15 @@ class Unusual(nn.Linear):
     """A head of another class, as quantised and adapted ones are."""
 
 
-def hooked(model: Any) -> None:
+def hooked(model):
     model.lm_head.register_forward_hook(lambda *_: None)
 
 
-def patched(model: Any) -> None:
+def patched(model):
     model.lm_head.forward = functools.partial(nn.Linear.forward, model.lm_head)
 
 
-def adapted(model: Any) -> None:
+def adapted(model):
     head = Unusual(32, VOCABULARY, bias=False, dtype=torch.float64).eval()
     head.weight = model.lm_head.weight
     model.lm_head = head
@@ -285,7 +284,7 @@ def adapted(model: Any) -> None:
     ("change", "reason"),
     [(hooked, "has forward hooks"), (patched, "patched forward"), (adapted, "is a Unusual")],
 )
-def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change: Any, reason: str) -> None:
+def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change, reason):
     model = tiny_model("llama")
     ids = prompt(6)
     want = model.generate(ids, max_new_tokens=8, do_sample=False)
@@ -314,7 +313,7 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change: Any, reason
         (7, TypeError, "must be a list of token ids, got 7"),
     ],
 )
-def test_bad_vocabularies_are_told(tokens: Any, error: type[Exception], message: str) -> None:
+def test_bad_vocabularies_are_told(tokens, error, message):
     for refuse in (
         lambda: DecodingOptions(draft_vocabulary=tokens),
         lambda: LayerSkipDecoding(SKIP, draft_vocabulary=tokens),
@@ -324,7 +323,7 @@ def test_bad_vocabularies_are_told(tokens: Any, error: type[Exception], message:
             refuse()
 
 
-def test_anything_that_holds_integers_will_do_and_goes_before_the_skip_config() -> None:
+def test_anything_that_holds_integers_will_do_and_goes_before_the_skip_config():
     skip = SkipConfig(exit_layer=4, decoding=DecodingOptions(draft_vocabulary=(1, 2)))
     assert LayerSkipDecoding(skip).draft_vocabulary == (1, 2)
     assert LayerSkipDecoding(SKIP).draft_vocabulary is None
@@ -336,7 +335,7 @@ def test_anything_that_holds_integers_will_do_and_goes_before_the_skip_config() 
         list(layerskip.decode(model_of("llama"), prompt(4), skip=SKIP, draft_vocabulary=[3, 97]))
 
 
-def test_a_file_has_its_tokens_in_one_line(tmp_path: Path) -> None:
+def test_a_file_has_its_tokens_in_one_line(tmp_path):
     tokens = tuple(range(30_000, 0, -1))
     options = DecodingOptions(controller="fixed", draft_vocabulary=tokens)
     notes = {"text": "[\n 1,\n 2]", "prompts": {"names": ["a", "b"], "sizes": [[1, 2], []]}}
@@ -353,7 +352,7 @@ def test_a_file_has_its_tokens_in_one_line(tmp_path: Path) -> None:
     assert len(repr(skip)) + len(repr(options)) < 300
 
 
-def test_costs_are_those_of_the_vocabulary() -> None:
+def test_costs_are_those_of_the_vocabulary():
     opened = Sublayers(model_of("llama"))
     trimmed = opened.trimmed(SOME)
     read = opened.weight_bytes()
@@ -362,7 +361,7 @@ def test_costs_are_those_of_the_vocabulary() -> None:
     assert whole.draft - few.draft == pytest.approx(saved)
 
 
-def test_costs_of_another_vocabulary_are_left_aside() -> None:
+def test_costs_of_another_vocabulary_are_left_aside():
     opened = Sublayers(model_of("llama"))
     trimmed = opened.trimmed(SOME)
     table = COSTS.to_dict()
@@ -377,7 +376,7 @@ def test_costs_of_another_vocabulary_are_left_aside() -> None:
         assert stored(old, trimmed, 1) is None
 
 
-def test_a_method_says_how_many_tokens() -> None:
+def test_a_method_says_how_many_tokens():
     model = model_of("llama")
     options = DecodingOptions(draft_vocabulary=SOME)
     entry = Engine(model, Task(8), "self", SkipConfig(exit_layer=4, decoding=options)).describe()
@@ -386,7 +385,7 @@ def test_a_method_says_how_many_tokens() -> None:
     assert Engine(model, Task(8), "self", SKIP).describe()["draft_vocabulary"] is None
 
 
-def test_a_benchmark_says_what_is_low() -> None:
+def test_a_benchmark_says_what_is_low():
     model = model_of("llama")
     entry = Engine(model, Task(8), "self", SkipConfig.low_precision()).describe()
     assert entry["label"] == "whole model, in 8 bits, expected-gain"

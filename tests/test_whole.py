@@ -45,16 +45,16 @@ _PADDED_OTHERWISE = ("bloom", "mpt", "falcon", "llama4_text")
 
 
 @functools.cache
-def reference(family: str, batch: str) -> list[list[int]]:
+def reference(family, batch):
     """New tokens of the library's own greedy decoding, of every prompt alone."""
     return alone(small_model(family), *ragged(BATCHES[batch], seed=3))
 
 
-def decode(family: str, batch: str, **settings: Any) -> Any:
+def decode(family, batch, **settings):
     return decoded(small_model(family), ragged(BATCHES[batch], seed=3), **settings)
 
 
-def drafts_of(family: str) -> list[dict[str, Any]]:
+def drafts_of(family):
     """Products of GPT-2's and Falcon's own classes stay exact."""
     model = small_model(family)
     return every_draft(model, *([EIGHT] if [*linears(open_model(model).base)] else []))
@@ -62,7 +62,7 @@ def drafts_of(family: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -> None:
+def test_every_draft_gives_the_tokens_of_transformers(family, batch):
     expected = reference(family, batch)
     assert isinstance(sublayers_of(small_model(family)), Whole)
     assert new_tokens(decode(family, batch, enabled=False)) == expected
@@ -73,7 +73,7 @@ def test_every_draft_gives_the_tokens_of_transformers(family: str, batch: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_prompts_give_the_tokens_of_transformers(family: str) -> None:
+def test_padded_prompts_give_the_tokens_of_transformers(family):
     ids, mask = ragged(BATCHES["ragged"], seed=3)
     how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
     out = small_model(family).generate(ids, **how)
@@ -82,7 +82,7 @@ def test_padded_prompts_give_the_tokens_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family: str) -> None:
+def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
     how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)}
     expected = new_tokens(decode(family, "ragged", enabled=False, **how))
     assert len({*map(tuple, expected)}) == 3
@@ -90,14 +90,14 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family: str) -> 
         assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
 
 
-def test_rows_of_one_length_run_together_where_places_are_no_arguments() -> None:
+def test_rows_of_one_length_run_together_where_places_are_no_arguments():
     assert not sublayers_of(small_model("llama4_text")).together  # type: ignore[attr-defined]
     assert not sublayers_of(small_model("bloom")).together  # type: ignore[attr-defined]
     assert sublayers_of(small_model("phi")).together  # type: ignore[attr-defined]
     assert sublayers_of(small_model("cohere2")).together  # type: ignore[attr-defined]
 
 
-def test_rows_of_any_lengths_reach_the_last_position() -> None:
+def test_rows_of_any_lengths_reach_the_last_position():
     """Learned positions end there, and rows that are shorter are padded behind it."""
     ids, mask = ragged((116, 97, 3), seed=5)
     for family in ("opt", "gpt2"):
@@ -108,7 +108,7 @@ def test_rows_of_any_lengths_reach_the_last_position() -> None:
             assert new_tokens(out) == want
 
 
-def test_a_long_prompt_is_read_in_parts_and_the_head_only_where_it_is_read() -> None:
+def test_a_long_prompt_is_read_in_parts_and_the_head_only_where_it_is_read():
     model = small_model("phi", max_position_embeddings=2048)
     ids = prompt(1100)
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
@@ -123,7 +123,7 @@ def test_a_long_prompt_is_read_in_parts_and_the_head_only_where_it_is_read() -> 
 
 @pytest.mark.parametrize("target", ["phi", "llama"])
 @pytest.mark.parametrize("assistant", ["phi", "llama"])
-def test_target_and_assistant_may_each_be_whole_or_opened(target: str, assistant: str) -> None:
+def test_target_and_assistant_may_each_be_whole_or_opened(target, assistant):
     target, assistant = (
         tiny_model(each) if each == "llama" else small_model(each) for each in (target, assistant)
     )
@@ -137,7 +137,7 @@ def test_target_and_assistant_may_each_be_whole_or_opened(target: str, assistant
     assert got.tolist() == expected.tolist()
 
 
-def test_by_default_a_whole_model_looks_drafts_up_and_measures_what_they_cost() -> None:
+def test_by_default_a_whole_model_looks_drafts_up_and_measures_what_they_cost():
     decoding = LayerSkipDecoding()
     ids = prompt(12).repeat(1, 2)
     out = small_model("phi").generate(
@@ -161,21 +161,19 @@ def test_by_default_a_whole_model_looks_drafts_up_and_measures_what_they_cost() 
         ("gpt2", EIGHT, "none of its linears is an ordinary one"),
     ],
 )
-def test_drafts_that_need_sublayers_are_refused(
-    family: str, draft: SkipConfig, reason: str
-) -> None:
+def test_drafts_that_need_sublayers_are_refused(family, draft, reason):
     with pytest.raises(ValueError, match=f"served whole.*{reason}.*lookups, a second model"):
         decode(family, "one", skip=draft)
 
 
-def test_a_draft_with_a_rounded_head_alone_goes_on_from_the_exact_states() -> None:
+def test_a_draft_with_a_rounded_head_alone_goes_on_from_the_exact_states():
     head = SkipConfig(low=LowPrecision(attention=(), mlp=()))
     out = decode("phi", "ragged", skip=head, controller="fixed", max_draft_length=3)
     assert new_tokens(out) == reference("phi", "ragged")
     assert out.stats.acceptance_rate > 0.5
 
 
-def test_other_executions_and_training_mode_are_refused() -> None:
+def test_other_executions_and_training_mode_are_refused():
     with pytest.raises(ValueError, match="'fused' cannot serve this model, which is served whole"):
         open_model(small_model("phi"), "fused")
     model = small_model("olmo").train()
@@ -186,7 +184,7 @@ def test_other_executions_and_training_mode_are_refused() -> None:
         model.eval()
 
 
-def test_searches_and_trained_drafts_are_refused() -> None:
+def test_searches_and_trained_drafts_are_refused():
     from layerskip.replay.trace import take_trace
     from layerskip.timing.sublayers import measure
 
@@ -196,13 +194,13 @@ def test_searches_and_trained_drafts_are_refused() -> None:
         measure(small_model("phi"), [prompt(9)], contexts=[8])
 
 
-def test_a_draft_vocabulary_has_no_effect_and_says_so() -> None:
+def test_a_draft_vocabulary_has_no_effect_and_says_so():
     with pytest.warns(UserWarning, match="draft_vocabulary has no effect"):
         out = decode("phi", "one", skip=EIGHT, draft_vocabulary=range(40))
     assert new_tokens(out) == reference("phi", "one")
 
 
-def test_hooks_on_what_is_called_run_and_others_are_refused() -> None:
+def test_hooks_on_what_is_called_run_and_others_are_refused():
     model = small_model("phi", seed=2)
     seen: list[int] = []
     hook = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
@@ -220,7 +218,7 @@ def test_hooks_on_what_is_called_run_and_others_are_refused() -> None:
     assert isinstance(sublayers_of(model), Whole)
 
 
-def test_the_model_is_left_as_it_was_and_let_go() -> None:
+def test_the_model_is_left_as_it_was_and_let_go():
     model = small_model.__wrapped__("phi", seed=3)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     modules = list(model.modules())
@@ -235,7 +233,7 @@ def test_the_model_is_left_as_it_was_and_let_go() -> None:
     assert gone() is None
 
 
-def test_adapters_stay_exact_and_their_bases_are_rounded() -> None:
+def test_adapters_stay_exact_and_their_bases_are_rounded():
     model = small_model.__wrapped__("phi", seed=4)
     attention = model.model.layers[0].self_attn
     attention.q_proj = LowRank(attention.q_proj)
@@ -250,7 +248,7 @@ def test_adapters_stay_exact_and_their_bases_are_rounded() -> None:
     assert out.stats.acceptance_rate > 0.5
 
 
-def test_bytes_of_a_draft_are_those_of_its_copies() -> None:
+def test_bytes_of_a_draft_are_those_of_its_copies():
     model = small_model("phi", seed=5)
     opened = sublayers_of(model)
     nbytes = opened.weights.nbytes(EIGHT)
@@ -277,13 +275,13 @@ _REFUSED = {
 
 
 @pytest.mark.parametrize("family", _REFUSED)
-def test_models_that_cannot_be_served_are_refused_by_name(family: str) -> None:
+def test_models_that_cannot_be_served_are_refused_by_name(family):
     how, why = level(AutoConfig.for_model(family))
     assert how == "refused"
     assert re.search(f"architecture '{family}' is not supported: it.*{_REFUSED[family]}", why)
 
 
-def test_refused_models_raise_and_others_are_opened_or_whole() -> None:
+def test_refused_models_raise_and_others_are_opened_or_whole():
     model = small_model("minimax")
     with pytest.raises(UnsupportedModelError, match="'minimax' is not supported: its cache"):
         sublayers_of(model)

@@ -6,13 +6,11 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from cost_records import cost_record
 from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
-from torch import Tensor
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
 from layerskip.analysis.plots import draft_words
@@ -39,16 +37,16 @@ LONG = 3 * WINDOW
 
 
 @cache
-def model_of(family: str, dtype: torch.dtype = torch.float64) -> Any:
+def model_of(family, dtype=torch.float64):
     return lively_model(family, dtype=dtype)
 
 
-def opened_of(family: str, execution: str) -> Sublayers:
+def opened_of(family, execution):
     dtype = torch.float32 if execution == "native" else torch.float64
     return Sublayers(model_of(family, dtype), execution)
 
 
-def masks(model: Any, count: int, window: int) -> dict[str, Tensor]:
+def masks(model, count, window):
     """By kind of layer, what the library adds to the scores of a draft with a window, (1, 1, T, T).
 
     One slot at a time, as the words of `SkipConfig.window` have it.
@@ -69,7 +67,7 @@ def masks(model: Any, count: int, window: int) -> dict[str, Tensor]:
     return found
 
 
-def logits(opened: Sublayers, ids: Tensor, skip: SkipConfig) -> Tensor:
+def logits(opened, ids, skip):
     """Of whole texts (B, T) as a draft computes them in one pass, (B, T, V)."""
     hidden, step = opened.first_pass(ids)
     return opened.backend.run(hidden, step, opened.weights.blocks(skip))
@@ -79,9 +77,7 @@ def logits(opened: Sublayers, ids: Tensor, skip: SkipConfig) -> Tensor:
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_draft_sees_the_first_slots_and_the_last(
-    family: str, execution: str, window: int
-) -> None:
+def test_a_draft_sees_the_first_slots_and_the_last(family, execution, window):
     opened, ids = opened_of(family, execution), prompt(LONG, rows=2)
     model = model_of(family)
     seen = masks(model, LONG, window)
@@ -100,9 +96,7 @@ def test_a_draft_sees_the_first_slots_and_the_last(
     [*product(("llama", "gemma3", "gemma4"), EXECUTIONS), ("gemma3", "compiled")],
 )
 @torch.no_grad()
-def test_steps_of_one_token_see_as_much_as_whole_passes(
-    family: str, execution: str, behind: int
-) -> None:
+def test_steps_of_one_token_see_as_much_as_whole_passes(family, execution, behind):
     opened, ids = opened_of(family, execution), prompt(LONG, rows=2)
     skip = SkipConfig(window=5)
     want, blocks = logits(opened, ids, skip), opened.weights.blocks(skip)
@@ -130,12 +124,12 @@ DRAFTS = {
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
-def test_texts_do_not_depend_on_windows(family: str, execution: str, sample: bool) -> None:
+def test_texts_do_not_depend_on_windows(family, execution, sample):
     opened = opened_of(family, execution)
     ids, mask = ragged((LONG, 3, WINDOW + 2), seed=3)
     drafted = accepted = 0
 
-    def text(skip: SkipConfig | None, **how: Any) -> Any:
+    def text(skip, **how):
         out = opened.model.generate(
             ids,
             attention_mask=mask,
@@ -163,7 +157,7 @@ def test_texts_do_not_depend_on_windows(family: str, execution: str, sample: boo
 # The choice.
 
 
-def test_a_window_is_part_of_a_draft(tmp_path: Any) -> None:
+def test_a_window_is_part_of_a_draft(tmp_path):
     narrow, whole = SkipConfig(window=64), SkipConfig()
     assert narrow != whole
     assert hash(narrow) != hash(SkipConfig(window=65))
@@ -184,7 +178,7 @@ def test_a_window_is_part_of_a_draft(tmp_path: Any) -> None:
             SkipConfig(window=wrong)  # type: ignore[arg-type]
 
 
-def test_windows_share_the_copies_of_weights() -> None:
+def test_windows_share_the_copies_of_weights():
     model = tiny_model("llama", dtype=torch.float32)
     opened = Sublayers(model, "fused")
     low = SkipConfig.low_precision(8)
@@ -196,7 +190,7 @@ def test_windows_share_the_copies_of_weights() -> None:
     assert [a is b for a, b in zip(first, narrow, strict=True)] == [False, True] * 6 + [True]
 
 
-def test_layers_whose_window_is_smaller_stay_exact() -> None:
+def test_layers_whose_window_is_smaller_stay_exact():
     opened = Sublayers(tiny_model("gemma3"), "fused")
     blocks = opened.weights.blocks(SkipConfig(window=WINDOW))
     slides = [window is not None for window in opened.windows]
@@ -204,14 +198,14 @@ def test_layers_whose_window_is_smaller_stay_exact() -> None:
     assert [a is b for a, b in zip(blocks[:-1:2], opened.blocks[::2], strict=True)] == slides
 
 
-def test_bytes_of_keys_that_a_step_reads() -> None:
+def test_bytes_of_keys_that_a_step_reads():
     model = tiny_model("gemma3", dtype=torch.bfloat16)
     opened = Sublayers(model, "modules")
     slot = 2 * model.config.num_key_value_heads * model.config.head_dim * 2
     full = opened.windows.count(None)
     slides = opened.num_layers - full
 
-    def read(skip: SkipConfig) -> dict[int | None, float]:
+    def read(skip):
         return dict(SublayerDraft(opened, skip.resolve(6)).key_bytes())
 
     assert read(SkipConfig()) == {None: slot * full, WINDOW: slot * slides}
@@ -229,15 +223,13 @@ def test_bytes_of_keys_that_a_step_reads() -> None:
     ],
 )
 @pytest.mark.skipif(refusal() is not None, reason="no native passes here")
-def test_the_automatic_draft_has_a_window_where_texts_may_be_longer(
-    family: str, positions: int, window: int | None
-) -> None:
+def test_the_automatic_draft_has_a_window_where_texts_may_be_longer(family, positions, window):
     model = tiny_model(family, dtype=torch.float32, max_position_embeddings=positions)
     skip = automatic_draft(Sublayers(model)).skip
     assert skip == replace(SkipConfig.low_precision(8), window=window)
 
 
-def test_skip_maps_say_windows() -> None:
+def test_skip_maps_say_windows():
     nothing: dict[str, list[int]] = {"attention": [], "mlp": []}
     words = draft_words("mine", {"skipped": nothing, "window": 64}, 1.5)
     assert "sees the last 64 tokens, speedup 1.50" in words
@@ -250,9 +242,7 @@ def test_skip_maps_say_windows() -> None:
 @pytest.mark.parametrize("experts", [(), (1,)])
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("kind", ["layer", "sublayer"])
-def test_spaces_hold_every_draft_with_every_window(
-    kind: str, bits: Any, experts: tuple[int, ...]
-) -> None:
+def test_spaces_hold_every_draft_with_every_window(kind, bits, experts):
     space = Space(
         kind=kind, num_layers=2, bits=bits, allow_ends=True, experts=experts, windows=(64, 256)
     )
@@ -284,13 +274,11 @@ def test_spaces_hold_every_draft_with_every_window(
         ("mistral", 3000, ()),  # all of its layers do
     ],
 )
-def test_windows_are_searched_where_texts_are_long(
-    family: str, context: int, found: tuple[int, ...]
-) -> None:
+def test_windows_are_searched_where_texts_are_long(family, context, found):
     assert windows_for(Sublayers(tiny_model(family), "modules"), context) == found
 
 
-def test_attention_with_a_window_is_priced_as_behind_less_text() -> None:
+def test_attention_with_a_window_is_priced_as_behind_less_text():
     cost = cost_record(keys=1e-5)
     whole, narrow, wide = (
         cost_table(cost, SkipConfig(window=window), 64 + SINK) for window in (None, 16, 64)
@@ -303,7 +291,7 @@ def test_attention_with_a_window_is_priced_as_behind_less_text() -> None:
     assert short.draft == cost_table(cost, SkipConfig(), 16 + SINK).draft
 
 
-def test_a_search_tries_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_tries_windows(monkeypatch):
     monkeypatch.setattr(fitting, "WINDOWS", (4, 100))
     model = lively_model("llama")
     ids = [prompt(30, seed=seed) for seed in range(2)]

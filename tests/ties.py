@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from layerskip.decoding.noise import gumbel_noise
 
 
-def scores_after(model: Any, seen: Tensor, key: int | None, temperature: float) -> Tensor:
+def scores_after(model, seen, key, temperature):
     """What a token is the argmax of after tokens (n,): logits, or log law + noise; (V,)."""
     with torch.no_grad():
         logits = model(seen[None]).logits[0, -1].float()  # (V,)
@@ -22,14 +18,14 @@ def scores_after(model: Any, seen: Tensor, key: int | None, temperature: float) 
 
 
 def partings(
-    model: Any,
-    mask: Tensor,
-    texts: Tensor,
-    others: Tensor,
+    model,
+    mask,
+    texts,
+    others,
     *,
-    keys: Sequence[int] | None = None,
-    temperature: float = 1.0,
-) -> list[float]:
+    keys=None,
+    temperature=1.0,
+):
     """For every row whose texts part: by how much the worse of the two tokens misses the best.
 
     Args:

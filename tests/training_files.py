@@ -1,8 +1,6 @@
 """Files of trainings made up for tests: nothing in them was run."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 CURVE = (  # tokens, loss, overlap of the first and the second step
     (0, 1.6, 0.30, 0.20),
@@ -12,7 +10,7 @@ CURVE = (  # tokens, loss, overlap of the first and the second step
 )
 
 
-def draft(first: float, cost: float, size: int) -> dict[str, Any]:
+def draft(first, cost, size):
     """What judging says of a draft that is accepted so often at its first token."""
     survival = [first ** (depth + 1) for depth in range(4)]
     tokens = 1 + sum(survival[:2])
@@ -25,7 +23,7 @@ def draft(first: float, cost: float, size: int) -> dict[str, Any]:
     }
 
 
-def training(**changes: Any) -> dict[str, Any]:
+def training(**changes):
     """The record of a training of a feature block; `recipe` is changed in part."""
     recipe = {
         "kind": "feature-block",
@@ -62,7 +60,7 @@ def training(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def write(path: Path, document: dict[str, Any]) -> Path:
+def write(path, document):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document), encoding="utf-8")
     return path
