@@ -85,6 +85,7 @@ def test_no_timed_call_compiles(monkeypatch):
     assert benchmark._timed(*5 * [None]) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(_compiler() is None, reason="no C++ compiler on this machine")
 def test_one_compiled_layer_gives_the_text_of_transformers():
     """The smallest model that compiled passes have something to do for; others are slow."""
