@@ -48,7 +48,7 @@ class Round(NamedTuple):
     """How many of the drafted tokens could be accepted, at most; fewer than drafted in a tree."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One run file: one model, one set of sampling settings, one machine."""
 

@@ -7,6 +7,7 @@ Tokens a second of a method are all its tokens over all its seconds, a unit (a p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -44,6 +45,7 @@ def comparisons(run: Run) -> list[str]:
     return [run.baseline, *(name for name in library if name != run.baseline)]
 
 
+@lru_cache(4)  # most tables and pictures of a run ask for it
 def speedup(run: Run) -> pd.DataFrame:
     """Speedups by batch size, category and method, over every method of `comparisons`.
 

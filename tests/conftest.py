@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import tempfile
 import zlib
 from collections import defaultdict
 
@@ -11,7 +12,9 @@ from hypothesis import settings
 
 # read once, when torch is imported; tests run side by side, and each child process inherits it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["LAYERSKIP_CACHE"] = ""  # no times of passes from before, and none for later
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share it: times of passes of this run alone
+    _cache = tempfile.TemporaryDirectory()
+    os.environ["LAYERSKIP_CACHE"] = _cache.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when huggingface_hub is imported
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -259,7 +259,7 @@ def quick(monkeypatch):
 
 def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path, quick):
     """The last line of such a file is cut off: it is left out, which a warning says."""
-    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1, head=only("plain", "self")))
     whole = write_report([run], tmp_path / "whole")
     with run.open("a") as file:
         file.write('{"kind": "record", "meth')
@@ -296,7 +296,7 @@ def test_missing_and_repeated_files_are_refused(tmp_path):
 
 
 def test_earlier_reports_are_replaced_and_other_folders_refused(tmp_path, quick):
-    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1, head=only("plain", "self")))
     output = tmp_path / "deep" / "report"
     write_report([run], output)
     stale = output / "tables" / "speedup.csv"
@@ -318,7 +318,7 @@ def test_earlier_reports_are_replaced_and_other_folders_refused(tmp_path, quick)
 
 
 def test_a_failed_report_leaves_what_was_there(tmp_path, quick, monkeypatch):
-    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
+    run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1, head=only("plain", "self")))
     write_report([run], tmp_path / "report")
     before = (tmp_path / "report" / "index.html").read_text()
 

@@ -214,9 +214,12 @@ def check(case, folder):
 
 
 @pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
-@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count",
+    [4, pytest.param(8, marks=pytest.mark.thorough), pytest.param(100, marks=pytest.mark.slow)],
+)
 def test_random_cases(count, tmp_path):
-    """So many of each kind of drafts: the same ones by default, others every time when slow."""
+    """So many of each kind of drafts; others every time when slow."""
     torch.manual_seed(0)
     seen.clear()
     for number, drafts in enumerate(DRAFTS):
@@ -227,7 +230,12 @@ def test_random_cases(count, tmp_path):
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
         )(given(case=cases(drafts))(lambda case: check(case, tmp_path)))
-        (seed(number)(run) if count == 8 else run)()
+        (run if count == 100 else seed(number)(run))()
         assert seen[drafts] >= count
-        assert 0 < seen[drafts, "accepted"] < seen[drafts, "drafted"], drafts
-    assert all(seen[each] > 0 for each in (*EVERY, *BLOCKS, "healed", False, True))
+        if count > 4:
+            assert 0 < seen[drafts, "accepted"] < seen[drafts, "drafted"], drafts
+    drafted, accepted = (
+        sum(seen[each, name] for each in DRAFTS) for name in ("drafted", "accepted")
+    )
+    assert 0 < accepted < drafted
+    assert count == 4 or all(seen[each] > 0 for each in (*EVERY, *BLOCKS, "healed", False, True))

@@ -5,11 +5,11 @@ from contextlib import suppress
 
 import pytest
 import torch
+from checkpoints import save_checkpoint
+from commands import run
 from models import tiny_model
-from typer.testing import CliRunner
 
 from layerskip import decode
-from layerskip.cli.main import app
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.threads import cpu_threads, fitting_threads
 
@@ -112,18 +112,20 @@ def test_commands_measure_the_number_unless_it_is_known(tmp_path, monkeypatch):
         return 1
 
     monkeypatch.setattr("layerskip.timing.threads.fitting_threads", fitting)
-    output = tmp_path / "run.jsonl"
+    folder, output = save_checkpoint(tmp_path / "model"), tmp_path / "run.jsonl"
     flags = ["--method", "plain", "--limit", "1", "--max-new-tokens", "4", "--repeats", "1"]
-    command = ["benchmark", *flags, "--output", str(output)]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w5 w7\n")
+    command = ["benchmark", folder, "--prompts", prompts, *flags, "--output", output]
     with cpu_threads(2):
-        first = CliRunner().invoke(app, command)
-        again = CliRunner().invoke(app, command)
+        first = run(*command)
+        again = run(*command)
         assert measured == [2]  # a run that goes on stays with its own
         assert json.loads(output.read_text().splitlines()[0])["threads"] == 1
         told = "1 thread); more gain nothing here (--threads 2 takes all)\n"
         assert told in first.stderr
         assert again.exit_code == first.exit_code == 0
-        said = ["generate", "--prompt", "It", "--max-new-tokens", "2", "--no-draft"]
-        assert ", 2 threads)\n" in CliRunner().invoke(app, [*said, "--threads", "2"]).stderr
+        said = ["generate", folder, "--prompt", "w5", "--max-new-tokens", "2", "--no-draft"]
+        assert ", 2 threads)\n" in run(*said, "--threads", "2").stderr
         assert measured == [2]
         assert torch.get_num_threads() == 2
