@@ -1,7 +1,5 @@
 """Two ways to compute sublayers, compared on the same hidden states."""
 
-from __future__ import annotations
-
 import torch
 from models import WINDOW, prompt
 

@@ -1,7 +1,5 @@
 """Runs of prompt files with the demo model, and the rows that they write."""
 
-from __future__ import annotations
-
 import json
 
 from commands import process

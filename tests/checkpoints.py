@@ -1,7 +1,5 @@
 """Tiny random checkpoints on disk, with a tokenizer that has one word per token."""
 
-from __future__ import annotations
-
 import torch
 from models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """Runs commands in this process, and reads what they say."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

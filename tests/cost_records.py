@@ -1,7 +1,5 @@
 """Made-up "cost" records: what sublayers would cost on machines that drafts like, or do not."""
 
-from __future__ import annotations
-
 
 def cost_record(
     layers=6,

@@ -1,7 +1,5 @@
 """Few cases that cover all combinations of a few values."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import combinations, product
 

@@ -1,7 +1,5 @@
 """Requests, decoders and a look at their caches, for tests of the engine."""
 
-from __future__ import annotations
-
 import models
 import torch
 from models import (

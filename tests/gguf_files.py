@@ -1,7 +1,5 @@
 """Small GGUF files of random weights, and the models that they mean."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import torch

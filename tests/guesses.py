@@ -1,7 +1,5 @@
 """A source that guesses, now and then wrongly, with branches."""
 
-from __future__ import annotations
-
 import random
 
 from layerskip.decoding.sources.base import Proposal, Source, State

@@ -4,11 +4,8 @@ Their weights were never trained: near enough to the model's to be right now and
 them the model's own.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
-from typing import Any
 
 import torch
 from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
@@ -28,7 +25,7 @@ from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
 
 RANK = 3
 BLOCKS = ("exit-block", "feature-block", "heads", "streams")
-HEALED: dict[str, SkipConfig] = {
+HEALED = {
     "healed, 8 bits": SkipConfig(low=LowPrecision()),
     "healed, 4 bits, head in 8, a layer out": SkipConfig(
         attention=(1,), mlp=(1,), low=LowPrecision(bits=4, head=8)
@@ -73,13 +70,13 @@ def block_of(kind, model, size=0.2):
     opened = Sublayers(model)
     generator = torch.Generator().manual_seed(1)
     if kind == "heads":
-        block: Any = Heads(opened, 3)
+        block = Heads(opened, 3)
         for weight in block.parameters():
             # mostly the token, of which a lively model thinks most
             weight.data.normal_(std=size, generator=generator)
             weight.data[:, len(weight) :] += 4 * torch.eye(len(weight), dtype=weight.dtype)
         return block
-    built: Any = {"exit-block": ExitBlock, "feature-block": FeatureBlock, "streams": Streams}[kind]
+    built = {"exit-block": ExitBlock, "feature-block": FeatureBlock, "streams": Streams}[kind]
     block = built(opened)
     if kind != "exit-block":  # which begin as nothing but a state that is passed on
         block.layer = Layer(opened)
@@ -130,7 +127,7 @@ def draft_of(kind, model, folder, execution="auto"):
     return skip_of(kind, model, folder)
 
 
-LAWS: dict[str, dict[str, Any]] = {
+LAWS = {
     "greedy": {"do_sample": False},
     "coupled": {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 5},
     "history": {
@@ -138,7 +135,7 @@ LAWS: dict[str, dict[str, Any]] = {
         **{"repetition_penalty": 1.1, "no_repeat_ngram_size": 4},
     },
 }
-CONTROLLERS: dict[str, Any] = {
+CONTROLLERS = {
     "fixed": lambda: "fixed",
     "expected-gain": lambda: "expected-gain",
     "erratic": lambda: Erratic(3),

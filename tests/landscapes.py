@@ -1,7 +1,5 @@
 """Made-up models to search: acceptance that sublayers lower together, and what drafts cost."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -92,7 +90,7 @@ class Landscape:
 def best_by_long_search(landscape, space, seed=0, restarts=4):
     """Full greedy from nothing and from every exit, then flips and swaps until none helps."""
     switches = space.leaving_out
-    memo: dict[int, float] = {}
+    memo = {}
 
     def value(mask):
         if mask not in memo:

@@ -1,7 +1,5 @@
 """A model of so few tokens that its texts repeat some stretches, its texts and traces."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -54,10 +52,10 @@ def decoded(
     )
     opened = Sublayers(model, execution)
     run = Decoder(opened, drafts, controller, request, max_draft_length=6)
-    run.played = []  # type: ignore[attr-defined]
+    run.played = []
     with torch.no_grad():
         for round_ in run.rounds():
-            run.played.append(round_)  # type: ignore[attr-defined]
+            run.played.append(round_)
             each(run)
     return run
 

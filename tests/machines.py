@@ -1,10 +1,7 @@
 """Made-up machines: a clock that passes in a model's blocks only, by a truth that is known."""
 
-from __future__ import annotations
-
 import random
 from copy import copy
-from typing import Any
 
 from layerskip.model.sublayers import Sublayers
 
@@ -23,7 +20,7 @@ class Machine:
     def __init__(self, model, *, bend, rest=0.1, keys=1.0, noise=0.0):
         inner = Sublayers(model)
         self.inner, self.blocks = inner.backend, [*inner.blocks, inner.head]
-        self.opened: Any = copy(inner)
+        self.opened = copy(inner)
         self.opened.backend = self
         read = inner.weight_bytes()
         self.weights = [*read["sublayers"], read["head"]]
@@ -82,7 +79,7 @@ class Machine:
         return sum(parts)
 
 
-MACHINES: dict[str, dict[str, float]] = {
+MACHINES = {
     "memory": {"bend": 40},
     "Zen 4": {"bend": 9},
     "Intel": {"bend": 5, "keys": 3},

@@ -1,11 +1,8 @@
 """Tiny random models, at least one per opened family, prompts, and controllers of no sense."""
 
-from __future__ import annotations
-
 import copy
 import random
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ SKIPS = {
     "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),  # the first and the last sublayer
 }
 
-_SHAPE: dict[str, Any] = {
+_SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -62,7 +59,7 @@ _TYPES = {"gemma3": "gemma3_text", "gemma4_unified": "gemma4_unified_text"}
 _TYPES |= dict.fromkeys(("gemma4", "gemma4_dense", "gemma4_mixture"), "gemma4_text")
 # family -> what its configuration adds to the common shape
 _SLIDING = {"sliding_window": WINDOW, "layer_types": _BY_TYPE}
-_FAMILIES: dict[str, dict[str, Any]] = {
+_FAMILIES = {
     "llama": _HEAD,
     "gemma": _GEMMA,
     "gemma2": {  # low caps, so that they bend the numbers of a tiny model
@@ -251,7 +248,7 @@ def pure(processor):
 def seated(keys, lengths, emitted, width):
     """Rows of prompts of some lengths on their way."""
     rows = zip(keys, lengths, emitted, strict=True)
-    how: dict[str, Any] = {"history": torch.zeros(len(keys), 9, dtype=torch.long), "width": width}
+    how = {"history": torch.zeros(len(keys), 9, dtype=torch.long), "width": width}
     return [Seat(own, n, 99, key=key, number=i, **how) for i, (key, n, own) in enumerate(rows)]
 
 
@@ -292,7 +289,7 @@ class Fickle(Erratic):
 
     def reset(self, rows):
         super().reset(rows)
-        self.told: list[tuple[int, int, int, int]] = []
+        self.told = []
 
     def choose(self, offers):
         choice = self.draws.randint(-1, 2 * len(offers) - 1)
@@ -357,7 +354,7 @@ class LowRank(nn.Module):
         self.weight = base.weight  # adapters show the base's weight as their own
 
     def forward(self, x):
-        return self.base_layer(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+        return self.base_layer(x) + self.up(self.down(x))
 
 
 def assistant_config(target):

@@ -1,10 +1,7 @@
 """Tiny Gemma 4 models that repeat themselves, and official assistants that draft for them."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
-from typing import Any
 
 import torch
 import transformers
@@ -22,7 +19,7 @@ KINDS = ["sliding_attention"] * 3 + ["full_attention"]
 @functools.cache
 def target_of(family, tokens=FEW, dtype=torch.float64):
     """A model of so few tokens that texts repeat some stretches."""
-    how: dict[str, Any] = {"vocab_size": tokens}
+    how = {"vocab_size": tokens}
     if family == "gemma4":
         how["vocab_size_per_layer_input"] = tokens
     model = lively_model(family, dtype=dtype, **how)
@@ -52,7 +49,7 @@ def assistant_of(
     target, groups = target_of(family, tokens, dtype), tokens // 4 if tokens > 8 else tokens
     kind = "gemma4_unified" if "unified" in family else "gemma4"
     prefix = "Gemma4Unified" if "unified" in family else "Gemma4"
-    shape: dict[str, Any] = {
+    shape = {
         **{"vocab_size": tokens, "hidden_size": 32, "intermediate_size": 48},
         **{"num_hidden_layers": 4, "layer_types": KINDS, "num_kv_shared_layers": 4},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": WINDOW},

@@ -1,9 +1,5 @@
 """Conditional models with pictures in their prompts, and what a processor passes on for them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -17,7 +13,7 @@ PLACEHOLDER = 96
 LARGE = 16  # tokens of a picture that no window holds
 assert LARGE > WINDOW
 
-_CLIP: dict[str, Any] = {
+_CLIP = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,

@@ -1,11 +1,8 @@
 """Sampled texts of a model of few tokens, and how well they follow its law."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +43,7 @@ def accept_always(p, q):
 PROMPT = [1, 3, 2, 4]
 
 
-PROCESSORS: dict[str, list[Any]] = {
+PROCESSORS = {
     "none": [],
     "temperature": [TemperatureLogitsWarper(0.7)],
     "top-k": [TopKLogitsWarper(3)],
@@ -108,8 +105,8 @@ def sample_texts(
         drafts: of the small model; `fickle` takes any of several for a round, or none.
         vocabulary: tokens that are drafted; None: all.
     """
-    counts: Counter[tuple[int, ...]] = Counter()
-    drafted: list[tuple[int, int]] = []
+    counts = Counter()
+    drafted = []
     model = Sublayers(copy.deepcopy(small_model(family)).to(device, dtype), execution)
     if vocabulary is not None:
         model = model.trimmed(vocabulary)

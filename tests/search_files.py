@@ -2,7 +2,6 @@
 
 import json
 import random
-from typing import Any
 
 import run_files
 from landscapes import LENGTHS, Landscape
@@ -29,8 +28,8 @@ def made_up(
     """
     draw = random.Random(seed)
     land = Landscape(layers, seed, exits=True, verify=0.05 if pays else 0.6)
-    done: list[dict[str, Any]] = []
-    seen: set[int] = set()
+    done = []
+    seen = set()
     for origin, mask in _proposals(land, layers, trials, draw, done):
         if mask not in seen:
             seen.add(mask)

@@ -1,9 +1,6 @@
 """Small random models of any type of the library, and decoding them with every kind of draft."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import torch
 from models import VOCABULARY, Erratic
@@ -43,7 +40,7 @@ SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8}
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
-_MORE: dict[str, dict[str, Any]] = {
+_MORE = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     },
@@ -72,7 +69,7 @@ _MORE: dict[str, dict[str, Any]] = {
     # eager attention in float64 makes NaN of pads that see no token
     "t5gemma": {"encoder": {"sliding_window": 32, **_CAPS}, "decoder": _CAPS},
 }
-_TRIES: tuple[set[str], ...] = (  # sizes left at their defaults: some follow from others
+_TRIES = (  # sizes left at their defaults: some follow from others
     *(set(), {"head_dim"}, {"num_key_value_heads"}, {"head_dim", "num_key_value_heads"}),
     *({"qk_rope_head_dim", "head_dim"}, {"layer_types"}),
 )
@@ -80,7 +77,7 @@ _TRIES: tuple[set[str], ...] = (  # sizes left at their defaults: some follow fr
 
 def _values(config):
     """Arguments that make a configuration of this class tiny, and those of its parts."""
-    values: dict[str, Any] = {}
+    values = {}
     for name, value in config.to_dict().items():
         part = getattr(config, name, None)
         if hasattr(part, "to_dict") and isinstance(value, dict) and "model_type" in value:
@@ -104,7 +101,7 @@ def small_model(kind, seed=0, **more):
     values = _values(made())
     for name, value in _MORE.get(kind, {}).items():
         values[name] = {**values[name], **value} if name in ("encoder", "decoder") else value
-    errors: list[Exception] = []
+    errors = []
     for left_out in _TRIES:
         some = {name: value for name, value in values.items() if name not in left_out}
         try:
@@ -172,4 +169,4 @@ def every_draft(model, *own):
 
 def new_tokens(out):
     """The new tokens of every row."""
-    return out.sequences[:, -NEW_TOKENS:].tolist()  # type: ignore[no-any-return]
+    return out.sequences[:, -NEW_TOKENS:].tolist()

@@ -1,9 +1,5 @@
 """Batches whose rows end at different times: finished rows are left behind, that is all."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from engines import SKIPS, check_cache, decoder, held, play, prefilled, request
@@ -77,8 +73,8 @@ def test_sampled_rows_equal_themselves_alone(family, acceptance):
     rows = 6
     ids, mask = batch(rows)
     seeds = tuple(range(20, 20 + rows))
-    settings: dict[str, Any] = {"acceptance": acceptance}
-    how: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}
+    settings = {"acceptance": acceptance}
+    how = {"do_sample": True, "temperature": 0.7, "pad_token_id": 0}
     free = generate(model, rows, decoding(seeds=seeds, **settings), **how).sequences
     how["eos_token_id"] = [int(free[row, ids.shape[1] + 4 * row + 1]) for row in range(rows - 1)]
     got = generate(model, rows, decoding(seeds=seeds, **settings), **how)
@@ -107,11 +103,11 @@ def forbid_by_row(ids, scores):
 
 def test_processors_see_true_row_numbers_and_histories(llama):
     rows = 8
-    how: dict[str, Any] = {"pad_token_id": 0, "repetition_penalty": 1.3}
+    how = {"pad_token_id": 0, "repetition_penalty": 1.3}
     free = generate(llama, rows, None, logits_processor=[forbid_by_row], **how).sequences
     width = free.shape[1] - NEW_TOKENS
     how["eos_token_id"] = [int(free[row, width + 2 * row + 1]) for row in range(rows - 1)]
-    asked: list[tuple[int, list[int]]] = []
+    asked = []
 
     def constraint(row, seen):
         asked.append((row, seen.tolist()))
@@ -131,7 +127,7 @@ def test_processors_see_true_row_numbers_and_histories(llama):
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.4}])
 def test_scores_are_those_of_the_true_rows(llama, processors):
-    how: dict[str, Any] = {"eos_token_id": ends(llama, 8), "pad_token_id": 0, **processors}
+    how = {"eos_token_id": ends(llama, 8), "pad_token_id": 0, **processors}
     how |= {"output_scores": True, "output_logits": True, "temperature": None}
     want = generate(llama, 8, None, **how)
     got = generate(llama, 8, decoding("erratic"), **how)
@@ -188,7 +184,7 @@ def test_batches_halve_as_rows_finish(llama, name):
     run, ran = scripted(llama, lengths), scripted(llama, lengths)
     play(ran)
     fresh = prefilled(ran)
-    seen: list[int] = []
+    seen = []
     with torch.no_grad():
         for round_ in run.rounds():
             size, rows = len(run.passes.rows), list(run.passes.rows)
@@ -220,7 +216,7 @@ def test_finished_rows_are_freed_and_fill_up_a_power_of_two_the_shortest_first(l
 
 
 def test_passes_carry_no_row_that_was_left_behind(llama):
-    rows_of: list[int] = []
+    rows_of = []
     hook = llama.model.layers[0].mlp.register_forward_pre_hook(
         lambda _, args: rows_of.append(args[0].shape[0])
     )
@@ -240,7 +236,7 @@ def test_passes_carry_no_row_that_was_left_behind(llama):
 
 def test_the_head_computes_only_what_is_read(llama):
     """Logits of a drafted position that a row did not reach, or of a finished row, nobody reads."""
-    heads: list[int] = []
+    heads = []
 
     class Own(Erratic):
         def limit(self, row, allowed):
@@ -269,7 +265,7 @@ def test_a_controller_may_decide_for_the_batch(llama):
 
     class Together(Fixed):
         def reset(self, rows):
-            self.asked: list[list[int]] = [[]]
+            self.asked = [[]]
 
         def update(self, row, drafted, accepted):
             if self.asked[-1]:
@@ -356,9 +352,9 @@ def test_passes_of_the_prefill_are_bounded(rows, width, passes):
     ids = prompt(width, rows=rows)
     mask = torch.ones_like(ids)
     mask[1:, : width - 5] = 0
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False}
+    how = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False}
     want = model.generate(ids * mask, **how)
-    tokens: list[int] = []
+    tokens = []
     model.model.layers[0].mlp.register_forward_pre_hook(
         lambda _, args: tokens.append(args[0].shape[:-1].numel())
     )

@@ -1,9 +1,6 @@
 """Key-value buffers of layers with sliding windows: what they keep, drop, and take."""
 
-from __future__ import annotations
-
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -132,11 +129,11 @@ def test_texts_across_windows_are_those_of_transformers(family, execution, spied
     dtype = torch.float32 if execution == "native" else torch.float64
     model = lively_model(family, dtype=dtype)
     ids, mask = ragged((3 * WINDOW, 5, 2 * WINDOW + 3), seed=4)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
+    how = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
     want = model.generate(ids, **how)
     skip = SkipConfig.early_exit(4)
     how |= {"skip": skip, "execution": execution, "max_draft_length": 3}
-    out: Any = generate(model, ids, return_dict_in_generate=True, **how)
+    out = generate(model, ids, return_dict_in_generate=True, **how)
     assert torch.equal(out.sequences, want)
     held = max((passes.cache for passes in made), key=lambda each: each.base)
     assert held.base > 2 * WINDOW

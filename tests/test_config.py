@@ -176,7 +176,7 @@ def test_only_the_sets_count_for_equality():
 
 def test_frozen_and_picklable():
     with pytest.raises(AttributeError):
-        EVERYTHING.attention = ()  # type: ignore[misc]
+        EVERYTHING.attention = ()
     copy = pickle.loads(pickle.dumps(EVERYTHING))
     assert copy.to_dict() == EVERYTHING.to_dict()
 

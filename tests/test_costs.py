@@ -1,7 +1,5 @@
 """The model of costs on made-up machines and their clocks; nothing is timed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -212,7 +210,7 @@ def test_sweeps_go_on_while_other_work_shows(busy):
         of.time += (of.time - before) * (draws.uniform(1, 8) if left[0] >= 0 else 0.0)
         return out
 
-    of.run = disturbed  # type: ignore[method-assign]
+    of.run = disturbed
     (table,) = tables(of, SKIP, seconds=0.3)
     assert table.draft == pytest.approx(of.draft(SKIP, 32), rel=0.25)
     assert left[0] < 0
@@ -222,7 +220,7 @@ def test_sources_that_are_timed_at_another_pace_are_priced_alike():
     of = machine()
     tables(of, SKIPS[0], seconds=1.0)
     now = of.now
-    of.now = lambda: 1.8 * now()  # type: ignore[method-assign]
+    of.now = lambda: 1.8 * now()
     for skip in SKIPS[1:3]:
         (table,) = tables(of, skip, seconds=1.0)
         assert table.draft == pytest.approx(of.draft(skip, 32), rel=0.05)
@@ -320,7 +318,7 @@ def test_analytic_costs_count_bytes_not_numbers():
     after = analytic(Sublayers(model, "modules"), skip).draft
     assert after == pytest.approx((draft - saved) / (_read(model)))
     packed = kept.down_proj.weight.detach().float().as_subclass(Quarter)
-    packed.packed = torch.zeros(packed.numel(), dtype=torch.uint8)  # type: ignore[attr-defined]
+    packed.packed = torch.zeros(packed.numel(), dtype=torch.uint8)
     assert architecture._bytes(packed) == packed.numel() == packed.nbytes // 4
 
 

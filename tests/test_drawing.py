@@ -4,8 +4,6 @@ Seeds are fixed, so that every test is repeatable; levels say how rarely right c
 with another seed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache
@@ -18,7 +16,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.controllers import Confidence, Controller, Fixed
+from layerskip.decoding.controllers import Confidence, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
@@ -39,7 +37,7 @@ SKIPS = {
     "an exit": SkipConfig.early_exit(4),
     "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3)),
 }
-CONTROLLERS: dict[str, Controller] = {
+CONTROLLERS = {
     "fixed": Fixed(LENGTH),
     "confidence": Confidence(0.15, LENGTH),
 }

@@ -1,12 +1,9 @@
 """Rounds, cache, counters: what the engine does between two tokens, checked from outside."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
-from typing import Any
 
 import pytest
 import torch
@@ -57,7 +54,7 @@ class Script(Controller):
 
     def __init__(self, *lengths):
         self.lengths = lengths
-        self.updates: list[tuple[int, int, int]] = []
+        self.updates = []
 
     def reset(self, rows):
         self.round = [0] * rows
@@ -162,7 +159,7 @@ def test_texts_across_growing_buffers(family, execution):
         (2, 9, 1, 5), new_tokens=60, stop=lambda row, seen: seen.shape[1] > 60 - 9 * row
     )
     want = decoder(model, asked, longest=0, execution=execution)
-    sizes: list[int] = []
+    sizes = []
     edges = 0  # rounds that fell back across the slots that buffers had before
     run = decoder(model, asked, skip="scattered", controller=Erratic(), execution=execution)
     play(want)
@@ -357,7 +354,7 @@ def test_end_in_the_first_token(llama):
 
 def test_stop_inside_a_round_cuts_it_and_is_asked_token_by_token(llama):
     text = greedy_text(llama, LENGTHS, 20)
-    asked_with: list[list[list[int]]] = [[], [], []]
+    asked_with = [[], [], []]
 
     def stop(row, seen):
         asked_with[row].append(seen[0].tolist())
@@ -438,7 +435,7 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(llama, sample,
         asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
         late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
         for got, want in zip(play(late), play(once), strict=True):
-            apart: dict[str, Any] = {"confidences": (), "signal": None, "steps": 0}
+            apart = {"confidences": (), "signal": None, "steps": 0}
             assert replace(got, **apart) == replace(want, **apart)
             assert got.steps >= want.steps  # unread drafts run on behind an end
             ended += any(want.finished) and max(want.drafted) > 0
@@ -598,7 +595,7 @@ def test_what_cannot_run_is_refused_before_anything_does(llama):
         decoder(llama, request((limit - 3, 2), new_tokens=4))
     with pytest.raises(TypeError, match=r"must have some of needs_confidence,.* got a Nothing"):
         decoder(llama, request(), controller=Nothing())
-    rows: dict[str, Any] = {"max_new_tokens": 1, "max_draft_length": 0}
+    rows = {"max_new_tokens": 1, "max_draft_length": 0}
     passes = Passes(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)
     with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
         passes.cache.place([4], 3)
@@ -646,7 +643,7 @@ def double_in_place(ids, scores):
 def test_what_a_round_gives_is_the_callers_own(processors, rejection, execution):
     """It stays as it is while decoding goes on, which does not notice what becomes of it."""
     model = lively_model("llama").float()  # in float32 nothing is copied for its dtype
-    how: dict[str, Any] = {"sample": True, "processors": processors, "rejection": rejection}
+    how = {"sample": True, "processors": processors, "rejection": rejection}
     asked = request(**how, keep_scores=True, keep_logits=True)
     kept, copies = [], []
     for round_ in decoder(model, asked, execution=execution).rounds():

@@ -1,14 +1,11 @@
 """Early exits in training: the recipe, a training that is killed, and the checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -133,7 +130,7 @@ def _timed(monkeypatch, request):
         monkeypatch.setattr(exit_training, "clock", lambda *_, **__: FASTER)
 
 
-HOW: dict[str, Any] = {"window": 16, "rows": 2, "exits": (2, 4), "rate": 3e-3, "steps": 12}
+HOW = {"window": 16, "rows": 2, "exits": (2, 4), "rate": 3e-3, "steps": 12}
 
 
 class Stopped(Exception):
@@ -247,7 +244,7 @@ def test_random_weights_learn_the_text(tmp_path, texts):
     config.num_hidden_layers = 2
     config.save_pretrained(tmp_path)
     model = random_model(tmp_path / "config.json", lively_model("llama"), 0)
-    how: dict[str, Any] = {"init": "random", "loss": "ce", "keep": 0.0, "exits": (), "steps": 40}
+    how = {"init": "random", "loss": "ce", "keep": 0.0, "exits": (), "steps": 40}
     recipe = ExitRecipe(**HOW | how | {"rate": 1e-2})
     record = ExitTraining(model, Letters(), None, texts, recipe, tmp_path / "out").run()
     assert rise(record) < -0.5

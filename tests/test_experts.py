@@ -1,12 +1,9 @@
 """Mixtures of experts: routing and sums, drafts of fewer or rounded experts, their bytes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -88,7 +85,7 @@ def with_top(model, top):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
-    more: dict[str, Any] = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
+    more = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
     model = tiny_model(family, dtype=dtype, **more)
     mixture = Sublayers(model, "modules").mixtures[0]
     library = fewer(mixture.router, top)
@@ -124,7 +121,7 @@ def test_experts_add_up_as_the_library_s(tokens, dtype, implementation):
         want, got = experts(x, chosen, weights), ours(x, chosen, weights)
         assert got.dtype is dtype
         # its eager experts round every addend, ours the sum
-        loose: dict[str, Any] = {"rtol": 2e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {}
+        loose = {"rtol": 2e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {}
         torch.testing.assert_close(got, want, **loose)
         # the order of a token's experts is its own: whatever else is in the pass
         alone = ours(x[:1], chosen[:1], weights[:1])
@@ -238,7 +235,7 @@ def test_texts_do_not_depend_on_drafts(family, draft, execution, rows):
     seeds = (11, 12, 13)[:rows]
     drafted = accepted = 0
     for sample, want in zip((False, True), references(family, rows), strict=True):
-        how: dict[str, Any] = {"execution": execution, "controller": "fixed", "costs": COSTS}
+        how = {"execution": execution, "controller": "fixed", "costs": COSTS}
         how |= {"max_draft_length": 3, "seeds": seeds if sample else None}
         got, stats = tokens_of(
             model, ids, mask, LayerSkipDecoding(DRAFTS[draft], **how), sample=sample
@@ -255,7 +252,7 @@ def test_texts_of_several_sources_and_unruly_controllers(family, execution):
     model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2), seed=3)
     drafts = [DRAFTS["rounded to 4 bits, one expert"], DRAFTS["early exit, one expert"]]
     for sample, want in zip((False, True), references(family, 3), strict=True):
-        how: dict[str, Any] = {"execution": execution, "max_draft_length": 5}
+        how = {"execution": execution, "max_draft_length": 5}
         how |= {"seeds": (11, 12, 13) if sample else None}
         decodings = [
             several(model, [Lookup(), *drafts], costs=COSTS, controller=Fickle(2), **how),
@@ -300,7 +297,7 @@ def test_experts_are_part_of_a_draft(tmp_path):
     assert SkipConfig(mlp=(0, 1), experts=1).resolve(2) == SkipConfig(mlp=(0, 1)).resolve(2)
     for wrong in (-1, True, 1.5):
         with pytest.raises((TypeError, ValueError), match="experts must be"):
-            SkipConfig(experts=wrong)  # type: ignore[arg-type]
+            SkipConfig(experts=wrong)
 
 
 @pytest.mark.parametrize(

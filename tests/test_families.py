@@ -1,11 +1,8 @@
 """Every language model of the library: that it is served as the table says, and decodes alike."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import architectures
 import pytest
@@ -83,12 +80,12 @@ def test_a_whole_model_decodes_as_generate_does(kind):
     ids[:, 6:] = ids[:, 1:6]  # so that something is looked up
     if model.config.is_encoder_decoder:  # the encoder is the library's, pads and all
         want = new_tokens(decoded(model, (ids, mask), enabled=False))
-        how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        how = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
         out = model.generate(ids, attention_mask=mask, **how)
         assert out[:, -NEW_TOKENS:].tolist() == want
     else:
         want = alone(model, ids, mask)
-    drafts: list[dict[str, Any]] = [{"lookup": True}]
+    drafts = [{"lookup": True}]
     if [*linears(open_model(model).base)]:
         drafts.append({"skip": EIGHT, "lookup": False})
     drafted = 0

@@ -1,7 +1,5 @@
 """Followed drafts against replayed ones, up to every first wrong token."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
@@ -22,7 +20,7 @@ from layerskip.replay.trace import take_trace
 LENGTH = 6
 EOS = frozenset(range(5, 9))
 # family, temperature (None: greedy), accept rule, tokens that end a text
-CASES: dict[str, tuple[str, float | None, str, frozenset[int]]] = {
+CASES = {
     "greedy": ("llama", None, "coupled", frozenset()),
     "coupled": ("llama", 1.0, "coupled", EOS),
     "rejection": ("llama", 1.0, "rejection", EOS),

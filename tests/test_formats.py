@@ -1,10 +1,7 @@
 """Formats of tool calls and reasoning: read in pieces of any size, and held to by grammars."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ Told = tuple[str, str, list[tuple[str, str]]]
 
 MESSY = '{"x": "a}\\"<tool_call>", "y": [1, {"z": 2}]}'
 F, G = ("f", '{"x": 1}'), ("g", "{}")
-READ: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+READ = [
     (
         "hermes",
         f'Look.\n<tool_call>\n{{"name": "f", "arguments": {MESSY}}}\n</tool_call>\n'
@@ -143,7 +140,7 @@ def test_formats_by_name():
             choose("magic", "")
 
 
-TOOLS: list[dict[str, Any]] = [
+TOOLS = [
     {
         "name": "weather",
         "parameters": {

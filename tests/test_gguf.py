@@ -1,9 +1,6 @@
 """GGUF files as models: what they mean, by every door, and files that nobody means."""
 
-from __future__ import annotations
-
 import struct
-from typing import Any
 
 import gguf
 import numpy as np
@@ -25,7 +22,7 @@ from layerskip.settings import Settings
 native = pytest.mark.skipif(
     extension.refusal() is not None, reason="there are no native passes here"
 )
-DRAFTS: dict[str, dict[str, Any]] = {
+DRAFTS = {
     "default": {},
     "an exit": {"skip": SkipConfig.early_exit(2)},
     "8 bits": {"skip": SkipConfig.low_precision(8)},
@@ -44,7 +41,7 @@ def text_of(model, ids, **settings):
     out = model.generate(
         ids, custom_generate=decoding, max_new_tokens=24, do_sample=False, eos_token_id=None
     )
-    return out[0].tolist()  # type: ignore[no-any-return]
+    return out[0].tolist()
 
 
 @native

@@ -5,12 +5,9 @@ somewhere already. `make test-gpu` runs them where there is a GPU. Float64 compa
 precisions up to near-ties (ties.py).
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -131,7 +128,7 @@ def test_every_controller(controller, device):
 def test_trained_drafts_and_second_models(kind, device, tmp_path):
     """Their weights come from files, and from another place than the model's."""
     model, ids, mask = placed("gemma3", "cpu")
-    drafts: dict[str, Any] = {"skip": None, "assistant": near(model, 0.4).to(device)}
+    drafts = {"skip": None, "assistant": near(model, 0.4).to(device)}
     if kind != "assistant":
         drafts = {"skip": skip_of(kind, model, tmp_path)}
     model, ids, mask = model.to(device), ids.to(device), mask.to(device)
@@ -177,7 +174,7 @@ def test_coupled_texts_are_those_of_plain_decoding(family, device, execution):
 @ways("llama")
 def test_rejection_texts_of_rows_are_those_of_rows_alone(family, device, execution):
     model, ids, mask = placed(family, device)
-    how: dict[str, Any] = {"sample": True, "acceptance": "rejection", "execution": execution}
+    how = {"sample": True, "acceptance": "rejection", "execution": execution}
     got = ours(model, ids, mask, seeds=SEEDS, **how)
     assert 0 < got.stats.num_accepted_tokens < got.stats.num_draft_tokens
     for row, seed in enumerate(SEEDS):
@@ -219,7 +216,7 @@ def test_every_shape_replays_what_was_captured_for_it(device):
     def run():
         for longest in (1, 4, 2, 8, 3, 5, 7):
             for rows in (3, 1):
-                how: dict[str, Any] = {"skip": skip, "execution": "compiled"}
+                how = {"skip": skip, "execution": "compiled"}
                 how["max_draft_length"] = longest
                 got = ours(model, ids[:rows], mask[:rows], **how)
                 assert got.sequences.tolist() == want[rows]

@@ -1,11 +1,8 @@
 """Grammars: what they allow, and that drafts neither leave nor spoil them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ from layerskip.decoding.sources import forced
 from layerskip.decoding.sources.lookup import NOTHING
 
 EOS, PADDED = 0, 2060  # the vocabulary has 2048 tokens
-SCHEMA: dict[str, Any] = {
+SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 6},
@@ -31,7 +28,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "colours"],
     "additionalProperties": False,
 }
-DRAFTS: dict[str, dict[str, Any]] = {
+DRAFTS = {
     "plain": {"enabled": False},
     "forced": {"lookup": False, "draft_memory": 0, "controller": "fixed"},
     "lookup": {"lookup": True, "draft_memory": 0, "controller": "fixed"},
@@ -56,7 +53,7 @@ def model():
     return made
 
 
-class Replayed(LogitsProcessor):  # type: ignore[misc]
+class Replayed(LogitsProcessor):
     """llguidance by itself: reads every row's text anew, each time."""
 
     layerskip_pure = True
@@ -78,7 +75,7 @@ class Replayed(LogitsProcessor):  # type: ignore[misc]
 
 
 def texts(out, tokenizer, width):
-    found: list[str] = tokenizer.batch_decode(out.sequences[:, width:], skip_special_tokens=True)
+    found = tokenizer.batch_decode(out.sequences[:, width:], skip_special_tokens=True)
     return found
 
 
@@ -101,7 +98,7 @@ def test_drafts_stay_in_the_grammar(drafts, sample, model, tokenizer):
     ids = ids * mask + (1 - mask)
     grammar = grammars.json_schema(SCHEMA, tokenizer)
     replayed = Replayed(grammar, ids.shape[1])
-    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": sample}
+    how = {"max_new_tokens": 60, "do_sample": sample}
     given = {"input_ids": ids, "attention_mask": mask}
     want = generate(model, given, enabled=False, seed=5, logits_processor=[replayed], **how)
     if not sample:
@@ -144,7 +141,7 @@ def test_a_processor_that_forgets_to_roll_back_is_seen(model, tokenizer, monkeyp
     """The checks above fail where a draft spoils the state."""
     grammar = grammars.json_schema(SCHEMA, tokenizer)
 
-    class Forgetful(type(grammar)):  # type: ignore[misc]
+    class Forgetful(type(grammar)):
         def rollback(self, count):
             pass
 
@@ -152,7 +149,7 @@ def test_a_processor_that_forgets_to_roll_back_is_seen(model, tokenizer, monkeyp
     # it would offer nothing but ends of text, and nobody else would draft
     monkeypatch.setattr(forced.ForcedRow, "find", lambda self, longest: NOTHING)
     ids = prompt(9)
-    how: dict[str, Any] = {"max_new_tokens": 60, "do_sample": True, "seed": 5}
+    how = {"max_new_tokens": 60, "do_sample": True, "seed": 5}
     want = generate(model, ids, enabled=False, logits_processor=[grammar], **how)
     drafts = DRAFTS["skip"]
     good = generate(model, ids, logits_processor=[grammar], **how, **drafts)
@@ -216,8 +213,8 @@ def test_the_same_processor_serves_the_librarys_own_generate(sample, model, toke
     drawn = [noisy] if sample else []
     for ids in (prompt(9, rows=2), prompt(10)):
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        how: dict[str, Any] = {"max_new_tokens": 40}
-        processors: Any = [grammar, *drawn]
+        how = {"max_new_tokens": 40}
+        processors = [grammar, *drawn]
         want = model.generate(**given, **how, do_sample=False, logits_processor=processors)
         how |= {"do_sample": sample, "seeds": range(len(ids)), "top_k": 0}
         got = generate(model, given, **how, logits_processor=[grammar], **DRAFTS["skip, lookup"])
@@ -274,7 +271,7 @@ def test_classes_are_of_ascii_unless_asked(pattern, fitting, other, tokenizer):
 
 def test_no_property_is_given_twice(tokenizer):
     """Where a schema says nothing of additional ones; it is asked as it is where it does."""
-    listed: dict[str, Any] = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
+    listed = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
     closed = grammars.json_schema(listed, tokenizer)
     assert fits(closed, '{"a": {"properties": {}}}')
     assert not fits(closed, '{"b": 1}')
@@ -297,7 +294,7 @@ class Counting:
     """A user's own: every token is one more than the last, modulo 7, from 20 on."""
 
     def __init__(self):
-        self.text: list[int] = []
+        self.text = []
 
     def start(self):
         return Counting()

@@ -1,9 +1,6 @@
 """Healed drafts: deltas beside rounded weights, whose file is checked, and texts that stay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from layerskip.model.trained import save_trained
 
 def healed(model, folder, *, bits=8, size=0.05):
     """A healed draft of a tiny model without its layer 3, exact up to layer 1."""
-    low = LowPrecision(bits=bits, attention=(1, 2, 4, 5), mlp=(1, 2, 4, 5), head=False)  # type: ignore[arg-type]
+    low = LowPrecision(bits=bits, attention=(1, 2, 4, 5), mlp=(1, 2, 4, 5), head=False)
     folder.mkdir(exist_ok=True)
     trained = save_trained(folder / "draft.safetensors", deltas(model, size), "healed", model)
     return SkipConfig(attention=(3,), mlp=(3,), low=low, trained=trained).resolve(6)
@@ -141,7 +138,7 @@ def test_the_shipped_draft_is_its_models_and_small():
     assert (folder / "draft.safetensors").stat().st_size < 12_000_000
     model = load("demo-gemma2").model
     ids = torch.tensor([[5, 9, 3, 44]])
-    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": 0}
+    how = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.8, "top_k": 0}
     how |= {"seed": 1, "execution": "fused"}
     plain = generate(model, ids, enabled=False, **how)
     skip = folder / "healed.json"

@@ -1,7 +1,5 @@
 """Files and token ids that nobody means: one line, exit code 2, no hang, no memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

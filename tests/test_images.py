@@ -1,7 +1,5 @@
 """Prompts with pictures: the library's own text, whatever is drafted; and conditional models."""
 
-from __future__ import annotations
-
 import pytest
 import tokenizers
 import torch

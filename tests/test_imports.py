@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom: the packages (and single files) of every floor. A file imports from its own
 # package and from floors below; packages of one floor do not see each other.
-FLOORS: list[set[str]] = [
+FLOORS = [
     {
         "config",
         "draft_weights",

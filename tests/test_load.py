@@ -1,10 +1,7 @@
 """scripts/load.py: what it sends, counts and tells, without a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
 import httpx
 import load
@@ -26,7 +23,7 @@ class Server:
 
     def __init__(self, pieces=3, *, usage=None, end="stop"):
         self.pieces, self.usage, self.end = pieces, usage, end
-        self.asked: list[dict[str, Any]] = []
+        self.asked = []
         self.going = self.most = 0
 
     async def __call__(self, request):

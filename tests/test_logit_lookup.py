@@ -3,11 +3,8 @@
 That the text and its law are the target's: in `test_every_kind.py`.
 """
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
-from typing import Any
 
 import kinds
 import pytest
@@ -78,7 +75,7 @@ def test_laws_of_another_model_are_dropped():
 def test_logits_that_a_decoding_reads_are_not_dropped_for_another_model():
     stored = StoredLogits()
     first, second = (lively_model(family) for family in ("llama", "qwen2"))
-    how: dict[str, Any] = {"sources": [LogitLookup(stored)], "max_new_tokens": 20}
+    how = {"sources": [LogitLookup(stored)], "max_new_tokens": 20}
     rounds = decode(first, prompt(9), **how)
     texts = [*next(rounds).tokens[0]]
     with pytest.raises(ValueError, match="give each model a StoredLogits"):
@@ -98,7 +95,7 @@ def test_logits_that_a_decoding_reads_are_not_dropped_for_another_model():
 # ---------------------------------------------------------------------------------------------
 # What is drawn of it.
 
-PROCESSORS: dict[str, Any] = {
+PROCESSORS = {
     "softmax": [],
     "temperature": [TemperatureLogitsWarper(0.7)],
     "top-k": [TemperatureLogitsWarper(0.9), TopKLogitsWarper(5)],
@@ -160,7 +157,7 @@ def test_under_the_rejection_rule_the_likeliest_is_drafted():
 def again(laws, seed=5):
     """Sampled texts of a model of a few tokens, and their counts."""
     model, (ids, mask) = kinds.model_of("llama"), kinds.prompts()
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": True}
+    how = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": True}
     how |= {"sources": [LogitLookup(laws)], "lookup": False, "draft_memory": 0, "top_k": 0}
     return generate(model, ids, controller="fixed", max_draft_length=4, seed=seed, **how)
 
@@ -189,7 +186,7 @@ def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_no
 def test_a_session_drafts_from_the_laws_of_earlier_calls():
     laws, model, (ids, mask) = StoredLogits(), kinds.model_of("llama"), kinds.prompts()
     session = Session(model, sources=[LogitLookup(laws)], lookup=False, draft_memory=0)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "controller": "fixed"}
+    how = {"attention_mask": mask, "max_new_tokens": 40, "controller": "fixed"}
     one, other = (session.generate(ids, do_sample=False, **how) for _ in range(2))
     assert torch.equal(one.sequences, other.sequences)
     assert other.stats.num_rounds < one.stats.num_rounds
@@ -219,7 +216,7 @@ def test_a_tree_grows_where_it_promises_most():
     likely, torn = torch.full((40,), -9.0), torch.full((40,), -9.0)
     likely[7], torn[3], torn[4] = 5.0, 2.0, 1.9
     laws.add([[1], [7]], torch.stack([likely, torn]))
-    batch: Any = _AsBatch()  # which states hold weakly
+    batch = _AsBatch()  # which states hold weakly
     state = LogitLookup(laws).open(batch)
     for i in range(60):  # the text goes on as the laws say
         state.offer(0, 6)

@@ -1,7 +1,5 @@
 """What decoding holds beside the model and its cache, counted in bytes, at true proportions."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest
@@ -35,7 +33,7 @@ class Held(TorchDispatchMode):
 
     def __init__(self, model):
         super().__init__()
-        self.live: dict[int, int] = {}
+        self.live = {}
         self.now = 0
         for tensor in (*model.parameters(), *model.buffers()):
             self._note(tensor.untyped_storage())

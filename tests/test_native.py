@@ -3,8 +3,6 @@
 Skipped where they cannot be built, but for what comes then.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -18,7 +16,6 @@ import zlib
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -156,7 +153,7 @@ def test_tails_of_layers_whose_mlp_is_left_out(family):
 
 
 # widths beside those of vectors and of what a thread writes; 12 queries that share one key
-ODD: tuple[dict[str, int], ...] = (
+ODD = (
     {"hidden_size": 44, "head_dim": 10, "intermediate_size": 51, "vocab_size": 101},
     {"hidden_size": 36, "head_dim": 74, "intermediate_size": 7, "num_attention_heads": 12},
 )
@@ -459,7 +456,7 @@ def test_products_of_any_shape_and_number_of_tokens(rows, columns, dtype):
 @torch.inference_mode()
 def test_buffers_that_begin_later_give_the_same_bits(dtype):
     tools, window = extension.extension(), 11
-    how: dict[str, Any] = {"dtype": dtype}
+    how = {"dtype": dtype}
     q, kv, out = (
         tools.Matrix(drawn(*shape, **how), None) for shape in ((96, 40), (48, 40), (40, 96))
     )
@@ -504,12 +501,12 @@ TEXTS = covering((*FAMILIES, *COUSINS), tuple(SKIPS), (1, 3), ("greedy", "couple
 
 @pytest.mark.usefixtures("built")
 def test_texts_are_those_of_transformers_and_of_the_module_path(calls):
-    gaps: list[float] = []
+    gaps = []
     drafted = accepted = parted = 0
     for family, skip, rows, rule in TEXTS:
         model = lively_model(family, dtype=torch.float32)
         ids, mask = ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
-        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12}
+        how = {"attention_mask": mask, "max_new_tokens": 12}
         sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 11, **how}
         drafts = {"skip": SKIPS[skip], "controller": "fixed", "max_draft_length": 3}
         keys = None
@@ -527,7 +524,7 @@ def test_texts_are_those_of_transformers_and_of_the_module_path(calls):
         if rule == "rejection":
             parted += int((out.sequences != want).any(-1).sum())
         else:
-            noisy: dict[str, Any] = {"keys": keys, "temperature": 0.8 if keys else 1.0}
+            noisy = {"keys": keys, "temperature": 0.8 if keys else 1.0}
             gaps += partings(model, mask, out.sequences, want, **noisy)
         drafted += out.stats.num_draft_tokens
         accepted += out.stats.num_accepted_tokens
@@ -556,9 +553,9 @@ def expect_lean(message):
     model, skip = lively_model("llama", dtype=torch.float32), SkipConfig.early_exit(3)
 
     def text(execution):
-        how: dict[str, Any] = {"skip": skip, "execution": execution, "max_new_tokens": 8}
-        out: Any = generate(model, prompt(9), return_dict_in_generate=True, **how)
-        return out.sequences  # type: ignore[no-any-return]
+        how = {"skip": skip, "execution": execution, "max_new_tokens": 8}
+        out = generate(model, prompt(9), return_dict_in_generate=True, **how)
+        return out.sequences
 
     want = text("fused")
     with warnings.catch_warnings(record=True) as caught:
@@ -791,7 +788,7 @@ def test_starts_at_once_build_once(fresh, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh))
     compiler = Compiler(0, library)
     monkeypatch.setattr(subprocess, "run", compiler)
-    found: list[Any] = []
+    found = []
     side_by_side(*4 * [lambda: found.append(extension.extension())])
     assert compiler.calls == 1
     assert [hasattr(module, "Plan") for module in found] == 4 * [True]

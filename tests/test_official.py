@@ -3,10 +3,7 @@
 That the text and its law are the target's, and replays: in `test_every_kind.py`.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -64,7 +61,7 @@ def library_steps(family, built, prompt, tokens):
     shared = {}
     for kind, part in zip(target.config.layer_types, Sublayers(target).parts, strict=True):
         if part.writes:
-            layer: Any = past.layers[part.number]
+            layer = past.layers[part.number]
             keys, values = layer.keys, layer.values
             first = -WINDOW if kind == "sliding_attention" else 0
             shared[kind] = keys[:, :, first:], values[:, :, first:]
@@ -128,7 +125,7 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
 ):
     model, (ids, mask) = target_of(family, dtype=dtype), prompts()
     second = assistant_of(family, dtype=dtype)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 50, "lookup": False}
+    how = {"attention_mask": mask, "max_new_tokens": 50, "lookup": False}
     how |= {"do_sample": True, "seed": 3, "top_k": 0, "execution": execution, "draft_memory": 0}
     found = []
     for more in (256, 4):
@@ -144,7 +141,7 @@ def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spi
     model = target_of("gemma4")
     upper = model.model.layers[-1].mlp
     calls = spied(type(upper), "forward", lambda mlp, x: (mlp, x.shape[1]))
-    how: dict[str, Any] = {"lookup": False, "draft_memory": 0, "execution": "modules"}
+    how = {"lookup": False, "draft_memory": 0, "execution": "modules"}
     how |= {"controller": "fixed", "max_draft_length": 3, "max_new_tokens": 6}
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     layerskip.generate(model, ids, assistant=assistant_of("gemma4"), do_sample=False, **how)
@@ -162,7 +159,7 @@ def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path):
     built = assistant_of("gemma4", True)
     built.save_pretrained(tmp_path)
     inputs = {"input_ids": ids, "attention_mask": mask}
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
+    how = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
     plain = layerskip.generate(model, inputs, enabled=False, **how)
     few = [3, 5, 7, 8, 9, 11, 14]
     ways = (built, None), (Sublayers(built, "modules"), few), (tmp_path, few), (str(tmp_path), None)

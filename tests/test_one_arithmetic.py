@@ -3,11 +3,8 @@
 Constants are those that ship, batches have 1 to 16 rows, drafts are as long as they can get.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -121,13 +118,13 @@ def texts_apart(number, counts):
     rows = chance.choice([1, 2, 4, 8, 11, 16])
     model = MODELS[chance.choice(["llama", "gemma3"]), dtype]
     ids, mask = ragged(tuple(chance.randint(1, 40) for _ in range(rows)), seed=number)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": chance.randint(10, 60)}
+    how = {"attention_mask": mask, "max_new_tokens": chance.randint(10, 60)}
     if chance.random() < 0.5:
         how |= {"do_sample": True, "temperature": 0.8, "seed": number}
         how |= chance.choice([{}, {"top_k": 0}, {"top_p": 0.9, "top_k": 20}])
     else:
         how["do_sample"] = False
-    drafts: dict[str, Any] = chance.choice(
+    drafts = chance.choice(
         [
             {},
             {"lookup": True},
@@ -160,7 +157,7 @@ MODELS = {
 
 @pytest.mark.parametrize("cases", [12, pytest.param(500, marks=pytest.mark.slow)])
 def test_no_text_depends_on_what_was_drafted(cases):
-    counts: Counter[str] = Counter()
+    counts = Counter()
     assert sum(texts_apart(number, counts) for number in range(cases)) == 0
     assert 0 < counts["accepted"] < counts["drafted"]
     assert counts["long passes"] > cases / 4

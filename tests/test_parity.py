@@ -6,8 +6,6 @@ attention makes NaN of fully masked pad rows in float64 (its float32 softmax see
 as -inf), and `generate()` then returns token 0 for padded rows.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from itertools import combinations, product
@@ -43,7 +41,7 @@ from layerskip.registry import CONTROLLERS
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
 NEW_TOKENS = 12
 PROMPTS = {"short": (5, 2, 4), "past the window": (WINDOW + 5, 3, WINDOW + 2)}
-AXES: dict[str, tuple[Any, ...]] = {
+AXES = {
     "family": EVERY,
     "skip": tuple(SKIPS),
     "controller": (*CONTROLLERS, "erratic"),
@@ -115,7 +113,7 @@ def decode(
 @functools.cache
 def plain_sample(family, rows, lengths):
     ids, mask = batch(rows, lengths)
-    how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)[:rows], "enabled": False}
+    how = {"sample": True, "seeds": (11, 12, 13)[:rows], "enabled": False}
     return decode(family, ids, mask, **how)[0]
 
 
@@ -171,7 +169,7 @@ def test_drafts_are_accepted_and_rejected(family, skip):
     ids, mask = batch(3, "past the window")
     for sample in (False, True):
         seeds = (11, 12, 13) if sample else None
-        how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 3, "seeds": seeds}
+        how = {"controller": "fixed", "max_draft_length": 3, "seeds": seeds}
         _, stats = decode(family, ids, mask, sample=sample, skip=SKIPS[skip], **how)
         assert 0.05 < stats.acceptance_rate < 0.95
 

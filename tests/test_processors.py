@@ -1,9 +1,5 @@
 """What logits processors are asked where drafts run ahead: nothing but texts that come."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from models import lively_model, prompt, ragged
@@ -48,7 +44,7 @@ class Trie:
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_nobody_is_asked_what_follows_an_end_of_text(drafts, sample):
     model, ids = lively_model("llama"), prompt(9)
-    how: dict[str, Any] = {
+    how = {
         "max_new_tokens": 12,
         "do_sample": sample,
         "eos_token_id": END,
@@ -86,7 +82,7 @@ class OnlyThis:
 @pytest.mark.parametrize("drafts", ["an exit", "lookups"])
 def test_an_error_where_the_text_never_comes_is_none(drafts):
     model, ids = lively_model("llama"), prompt(9)
-    how: dict[str, Any] = {"max_new_tokens": 30, "controller": "fixed", "max_draft_length": 6}
+    how = {"max_new_tokens": 30, "controller": "fixed", "max_draft_length": 6}
     how |= {"eos_token_id": None}
     text = generate(model, ids, enabled=False, **how).sequences
     nearly = text[0].tolist()
@@ -103,7 +99,7 @@ def test_an_error_where_the_text_never_comes_is_none(drafts):
 def test_counts_of_sources_have_names():
     model, (ids, mask) = lively_model("llama"), ragged((9, 5))
     skip = SkipConfig.early_exit(4)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "eos_token_id": None}
+    how = {"attention_mask": mask, "max_new_tokens": 12, "eos_token_id": None}
     out = generate(model, ids, skip=skip, lookup=True, **how)
     assert out.stats is not None
     assert [each.name for each in out.stats.sources] == ["lookup", "sublayers"]

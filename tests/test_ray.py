@@ -1,7 +1,5 @@
 """Files of prompts and servers on clusters of Ray that are started here."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -128,7 +126,7 @@ def served():
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    settings: dict[str, Any] = {"execution": "fused", "draft_memory": 0, "controller": "fixed"}
+    settings = {"execution": "fused", "draft_memory": 0, "controller": "fixed"}
     with cluster("local", workers=4):
         serve.start(http_options={"port": port})
         application = deployment("demo-llama", replicas=2, api_key="a key", **settings)
@@ -146,7 +144,7 @@ def test_replicas_of_a_server_write_the_text_of_generate(served):
     for number in range(8):
         text = f"x = {number}"
         ids = encode(loaded.tokenizer, Prompt(id="1", text=text))  # (1, T)
-        law: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 1.0}
+        law = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 1.0}
         output = layerskip.generate(
             loaded.model, ids, max_new_tokens=12, seeds=[number], execution="fused", **law
         )

@@ -37,7 +37,7 @@ def test_the_program_runs(monkeypatch, capsys, tmp_path):
 
 
 def test_the_controller_decodes():
-    names: dict[str, object] = {}
+    names = {}
     exec(compile(PROGRAMS[1], "README.md", "exec"), names)
     model, ids = lively_model("llama"), prompt(7)
     how = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}

@@ -1,9 +1,6 @@
 """Low precision: numbers, products, copies that notice changed weights, and texts that do not."""
 
-from __future__ import annotations
-
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -120,7 +117,7 @@ def native_head(copy, bias, size, signs):
     module = extension.extension()
     plan, matrix = module.Plan(), native_matrix(copy, bias)
     head = plan.add("head", before=module.Norm(size, 0.0, "llama"), inputs=[matrix])
-    return plan.run(signs[None].to(size.dtype), [head], [], [], [], [])[0].double()  # type: ignore[no-any-return]
+    return plan.run(signs[None].to(size.dtype), [head], [], [], [], [])[0].double()
 
 
 SHAPES = ((1, 4), (15, 63), (16, 64), (17, 65), (50, 31), (80, 200), (200, 1000))
@@ -198,7 +195,7 @@ def lowered(model, execution, bits):
     """A model opened with everything in low precision."""
     opened = Sublayers(model, execution)
     assert opened.execution == execution
-    *opened.blocks, opened.head = opened.weights.blocks(SkipConfig.low_precision(bits))  # type: ignore[misc]
+    *opened.blocks, opened.head = opened.weights.blocks(SkipConfig.low_precision(bits))
     return opened
 
 
@@ -252,7 +249,7 @@ def test_native_sublayers_round_inputs_too(family, bits, dtype):
 def test_drafts_run_what_they_are_asked_to(execution, bits):
     model = tiny("llama", dtype=torch.float32)
     opened = Sublayers(model, execution)
-    low = LowPrecision(bits=bits, attention=(3,), mlp=(2, 4), head=False)  # type: ignore[arg-type]
+    low = LowPrecision(bits=bits, attention=(3,), mlp=(2, 4), head=False)
     skip = SkipConfig(attention=(4,), low=low)
     blocks = opened.weights.blocks(skip)
     assert len(blocks) == 12 - 1 - 5 + 1  # without the prefix and what is left out, and the head
@@ -339,9 +336,9 @@ def test_a_replaced_parameter_and_another_dtype_are_noticed():
 def test_memory_is_told_and_shared(execution, bits):
     model = tiny("qwen2", dtype=torch.float32)
     opened = Sublayers(model, execution)
-    low = LowPrecision(bits=bits, attention=(1, 2), mlp=(3,), head=True)  # type: ignore[arg-type]
+    low = LowPrecision(bits=bits, attention=(1, 2), mlp=(3,), head=True)
     some = SkipConfig(attention=(2,), low=low)
-    for skip in (some, SkipConfig.low_precision(bits)):  # type: ignore[arg-type]
+    for skip in (some, SkipConfig.low_precision(bits)):
         told = opened.weights.nbytes(skip)
         assert copies_of(model).nbytes < told
         opened.weights.blocks(skip)
@@ -352,7 +349,7 @@ def test_memory_is_told_and_shared(execution, bits):
     few = opened.trimmed(range(0, VOCABULARY, 7))
     head = rounded_bytes(torch.empty(14, 32), bits, packed=opened.backend.packed)
     whole = rounded_bytes(torch.empty(VOCABULARY, 32), bits, packed=opened.backend.packed)
-    assert few.weights.nbytes(SkipConfig.low_precision(bits)) == told - whole + head  # type: ignore[arg-type]
+    assert few.weights.nbytes(SkipConfig.low_precision(bits)) == told - whole + head
 
 
 # ---------------------------------------------------------------------------------------------
@@ -370,7 +367,7 @@ def test_adapted_quantised_and_hooked_modules():
     quantised = Quantised(32, 48, bias=False, dtype=torch.float64).eval()
     mlp.gate_proj = quantised
     mlp.up_proj = LowRank(mlp.up_proj).eval()
-    seen: list[Any] = []
+    seen = []
     mlp.down_proj.register_forward_hook(lambda *call: seen.append(call))
     opened = Sublayers(model)
     assert opened.execution == "modules"
@@ -411,11 +408,11 @@ def test_drafts_in_low_precision_are_mostly_right_and_leave_the_model_alone():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = [sorted(vars(module)) for module in model.modules()]
     ids, mask = ragged((WINDOW + 5, 3), seed=3)
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20}
+    how = {"attention_mask": mask, "max_new_tokens": 20}
     want = generate(model, ids, enabled=False, **how).sequences
     rates = {}
     for bits in BITS:
-        how |= {"skip": SkipConfig.low_precision(bits), "controller": "fixed"}  # type: ignore[arg-type]
+        how |= {"skip": SkipConfig.low_precision(bits), "controller": "fixed"}
         out = generate(model, ids, max_draft_length=3, **how)
         assert torch.equal(out.sequences, want)
         assert out.stats is not None

@@ -1,7 +1,5 @@
 """`layerskip run`: a row for each prompt, once, whatever ended the runs before."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,11 +1,8 @@
 """Second-best tokens verified beside a chain: how they are ranked, which ones pay, and the text."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -54,7 +51,7 @@ def test_texts_are_the_targets(family, skip):
     """Rows end their chains apart; behind a shared prefix some of them stay chains."""
     trees = 0
     for execution, sample, rows in (("modules", False, 1), ("fused", True, 3)):
-        how: dict[str, Any] = {"family": family, "execution": execution, "do_sample": sample}
+        how = {"family": family, "execution": execution, "do_sample": sample}
         controller = Growing(rows)
         out = decoded(SKIPS[skip], controller, rows=rows, **how)
         assert out.sequences.tolist() == decoded(None, rows=rows, **how).sequences.tolist()
@@ -98,9 +95,9 @@ def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch):
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample):
-    how: dict[str, Any] = {"do_sample": sample, "max_new_tokens": 80, "rows": 1}
+    how = {"do_sample": sample, "max_new_tokens": 80, "rows": 1}
     plain = decoded(None, **how)
-    rounds: dict[tuple[bool, CostTable], Any] = {}
+    rounds = {}
     for branches in (False, True):
         for costs in (FLAT, STEEP):
             out = decoded(SKIPS["no prefix"], costs=costs, branches=branches, **how)
@@ -116,7 +113,7 @@ def test_native_texts_are_the_targets(dtype):
     model = lively_model("llama", dtype=dtype)
     ids, mask = ragged((9, 4, 13))
     for law in ({"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 20}):
-        how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, **law}
+        how = {"attention_mask": mask, "max_new_tokens": 40, **law}
         plain = generate(model, ids, enabled=False, **how)
         for skip in SKIPS.values():
             controller = Growing(1)

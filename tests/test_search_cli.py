@@ -1,7 +1,5 @@
 """`layerskip search`: its files, going on after any end, workers, and one line for bad input."""
 
-from __future__ import annotations
-
 import csv
 import json
 import multiprocessing
@@ -364,9 +362,9 @@ def wait_for(what, child=None):
 def test_a_large_model_is_tried_on_fewer_positions(weights, positions):
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight = torch.nn.Parameter(torch.empty(1).expand(int(weights)))
-    model.device = torch.device("cpu")  # type: ignore[assignment]
+    model.device = torch.device("cpu")
     assert default_positions(model) == positions
-    model.device = torch.device("cuda")  # type: ignore[assignment]
+    model.device = torch.device("cuda")
     assert default_positions(model) == 1024
 
 

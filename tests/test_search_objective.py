@@ -1,11 +1,8 @@
 """What a set is worth: against drafts counted one by one and priced by the cost record's parts."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +32,7 @@ from layerskip.search.space import Space
 from layerskip.vocabulary import ranked
 
 SPACE = Space(kind="sublayer", num_layers=6, allow_ends=True)
-CASES: dict[str, tuple[str, float | None, str]] = {
+CASES = {
     "greedy": ("llama", None, "coupled"),
     "coupled": ("gemma2", 0.7, "coupled"),
     "rejection": ("llama", 0.7, "rejection"),
@@ -134,7 +131,7 @@ def test_skipping_nothing_is_worth_plain_decoding(machine):
 
 
 LOW = {"low_bits": 8, "low_attention": [3e-4] * 6, "low_mlp": [2e-4] * 6, "low_head": 1.5e-4}
-RECORDS: dict[str, dict[str, Any]] = {
+RECORDS = {
     **MACHINES,
     "repeats": cost_record(keys=5e-5) | {"repeated": [[0.1, 0.6], [0.5, 0.9], [1.0, 1.0]]},
     "windows": cost_record(keys=3e-5) | {"windows": [16, None, 8, None, None, 64]},

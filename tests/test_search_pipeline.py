@@ -1,11 +1,8 @@
 """A search from Python, end to end on live models: what it finds, keeps, refuses and leaves."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import search_files
@@ -82,7 +79,7 @@ def story(result):
 
 def drafted(model, skip):
     """What is decoded with a config, which is the text without one."""
-    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, "execution": "modules"}
+    how = {"do_sample": False, "max_new_tokens": 60, "execution": "modules"}
     ids = prompt(9, seed=40)
     plain = layerskip.generate(model, ids, enabled=False, **how)
     found = layerskip.generate(model, ids, skip=skip, **how)
@@ -190,7 +187,7 @@ class TestTrained:
 
     def test_what_is_low_is_healed_by_the_same_weights(self, llama, mine, tmp_path):
         cost = COST | LOW | {"healed": mine.trained.hash}
-        going: dict[str, Any] = {"cost": cost, "space": "sublayer,bits", "first": {"mine": mine}}
+        going = {"cost": cost, "space": "sublayer,bits", "first": {"mine": mine}}
         result = find(llama, **going, held_out=HELD_OUT, trials=12, finalists=2, repeats=1)
         document = checked(result, tmp_path)
         assert document["space"]["trained"]["hash"] == mine.trained.hash
@@ -205,7 +202,7 @@ class TestTrained:
         assert all(finalist["confirmed"]["faults"] == 0 for finalist in document["finalists"])
 
     def test_other_weights_are_another_study(self, llama, mine, tmp_path):
-        how: dict[str, Any] = {"storage": str(tmp_path / "study.log"), "trials": 1, "bits": 8}
+        how = {"storage": str(tmp_path / "study.log"), "trials": 1, "bits": 8}
         how["space"] = "sublayer,bits"
         cost = COST | LOW
         find(llama, **how, cost=cost)
@@ -293,7 +290,7 @@ class TestResult:
     def test_a_draft_vocabulary_is_searched_too(self, tmp_path):
         """Where heads are dear; the config has its tokens with it, and the same text."""
         model = tiny()
-        going: dict[str, Any] = {"cost": MACHINES["trimmed heads"], "space": "sublayer,vocabulary"}
+        going = {"cost": MACHINES["trimmed heads"], "space": "sublayer,vocabulary"}
         result = find(model, held_out=HELD_OUT, repeats=1, **going)
         best = result.finalists[0]
         tokens = best.skip.draft_vocabulary
@@ -397,7 +394,7 @@ class TestResult:
         "law", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 40}], ids=["greedy", "sampled"]
     )
     def test_given_costs_it_is_the_same_again(self, llama, law):
-        shares: list[float] = []
+        shares = []
         first, again = (
             find(llama, trials=20, seed=5, **law, progress=lambda _, share: shares.append(share))
             for _ in range(2)

@@ -1,7 +1,5 @@
 """Searches of several processes on a PostgreSQL server that the tests start: -m postgres."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
 
 import optuna
 import pytest
@@ -106,7 +103,7 @@ def server():
     programs = [shutil.which(name) for name in ("initdb", "postgres")]
     if None in programs:
         pytest.skip("initdb and postgres are not on the path")
-    other: dict[str, Any] = {}
+    other = {}
     if os.geteuid() == 0:  # which PostgreSQL refuses
         other = {"user": "nobody", "group": "nogroup", "extra_groups": []}
     with tempfile.TemporaryDirectory(prefix="postgres") as place:
@@ -131,7 +128,7 @@ def worker(tmp_path):
     folder = save_checkpoint(tmp_path / "model", lively_model("llama", dtype=torch.float32))
     lines = [f"w{n} w{n + 9} w{n + 20} w{n + 40} w{n + 50}" for n in range(2, 11)]
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
     def start(name, change, storage, *more):
         flags = ["--prompts", tmp_path / "prompts.txt", "--output", tmp_path / name]

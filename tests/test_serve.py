@@ -1,7 +1,5 @@
 """`layerskip serve`: what clients of OpenAI's interface get, over real connections."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -9,7 +7,6 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import openai
@@ -83,7 +80,7 @@ class Place:
     def alone(self, prompt, new, **law):
         """The tokens that the library decodes for a prompt alone."""
         ids = torch.tensor([self.served.tokenizer(prompt)["input_ids"]])  # (1, T)
-        settings: dict[str, Any] = {
+        settings = {
             "execution": "fused",
             "max_new_tokens": new,
             "top_k": 0,
@@ -102,7 +99,7 @@ def place():
     loaded = load("demo-llama", dtype="float32")
     loaded.tokenizer.chat_template = TOOLS_TEMPLATE
     served = Served.of(loaded, max_new_tokens=12)
-    drafts: Any = {"controller": "fixed", "lookup": True, "draft_memory": 0}
+    drafts = {"controller": "fixed", "lookup": True, "draft_memory": 0}
     serving = Serving(loaded.model, max_tokens=served.context, execution="fused", **drafts)
     with running(make_app(serving, served, api_key=KEY, max_body=25_000, origins=[SITE])) as url:
         yield Place(url, served, loaded.model, serving)
@@ -138,7 +135,7 @@ class TestAnswers:
         assert timings["seconds"] > 0
 
     def test_a_chat_goes_through_the_template(self, place):
-        parts: Any = [{"type": "text", "text": "Tell"}, {"type": "text", "text": " me."}]
+        parts = [{"type": "text", "text": "Tell"}, {"type": "text", "text": " me."}]
         got = place.client.chat.completions.create(
             messages=[
                 {"role": "developer", "content": "Be kind."},
@@ -178,9 +175,9 @@ class TestAnswers:
         assert again["choices"][0]["text"] == got["choices"][0]["text"]
 
     def test_a_stream_of_a_chat(self, place):
-        asked: Any = {"messages": [{"role": "user", "content": STORY}], **GREEDY}
+        asked = {"messages": [{"role": "user", "content": STORY}], **GREEDY}
         whole = place.client.chat.completions.create(**asked)
-        usage: Any = {"include_usage": True}
+        usage = {"include_usage": True}
         chunks = list(
             place.client.chat.completions.create(**asked, stream=True, stream_options=usage)
         )
@@ -275,7 +272,7 @@ class TestAnswers:
             "required": ["age"],
             "additionalProperties": False,
         }
-        form: Any = {"type": "json_schema", "json_schema": {"name": "someone", "schema": schema}}
+        form = {"type": "json_schema", "json_schema": {"name": "someone", "schema": schema}}
         got = place.client.chat.completions.create(
             messages=[{"role": "user", "content": STORY}], response_format=form, **GREEDY
         )
@@ -292,7 +289,7 @@ class TestAnswers:
 
     def test_eight_clients_at_once_get_their_lone_texts(self, place):
         async def one(client, seed):
-            asked: Any = {"model": "demo-llama", "prompt": STORY + " cat" * seed, "seed": seed}
+            asked = {"model": "demo-llama", "prompt": STORY + " cat" * seed, "seed": seed}
             asked |= {"temperature": 0.8, "max_tokens": 10 + seed}
             await asyncio.sleep(0.02 * seed)
             if seed % 2:
@@ -310,7 +307,7 @@ class TestAnswers:
             assert text == place.text(STORY + " cat" * seed, 10 + seed, **law)
 
 
-ASKED: dict[str, Any] = {**GREEDY, "messages": [{"role": "user", "content": STORY}]}
+ASKED = {**GREEDY, "messages": [{"role": "user", "content": STORY}]}
 
 
 class TestTools:
@@ -318,7 +315,7 @@ class TestTools:
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_call_that_is_asked_for(self, place, choice, stream):
         """Held to the schema by a grammar, with drafts under it; streamed as deltas."""
-        how: Any = {**ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 60}
+        how = {**ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 60}
         how["parallel_tool_calls"] = False
         if stream:
             chunks = list(place.client.chat.completions.create(**how, stream=True))
@@ -373,7 +370,7 @@ class TestTools:
             ),
             reason="stop",
         )
-        more: Any = {"tools": [TOOL], "chat_template_kwargs": {"think": True}}
+        more = {"tools": [TOOL], "chat_template_kwargs": {"think": True}}
         answer = answer_of(ChatAsked(**ASKED, **more), place.served)
         chunk = answer.add(0, told)
         [choice] = answer.whole()["choices"]
@@ -390,7 +387,7 @@ class TestTools:
         answer_of(ChatAsked(**ASKED, tools=[TOOL], tool_choice="none"), plain)
 
 
-INPUT: Any = {"model": "demo-llama", "input": STORY, "temperature": 0, "max_output_tokens": 12}
+INPUT = {"model": "demo-llama", "input": STORY, "temperature": 0, "max_output_tokens": 12}
 
 
 class TestResponses:
@@ -418,7 +415,7 @@ class TestResponses:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_call_and_its_result(self, place, stream):
-        how: Any = {**INPUT, "tools": [{"type": "function", **FUNCTION}]}
+        how = {**INPUT, "tools": [{"type": "function", **FUNCTION}]}
         how |= {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 60}
         if stream:
             with place.client.responses.stream(**how) as events:
@@ -442,7 +439,7 @@ class TestResponses:
         assert told == f"user: {STORY}\n{calls}\ntool: seven\nassistant:"
 
     def test_forms_and_refusals(self, place):
-        form: Any = {"type": "json_schema", "name": "n", "schema": {"enum": [17]}}
+        form = {"type": "json_schema", "name": "n", "schema": {"enum": [17]}}
         got = place.client.responses.create(**INPUT, text={"format": form})
         assert got.output_text == "17"
         for wrong, words in (
@@ -479,7 +476,7 @@ class TestEvaluation:
                     assert text[offset:].startswith(token)
 
     def test_a_stream_begins_with_the_prompt(self, place):
-        asked: Any = {**GREEDY, "prompt": STORY, "echo": True, "stream": True}
+        asked = {**GREEDY, "prompt": STORY, "echo": True, "stream": True}
         chunks = list(place.client.completions.create(**asked))
         text = "".join(chunk.choices[0].text for chunk in chunks)
         assert text == STORY + place.text(STORY, 24)
@@ -592,7 +589,7 @@ class TestRefusals:
         ],
     )
     def test_by_name(self, place, path, changed, param, words):
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+        body = {"messages": [{"role": "user", "content": "a"}]}
         body = body if path.startswith("chat") else {"prompt": "a"}
         got = place.post(path, {**GREEDY, **body, **changed})
         assert got.status_code == 400
@@ -706,7 +703,7 @@ class TestEnds:
         with socket.socket() as slow, pytest.MonkeyPatch.context() as patch:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect((host, int(port)))
-            unsent: list[int] = []
+            unsent = []
             put = http._Running._put
 
             def counted(self, index, piece):

@@ -1,7 +1,5 @@
 """A batch that rows join and leave: every text is the one it has alone, whoever is beside it."""
 
-from __future__ import annotations
-
 import gc
 import random
 import resource
@@ -9,7 +7,6 @@ import threading
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,9 +25,9 @@ from layerskip.serving.requests import Piece, QueueFull, TextRequest
 from layerskip.serving.scheduler import Serving
 from layerskip.timing import tables
 
-SETTINGS: dict[str, Any] = {"skip": SkipConfig.early_exit(2), "execution": "fused"}
+SETTINGS = {"skip": SkipConfig.early_exit(2), "execution": "fused"}
 Starts = Sequence[Sequence[int]]
-STARTS: Starts = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
+STARTS = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
 
 
 def alone(model, task, execution="fused"):
@@ -62,7 +59,7 @@ def said(pieces):
 
 
 def finished(serving, task):
-    told: list[Piece] = []
+    told = []
     serving.submit(task, told.append)
     drain(serving)
     return told
@@ -70,7 +67,7 @@ def finished(serving, task):
 
 def texts_alone(model, serving, tasks):
     """Decode tasks side by side; each has the text that it has alone."""
-    told: list[list[Piece]] = [[] for _ in tasks]
+    told = [[] for _ in tasks]
     for task, pieces in zip(tasks, told, strict=True):
         serving.submit(task, pieces.append)
     drain(serving)
@@ -131,7 +128,7 @@ def _schedule(model, seed, settings, starts):
         },
     )
     tasks, pieces, cancelled = [], [], []
-    tickets: list[Any] = []
+    tickets = []
     left = draw.randint(2, 5)
     while serving.step() or left:
         if left and draw.random() < 0.5:
@@ -144,7 +141,7 @@ def _schedule(model, seed, settings, starts):
                     predicted[len(predicted) // 2] = draw.randrange(VOCABULARY)
                 task = TextRequest(**{**vars(task), "predicted": predicted})
             tasks.append((task, expected))
-            told: list[Piece] = []
+            told = []
             pieces.append(told)
             tickets.append(serving.submit(task, told.append))
         if tickets and draw.random() < 0.05:
@@ -195,12 +192,12 @@ def test_trained_modules_draft(kind, model, tmp_path):
     """They draft what they draft for a lone text: none of their states is mixed up."""
     exit_layer = 2 if kind == "exit-block" else None
     skip = SkipConfig(exit_layer=exit_layer, trained=weights_of(kind, model, tmp_path))
-    how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 3, "lookup": False}
+    how = {"controller": "fixed", "max_draft_length": 3, "lookup": False}
     how |= {"skip": skip, "execution": "fused"}
     serving = Serving(model, max_rows=4, **how)
     draw, begun = random.Random(1), list(range(10, 30))
-    told: list[tuple[int, int, int]] = []
-    lone: list[tuple[int, int, int]] = []
+    told = []
+    lone = []
     for number in range(7):
         prompt = begun[: draw.randint(0, 20)] + [draw.randrange(VOCABULARY) for _ in range(3)]
         new = draw.randint(5, 16)
@@ -264,7 +261,7 @@ class PhraseState(State):
 @pytest.mark.parametrize("kind", ["whole", "recurrent", "whole assistant", "official", "own"])
 def test_whatever_generate_takes_is_served(model, kind):
     """Models that run whole, these as second models, official assistants, sources of one's own."""
-    how: dict[str, Any] = {"memory": 400_000, "skip": None}
+    how = {"memory": 400_000, "skip": None}
     if kind == "whole":
         model, how["execution"] = small_model("phi", vocab_size=VOCABULARY), "auto"
     elif kind == "recurrent":
@@ -302,7 +299,7 @@ def test_layers_with_windows_hold_little_in_every_row(sizes):
     model = lively_model("gemma3")
     serving = Serving(model, max_rows=2, **SETTINGS)
     tasks = [TextRequest([*range(97)] * 2, 12), TextRequest([3, 4, 5], 40)]
-    told: list[list[Piece]] = [[], []]
+    told = [[], []]
     for task, pieces in zip(tasks, told, strict=True):
         serving.submit(task, pieces.append)
         while not pieces:
@@ -321,7 +318,7 @@ def test_layers_with_windows_hold_little_in_every_row(sizes):
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 def test_second_best_tokens_are_verified_beside_chains(model, execution):
     """Of texts side by side, sampled and greedy; each one's path is kept."""
-    how: dict[str, Any] = {"skip": SkipConfig.low_precision(4), "execution": execution}
+    how = {"skip": SkipConfig.low_precision(4), "execution": execution}
     controller = Growing(1)
     serving = Serving(model, max_rows=3, controller=controller, max_draft_length=6, **how)
     tasks = [TextRequest([3, 4, seed], 60, do_sample=seed > 0, seed=seed) for seed in range(5)]
@@ -334,7 +331,7 @@ def test_laws_of_a_file_draft_what_a_text_will_say(model, sampled):
     task = TextRequest([3, 4, 5], 40, do_sample=sampled, seed=7, eos=frozenset())
     expected, laws = alone(model, task), StoredLogits()
     laws.learn(model, [*task.prompt, *expected])
-    how: dict[str, Any] = {"controller": "fixed", "lookup": False, "max_draft_length": 8}
+    how = {"controller": "fixed", "lookup": False, "max_draft_length": 8}
     serving = Serving(model, sources=[LogitLookup(known=laws)], **how, **SETTINGS)
     others = [TextRequest([9, seed], 12, seed=seed, do_sample=sampled) for seed in range(3)]
     told = texts_alone(model, serving, (task, *others))
@@ -345,7 +342,7 @@ def test_laws_of_a_file_draft_what_a_text_will_say(model, sampled):
 def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
     """As many at most as a text may; of a seat they are the present text's."""
     sizes(of_a_text=30)
-    how: dict[str, Any] = {"controller": "fixed", "lookup": False, **SETTINGS}
+    how = {"controller": "fixed", "lookup": False, **SETTINGS}
     serving = Serving(model, max_rows=1, sources=[LogitLookup()], **how)
     used, accepted = [], []
     for new in (50, 9, 50):
@@ -407,7 +404,7 @@ def test_settings_that_cannot_be_served_name_themselves(model, name, value):
 def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model):
     serving = Serving(model, controller=Fickle(3), **SETTINGS)
     task = TextRequest([3, 4, 5], max_new_tokens=20)
-    told: list[list[Piece]] = [[], [], []]
+    told = [[], [], []]
     for pieces in told[:2]:
         serving.submit(task, pieces.append)
     for _ in range(3):
@@ -503,7 +500,7 @@ def test_an_error_of_a_processor_ends_its_task_only(model, processor):
 
 
 def test_forced_tokens_are_drafted_and_forbidden_ones_are_not(model):
-    how: dict[str, Any] = {"controller": "fixed", "max_draft_length": 12, "lookup": False}
+    how = {"controller": "fixed", "max_draft_length": 12, "lookup": False}
     serving = Serving(model, **how, **SETTINGS)
     task = TextRequest(
         [3, 4, 5], max_new_tokens=40, processors=[Counting()], predicted=[20, 21, 5, 6]
@@ -551,7 +548,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(model, monkeypatch):
     monkeypatch.setattr(scheduler, "PIECE", 16)
     serving = Serving(model, **SETTINGS)
     tasks = [TextRequest([5] * length, max_new_tokens=3) for length in (100, 4, 6)]
-    told: list[list[Piece]] = [[] for _ in tasks]
+    told = [[] for _ in tasks]
     for task, pieces in zip(tasks, told, strict=True):
         serving.submit(task, pieces.append)
     serving.step()
@@ -562,7 +559,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(model, monkeypatch):
 
 def test_of_equal_prompts_one_is_run_though_they_join_at_once(model):
     serving = Serving(model, **SETTINGS)
-    told: list[Piece] = []
+    told = []
     for seed in range(3):
         serving.submit(TextRequest(list(range(20, 40)), do_sample=True, seed=seed), told.append)
     drain(serving)
@@ -621,7 +618,7 @@ def test_tasks_of_a_thread_of_its_own(model):
     task = TextRequest([3, 4, 5], max_new_tokens=6)
     serving.submit(task, tell)
     assert done.wait(60)
-    waits: list[Piece] = []
+    waits = []
     serving.submit(TextRequest([3], max_new_tokens=200), waits.append)
     serving.stop()
     assert said(told) == alone(model, task)

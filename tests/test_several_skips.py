@@ -1,9 +1,5 @@
 """Several skip configs in one decoding: the text, which one drafts, and what is told of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import looped
 import pytest
 import torch
@@ -26,7 +22,7 @@ DEAR, CHEAP = CostTable(0.9, (1.0, 1.05, 1.1)), CostTable(0.1, (1.0, 1.05, 1.1))
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 def test_the_text_is_the_targets_whichever_set_drafts(execution, sample):
     model, (ids, mask) = lively_model("llama"), ragged((9, 4, 13))
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "execution": execution}
+    how = {"attention_mask": mask, "max_new_tokens": 40, "execution": execution}
     how |= {"do_sample": sample, "seed": 3, "eos_token_id": None} if sample else {}
     plain = generate(model, ids, enabled=False, **how)
     for controller in (Fickle(5), None):
@@ -60,7 +56,7 @@ def test_costs_in_skip_configs_are_those_of_each(monkeypatch):
     """And nothing is timed; with one config that brings none all are measured."""
     monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
     model, (ids, mask) = lively_model("llama"), ragged((9,))
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 30, "execution": "modules"}
+    how = {"attention_mask": mask, "max_new_tokens": 30, "execution": "modules"}
     exits = [
         SkipConfig(exit_layer=layer, costs=table.to_dict())
         for layer, table in zip((2, 4), (DEAR, CHEAP), strict=True)

@@ -1,10 +1,7 @@
 """Simulated rounds of sources that learn and draft trees: those of decoding, to the token."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
-from typing import Any
 
 import kinds
 import pytest
@@ -26,7 +23,7 @@ from layerskip.replay.trace import take_trace
 SIZES, CHILDREN = (4, 8, 16, 32), (1, 2, 3, 8)
 NEW = 40
 FLAT = CostTable(0.0, (1.0,))
-BESIDE: dict[str, tuple[Any, ...]] = {
+BESIDE = {
     "alone": (),
     "joined by lookups": (),
     "beside lookups": (Lookup(),),
@@ -35,7 +32,7 @@ BESIDE: dict[str, tuple[Any, ...]] = {
 }
 
 
-CONTROLLERS: dict[str, Any] = {
+CONTROLLERS = {
     "all": lambda _: All(),
     "erratic": lambda _: Erratic(3),
     "fickle": lambda _: Fickle(2),
@@ -107,7 +104,7 @@ def test_rounds_are_those_of_decoding(
     drafts, made = [source, *others], CONTROLLERS[controller]
     with torch.no_grad():
         real = decoded(trace, texts, drafts, made(len(drafts)))
-    known: list[Any] = [Live(trace, source), *(replay(trace, each) for each in others)]
+    known = [Live(trace, source), *(replay(trace, each) for each in others)]
     simulated = list(simulate(known, made(len(drafts)), texts))
     assert simulated == [
         SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source) for r in real

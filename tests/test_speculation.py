@@ -113,7 +113,7 @@ def test_the_nearest_rising_values():
 
 
 def test_similar_contexts_share_a_table():
-    made: list[tuple[int, int]] = []
+    made = []
 
     def table(context, rows):
         made.append((context, rows))

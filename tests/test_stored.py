@@ -1,9 +1,6 @@
 """Weights as files store them: the numbers that they mean, and the same sums by native passes."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +122,7 @@ def test_bytes_that_are_no_such_weight_are_refused(how, words):
 def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path):
     for kind in ("llama", "gemma3"):
         plain = write(tmp_path / "model.gguf", kind)
-        packed: Any = gguf_model(tmp_path / "model.gguf", torch.float32, packed=True)
+        packed = gguf_model(tmp_path / "model.gguf", torch.float32, packed=True)
         ids = torch.randint(0, 300, (2, 13), generator=torch.Generator().manual_seed(0))
         logits = []
         for model in (plain, packed):

@@ -1,13 +1,10 @@
 """Tests of what the opened model says of itself; its arithmetic is tested by parity."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -197,7 +194,7 @@ MADE_UP = Family("made_up", package="llama")
 
 def test_a_family_like_llamas_is_added_by_one_file(tmp_path, monkeypatch):
     config = tiny_model("llama").config.to_dict() | {"model_type": "made_up"}
-    model: Any = LlamaForCausalLM(MadeUpConfig(**config)).double().eval()
+    model = LlamaForCausalLM(MadeUpConfig(**config)).double().eval()
     with pytest.raises(UnsupportedModelError, match="'made_up' is not opened into sublayers"):
         Sublayers(model)
     (tmp_path / "made_up.py").write_text(MADE_UP)
@@ -213,7 +210,7 @@ def test_a_family_like_llamas_is_added_by_one_file(tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, "made_up", again.FAMILIES["made_up"])
     assert open_model(model).execution == "fused"
     ids = prompt(9)
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    how = {"max_new_tokens": 12, "do_sample": False}
     drafted = layerskip.generate(model, ids, skip=SkipConfig.early_exit(4), costs=COSTS, **how)
     assert drafted.sequences.tolist() == model.generate(ids, **how).tolist()
     assert drafted.stats.num_draft_tokens > 0
@@ -259,8 +256,8 @@ def _fewer_experts(decoder):
 )
 def test_numbers_and_buffers_that_are_edited_between_calls_count(family, change):
     model, ids = lively_model(family), prompt(9)
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "costs": COSTS}
-    ways: list[dict[str, Any]] = [{"enabled": False}, {"skip": SkipConfig.early_exit(4)}]
+    how = {"max_new_tokens": 12, "do_sample": True, "seed": 3, "costs": COSTS}
+    ways = [{"enabled": False}, {"skip": SkipConfig.early_exit(4)}]
 
     def texts(model):
         return [layerskip.generate(model, ids, **how, **way).sequences.tolist() for way in ways]

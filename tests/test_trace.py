@@ -1,11 +1,8 @@
 """Traces, replays and simulated rounds against real decoding, token by token and round by round."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +52,7 @@ SKIPS = {
     "a low head": SkipConfig(exit_layer=4, low=LowPrecision(bits=4, attention=(), mlp=())),
 }
 # family, temperature (None: greedy), tokens that end a text
-CASES: list[tuple[str, float | None, frozenset[int]]] = [
+CASES = [
     ("llama", None, frozenset()),
     ("llama", 1.0, EOS),
     ("gemma2", 0.7, frozenset()),  # windows of 8 tokens, softcaps, eager attention
@@ -224,8 +221,8 @@ class Told(Erratic):
     def __init__(self, signal):
         super().__init__()
         self.signal = signal
-        self.told: list[float] = []
-        self.begun: list[tuple[int, int]] = []
+        self.told = []
+        self.begun = []
 
     def keep_drafting(self, row, confidence):
         self.told.append(confidence)
@@ -252,7 +249,7 @@ class Seen(Told):
 
     def __init__(self):
         super().__init__("probability")
-        self.seen: list[tuple[float, ...]] = []
+        self.seen = []
 
     def see_draft(self, row, confidence, entropy):
         self.seen.append((row, confidence, entropy))
@@ -396,7 +393,7 @@ def test_cells_of_a_sweep_are_totals_of_real_rounds():
     """With the seeds and the warpers of the record's law."""
     model = lively_model("llama")
     law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
-    seen: list[float] = []
+    seen = []
     record = exit_sweep(
         model,
         rows(),
@@ -490,7 +487,7 @@ def test_costs_of_a_round_are_those_of_its_context_and_rows():
     ],
 )
 def test_bad_input_is_told(change, message):
-    settings: dict[str, Any] = {"prompts": rows(), "max_new_tokens": 4} | change
+    settings = {"prompts": rows(), "max_new_tokens": 4} | change
     with pytest.raises(ValueError, match=message):
         take_trace(lively_model("llama"), settings.pop("prompts"), **settings)
 

@@ -1,7 +1,5 @@
 """Training drafts: losses by their formulas, stages that go on after a kill, and what it brings."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -11,13 +9,11 @@ import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from models import VOCABULARY, assistant_config, lively_model, tiny_model
 from safetensors.torch import load_file
-from torch import Tensor
 from typer.testing import CliRunner
 
 from layerskip import LowPrecision, SkipConfig
@@ -41,12 +37,12 @@ from layerskip.training.loop import schedule
 from layerskip.training.losses import ETA, divergences, overlap
 
 BITS = SkipConfig(attention=(2,), low=LowPrecision(bits=4, head=8))
-BEGIN: dict[str, Any] = {
+BEGIN = {
     **{"exit-block": ExitBlock, "feature-block": FeatureBlock},
     **{"heads": Heads, "streams": Streams},
 }
 BLOCKS = tuple(BEGIN)
-HOW: dict[str, Any] = {"skip": BITS, "window": 16, "rows": 2, "vocabulary": 60, "rank": 4}
+HOW = {"skip": BITS, "window": 16, "rows": 2, "vocabulary": 60, "rank": 4}
 
 
 class Letters:
@@ -170,14 +166,14 @@ def stop_at(words, share):
 )
 def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path, monkeypatch):
     """Once for each kind of file that a stage leaves."""
-    how: dict[str, Any] = {"kind": kind, "skip": BITS if kind == "healed" else None}
+    how = {"kind": kind, "skip": BITS if kind == "healed" else None}
     whole = training(tmp_path / "whole", **how)
     whole.run()
     monkeypatch.setattr("layerskip.training.drafts.SAVE_SECONDS", 0.0)
     with pytest.raises(Stopped):
         training(tmp_path / "parts", progress=stop_at(stage, share), **how).run()
     assert not (tmp_path / "parts" / "draft.safetensors").exists()
-    told: list[str] = []
+    told = []
     again = training(tmp_path / "parts", progress=lambda what, _: told.append(what), **how)
     skip = again.run()
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
@@ -194,7 +190,7 @@ def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
 def test_muon_moves_matrices_in_all_directions_alike(tmp_path):
-    steps: dict[str, list[Tensor]] = {}
+    steps = {}
     for name in ("adamw", "muon"):
         torch.manual_seed(0)
         module = torch.nn.Linear(12, 8)
@@ -226,7 +222,7 @@ data.BATCH, data.LONGEST_ANSWER, features.CHUNK = 4, 20, 8
 drafts.half_is_fast = lambda _: False
 test_train.together(Path(sys.argv[1]))
 """
-LARGE: dict[str, Any] = {"tokens": 160, "rows": 4, "rate": 0.1}  # to be seen in float16
+LARGE = {"tokens": 160, "rows": 4, "rate": 0.1}  # to be seen in float16
 TOGETHER = (
     LARGE | {"kind": "healed", "loss": "ce", "skip": BITS},
     LARGE | {"kind": "exit-block", "loss": "lk", "skip": None},
@@ -370,7 +366,7 @@ def test_training_makes_a_draft_right_more_often(kind, tmp_path):
     model = lively_model("llama", dtype=torch.float32)
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
-    how: dict[str, Any] = {"kind": kind, "skip": BITS if kind == "healed" else None}
+    how = {"kind": kind, "skip": BITS if kind == "healed" else None}
     rate, tokens = (3e-3, 4000) if kind == "healed" else (2e-2, 2000)
     untrained = training(tmp_path / "untrained", model, tokens=64, rate=0.0, **how).run()
     trained = training(tmp_path / "trained", model, tokens=tokens, rate=rate, **how)
@@ -387,7 +383,7 @@ def test_training_makes_a_draft_right_more_often(kind, tmp_path):
 
 @pytest.mark.parametrize("execution", ["native", "fused"])
 def test_a_block_reads_the_head_in_8_bits_where_that_is_fast(execution, tmp_path):
-    how: dict[str, Any] = {"kind": "exit-block", "skip": None, "tokens": 64}
+    how = {"kind": "exit-block", "skip": None, "tokens": 64}
     skip = training(tmp_path, execution=execution, **how).run()
     assert skip.head_bits == skip.module_bits == (8 if execution == "native" else None)
     assert skip.rounded(6) == ()
@@ -431,7 +427,7 @@ def test_texts_are_cut_short_when_it_is_late(monkeypatch):
 def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkeypatch):
     """Loading took 60 of 300 seconds, an earlier start 30; judging gets a third, or a minute."""
     monkeypatch.setattr(drafts.time, "monotonic", lambda: 1000.0)
-    how: dict[str, Any] = {"tokens": None, "minutes": 5.0, "started": 940.0}
+    how = {"tokens": None, "minutes": 5.0, "started": 940.0}
     for folder in (tmp_path / "draft", tmp_path / "assistant"):
         (folder / "work").mkdir(parents=True)
         (folder / "work" / "seconds.json").write_text('{"texts": 20.0, "training": 10.0}')
@@ -474,7 +470,7 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     made = training(tmp_path, model)
     skip = made.run()
     ids = torch.tensor([[5, 9, 3, 44]])
-    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "top_k": 0}
+    how = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "top_k": 0}
     how |= {"execution": "fused"}
     plain = generate(model, ids, enabled=False, **how).sequences
     for pays in (True, False):

@@ -1,10 +1,7 @@
 """Trained modules as drafts: the text, their states, replays; the modules here are untrained."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -57,7 +54,7 @@ def skip_of(name, folder, model=None):
 
 
 def drafts_of(mixture, folder):
-    named: dict[str, Any] = {"lookup": Lookup(), "exit": SkipConfig.early_exit(2)}
+    named = {"lookup": Lookup(), "exit": SkipConfig.early_exit(2)}
     named |= {"scattered": SkipConfig(attention=(5,), mlp=(5,))}
     for name, noise in (("assistant", 0.5), ("second", 0.2)):
         named[name] = Assistant(Sublayers(second_of(noise=noise)))
@@ -113,7 +110,7 @@ def check_states(run):
 
 def play(drafts, controller, sample):
     counts = Counter[str]()
-    how: dict[str, Any] = {"sample": sample, "new_tokens": 30, "eos": ENDS, "execution": "modules"}
+    how = {"sample": sample, "new_tokens": 30, "eos": ENDS, "execution": "modules"}
     decoded(drafts, controller, **how, each=lambda run: counts.update(check_states(run)))
     return counts
 
@@ -130,7 +127,7 @@ def test_states_are_those_of_whole_texts_after_every_round(mixture, folder):
 @pytest.mark.parametrize("mixture", ["lookup, streams", "lookup, feature-block"])
 def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture, folder, spied):
     drafts = drafts_of(mixture, folder)
-    how: dict[str, Any] = {"new_tokens": 30, "eos": ENDS, "execution": "modules"}
+    how = {"new_tokens": 30, "eos": ENDS, "execution": "modules"}
     texts = decoded(drafts, Fickle(7), sample=True, **how).emitted
     paths = spied(RowCache, "keep_path", lambda _, __, ___, path: [*path])
     assert play((Guesses(texts), *drafts), Fickle(7), True)["looked"]
@@ -176,7 +173,7 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind, folder):
     model, skip = model_of(), skip_of(kind, folder)
     ids, mask = prompts(model)
     inputs = {"input_ids": ids, "attention_mask": mask}
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "seed": 5}
+    how = {"max_new_tokens": 20, "do_sample": True, "seed": 5}
     plain = layerskip.generate(model, inputs, enabled=False, **how)
     for execution in ("auto", "modules"):
         got = layerskip.generate(
@@ -194,7 +191,7 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind, folder):
 
 def drafting(opened, skip, ids):
     """Logits of three draft steps behind a prompt (T,) and token 3, (3, 1, V)."""
-    rows: dict[str, Any] = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
+    rows = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
     passes = Passes(opened, [skip.resolve(6)], [ids], **rows)
     passes.prefill()
     return torch.stack([passes.draft_step(torch.tensor([3]), n) for n in range(3)])

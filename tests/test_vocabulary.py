@@ -1,12 +1,9 @@
 """Trimmed draft vocabularies: which tokens, which rows, and that no text depends on them."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -144,7 +141,7 @@ def test_copies_go_with_the_model():
 def decode(family, *, sample, **settings):
     ids, mask = ragged((WINDOW + 5, 3, WINDOW + 2), seed=3)
     settings |= {"temperature": 0.8, "top_k": 20, "seeds": (11, 12, 13)} if sample else {}
-    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": sample}
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": sample}
     out = layerskip.generate(model_of(family), ids, costs=COSTS, **how, **settings)
     return out.sequences[:, ids.shape[1] :].tolist(), out.stats
 
@@ -158,7 +155,7 @@ def wanted(family, sample):
 @pytest.mark.parametrize("tokens", VOCABULARIES)
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_texts_are_the_same_whatever_drafts_can_draw(family, tokens):
-    ways: list[tuple[Any, str]] = [("expected-gain", "modules"), (Erratic(), "fused")]
+    ways = [("expected-gain", "modules"), (Erratic(), "fused")]
     if tokens == "some":  # each way meets both
         ways.reverse()
     for sample, (controller, execution) in zip((False, True), ways, strict=True):
@@ -179,7 +176,7 @@ def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted():
     for sample in (False, True):
         rates = {}
         for name, tokens in VOCABULARIES.items():
-            how: dict[str, Any] = {"skip": SKIP, "controller": "fixed", "max_draft_length": 3}
+            how = {"skip": SKIP, "controller": "fixed", "max_draft_length": 3}
             text, stats = decode("llama", sample=sample, draft_vocabulary=tokens, **how)
             inside = sum(token in tokens for row in text for token in row)
             assert stats.num_accepted_tokens <= inside
@@ -191,7 +188,7 @@ def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted():
 def test_a_confidence_is_the_softmax_over_what_can_be_drawn():
     model, ids = model_of("gemma2"), prompt(9)
     opened = Sublayers(model)
-    how: dict[str, Any] = {"controller": "confidence", "threshold": 0.0, "max_draft_length": 1}
+    how = {"controller": "confidence", "threshold": 0.0, "max_draft_length": 1}
     how |= {"skip": SKIP, "max_new_tokens": 6}
     for tokens in (SOME, SOME[:3]):
         known = [*ids[0].tolist()]
@@ -213,7 +210,7 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample):
     """The processors forbid every token of the vocabulary: the text is that without drafts."""
     model, ids = model_of("llama"), prompt(7)
     forbidden = SuppressTokensLogitsProcessor(list(SOME), device="cpu")
-    how: dict[str, Any] = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
+    how = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
     how |= {"max_new_tokens": 12}
     plain = [r.tokens[0] for r in layerskip.decode(model, ids, enabled=False, **how)]
     how |= {"skip": SKIP, "controller": "fixed", "draft_vocabulary": SOME}
@@ -235,7 +232,7 @@ def test_processors_may_make_a_draft_leave_its_vocabulary():
 
     model, ids = model_of("llama"), prompt(7)
     assert 90 not in SOME
-    how: dict[str, Any] = {"logits_processor": [forced], "max_new_tokens": 12, "do_sample": True}
+    how = {"logits_processor": [forced], "max_new_tokens": 12, "do_sample": True}
     how["seed"] = 4
     plain = [t for r in layerskip.decode(model, ids, enabled=False, **how) for t in r.tokens[0]]
     how |= {"skip": SKIP, "controller": "confidence", "threshold": 0.0, "draft_vocabulary": SOME}
@@ -289,7 +286,7 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change, reason):
     ids = prompt(6)
     want = model.generate(ids, max_new_tokens=8, do_sample=False)
     change(model)
-    how: dict[str, Any] = {"skip": SKIP, "max_new_tokens": 8, "controller": "fixed"}
+    how = {"skip": SKIP, "max_new_tokens": 8, "controller": "fixed"}
     whole = layerskip.generate(model, ids, **how)
     with pytest.warns(UserWarning, match=f"draft_vocabulary has no effect: lm_head .*{reason}"):
         out = layerskip.generate(model, ids, draft_vocabulary=SOME, **how)

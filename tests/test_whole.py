@@ -1,12 +1,9 @@
 """Models whose sublayers are not known: the same tokens as `transformers`, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import re
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -83,7 +80,7 @@ def test_padded_prompts_give_the_tokens_of_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
-    how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)}
+    how = {"sample": True, "seeds": (11, 12, 13)}
     expected = new_tokens(decode(family, "ragged", enabled=False, **how))
     assert len({*map(tuple, expected)}) == 3
     for settings in drafts_of(family):
@@ -91,10 +88,10 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
 
 
 def test_rows_of_one_length_run_together_where_places_are_no_arguments():
-    assert not sublayers_of(small_model("llama4_text")).together  # type: ignore[attr-defined]
-    assert not sublayers_of(small_model("bloom")).together  # type: ignore[attr-defined]
-    assert sublayers_of(small_model("phi")).together  # type: ignore[attr-defined]
-    assert sublayers_of(small_model("cohere2")).together  # type: ignore[attr-defined]
+    assert not sublayers_of(small_model("llama4_text")).together
+    assert not sublayers_of(small_model("bloom")).together
+    assert sublayers_of(small_model("phi")).together
+    assert sublayers_of(small_model("cohere2")).together
 
 
 def test_rows_of_any_lengths_reach_the_last_position():
@@ -112,9 +109,9 @@ def test_a_long_prompt_is_read_in_parts_and_the_head_only_where_it_is_read():
     model = small_model("phi", max_position_embeddings=2048)
     ids = prompt(1100)
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    read: list[int] = []
+    read = []
     hook = model.lm_head.register_forward_hook(lambda _, x, y: read.append(y.shape[1]))
-    out: Any = layerskip.generate(model, ids, max_new_tokens=8, costs=COSTS)
+    out = layerskip.generate(model, ids, max_new_tokens=8, costs=COSTS)
     hook.remove()
     assert out.sequences.tolist() == expected.tolist()
     assert read[0] == 1  # after the prompt
@@ -129,11 +126,11 @@ def test_target_and_assistant_may_each_be_whole_or_opened(target, assistant):
     )
     ids, mask = ragged((13, 5, 9), seed=3)
     how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    expected = target.generate(ids, **how)  # type: ignore[attr-defined]
+    expected = target.generate(ids, **how)
     decoding = LayerSkipDecoding(
         lookup=False, assistant=assistant, controller=Erratic(), max_draft_length=4
     )
-    got = target.generate(ids, custom_generate=decoding, **how)  # type: ignore[attr-defined]
+    got = target.generate(ids, custom_generate=decoding, **how)
     assert got.tolist() == expected.tolist()
 
 
@@ -202,7 +199,7 @@ def test_a_draft_vocabulary_has_no_effect_and_says_so():
 
 def test_hooks_on_what_is_called_run_and_others_are_refused():
     model = small_model("phi", seed=2)
-    seen: list[int] = []
+    seen = []
     hook = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
     layerskip.generate(model, prompt(5), max_new_tokens=3, enabled=False)
     hook.remove()
@@ -241,7 +238,7 @@ def test_adapters_stay_exact_and_their_bases_are_rounded():
     assert "layers.0.self_attn.q_proj.base_layer" in names
     assert not any(name.endswith((".up", ".down")) for name in names)
     expected = model.generate(prompt(9), max_new_tokens=NEW_TOKENS, do_sample=False)
-    out: Any = layerskip.generate(
+    out = layerskip.generate(
         model, prompt(9), max_new_tokens=NEW_TOKENS, skip=EIGHT, controller="fixed", lookup=False
     )
     assert out.sequences.tolist() == expected.tolist()

@@ -1,7 +1,5 @@
 """Drafts with a window: which slots they see, their texts, bytes, prices and places in a search."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -175,7 +173,7 @@ def test_a_window_is_part_of_a_draft(tmp_path):
     assert SkipConfig(attention=(0, 1), window=3).resolve(2) == SkipConfig(attention=(0, 1))
     for wrong in (0, -1, True, 1.5):
         with pytest.raises((TypeError, ValueError), match="window must be"):
-            SkipConfig(window=wrong)  # type: ignore[arg-type]
+            SkipConfig(window=wrong)
 
 
 def test_windows_share_the_copies_of_weights():
@@ -230,7 +228,7 @@ def test_the_automatic_draft_has_a_window_where_texts_may_be_longer(family, posi
 
 
 def test_skip_maps_say_windows():
-    nothing: dict[str, list[int]] = {"attention": [], "mlp": []}
+    nothing = {"attention": [], "mlp": []}
     words = draft_words("mine", {"skipped": nothing, "window": 64}, 1.5)
     assert "sees the last 64 tokens, speedup 1.50" in words
 

@@ -1,7 +1,5 @@
 """Texts of two ways to decode that may part at near-ties only, and by how much they miss."""
 
-from __future__ import annotations
-
 import torch
 
 from layerskip.decoding.noise import gumbel_noise
