@@ -1,16 +1,12 @@
 """Models with recurrent layers: the same tokens as `transformers`, whatever drafts."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
 from models import Erratic, prompt, ragged, require
 from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
-from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 import layerskip
@@ -29,14 +25,14 @@ KINDS = [
 
 
 @functools.cache
-def model_of(kind: str) -> Any:
+def model_of(kind):
     require(kind)
     return small_model(kind)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_draft_gives_the_tokens_of_transformers(kind: str, batch: str) -> None:
+def test_every_draft_gives_the_tokens_of_transformers(kind, batch):
     model, inputs = model_of(kind), ragged(BATCHES[batch], seed=3)
     want = alone(model, *inputs)
     assert sublayers_of(model).execution == "whole"
@@ -48,9 +44,9 @@ def test_every_draft_gives_the_tokens_of_transformers(kind: str, batch: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(kind: str) -> None:
+def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(kind):
     model, inputs = model_of(kind), ragged(BATCHES["ragged"], seed=3)
-    how: dict[str, Any] = {"sample": True, "seeds": (11, 12, 13)}
+    how = {"sample": True, "seeds": (11, 12, 13)}
     want = new_tokens(decoded(model, inputs, enabled=False, **how))
     for settings in every_draft(model, EIGHT):
         assert new_tokens(decoded(model, inputs, **how, **settings)) == want
@@ -58,10 +54,10 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba", "qwen3_next"])
 @torch.no_grad()
-def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind: str) -> None:
+def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind):
     """`ONE_BY_ONE` names those that lose their state; passes of several tokens would be wrong."""
     model, ids = model_of(kind), prompt(12)
-    past: Any = DynamicCache(config=model.config)
+    past = DynamicCache(config=model.config)
     name = "cache_params" if kind == "mamba" else "past_key_values"
     model.base_model(ids[:, :7], **{name: past}, use_cache=True)
     later = model.base_model(ids[:, 7:], **{name: past}, use_cache=True)[0]
@@ -70,25 +66,25 @@ def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind: str)
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
-def test_long_prompts_and_many_rejected_drafts(kind: str) -> None:
+def test_long_prompts_and_many_rejected_drafts(kind):
     """States stay behind for more tokens than are fed again: a pass of their own catches up."""
     model = small_model(kind, max_position_embeddings=2048)
     ids = prompt(600)
     want = model.generate(ids, max_new_tokens=60, do_sample=False)
-    how: dict[str, Any] = {"max_new_tokens": 60, "controller": "fixed", "max_draft_length": 5}
+    how = {"max_new_tokens": 60, "controller": "fixed", "max_draft_length": 5}
     wrong = [layerskip.Lookup([[*range(2, 97)] * 2])]
-    out: Any = layerskip.generate(model, ids, lookup=wrong[0], **how)
+    out = layerskip.generate(model, ids, lookup=wrong[0], **how)
     assert out.sequences.tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
-def test_sessions_keep_states_where_texts_end_and_where_they_part(kind: str) -> None:
+def test_sessions_keep_states_where_texts_end_and_where_they_part(kind):
     model = copy.deepcopy(model_of(kind))
     session = Session(model, memory=1 << 24)
 
-    def known(ids: Tensor, **how: Any) -> tuple[int, Tensor]:
+    def known(ids, **how):
         how = {"max_new_tokens": NEW_TOKENS, **how}
-        out: Any = session.generate(ids, **how)
+        out = session.generate(ids, **how)
         want = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         assert out.sequences.tolist() == want.tolist()
         return out.stats.num_known_tokens, out.sequences
@@ -107,30 +103,30 @@ def test_sessions_keep_states_where_texts_end_and_where_they_part(kind: str) -> 
     assert known(second)[0] == 0
 
 
-def test_a_text_whose_last_drafts_were_rejected_is_kept_up_to_the_state_before() -> None:
+def test_a_text_whose_last_drafts_were_rejected_is_kept_up_to_the_state_before():
     model, ids = model_of("falcon_h1"), prompt(30)
     session = Session(model, memory=1 << 24)
-    out: Any = session.generate(ids, max_new_tokens=NEW_TOKENS, **_drafts(model))
+    out = session.generate(ids, max_new_tokens=NEW_TOKENS, **_drafts(model))
     assert out.stats.num_draft_tokens > out.stats.num_accepted_tokens
     text = torch.cat([out.sequences, prompt(5, seed=1)], 1)
-    again: Any = session.generate(text, max_new_tokens=NEW_TOKENS, enabled=False)
+    again = session.generate(text, max_new_tokens=NEW_TOKENS, enabled=False)
     assert 30 <= again.stats.num_known_tokens < out.sequences.shape[1]
     want = model.generate(text, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert again.sequences.tolist() == want.tolist()
 
 
-def _drafts(model: Any) -> dict[str, Any]:
+def _drafts(model):
     return every_draft(model, EIGHT)[-1]
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
-def test_servers_keep_states_of_prompts_and_turns(kind: str) -> None:
+def test_servers_keep_states_of_prompts_and_turns(kind):
     model = model_of(kind)
     serving = Serving(model, max_rows=2, lookup=False, skip=EIGHT, controller=Erratic(2))
     assert serving._batch.passes.nbytes(1, 0) >= state_bytes(sublayers_of(model)) > 0
 
-    def text(tokens: list[int]) -> tuple[int, list[int]]:
-        told: list[Any] = []
+    def text(tokens):
+        told = []
         serving.submit(TextRequest(tokens, max_new_tokens=NEW_TOKENS), told.append)
         while serving.step():
             pass
