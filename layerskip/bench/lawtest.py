@@ -49,7 +49,7 @@ class Recorded:
     num_sublayers = first_reader = 1
     execution = "modules"
     drawn = None
-    branches = False
+    branches = recurrent = False
 
     def __init__(self, target: Tensor) -> None:
         self.target, self.device = target, target.device
