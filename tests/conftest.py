@@ -1,5 +1,6 @@
 """Settings that every test shares: repeatable random cases, one thread a process, no network."""
 
+import gc
 import json
 import os
 import random
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items):
             cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
             for item in cases[-(-len(cases) // _SHARE) :]:
                 item.add_marker(pytest.mark.thorough)
+
+
+def pytest_runtest_setup():
+    """No search for garbage looks at modules and collected tests, which takes half a second."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
