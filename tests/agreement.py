@@ -18,14 +18,7 @@ PASSES = (WINDOW + 4, 1, 5, 1, 8)
 
 
 @torch.no_grad()
-def pairs(
-    modules,
-    other,
-    *,
-    rows=1,
-    ragged=False,
-    passes=PASSES,
-):
+def pairs(modules, other, *, rows=1, ragged=False, passes=PASSES):
     """What both paths make of the module path's hidden states, after every sublayer and the head,
     in every pass of so many tokens."""
     tokens = prompt(sum(passes), rows=rows)

@@ -2,12 +2,7 @@
 
 import models
 import torch
-from models import (
-    WINDOW,
-    Erratic,
-    lively_model,
-    ragged,
-)
+from models import WINDOW, Erratic, lively_model, ragged
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
@@ -23,14 +18,7 @@ SKIPS = models.SKIPS | {"nothing": SkipConfig()}
 LENGTHS = (WINDOW + 5, 3, 6)
 
 
-def request(
-    lengths=LENGTHS,
-    *,
-    new_tokens=20,
-    sample=False,
-    processors=(),
-    **settings,
-):
+def request(lengths=LENGTHS, *, new_tokens=20, sample=False, processors=(), **settings):
     ids, mask = ragged(lengths, seed=1)
     rows = len(lengths)
     return Request(
@@ -43,15 +31,7 @@ def request(
     )
 
 
-def decoder(
-    model,
-    asked,
-    *,
-    skip="early exit",
-    controller=None,
-    longest=4,
-    execution="auto",
-):
+def decoder(model, asked, *, skip="early exit", controller=None, longest=4, execution="auto"):
     return Decoder(
         Sublayers(model, execution=execution),
         SKIPS[skip].resolve(model.config.num_hidden_layers),

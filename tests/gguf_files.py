@@ -71,14 +71,7 @@ def _name(name, gemma):
     return f"blk.{layer}.{parts[part]}.{kind}"
 
 
-def write(
-    path,
-    kind="llama",
-    forms=FORMATS,
-    seed=0,
-    tied=True,
-    **overrides,
-):
+def write(path, kind="llama", forms=FORMATS, seed=0, tied=True, **overrides):
     """Write a file whose matrices take turns in some formats; returns the model that it means.
 
     Args:

@@ -153,17 +153,7 @@ def prompts():
     return torch.where(mask.bool(), ids % (FEW - 2) + 2, 0), mask
 
 
-def decoded(
-    model,
-    drafts,
-    law,
-    controller,
-    execution,
-    ended=False,
-    *,
-    new,
-    longest=5,
-):
+def decoded(model, drafts, law, controller, execution, ended=False, *, new, longest=5):
     """What `generate()` gives for the prompts."""
     how, (ids, mask) = dict(LAWS[law]), prompts()
     decoding = several(

@@ -31,14 +31,7 @@ def second_of(family="llama", vocab_size=12, noise=0.5):
     return near(model_of(family, vocab_size), noise)
 
 
-def decoded(
-    drafts,
-    controller,
-    *,
-    execution="auto",
-    each=lambda run: None,
-    **how,
-):
+def decoded(drafts, controller, *, execution="auto", each=lambda run: None, **how):
     """Decode ragged prompts to the end, and do something after each round; the finished decoder."""
     model = how.pop("model", None) or model_of()
     ids, mask = prompts(model)

@@ -135,14 +135,7 @@ def require(kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
 
 
-def tiny_model(
-    family,
-    *,
-    dtype=torch.float64,
-    attention=None,
-    seed=0,
-    **overrides,
-):
+def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrides):
     """A seeded random model of a family: 6 layers, width 32, 4 heads, 2 key-value heads of 8.
 
     Args:

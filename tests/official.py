@@ -34,14 +34,7 @@ def target_of(family, tokens=FEW, dtype=torch.float64):
 
 
 @functools.cache
-def assistant_of(
-    family,
-    centroids=False,
-    tokens=FEW,
-    dtype=torch.float64,
-    noise=0.1,
-    **text,
-):
+def assistant_of(family, centroids=False, tokens=FEW, dtype=torch.float64, noise=0.1, **text):
     """An assistant that agrees with a lively target now and then, and not always.
 
     Mostly the target's embedding under the target's head; its layers and h add something.

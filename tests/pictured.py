@@ -111,13 +111,7 @@ def _pixels(kind, size, number):
     return {"pixel_values": pixels} | ({"image_sizes": sizes} if kind == "mistral3" else {})
 
 
-def inputs_of(
-    model,
-    kind,
-    lengths=(24, 18, 40),
-    places=((3,), (), (0, 19)),
-    size=4,
-):
+def inputs_of(model, kind, lengths=(24, 18, 40), places=((3,), (), (0, 19)), size=4):
     """Left-padded prompts with pictures that begin at places of each row, and the pictures."""
     width, number = max(lengths), sum(map(len, places))
     pixels = _pixels(kind, size, number)

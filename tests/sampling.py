@@ -21,9 +21,7 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import (
-    stream_key,
-)
+from layerskip.decoding.noise import stream_key
 from layerskip.model.sublayers import Sublayers
 
 VOCABULARY, NEW_TOKENS, TEXTS = 5, 3, 1500

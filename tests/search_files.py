@@ -11,16 +11,7 @@ from layerskip.costs.speculation import CostTable, speedup
 STEP = 0.007  # seconds of one plain step
 
 
-def made_up(
-    *,
-    layers=12,
-    trials=120,
-    confirm=True,
-    pays=True,
-    finalists=4,
-    seed=0,
-    **changes,
-):
+def made_up(*, layers=12, trials=120, confirm=True, pays=True, finalists=4, seed=0, **changes):
     """A search of the sublayer space; `pays` False: of drafts that cost too much for their worth.
 
     Args:

@@ -97,8 +97,7 @@ def test_speedups_compare_only_prompts_that_both_have(tmp_path):
 
 def test_texts_of_one_token_have_no_decoding(tmp_path):
     run = run_of(
-        tmp_path,
-        [r for m in ("plain", "self") for r in timed(m, "code-1", [0.002], tokens=1)],
+        tmp_path, [r for m in ("plain", "self") for r in timed(m, "code-1", [0.002], tokens=1)]
     )
     row = one(tables.speedup(run), method="self", over="plain")
     assert row["speedup"] == pytest.approx(1)

@@ -43,9 +43,7 @@ def test_a_saved_assistant_is_the_librarys(tmp_path, unified, ordered):
     embedded, state = torch.randn(2, 1, 1, 32).double()
     position = torch.tensor([[7]])
     expected = built(
-        inputs_embeds=torch.cat([embedded, state], -1),
-        position_ids=position,
-        shared_kv_states=keys,
+        inputs_embeds=torch.cat([embedded, state], -1), position_ids=position, shared_kv_states=keys
     )
     logits, after = loaded.step(embedded, state, keys, dict.fromkeys(keys), position)
     torch.testing.assert_close(logits, expected.logits)

@@ -14,12 +14,7 @@ import layerskip
 from layerskip import LogitLookup
 from layerskip.bench.batches import Encoded, PromptBatch, make_batches
 from layerskip.bench.comparison import Judge
-from layerskip.bench.methods import (
-    Decoded,
-    Engine,
-    Peer,
-    Task,
-)
+from layerskip.bench.methods import Decoded, Engine, Peer, Task
 from layerskip.bench.plans import price
 from layerskip.bench.runner import benchmark, depth, interleaved, loops, repeated_share
 from layerskip.config import SkipConfig
@@ -378,8 +373,7 @@ def test_a_near_tie_is_none(model):
 
 
 @pytest.mark.parametrize(
-    "task",
-    [Task(8), Task(8, do_sample=True, temperature=0.7, top_k=30, top_p=0.9, seed=5)],
+    "task", [Task(8), Task(8, do_sample=True, temperature=0.7, top_k=30, top_p=0.9, seed=5)]
 )
 def test_the_scores_that_judge_are_those_that_drew(model, task):
     """What a text that was cut should have gone on with is what there was."""

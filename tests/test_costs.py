@@ -47,13 +47,7 @@ SKIPS = [
 ]
 
 
-def request(
-    lengths=(40,),
-    *,
-    sample=False,
-    processors=(),
-    new_tokens=5,
-):
+def request(lengths=(40,), *, sample=False, processors=(), new_tokens=5):
     ids, mask = ragged(lengths, seed=1)
     return Request(
         input_ids=ids,

@@ -33,14 +33,8 @@ LEVEL = 1e-6  # of every statistical test here
 LENGTH, NEW, TEXTS = 3, 48, 200  # few long texts: rounds count, and each text costs a pass
 PROMPT = prompt(5)
 EOS, NO_END = frozenset(range(5, 8)), frozenset[int]()
-SKIPS = {
-    "an exit": SkipConfig.early_exit(4),
-    "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3)),
-}
-CONTROLLERS = {
-    "fixed": Fixed(LENGTH),
-    "confidence": Confidence(0.15, LENGTH),
-}
+SKIPS = {"an exit": SkipConfig.early_exit(4), "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3))}
+CONTROLLERS = {"fixed": Fixed(LENGTH), "confidence": Confidence(0.15, LENGTH)}
 # skip config, controller, tokens that end a text (where its length adds to what counts differ by)
 ROUNDS = [
     pytest.param("an exit", "fixed", NO_END, marks=pytest.mark.slow),

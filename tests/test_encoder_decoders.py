@@ -149,12 +149,7 @@ SKIPS = {
 @pytest.mark.parametrize("draft", SKIPS)
 def test_a_t5gemma_drafts_with_its_decoders_sublayers(draft, batch):
     few = {"draft_vocabulary": range(2, 70)} if draft == "few of the head" else {}
-    settings = {
-        "skip": SKIPS[draft],
-        "controller": Erratic(),
-        "max_draft_length": 5,
-        **few,
-    }
+    settings = {"skip": SKIPS[draft], "controller": Erratic(), "max_draft_length": 5, **few}
     out = decode("t5gemma", batch, **settings)
     assert new_tokens(out) == reference("t5gemma", batch)
     assert out.stats.num_draft_tokens > 0

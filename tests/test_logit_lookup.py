@@ -162,9 +162,7 @@ def again(laws, seed=5):
     return generate(model, ids, controller="fixed", max_draft_length=4, seed=seed, **how)
 
 
-def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_noise(
-    monkeypatch,
-):
+def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_noise(monkeypatch):
     laws = StoredLogits()
     first, second, third = again(laws), again(laws), again(laws, seed=6)
     assert torch.equal(first.sequences, second.sequences)

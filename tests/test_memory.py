@@ -8,12 +8,7 @@ from models import prompt, seated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
 
 import layerskip
 from layerskip import SkipConfig

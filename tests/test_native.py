@@ -815,14 +815,7 @@ EMULATED = f"-DEMULATED_TILES={zlib.crc32(TILES.read_bytes())} -I{TILES.parent}"
 @pytest.mark.parametrize("file", AGAIN)
 @pytest.mark.parametrize(
     "capability",
-    [
-        "default",
-        "avx2",
-        "avx512 -DWITHOUT_DOTS",
-        f"avx2 {EMULATED}",
-        f"avx512 {EMULATED}",
-        "none",
-    ],
+    ["default", "avx2", "avx512 -DWITHOUT_DOTS", f"avx2 {EMULATED}", f"avx512 {EMULATED}", "none"],
 )
 def test_other_vectors_give_the_same_numbers(capability, file):
     """A library for them is built; where torch does not know them, it is the usual one."""

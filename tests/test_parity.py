@@ -89,15 +89,7 @@ def reference(family, rows, lengths):
     return new
 
 
-def decode(
-    family,
-    ids,
-    mask,
-    *,
-    sample,
-    max_new_tokens=NEW_TOKENS,
-    **settings,
-):
+def decode(family, ids, mask, *, sample, max_new_tokens=NEW_TOKENS, **settings):
     out = model_of(family).generate(
         ids,
         attention_mask=mask,

@@ -6,11 +6,7 @@ from dataclasses import replace
 import pytest
 
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
-from layerskip.costs.speculation import (
-    CostTable,
-    expected_tokens,
-    speedup_bound,
-)
+from layerskip.costs.speculation import CostTable, expected_tokens, speedup_bound
 from layerskip.decoding.controllers import make_controller
 from layerskip.model.branches import ROOT, Branches
 from layerskip.registry import CONTROLLERS

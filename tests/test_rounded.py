@@ -5,15 +5,7 @@ from itertools import product
 import pytest
 import torch
 from agreement import assert_agree, pairs
-from models import (
-    FAMILIES,
-    VOCABULARY,
-    WINDOW,
-    LowRank,
-    lively_model,
-    prompt,
-    ragged,
-)
+from models import FAMILIES, VOCABULARY, WINDOW, LowRank, lively_model, prompt, ragged
 from models import tiny_model as tiny
 from torch import nn
 

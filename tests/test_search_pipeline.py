@@ -106,11 +106,7 @@ def timed(llama):
     return find(llama, held_out=HELD_OUT, trials=30, finalists=2, repeats=1)
 
 
-LOW = {
-    "low_bits": 8,
-    **dict.fromkeys(("low_attention", "low_mlp"), [3e-4] * 6),
-    "low_head": 1.5e-4,
-}
+LOW = {"low_bits": 8, **dict.fromkeys(("low_attention", "low_mlp"), [3e-4] * 6), "low_head": 1.5e-4}
 
 
 class TestSpaces:

@@ -35,10 +35,7 @@ TOOLS_TEMPLATE = (
     "<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{{ '\\n' }}"
     "{% endfor %}assistant:{% if think %} <think>{% endif %}{# </think> #}"
 )
-FUNCTION = {
-    "name": "f",
-    "parameters": {"properties": {"x": {"enum": [1, 23]}}, "required": ["x"]},
-}
+FUNCTION = {"name": "f", "parameters": {"properties": {"x": {"enum": [1, 23]}}, "required": ["x"]}}
 TOOL = {"type": "function", "function": FUNCTION}
 THIS, NAMED = ({"type": "function", "function": {"name": name}} for name in "fg")
 BAD_TOOL = {"type": "function", "function": {"name": "a b"}}
@@ -80,12 +77,7 @@ class Place:
     def alone(self, prompt, new, **law):
         """The tokens that the library decodes for a prompt alone."""
         ids = torch.tensor([self.served.tokenizer(prompt)["input_ids"]])  # (1, T)
-        settings = {
-            "execution": "fused",
-            "max_new_tokens": new,
-            "top_k": 0,
-            "top_p": 1.0,
-        }
+        settings = {"execution": "fused", "max_new_tokens": new, "top_k": 0, "top_p": 1.0}
         settings["enabled"] = False
         rounds = decode(self.model, ids, **{**settings, **law})
         return [token for round_ in rounds for token in round_.tokens[0]]

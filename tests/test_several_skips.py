@@ -36,9 +36,7 @@ def test_the_text_is_the_targets_whichever_set_drafts(execution, sample):
 
 
 @pytest.mark.parametrize("tables", [[DEAR, CHEAP], [CHEAP, DEAR]])
-def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(
-    tables,
-):
+def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(tables):
     trace = looped.traced(True, False)
     drafts = [skip.resolve(6) for skip in EXITS]
     run = looped.decoded(drafts, ExpectedGain(tables), sample=True, eos=trace.eos)

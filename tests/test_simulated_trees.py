@@ -54,12 +54,7 @@ def traced(family, law, ended):
     )
 
 
-def decoded(
-    trace,
-    texts,
-    drafts,
-    controller,
-):
+def decoded(trace, texts, drafts, controller):
     """The rounds of real decoding, but for the prefill's."""
     ids, mask = kinds.prompts()
     request = Request(
@@ -88,14 +83,7 @@ def decoded(
     ),
 )
 def test_rounds_are_those_of_decoding(
-    size,
-    children,
-    law,
-    controller,
-    beside,
-    family,
-    texts,
-    ended,
+    size, children, law, controller, beside, family, texts, ended
 ):
     trace = traced(family, law, ended)
     joined = Lookup() if "joined" in beside else None

@@ -75,12 +75,7 @@ def sampling(temperature, *processors):
 def traced(family, temperature, eos):
     model = lively_model(family)
     trace = take_trace(
-        model,
-        rows(),
-        max_new_tokens=NEW,
-        law=sampling(temperature),
-        eos=eos,
-        draft_length=LENGTH,
+        model, rows(), max_new_tokens=NEW, law=sampling(temperature), eos=eos, draft_length=LENGTH
     )
     return model, trace
 

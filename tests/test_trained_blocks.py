@@ -7,13 +7,7 @@ import pytest
 import torch
 from guesses import Guesses
 from kinds import BLOCKS, weights_of
-from looped import (
-    ENDS,
-    decoded,
-    model_of,
-    prompts,
-    second_of,
-)
+from looped import ENDS, decoded, model_of, prompts, second_of
 from models import Fickle, Growing, lively_model
 
 import layerskip
@@ -218,11 +212,7 @@ def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name, folder):
     opened, skip = Sublayers(model), skip_of(name, folder, model).resolve(6)
     every = range(model.config.vocab_size)
     known = {token for token in every if token % 6 != 2}
-    for given, wanted in (
-        (every, known),
-        ([2, 3, 4, 9], {3, 4, 9}),
-        ([2, 8], {2, 8}),
-    ):
+    for given, wanted in ((every, known), ([2, 3, 4, 9], {3, 4, 9}), ([2, 8], {2, 8})):
         for logits in drafting(opened.trimmed(given), skip, torch.tensor([5, 9])):
             assert set(logits[0].isfinite().nonzero()[:, 0].tolist()) == wanted
     assert skip.trained is not None

@@ -15,15 +15,7 @@ def scores_after(model, seen, key, temperature):
     return logits / temperature + noise
 
 
-def partings(
-    model,
-    mask,
-    texts,
-    others,
-    *,
-    keys=None,
-    temperature=1.0,
-):
+def partings(model, mask, texts, others, *, keys=None, temperature=1.0):
     """For every row whose texts part: by how much the worse of the two tokens misses the best.
 
     Args:
