@@ -56,8 +56,7 @@ def of_trials(*trials, **changes):
 
 LOW = {"bits": 8, "attention": [0, 2], "mlp": [*range(12)], "head": True}
 
-# ---------------------------------------------------------------------------------------------
-# Numbers
+# ---- Numbers ----
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -117,8 +116,7 @@ def test_finalists_in_numbers(tmp_path):
     assert table["role"].tolist() == ["winner, best exit", "", ""]
 
 
-# ---------------------------------------------------------------------------------------------
-# Pictures
+# ---- Pictures ----
 
 
 def texts_of(figure):
@@ -194,8 +192,7 @@ def test_other_searches_of_the_same_kind_are_drawn_beside(tmp_path):
     assert labels[-1] == "best so far of another search (random)"
 
 
-# ---------------------------------------------------------------------------------------------
-# Words
+# ---- Words ----
 
 
 def said(tmp_path, document):
@@ -247,8 +244,7 @@ def test_what_is_said_of_searches(tmp_path, document, facts, absent):
     assert "nan" not in text
 
 
-# ---------------------------------------------------------------------------------------------
-# The folder
+# ---- The folder ----
 
 
 @pytest.fixture
@@ -365,8 +361,7 @@ def test_searches_with_little_in_them_are_reported(tmp_path, document):
     page_of(tmp_path / "report")
 
 
-# ---------------------------------------------------------------------------------------------
-# Bad files
+# ---- Bad files ----
 
 FREE = ("cost", "environment.packages", "prompts.categories")
 """Objects whose keys are data."""

@@ -25,8 +25,7 @@ COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 EXIT = SkipConfig.early_exit(4).resolve(6)
 
 
-# ---------------------------------------------------------------------------------------------
-# Decoding; that the text and its law are the target's: in `test_every_kind.py`.
+# ---- Decoding; that the text and its law are the target's: in `test_every_kind.py`. ----
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
@@ -78,8 +77,7 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused():
         decoded((Assistant(Sublayers(short)),), Fixed())
 
 
-# ---------------------------------------------------------------------------------------------
-# Replays.
+# ---- Replays. ----
 
 
 def test_an_assistant_that_has_read_other_texts_is_seen():
@@ -94,8 +92,7 @@ def test_an_assistant_that_has_read_other_texts_is_seen():
     assert not torch.equal(chains.drafts().tokens, want)
 
 
-# ---------------------------------------------------------------------------------------------
-# What it costs.
+# ---- What it costs. ----
 
 
 def test_costs_are_measured_and_kept_without_the_model():
@@ -123,8 +120,7 @@ def test_analytic_costs_are_those_of_its_bytes():
     assert analytic(model, trimmed).draft < want
 
 
-# ---------------------------------------------------------------------------------------------
-# The vocabulary.
+# ---- The vocabulary. ----
 
 
 class Words:

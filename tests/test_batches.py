@@ -47,8 +47,7 @@ def decoding(controller="fixed", **settings):
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# The same tokens as ever.
+# ---- The same tokens as ever. ----
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
@@ -149,8 +148,7 @@ def test_scores_are_those_of_the_true_rows(llama, processors):
     assert generate(llama, 8, decoding(), **how | {"output_logits": False}).logits is None
 
 
-# ---------------------------------------------------------------------------------------------
-# What is left behind, and when.
+# ---- What is left behind, and when. ----
 
 
 def ending_at(lengths):
@@ -317,8 +315,7 @@ def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
         check_cache(run, prefilled(run))
 
 
-# ---------------------------------------------------------------------------------------------
-# Prompts in chunks.
+# ---- Prompts in chunks. ----
 
 
 @pytest.mark.parametrize(

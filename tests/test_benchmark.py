@@ -73,8 +73,7 @@ def batches(*lengths, rows=1, seed=0):
     return made
 
 
-# ---------------------------------------------------------------------------------------------
-# The loop
+# ---- The loop ----
 
 
 def run_fakes(repeats, warmup, *, names="abc", done=(), count=2):
@@ -149,8 +148,7 @@ def test_the_collector_rests_during_calls_only():
     assert gc.get_freeze_count() == 0
 
 
-# ---------------------------------------------------------------------------------------------
-# What is recorded
+# ---- What is recorded ----
 
 
 def recorded(model, task, methods, found_batches, **settings):
@@ -326,8 +324,7 @@ def test_the_end_of_a_text_is_counted_and_nothing_behind_it(model):
     assert all(record["equal"] == [True, True] for record in records)
 
 
-# ---------------------------------------------------------------------------------------------
-# Whether texts are as promised
+# ---- Whether texts are as promised ----
 
 
 def judged(model, task, tokens, batch, kind="self"):
@@ -397,8 +394,7 @@ def test_whose_text_a_method_must_give(model):
     assert not Judge(model, rejection, methods).promised(methods[1])
 
 
-# ---------------------------------------------------------------------------------------------
-# transformers' own ways
+# ---- transformers' own ways ----
 
 
 def test_peers_draw_the_same_for_the_same_repeat_only(model):
@@ -446,8 +442,7 @@ def test_the_model_is_left_as_found_whatever_happens(model, monkeypatch, error):
     assert settings_of(model) == before
 
 
-# ---------------------------------------------------------------------------------------------
-# Before and between
+# ---- Before and between ----
 
 
 def test_batches_are_of_one_category_and_padded_on_the_left():
@@ -487,8 +482,7 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
     assert method.generate(sizes[0]).costs.draft == 0.5
 
 
-# ---------------------------------------------------------------------------------------------
-# Texts that flatter drafts
+# ---- Texts that flatter drafts ----
 
 
 def test_repeated_share():

@@ -128,8 +128,7 @@ def test_grids_that_are_none(model, tasks, tmp_path, grid):
     assert "--sweep must be like exits=2..12,lengths=1..8, with exits in 1..5 for this" in line
 
 
-# ---------------------------------------------------------------------------------------------
-# llama.cpp
+# ---- llama.cpp ----
 
 
 class FakeLlama:

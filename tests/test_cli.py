@@ -63,8 +63,7 @@ def few_draws(sizes):
     sizes(draws=64)
 
 
-# ---------------------------------------------------------------------------------------------
-# generate
+# ---- generate ----
 
 
 def generate(folder, *arguments, prompt=PROMPT, tokens=16):
@@ -364,8 +363,7 @@ def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
     assert line.startswith("this skip config was searched on someone/else")
 
 
-# ---------------------------------------------------------------------------------------------
-# check, demo, env, version, help
+# ---- check, demo, env, version, help ----
 
 
 def test_a_prompt_is_carried_once_and_what_prompts_share_too(folder, tmp_path, spied):
@@ -560,8 +558,7 @@ def test_idle_threads_give_way_soon_where_nobody_says_otherwise(name, monkeypatc
     assert found == (said or {"GOMP_SPINCOUNT": "10000"})
 
 
-# ---------------------------------------------------------------------------------------------
-# benchmark, report
+# ---- benchmark, report ----
 
 
 def bench(folder, prompts, output, *flags):
@@ -766,8 +763,7 @@ def _tail(path):
     return path.read_bytes().partition(b"\n")[2]
 
 
-# ---------------------------------------------------------------------------------------------
-# Bad input
+# ---- Bad input ----
 
 FILES = {  # what lies in the folder that commands run in
     "diary": "my diary",
@@ -885,8 +881,7 @@ def test_no_command():
     assert result.stderr == "layerskip: error: Missing command. (see layerskip --help)\n"
 
 
-# ---------------------------------------------------------------------------------------------
-# Real processes
+# ---- Real processes ----
 
 
 @pytest.mark.wheel

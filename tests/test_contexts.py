@@ -97,8 +97,7 @@ def test_every_method_answers_at_a_context():
         assert (record["bytes_read"] is None) == (record["method"] == "generate-prompt-lookup")
 
 
-# ---------------------------------------------------------------------------------------------
-# Bytes that passes read
+# ---- Bytes that passes read ----
 
 
 def read_by(model, layers=6):

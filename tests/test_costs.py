@@ -82,8 +82,7 @@ def spent(of, *drafts, asked=None):
     return of.now() - before
 
 
-# ---------------------------------------------------------------------------------------------
-# What decoding measures.
+# ---- What decoding measures. ----
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
@@ -220,8 +219,7 @@ def test_sources_that_are_timed_at_another_pace_are_priced_alike():
         assert table.draft == pytest.approx(of.draft(skip, 32), rel=0.05)
 
 
-# ---------------------------------------------------------------------------------------------
-# The numbers of a machine.
+# ---- The numbers of a machine. ----
 
 
 def test_rates_follow_what_was_timed():
@@ -322,8 +320,7 @@ def _read(model):
     return sum(p.nbytes for module in read for p in module.parameters())
 
 
-# ---------------------------------------------------------------------------------------------
-# The record that prices any skip config.
+# ---- The record that prices any skip config. ----
 
 
 def recorded(of, **how):

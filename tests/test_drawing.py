@@ -49,8 +49,7 @@ def sampling(temperature=1.0, *processors, rows=1):
     return Law([*processors, *warpers], do_sample=True, rows=rows)
 
 
-# ---------------------------------------------------------------------------------------------
-# One place: the joint law of proposal and accept test.
+# ---- One place: the joint law of proposal and accept test. ----
 
 PLACES = 20_000
 TARGET = torch.tensor([0.1, 1.2, -0.4, -0.5, 0.7, float("-inf"), -2.0])
@@ -125,8 +124,7 @@ def test_places_where_a_text_is_known_no_further_and_drafts_without_a_token():
     assert drawn.tokens[1] == NOTHING
 
 
-# ---------------------------------------------------------------------------------------------
-# Whole texts: simulated rounds against real ones, by their counts over many seeds.
+# ---- Whole texts: simulated rounds against real ones, by their counts over many seeds. ----
 
 
 @cache
@@ -263,8 +261,7 @@ def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature):
     assert (p > LEVEL) == (temperature == 1.0)
 
 
-# ---------------------------------------------------------------------------------------------
-# Exactly: the same trace gives the same drafts, however they are computed.
+# ---- Exactly: the same trace gives the same drafts, however they are computed. ----
 
 
 @cache

@@ -70,8 +70,7 @@ class Script(Controller):
         self.updates.append((row, drafted, accepted))
 
 
-# ---------------------------------------------------------------------------------------------
-# The cache.
+# ---- The cache. ----
 
 
 ROUNDS = [
@@ -202,8 +201,7 @@ def test_growing_buffers_compile_nothing(sizes):
     assert long.emitted[0] == want[0, 5:].tolist()
 
 
-# ---------------------------------------------------------------------------------------------
-# Masks.
+# ---- Masks. ----
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -228,8 +226,7 @@ def test_layers_may_differ_in_dtype(attention):
         assert emitted == want[0, len(text) :].tolist()
 
 
-# ---------------------------------------------------------------------------------------------
-# Counters.
+# ---- Counters. ----
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -310,8 +307,7 @@ def test_plain_decoding_has_a_round_for_each_token(llama, new_tokens):
     assert run.stats.tokens_per_round == (new_tokens > 1)
 
 
-# ---------------------------------------------------------------------------------------------
-# Ends.
+# ---- Ends. ----
 
 
 def test_lengths_bound_what_is_drafted(llama):
@@ -382,8 +378,7 @@ def test_controller_is_told_every_round_and_held_back_where_it_asks_too_much(lla
     assert max(drafted for _, drafted in took_part) == 4
 
 
-# ---------------------------------------------------------------------------------------------
-# When the host waits for the device.
+# ---- When the host waits for the device. ----
 
 
 class Watched(Fixed):
@@ -457,8 +452,7 @@ def test_the_host_waits_once_a_round(llama, rejection, spied):
         assert len(reads) == len(rounds) + per_step * steps
 
 
-# ---------------------------------------------------------------------------------------------
-# Laws that break.
+# ---- Laws that break. ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # lean and native passes
@@ -495,8 +489,7 @@ def test_nan_in_the_draft_alone_only_ends_the_draft(llama):
             assert run.emitted == plain.emitted
 
 
-# ---------------------------------------------------------------------------------------------
-# What is left behind, and what happens side by side.
+# ---- What is left behind, and what happens side by side. ----
 
 
 def state(model):
@@ -581,8 +574,7 @@ def test_two_threads_on_one_model(llama, execution):
     assert [one.emitted for one in together] == [one.emitted for one in alone] * 2
 
 
-# ---------------------------------------------------------------------------------------------
-# What a decoder refuses.
+# ---- What a decoder refuses. ----
 
 
 def test_what_cannot_run_is_refused_before_anything_does(llama):
@@ -627,8 +619,7 @@ def test_rows_of_one_seed_at_different_places(llama, lengths):
         assert run.emitted[row] == alone.emitted[0]
 
 
-# ---------------------------------------------------------------------------------------------
-# Whose memory it is.
+# ---- Whose memory it is. ----
 
 
 @pure

@@ -87,8 +87,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("kinds")
 
 
-# ---------------------------------------------------------------------------------------------
-# The text.
+# ---- The text. ----
 
 TEXTS = covering(
     KINDS,
@@ -176,8 +175,7 @@ def test_the_check_of_a_persons_own_machine_passes(kind, family, folder, sizes):
     assert report.passed
 
 
-# ---------------------------------------------------------------------------------------------
-# The law of whole texts, enumerated through a small model itself.
+# ---- The law of whole texts, enumerated through a small model itself. ----
 
 PAIRS = [[a, b, a] for a in range(5) for b in range(5)]
 SOURCES = {
@@ -269,8 +267,7 @@ def test_known_wrong_samplers_fail_the_same_test(source, place, name, wrong, fol
     assert sampled(source, "none", True, "fused", folder)[0] < LEVEL
 
 
-# ---------------------------------------------------------------------------------------------
-# Replays.
+# ---- Replays. ----
 
 
 MIXTURES = {

@@ -76,8 +76,7 @@ def with_top(model, top):
     return other
 
 
-# ---------------------------------------------------------------------------------------------
-# The arithmetic.
+# ---- The arithmetic. ----
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -201,8 +200,7 @@ def test_rounded_experts_are_rounded_alone(bits, packed):
     torch.testing.assert_close(low(whole, 3)(1)(x), want)
 
 
-# ---------------------------------------------------------------------------------------------
-# Texts.
+# ---- Texts. ----
 
 
 def tokens_of(model, ids, mask, decoding, *, sample):
@@ -276,8 +274,7 @@ def test_drafts_leave_the_model_as_it_was():
     assert now == before
 
 
-# ---------------------------------------------------------------------------------------------
-# The choice.
+# ---- The choice. ----
 
 
 def test_experts_are_part_of_a_draft(tmp_path):
@@ -337,8 +334,7 @@ def test_compiled_passes_fall_back_to_fused_ones():
         assert Sublayers(tiny_model("mixtral"), "compiled").execution == "fused"
 
 
-# ---------------------------------------------------------------------------------------------
-# Bytes and costs.
+# ---- Bytes and costs. ----
 
 
 def test_bytes_of_the_experts_that_tokens_touch():
@@ -396,8 +392,7 @@ def test_analytic_costs_count_experts():
     assert analytic(Sublayers(tiny_model("llama")), SkipConfig().resolve(6)).verify == (1.0,)
 
 
-# ---------------------------------------------------------------------------------------------
-# The search.
+# ---- The search. ----
 
 
 @pytest.mark.parametrize("bits", [None, 8])

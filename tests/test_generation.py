@@ -76,8 +76,7 @@ def emitted(out):
     ]
 
 
-# ---------------------------------------------------------------------------------------------
-# Three doors, one text.
+# ---- Three doors, one text. ----
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -209,8 +208,7 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama, monkeyp
     assert table.source == "analytic"
 
 
-# ---------------------------------------------------------------------------------------------
-# Logits processors, with exact histories.
+# ---- Logits processors, with exact histories. ----
 
 
 class Shift(LogitsProcessor):
@@ -289,8 +287,7 @@ def test_a_draft_that_may_draw_nothing_ends_there(llama):
     assert got.stats.num_accepted_tokens < got.stats.num_draft_tokens
 
 
-# ---------------------------------------------------------------------------------------------
-# Ends.
+# ---- Ends. ----
 
 
 @pytest.fixture(scope="module")
@@ -354,8 +351,7 @@ def test_max_time_ends_every_row(llama):
     assert 9 < got.shape[1] < 209
 
 
-# ---------------------------------------------------------------------------------------------
-# Seeds.
+# ---- Seeds. ----
 
 
 def test_num_return_sequences_draw_from_streams_of_their_own(llama):
@@ -412,8 +408,7 @@ def test_seeds_must_be_one_per_row(llama):
             )
 
 
-# ---------------------------------------------------------------------------------------------
-# Streaming.
+# ---- Streaming. ----
 
 
 class Recorder:
@@ -485,8 +480,7 @@ def test_text_streamer_of_the_library(llama, tokenizer):
     assert text == tokenizer.decode(llama.generate(ids, max_new_tokens=12)[0, 6:])
 
 
-# ---------------------------------------------------------------------------------------------
-# Refusals, by name.
+# ---- Refusals, by name. ----
 
 
 def refused(model, match, error=ValueError, **how):
@@ -648,8 +642,7 @@ def test_a_skip_config_of_another_model_warns_and_stays_exact(llama):
     assert got.tolist() == llama.generate(prompt(5), max_new_tokens=6).tolist()
 
 
-# ---------------------------------------------------------------------------------------------
-# Other weights, other places.
+# ---- Other weights, other places. ----
 
 
 # By how much of the largest score passes of different lengths may disagree.
@@ -764,8 +757,7 @@ def test_generation_config_of_the_model_is_used(llama):
     assert got.shape[1] == 12  # which counts the prompt
 
 
-# ---------------------------------------------------------------------------------------------
-# What an adapter library puts around a model.
+# ---- What an adapter library puts around a model. ----
 
 
 class Wrapper(nn.Module):

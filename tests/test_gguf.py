@@ -136,8 +136,7 @@ def rewritten(path, more, *left_out):
     return made
 
 
-# ---------------------------------------------------------------------------------------------
-# Files that nobody means: one line, and no memory.
+# ---- Files that nobody means: one line, and no memory. ----
 
 HEAD = struct.Struct("<4sIQQ")
 

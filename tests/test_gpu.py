@@ -81,8 +81,7 @@ def placed(family, device, **changes):
     return lively_model(family, **changes).to(device), ids.to(device), mask.to(device)
 
 
-# ---------------------------------------------------------------------------------------------
-# Tokens.
+# ---- Tokens. ----
 
 
 @ways(*FAMILIES)
@@ -142,8 +141,7 @@ def test_trained_drafts_and_second_models(kind, device, tmp_path):
         assert sampled.sequences.tolist() == plain.sequences.tolist()
 
 
-# ---------------------------------------------------------------------------------------------
-# StoredLogits.
+# ---- StoredLogits. ----
 
 
 @pytest.mark.parametrize("purpose", [TARGET, DRAFT, ACCEPT])
@@ -195,8 +193,7 @@ def test_texts_follow_the_targets_law(device, execution, rejection):
     assert p_value(counts, "top-p") > LEVEL
 
 
-# ---------------------------------------------------------------------------------------------
-# The cache, captured graphs, waiting.
+# ---- The cache, captured graphs, waiting. ----
 
 
 @pytest.mark.parametrize("skip", ["early exit", "scattered"])

@@ -46,8 +46,7 @@ DRAFTS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------
-# The same text.
+# ---- The same text. ----
 
 
 @pytest.mark.parametrize(
@@ -195,8 +194,7 @@ def test_placeholders_without_pictures(kind):
         assert PLACEHOLDER in want.sequences[:, 12:-1]
 
 
-# ---------------------------------------------------------------------------------------------
-# What pictures change.
+# ---- What pictures change. ----
 
 
 def test_pictures_and_their_types_change_the_text():
@@ -214,8 +212,7 @@ def test_pictures_and_their_types_change_the_text():
     assert (changed > 1e-3).tolist() == [True, False, True]
 
 
-# ---------------------------------------------------------------------------------------------
-# What is refused.
+# ---- What is refused. ----
 
 
 def test_refusals_name_what_is_wrong():
@@ -249,8 +246,7 @@ def test_refusals_name_what_is_wrong():
         run(model, {"inputs_embeds": embedded}, decoding)
 
 
-# ---------------------------------------------------------------------------------------------
-# Conditional checkpoints.
+# ---- Conditional checkpoints. ----
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", *slow("gemma4", "gemma4 unified", "mistral3")])

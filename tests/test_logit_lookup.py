@@ -29,8 +29,7 @@ from layerskip.replay.drafts import replay
 from layerskip.research.logit_lookup import BestAcceptance, _Best
 from layerskip.research.stored_logits import largest_of
 
-# ---------------------------------------------------------------------------------------------
-# What is kept.
+# ---- What is kept. ----
 
 
 @pytest.mark.parametrize("size", [5, 32, 64, 1000, 4097])
@@ -92,8 +91,7 @@ def test_logits_that_a_decoding_reads_are_not_dropped_for_another_model():
     assert stored.find(texts[:2]) == (0, -1)
 
 
-# ---------------------------------------------------------------------------------------------
-# What is drawn of it.
+# ---- What is drawn of it. ----
 
 PROCESSORS = {
     "softmax": [],
@@ -150,8 +148,7 @@ def test_under_the_rejection_rule_the_likeliest_is_drafted():
     assert {drawn(draws, 0, offset, *few) for offset in range(9)} == {0}
 
 
-# ---------------------------------------------------------------------------------------------
-# Decoding.
+# ---- Decoding. ----
 
 
 def again(laws, seed=5):

@@ -34,8 +34,7 @@ MIXTURES = {
     ),
     "scattered, exit": (SCATTERED, EXIT),
 }
-# ---------------------------------------------------------------------------------------------
-# The index.
+# ---- The index. ----
 
 
 def common(text, end, history):
@@ -106,8 +105,7 @@ def test_another_text_ends_where_it_ends():
     assert other.find(2) == NOTHING
 
 
-# ---------------------------------------------------------------------------------------------
-# Decoding; that the text is the target's: in `test_every_kind.py`.
+# ---- Decoding; that the text is the target's: in `test_every_kind.py`. ----
 
 
 def test_sources_are_counted():
@@ -181,8 +179,7 @@ def test_processors_never_see_what_they_forbid():
     assert seen
 
 
-# ---------------------------------------------------------------------------------------------
-# The law under the rejection rule.
+# ---- The law under the rejection rule. ----
 
 
 def test_the_correction_of_a_token_without_a_law_is_that_of_a_law_for_it_alone():
@@ -247,8 +244,7 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
     assert p_value(texts, "none") < LEVEL
 
 
-# ---------------------------------------------------------------------------------------------
-# Replays.
+# ---- Replays. ----
 
 
 def test_a_replay_holds_what_was_looked_up():
@@ -271,8 +267,7 @@ def test_a_replay_holds_what_was_looked_up():
         replay(trace, Lookup(), 7)
 
 
-# ---------------------------------------------------------------------------------------------
-# The choice of expected-gain.
+# ---- The choice of expected-gain. ----
 
 
 def decide(controller, offers, right, drafts=1.0):

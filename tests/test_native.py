@@ -77,8 +77,7 @@ def calls(spied):
     return spied(Native, "_run", lambda _, hidden, *__: hidden.shape[0] * hidden.shape[1])
 
 
-# ---------------------------------------------------------------------------------------------
-# Sublayers and heads against the library's modules.
+# ---- Sublayers and heads against the library's modules. ----
 
 
 @pytest.mark.usefixtures("built")
@@ -350,8 +349,7 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass():
     assert all(torch.equal(each, want) for each in got)
 
 
-# ---------------------------------------------------------------------------------------------
-# What a caller may do to a model and to a pass.
+# ---- What a caller may do to a model and to a pass. ----
 
 
 @pytest.mark.usefixtures("built")
@@ -418,8 +416,7 @@ def test_a_model_that_was_changed_is_an_error_that_says_how():
         opened.run(hidden, step, [0])
 
 
-# ---------------------------------------------------------------------------------------------
-# Entries of a plan, on their own.
+# ---- Entries of a plan, on their own. ----
 
 
 def drawn(*shape, dtype, seed=0):
@@ -491,8 +488,7 @@ def test_buffers_that_begin_later_give_the_same_bits(dtype):
             plan.run(hidden, [number], [copies[0]], [copies[1]], starts, angles, base)
 
 
-# ---------------------------------------------------------------------------------------------
-# Texts in float32: the library's greedy ones, and plain ones of the same noise.
+# ---- Texts in float32: the library's greedy ones, and plain ones of the same noise. ----
 
 
 RESOLUTION = 1e-4  # of scores, as in test_parity
@@ -534,8 +530,7 @@ def test_texts_are_those_of_transformers_and_of_the_module_path(calls):
     assert len(calls) > 100
 
 
-# ---------------------------------------------------------------------------------------------
-# What fails: one line, the fused path, the same tokens.
+# ---- What fails: one line, the fused path, the same tokens. ----
 
 
 @pytest.fixture

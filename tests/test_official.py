@@ -29,8 +29,7 @@ pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers
 NEW = 24
 
 
-# ---------------------------------------------------------------------------------------------
-# Its steps, against the library's own class.
+# ---- Its steps, against the library's own class. ----
 
 
 @contextmanager
@@ -150,8 +149,7 @@ def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spi
     assert max(counts) == 4
 
 
-# ---------------------------------------------------------------------------------------------
-# The doors, what it costs, and what is refused.
+# ---- The doors, what it costs, and what is refused. ----
 
 
 def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path):

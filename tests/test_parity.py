@@ -177,8 +177,7 @@ def test_eager_attention_and_a_tied_head(family):
         assert got.tolist() == want.tolist()
 
 
-# ---------------------------------------------------------------------------------------------
-# The shipped models, in float32.
+# ---- The shipped models, in float32. ----
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
 SHIPPED_SKIPS = {

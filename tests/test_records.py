@@ -173,8 +173,7 @@ def test_a_line_in_the_middle_is_never_cut_off(path):
             read(path)
 
 
-# ---------------------------------------------------------------------------------------------
-# Going on
+# ---- Going on ----
 
 
 def test_a_run_cut_anywhere_goes_on(path):

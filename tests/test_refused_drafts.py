@@ -32,8 +32,7 @@ def prompts(tmp_path):
     return path
 
 
-# ---------------------------------------------------------------------------------------------
-# Drafts.
+# ---- Drafts. ----
 
 
 def trained_draft(kind, checkpoint, folder):
@@ -116,8 +115,7 @@ def test_second_models_that_cannot_draft(checkpoint, tmp_path):
     assert "at most 8 tokens" in line
 
 
-# ---------------------------------------------------------------------------------------------
-# Trainings.
+# ---- Trainings. ----
 
 
 @pytest.fixture

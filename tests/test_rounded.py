@@ -23,8 +23,7 @@ EXECUTIONS = [
 ]
 
 
-# ---------------------------------------------------------------------------------------------
-# Numbers.
+# ---- Numbers. ----
 
 
 def weight_of(rows, columns, seed=0):
@@ -85,8 +84,7 @@ def test_products_with_weights_as_they_are_widened(bits, dtype):
         assert ((got - want).abs() <= bound * size).all()
 
 
-# ---------------------------------------------------------------------------------------------
-# Native products: the same rounding in float64.
+# ---- Native products: the same rounding in float64. ----
 
 
 def rounded_inputs(x):
@@ -179,8 +177,7 @@ def test_matrices_that_are_not_packed_are_refused():
         module.Matrix(copy.numbers, None, None, **how)
 
 
-# ---------------------------------------------------------------------------------------------
-# Sublayers and heads.
+# ---- Sublayers and heads. ----
 
 
 def lowered(model, execution, bits):
@@ -260,8 +257,7 @@ def test_drafts_run_what_they_are_asked_to(execution, bits):
     assert some.abs().max() < 1e-5 * whole.abs().max()
 
 
-# ---------------------------------------------------------------------------------------------
-# Copies.
+# ---- Copies. ----
 
 
 def _merged(weight):
@@ -344,8 +340,7 @@ def test_memory_is_told_and_shared(execution, bits):
     assert few.weights.nbytes(SkipConfig.low_precision(bits)) == told - whole + head
 
 
-# ---------------------------------------------------------------------------------------------
-# Modules that are not plain.
+# ---- Modules that are not plain. ----
 
 
 class Quantised(nn.Linear):
@@ -390,8 +385,7 @@ def test_a_forward_of_its_own_is_refused_by_name():
         del module.forward
 
 
-# ---------------------------------------------------------------------------------------------
-# Texts.
+# ---- Texts. ----
 
 
 def test_drafts_in_low_precision_are_mostly_right_and_leave_the_model_alone():

@@ -46,8 +46,7 @@ laws = st.one_of(weights, st.integers(0, 4).map(lambda i: [float(i == j) for j i
 )
 
 
-# ---------------------------------------------------------------------------------------------
-# The rejection rule, algebraically.
+# ---- The rejection rule, algebraically. ----
 
 
 def emitted_law(p, q):
@@ -96,8 +95,7 @@ def test_known_mistakes_do_not_emit_the_targets_law(monkeypatch):
             assert (emitted_law(p, q) - p).abs().max() > 0.05
 
 
-# ---------------------------------------------------------------------------------------------
-# The largest score, and how far it is ahead.
+# ---- The largest score, and how far it is ahead. ----
 
 
 @pytest.mark.parametrize("size", [7, 2048, 49_152, 262_144])
@@ -119,8 +117,7 @@ def test_the_largest_score_is_ahead_of_the_second_best_by_its_margin(size):
     assert margins[4] == 1
 
 
-# ---------------------------------------------------------------------------------------------
-# Noise.
+# ---- Noise. ----
 
 KEYS = [stream_key(seed, row) for seed in range(40) for row in range(5)]
 
@@ -211,8 +208,7 @@ def test_noise_is_bit_by_bit_what_it_was(vocabulary, purpose):
         assert torch.equal(row, earlier_noise(key, place, purpose, vocabulary))
 
 
-# ---------------------------------------------------------------------------------------------
-# Coupled draws.
+# ---- Coupled draws. ----
 
 
 def coupled_draws(scores, count):
@@ -245,8 +241,7 @@ def test_coupled_acceptance_reaches_its_bound(shift):
     assert bound - error <= agreed <= 1 - distance + error
 
 
-# ---------------------------------------------------------------------------------------------
-# Laws.
+# ---- Laws. ----
 
 
 def test_law_of_a_processor_is_asked_with_the_rows_own_history():
@@ -380,8 +375,7 @@ def test_processors_of_the_library_are_asked_once_for_every_position(rows, spied
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# End to end: the law of whole texts, enumerated through the model itself.
+# ---- End to end: the law of whole texts, enumerated through the model itself. ----
 
 
 def test_rows_and_places_are_made_together_and_memory_is_bounded(monkeypatch):

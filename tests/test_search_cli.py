@@ -106,8 +106,7 @@ def partial(folder):
     return [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
 
 
-# ---------------------------------------------------------------------------------------------
-# What it writes and says
+# ---- What it writes and says ----
 
 
 def test_the_files(folder, prompts, found):
@@ -267,8 +266,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(searched, capsys):
     assert searched("--trials", 4, "--quiet").stderr == ""
 
 
-# ---------------------------------------------------------------------------------------------
-# Ends of every kind
+# ---- Ends of every kind ----
 
 
 def test_ctrl_c_keeps_finished_trials(tmp_path, searched, monkeypatch):
@@ -438,8 +436,7 @@ def test_workers_end_with_their_parent(begun, ending):
     assert partial(output) == []
 
 
-# ---------------------------------------------------------------------------------------------
-# Bad input
+# ---- Bad input ----
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,7 @@ def test_many_sets_are_priced_as_each_alone(name):
         assert passes == pytest.approx(expected)
 
 
-# ---------------------------------------------------------------------------------------------
-# Controllers and lookups.
+# ---- Controllers and lookups. ----
 
 
 def test_expected_gain_is_taken_within_the_tolerance():
@@ -228,8 +227,7 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
     assert taken >= {0, 1}
 
 
-# ---------------------------------------------------------------------------------------------
-# Draft vocabularies.
+# ---- Draft vocabularies. ----
 
 
 def test_a_text_does_not_rank_its_own_tokens():

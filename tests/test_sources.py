@@ -87,8 +87,7 @@ def layerskip_costs():
     return CostTable(0.0, (1.0, 1.1))
 
 
-# ---------------------------------------------------------------------------------------------
-# What drafts where nobody says, and beside what is said.
+# ---- What drafts where nobody says, and beside what is said. ----
 
 
 @pytest.mark.usefixtures("built")
@@ -200,8 +199,7 @@ def test_what_to_load_differently_for_drafts_in_8_bits_is_said_once(change, word
         layerskip.generate(asked, prompt(5), max_new_tokens=3, **chosen)
 
 
-# ---------------------------------------------------------------------------------------------
-# One law at all doors.
+# ---- One law at all doors. ----
 
 
 @pytest.mark.parametrize("own", [{}, {"top_k": 7}, {"top_p": 0.8, "temperature": 1.3}])
@@ -226,8 +224,7 @@ def test_all_doors_mean_the_same_law_where_nobody_says_one(own):
     assert own or by_decode != [t for r in whole for t in r.tokens[0]]
 
 
-# ---------------------------------------------------------------------------------------------
-# What is kept of a model, and how it goes.
+# ---- What is kept of a model, and how it goes. ----
 
 
 def _hooked(model):

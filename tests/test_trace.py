@@ -380,8 +380,7 @@ def test_no_room_for_context_at_the_models_last_position():
         assert_counts(replay(trace, SKIPS[skip]), 8, rounds)
 
 
-# ---------------------------------------------------------------------------------------------
-# Exits by draft length.
+# ---- Exits by draft length. ----
 
 
 def test_cells_of_a_sweep_are_totals_of_real_rounds():

@@ -55,8 +55,7 @@ class Letters:
         return {"input_ids": [2 + ord(letter) % (VOCABULARY - 2) for letter in text]}
 
 
-# ---------------------------------------------------------------------------------------------
-# Losses.
+# ---- Losses. ----
 
 
 def laws():
@@ -112,8 +111,7 @@ def test_the_rate_rises_and_falls_with_the_share_of_the_budget():
     assert schedule(500, 1.0) == pytest.approx(0.0)
 
 
-# ---------------------------------------------------------------------------------------------
-# Stages.
+# ---- Stages. ----
 
 
 def prompts(count=9):
@@ -501,8 +499,7 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     assert not (tmp_path / "work" / "features").exists()
 
 
-# ---------------------------------------------------------------------------------------------
-# What is refused.
+# ---- What is refused. ----
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
@@ -567,8 +564,7 @@ def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
     assert done.stderr.count("layerskip: error: ") == 1
 
 
-# ---------------------------------------------------------------------------------------------
-# Assistants.
+# ---- Assistants. ----
 
 
 def assistant_training(folder, start, **changes):

@@ -38,8 +38,7 @@ SKIP = SkipConfig.early_exit(4)
 SOME = tuple(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:40].tolist())
 model_of = functools.cache(lively_model)
 VOCABULARIES = {"one": (SOME[0],), "some": SOME, "all": tuple(range(VOCABULARY))}
-# ---------------------------------------------------------------------------------------------
-# Which tokens.
+# ---- Which tokens. ----
 
 
 def test_tokens_are_ranked_by_ends_then_by_how_often_they_occur_then_by_id():
@@ -63,8 +62,7 @@ def test_tokens_of_another_model_are_refused(texts, ends, message):
         ranked(texts, 9, ends=ends)
 
 
-# ---------------------------------------------------------------------------------------------
-# Which rows.
+# ---- Which rows. ----
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
@@ -134,8 +132,7 @@ def test_copies_go_with_the_model():
     assert copied() is None
 
 
-# ---------------------------------------------------------------------------------------------
-# The same texts.
+# ---- The same texts. ----
 
 
 def decode(family, *, sample, **settings):
@@ -255,8 +252,7 @@ def test_a_check_drafts_from_the_vocabulary(spied, sizes):
     assert set(made) == {9}
 
 
-# ---------------------------------------------------------------------------------------------
-# Where a head cannot be trimmed.
+# ---- Where a head cannot be trimmed. ----
 
 
 class Unusual(nn.Linear):
@@ -294,8 +290,7 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change, reason):
     assert out.stats == whole.stats
 
 
-# ---------------------------------------------------------------------------------------------
-# Settings, files, costs.
+# ---- Settings, files, costs. ----
 
 
 @pytest.mark.parametrize(

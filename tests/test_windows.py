@@ -151,8 +151,7 @@ def test_texts_do_not_depend_on_windows(family, execution, sample):
     assert 0 < accepted < drafted
 
 
-# ---------------------------------------------------------------------------------------------
-# The choice.
+# ---- The choice. ----
 
 
 def test_a_window_is_part_of_a_draft(tmp_path):
@@ -233,8 +232,7 @@ def test_skip_maps_say_windows():
     assert "sees the last 64 tokens, speedup 1.50" in words
 
 
-# ---------------------------------------------------------------------------------------------
-# The search.
+# ---- The search. ----
 
 
 @pytest.mark.parametrize("experts", [(), (1,)])
