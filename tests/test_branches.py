@@ -89,10 +89,9 @@ def test_queries_that_are_scaled_by_their_place_go_by_depth():
     check(lively_model("ministral3"), "modules", (9, 4), 0, nodes=33)
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
-def test_native_nodes_have_the_bits_of_their_path(family, dtype):
+def test_native_nodes_have_the_bits_of_their_path(built, family, dtype):
     model = lively_model(family, dtype=dtype, max_position_embeddings=600)
     for seed, lengths in enumerate([(6,), (9, 4, 30), (250, 247), (253, 15)]):
         check(model, "native", lengths, seed)
@@ -126,10 +125,9 @@ def texts_of(out, width):
     return rows
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sample", [False, True])
-def test_native_texts_are_the_targets(sample, dtype):
+def test_native_texts_are_the_targets(built, sample, dtype):
     model = lively_model("llama", dtype=dtype)
     ids, mask = ragged((9, 4, 13))
     how = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": sample}

@@ -121,9 +121,8 @@ def test_the_text_is_that_of_the_target(kind, folder):
 NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3", "qwen2"), ("greedy", "coupled"), tuple(BESIDE))
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(dtype, folder):
+def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(built, dtype, folder):
     """Near-ties included."""
     accepted = dict.fromkeys(KINDS, 0)
     for number, (kind, _, family, law, beside) in enumerate(t for t in NATIVE if t[1] is dtype):

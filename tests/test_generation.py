@@ -157,8 +157,7 @@ def test_without_a_skip_config_drafts_need_no_set_up(do_sample):
         LayerSkipDecoding(SKIP, draft_memory=1)
 
 
-@pytest.mark.usefixtures("built")
-def test_copies_of_weights_keep_within_the_memory_that_is_free(sizes):
+def test_copies_of_weights_keep_within_the_memory_that_is_free(built, sizes):
     model = Sublayers(lively_model("llama", dtype=torch.float32))
     nbytes = model.weights.nbytes(SkipConfig.low_precision(8))
     for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):

@@ -75,8 +75,7 @@ def test_copies_are_shared_and_what_they_take_is_told(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("built")
-def test_native_passes_heal_as_lean_ones_do(tmp_path):
+def test_native_passes_heal_as_lean_ones_do(built, tmp_path):
     model, ids = tiny("llama", dtype=torch.float32), prompt(9)
     opened = Sublayers(model, "native")
     four = healed(model, tmp_path, bits=4, size=0.3)

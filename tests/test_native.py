@@ -80,7 +80,6 @@ def calls(spied):
 # ---- Sublayers and heads against the library's modules. ----
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("family", "attention", "dtype"),
     [
@@ -89,7 +88,7 @@ def calls(spied):
         if case[0] not in MIXTURES or case[2] is torch.float32  # see the next test
     ],
 )
-def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
+def test_every_sublayer_agrees_with_the_module_path(built, family, attention, dtype):
     model = tiny_model(family, dtype=dtype, attention=None if attention == "default" else attention)
     modules, opened = both(model)
     assert_agree(modules, opened)
@@ -97,9 +96,8 @@ def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
     assert_agree(modules, opened, rows=3, ragged=True)
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("family", MIXTURES)
-def test_mixtures_in_bfloat16_are_those_of_the_fused_path(family):
+def test_mixtures_in_bfloat16_are_those_of_the_fused_path(built, family):
     """Those of modules round every partial sum. Where scores tie, another expert may be taken."""
     model = tiny_model(family, dtype=torch.bfloat16)
     opened = Sublayers(model, "fused"), Sublayers(model, "native")
@@ -113,9 +111,8 @@ def test_mixtures_in_bfloat16_are_those_of_the_fused_path(family):
     assert off <= 0.02 * compared
 
 
-@pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_fewer_experts_and_none():
+def test_fewer_experts_and_none(built):
     for family, few in product(MIXTURES, (0, 1)):
         if few == 0 and family != "gemma4_mixture":  # nothing else would run
             continue
@@ -130,10 +127,9 @@ def test_fewer_experts_and_none():
         assert (opened.blocks[1](hidden, own) - want).abs().max() > 1e-3 * want.abs().max()
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
 @torch.no_grad()
-def test_tails_of_layers_whose_mlp_is_left_out(family):
+def test_tails_of_layers_whose_mlp_is_left_out(built, family):
     modules, opened = both(tiny_model(family, dtype=torch.float32))
     for layer in opened.layers:
         layer.layer_scalar.fill_(0.6)
@@ -158,9 +154,8 @@ ODD = (
 )
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("family", "shape"), [*product(("llama", "gemma2", "gemma3"), (0, 1))])
-def test_odd_widths_and_every_number_of_tokens(family, shape):
+def test_odd_widths_and_every_number_of_tokens(built, family, shape):
     odd = ODD[shape] | {"num_key_value_heads": 1 if shape else 2, "vocab_size": 101}
     # eager: with wide heads sdpa's sums flip more last bits than `DIFFERING` has room for
     modules, opened = both(tiny_model(family, dtype=DTYPES[shape], attention="eager", **odd))
@@ -173,9 +168,8 @@ def test_odd_widths_and_every_number_of_tokens(family, shape):
             assert_agree(modules, opened, rows=3, ragged=True, passes=counts)
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("family", "threads"), [("gemma3", 3), ("phi3", 2)])
-def test_a_team_of_threads_computes_the_same(family, threads):
+def test_a_team_of_threads_computes_the_same(built, family, threads):
     modules, opened = both(tiny_model(family, dtype=torch.float32, hidden_size=128))
     before = torch.get_num_threads()
     try:
@@ -205,7 +199,6 @@ def logits_of(opened, ids, passes, threads):
     return torch.cat(pieces, 1)
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("family", "attention"),
@@ -216,7 +209,7 @@ def logits_of(opened, ids, passes, threads):
         *((family, None) for family in SERVED if family not in FAMILIES),
     ],
 )
-def test_a_token_is_computed_alike_in_every_pass(family, attention, dtype):
+def test_a_token_is_computed_alike_in_every_pass(built, family, attention, dtype):
     """Bit by bit: so that drafted text is plain decoding's, near-ties included.
 
     The negative control is `test_one_arithmetic.py`'s.
@@ -241,7 +234,6 @@ def test_a_token_is_computed_alike_in_every_pass(family, attention, dtype):
         assert torch.equal(logits_of(opened, beside, passes, threads)[2:], alone)
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     "change",
     [
@@ -251,7 +243,7 @@ def test_a_token_is_computed_alike_in_every_pass(family, attention, dtype):
     ],
     ids=["scaled", "wider", "another norm"],
 )
-def test_the_comparison_can_fail(change):
+def test_the_comparison_can_fail(built, change):
     """`test_fused.py` shows that a cast in another place would be seen, too."""
     model, wrong = (tiny_model("gemma3", dtype=torch.float32) for _ in range(2))
     change(wrong)
@@ -259,26 +251,23 @@ def test_the_comparison_can_fail(change):
         assert_agree(Sublayers(model, "modules"), Sublayers(wrong, "native"))
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.skipif(not MAPS.exists(), reason="libraries are listed on Linux only")
-def test_there_is_no_second_openmp_runtime():
+def test_there_is_no_second_openmp_runtime(built):
     # two would have a pool of threads each, and those of one spin while the other's compute
     loaded = {line.split()[-1] for line in MAPS.read_text().splitlines()}
     assert any(path.endswith(f"{extension.NAME}.so") for path in loaded)
     assert len([path for path in loaded if re.search(r"/lib(g|i|)omp[^/]*$", path)]) == 1
 
 
-@pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_prompts_are_native_and_their_tokens_are_seen(calls):
+def test_prompts_are_native_and_their_tokens_are_seen(built, calls):
     modules, opened = both(tiny_model("gemma2", dtype=torch.float32))
     assert_agree(modules, opened, passes=(600, 65, 1))
     assert set(calls) == {600, 65, 1}
     assert_agree(modules, opened, rows=3, ragged=True, passes=(50, 30, 1))
 
 
-@pytest.mark.usefixtures("built")
-def test_buffers_that_grow_and_rows_that_leave():
+def test_buffers_that_grow_and_rows_that_leave(built):
     modules, opened = both(tiny_model("gemma3", dtype=torch.float32))
     assert_agree(modules, opened, passes=(330, 8, 300, 2, 8))  # 641 slots are had at first
     steps = []
@@ -294,11 +283,10 @@ def test_buffers_that_grow_and_rows_that_leave():
     assert (steps[0] - steps[1]).abs().max() < 1e-5 * steps[0].abs().max()
 
 
-@pytest.mark.usefixtures("built")
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_trimmed_heads(family, dtype):
+def test_trimmed_heads(built, family, dtype):
     modules, opened = both(tiny_model(family, dtype=dtype))
     hidden = modules.embed(prompt(5, rows=3))
     whole = modules.logits(hidden)
@@ -310,9 +298,8 @@ def test_trimmed_heads(family, dtype):
         assert (trimmed - whole)[..., kept].abs().max() <= bound * whole.abs().max()
 
 
-@pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_no_result_lies_in_memory_of_another():
+def test_no_result_lies_in_memory_of_another(built):
     opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
     cache = opened.new_cache(1, 9)
     cache.place([0], 3)
@@ -328,8 +315,7 @@ def test_no_result_lies_in_memory_of_another():
     assert len(places) == 1 + len(results)
 
 
-@pytest.mark.usefixtures("built")
-def test_a_head_may_be_added_while_another_thread_is_in_a_pass():
+def test_a_head_may_be_added_while_another_thread_is_in_a_pass(built):
     opened = Sublayers(tiny_model("llama", dtype=torch.float32, vocab_size=5000), "native")
     with torch.no_grad():
         hidden = opened.embed(prompt(8))
@@ -352,8 +338,7 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass():
 # ---- What a caller may do to a model and to a pass. ----
 
 
-@pytest.mark.usefixtures("built")
-def test_what_native_passes_cannot_do_the_lean_path_does(calls):
+def test_what_native_passes_cannot_do_the_lean_path_does(built, calls):
     """Gradients, and rows that see only some slots of theirs, as chains in a replay do."""
     model = tiny_model("llama", dtype=torch.float32)
     outputs = []
@@ -372,9 +357,8 @@ def test_what_native_passes_cannot_do_the_lean_path_does(calls):
     assert all(map(torch.equal, *outputs))
 
 
-@pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_weights_are_read_at_every_call():
+def test_weights_are_read_at_every_call(built):
     model = tiny_model("qwen2", dtype=torch.float32)
     modules, opened = both(model)
     for weight in model.parameters():
@@ -385,9 +369,8 @@ def test_weights_are_read_at_every_call():
     assert_agree(modules, opened)
 
 
-@pytest.mark.usefixtures("built")
 @torch.no_grad()
-def test_a_model_that_was_changed_is_an_error_that_says_how():
+def test_a_model_that_was_changed_is_an_error_that_says_how(built):
     model = tiny_model("llama", dtype=torch.float32)
     opened = Sublayers(model, "native")
     cache = opened.new_cache(1, 9)
@@ -424,13 +407,12 @@ def drawn(*shape, dtype, seed=0):
     return (torch.randn(*shape, generator=generator) / 4).to(dtype)
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (15, 31), (17, 33), (65, 100), (130, 1601), (40, 5000)]
 )
 @torch.inference_mode()
-def test_products_of_any_shape_and_number_of_tokens(rows, columns, dtype):
+def test_products_of_any_shape_and_number_of_tokens(built, rows, columns, dtype):
     """Those of float64 but for rounding, in the same bits whatever tokens are beside them."""
     tools, how = extension.extension(), {"dtype": dtype}
     weight, bias = drawn(rows, columns, **how), drawn(rows, **how)
@@ -448,10 +430,9 @@ def test_products_of_any_shape_and_number_of_tokens(rows, columns, dtype):
             assert torch.equal(some, got[:, here])
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
-def test_buffers_that_begin_later_give_the_same_bits(dtype):
+def test_buffers_that_begin_later_give_the_same_bits(built, dtype):
     tools, window = extension.extension(), 11
     how = {"dtype": dtype}
     q, kv, out = (
@@ -495,8 +476,7 @@ RESOLUTION = 1e-4  # of scores, as in test_parity
 TEXTS = covering((*FAMILIES, *COUSINS), tuple(SKIPS), (1, 3), ("greedy", "coupled", "rejection"))
 
 
-@pytest.mark.usefixtures("built")
-def test_texts_are_those_of_transformers_and_of_the_module_path(calls):
+def test_texts_are_those_of_transformers_and_of_the_module_path(built, calls):
     gaps = []
     drafted = accepted = parted = 0
     for family, skip, rows, rule in TEXTS:
@@ -591,8 +571,7 @@ exec c++ "$@"
 """
 
 
-@pytest.mark.usefixtures("built")
-def test_a_compiler_that_fails_is_not_asked_again(fresh, monkeypatch):
+def test_a_compiler_that_fails_is_not_asked_again(built, fresh, monkeypatch):
     words = "native.cpp:1: fatal error: no such vectors"
     compiler = fresh / "c++"
     compiler.write_text(BROKEN.format(words))
@@ -775,8 +754,7 @@ def test_rebuilding_takes_the_place_of_what_was_there(fresh, own, monkeypatch):
     assert not list(own.parent.parent.glob("*.failed"))
 
 
-@pytest.mark.usefixtures("built")
-def test_starts_at_once_build_once(fresh, monkeypatch):
+def test_starts_at_once_build_once(built, fresh, monkeypatch):
     """Threads here; the lock is the file's, and knows processes no better."""
     monkeypatch.undo()
     library = extension.library_path()
@@ -806,13 +784,12 @@ EMULATED = f"-DEMULATED_TILES={zlib.crc32(TILES.read_bytes())} -I{TILES.parent}"
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("file", AGAIN)
 @pytest.mark.parametrize(
     "capability",
     ["default", "avx2", "avx512 -DWITHOUT_DOTS", f"avx2 {EMULATED}", f"avx512 {EMULATED}", "none"],
 )
-def test_other_vectors_give_the_same_numbers(capability, file):
+def test_other_vectors_give_the_same_numbers(built, capability, file):
     """A library for them is built; where torch does not know them, it is the usual one."""
     vectors, _, defined = capability.partition(" ")
     known = torch.backends.cpu.get_cpu_capability().lower()
@@ -851,8 +828,7 @@ print(native.tiles_refusal(), digest.hexdigest())
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("built")
-def test_bytes_in_tiles_have_the_bits_of_vectors():
+def test_bytes_in_tiles_have_the_bits_of_vectors(built):
     def said(tiles):
         done = subprocess.run(
             [sys.executable, "-c", DIGEST, EMULATED],
@@ -869,10 +845,9 @@ def test_bytes_in_tiles_have_the_bits_of_vectors():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 @pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
-def test_sanitizers_find_nothing_in_attention(capability, sanitizers, tmp_path):
+def test_sanitizers_find_nothing_in_attention(built, capability, sanitizers, tmp_path):
     known = torch.backends.cpu.get_cpu_capability()
     if capability != "DEFAULT" and known not in (capability, "AVX512"):
         pytest.skip(f"no {capability}")
@@ -891,8 +866,7 @@ def test_sanitizers_find_nothing_in_attention(capability, sanitizers, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("built")
-def test_phases_of_a_pass_are_stamped_in_a_build_for_it(tmp_path):
+def test_phases_of_a_pass_are_stamped_in_a_build_for_it(built, tmp_path):
     tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
     script = Path(__file__).parents[1] / "scripts" / "phases.py"
     done = subprocess.run(
@@ -921,8 +895,7 @@ WARPS = (
 
 @pytest.mark.parametrize("size", [7, 512, 2049])
 @pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.usefixtures("built")
-def test_native_draws_are_torchs_bit_by_bit(size, warp):
+def test_native_draws_are_torchs_bit_by_bit(built, size, warp):
     """With the processors of `transformers`, but for top-p, whose own sums are rounded."""
     generator = torch.Generator().manual_seed(size)
     law = Law(warpers(*warp[:3]), do_sample=True, rows=3)
@@ -954,8 +927,7 @@ def test_native_draws_are_torchs_bit_by_bit(size, warp):
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 0.3, 3.0, 30.0])
-@pytest.mark.usefixtures("built")
-def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(spread):
+def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(built, spread):
     """Flat laws, where any token may win, and steep ones; the least and the largest noise, too."""
     size = 6000
     generator = torch.Generator().manual_seed(1)
@@ -978,8 +950,7 @@ def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(spread):
         assert all(map(torch.equal, drawn(half, *Warp(), streams), wide))
 
 
-@pytest.mark.usefixtures("built")
-def test_native_draws_refuse_what_does_not_fit():
+def test_native_draws_refuse_what_does_not_fit(built):
     drawn = extension.extension().drawn
     for wrong in (torch.zeros(5), torch.zeros(2, 5).double(), torch.zeros(5, 2).T):
         with pytest.raises(ValueError, match="logits must be"):

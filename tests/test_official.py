@@ -110,7 +110,6 @@ def test_its_steps_are_those_of_the_librarys_own_class(family, centroids, execut
             assert (want[other] == want[~other].min() - 1).all()
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("family", "execution", "dtype"),
     [
@@ -120,7 +119,7 @@ def test_its_steps_are_those_of_the_librarys_own_class(family, centroids, execut
     ],
 )
 def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
-    family, execution, dtype, sizes
+    built, family, execution, dtype, sizes
 ):
     model, (ids, mask) = target_of(family, dtype=dtype), prompts()
     second = assistant_of(family, dtype=dtype)

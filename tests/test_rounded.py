@@ -113,11 +113,10 @@ def native_head(copy, bias, size, signs):
 SHAPES = ((1, 4), (15, 63), (16, 64), (17, 65), (50, 31), (80, 200), (200, 1000))
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("bits", "dtype", "threads"), [*product(BITS, (torch.float32, torch.bfloat16), (1, 3))]
 )
-def test_native_products_of_integers(bits, dtype, threads):
+def test_native_products_of_integers(built, bits, dtype, threads):
     before = torch.get_num_threads()
     generator = torch.Generator().manual_seed(5)
     finer = 0.0
@@ -151,8 +150,7 @@ def test_native_products_of_integers(bits, dtype, threads):
     assert dtype is torch.bfloat16 or finer > 0  # inputs that are not rounded would be seen
 
 
-@pytest.mark.usefixtures("built")
-def test_inputs_of_zeros_and_of_few_large_numbers():
+def test_inputs_of_zeros_and_of_few_large_numbers(built):
     weight = weight_of(20, 128)
     copy = rounded(weight, 8, packed=True)
     for size in (torch.zeros(128), torch.cat((torch.zeros(64), torch.full((64,), 1e30)))):
@@ -161,8 +159,7 @@ def test_inputs_of_zeros_and_of_few_large_numbers():
         assert ((got - want).abs() <= 1e-5 * want.abs().max()).all()
 
 
-@pytest.mark.usefixtures("built")
-def test_matrices_that_are_not_packed_are_refused():
+def test_matrices_that_are_not_packed_are_refused(built):
     module = extension.extension()
     copy = rounded(weight_of(20, 70), 8, packed=True)
     how = {"bits": 8, "rows": 20, "columns": 70}
@@ -203,7 +200,6 @@ OFF = 0.03
 """Share of the largest number by which native outputs may be off: inputs are rounded, too."""
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("family", "bits", "dtype"),
     [
@@ -211,7 +207,7 @@ OFF = 0.03
         *(("phi3", 4, torch.bfloat16), ("gemma4_dense", 4, torch.bfloat16)),
     ],
 )
-def test_native_sublayers_round_inputs_too(family, bits, dtype):
+def test_native_sublayers_round_inputs_too(built, family, bits, dtype):
     """Of sublayers that add little: what is compared are their own outputs, not the residual."""
     # of Phi 3, which has gate and up in one, `up` begins with no block
     width = {"intermediate_size": 40} if family == "phi3" else {}

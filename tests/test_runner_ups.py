@@ -107,9 +107,8 @@ def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample):
     assert rounds[True, STEEP] == rounds[False, STEEP]
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_texts_are_the_targets(dtype):
+def test_native_texts_are_the_targets(built, dtype):
     model = lively_model("llama", dtype=dtype)
     ids, mask = ragged((9, 4, 13))
     for law in ({"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 20}):
@@ -122,9 +121,8 @@ def test_native_texts_are_the_targets(dtype):
             assert controller.seconds[1]
 
 
-@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("sample", [False, True])
-def test_native_draws_rank_the_best_tokens_as_torch_does(sample):
+def test_native_draws_rank_the_best_tokens_as_torch_does(built, sample):
     law = Law([TemperatureLogitsWarper(0.7)] if sample else [], do_sample=sample, rows=1)
     raw = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2))
     raw[1, 4:] = -torch.inf  # fewer tokens than are asked for

@@ -90,8 +90,7 @@ def layerskip_costs():
 # ---- What drafts where nobody says, and beside what is said. ----
 
 
-@pytest.mark.usefixtures("built")
-def test_what_is_added_never_takes_away():
+def test_what_is_added_never_takes_away(built):
     """The draft in 8 bits stays beside lookups, a second model and sources of one's own."""
     model = lively_model("llama", dtype=torch.float32)
     given = [
@@ -115,8 +114,7 @@ def test_what_is_added_never_takes_away():
     assert [source.skip for source in alone.sources] == [None]
 
 
-@pytest.mark.usefixtures("built")
-def test_the_rejection_rules_text_does_not_depend_on_free_memory(sizes):
+def test_the_rejection_rules_text_does_not_depend_on_free_memory(built, sizes):
     texts = []
     for free in (1, 10**15):
         sizes(free_memory=lambda free=free: free)
@@ -154,8 +152,7 @@ def test_explain_says_what_drafts_and_why_nothing_better():
     assert "enabled is False" in LayerSkipDecoding(enabled=False).explain(model)
 
 
-@pytest.mark.usefixtures("built")
-def test_explain_of_native_passes_has_nothing_to_excuse():
+def test_explain_of_native_passes_has_nothing_to_excuse(built):
     words = LayerSkipDecoding().explain(lively_model("llama", dtype=torch.bfloat16))
     assert "passes: native" in words
     assert "near-ties" not in words

@@ -66,8 +66,7 @@ def _tokens(model):
     return [(round_.tokens[0][0], *round_.logits[0][0].tolist()) for round_ in rounds]
 
 
-@pytest.mark.usefixtures("built")
-def test_more_threads_than_cores_compute_the_same_bits():
+def test_more_threads_than_cores_compute_the_same_bits(built):
     """Such a team waits long enough to sleep, and its passes are carried by one thread by turns."""
     model = tiny_model("gemma3", dtype=torch.float32, hidden_size=256, intermediate_size=512)
     with cpu_threads(1):
@@ -78,8 +77,7 @@ def test_more_threads_than_cores_compute_the_same_bits():
             assert torch.get_num_threads() == count
 
 
-@pytest.mark.usefixtures("built")
-def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(monkeypatch):
+def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(built, monkeypatch):
     opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
     backend = opened.backend
     with cpu_threads(3):
@@ -103,8 +101,7 @@ def test_a_busy_moment_takes_no_threads_away_for_good(monkeypatch, disturbed, ch
     assert torch.get_num_threads() == 4
 
 
-@pytest.mark.usefixtures("built")
-def test_commands_measure_the_number_unless_it_is_known(tmp_path, monkeypatch):
+def test_commands_measure_the_number_unless_it_is_known(built, tmp_path, monkeypatch):
     measured = []
 
     def fitting(opened):
