@@ -5,17 +5,20 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 from typer.testing import CliRunner
 
 from layerskip.cli.main import app
 
+COSTS = tempfile.TemporaryDirectory()  # of passes on this machine, for the commands of all tests
 PROMPT = "w5 w7 w96 w20"  # for the tiny tokenizer of `checkpoints.py`
 
 
 def run(*arguments, columns=100, stdin=None):
     """Run a command; the result has exit_code, stdout and stderr."""
-    environment = {"COLUMNS": str(columns), "NO_COLOR": "1"}
+    cache = os.environ["LAYERSKIP_CACHE"] or COSTS.name
+    environment = {"COLUMNS": str(columns), "NO_COLOR": "1", "LAYERSKIP_CACHE": cache}
     result = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, env=environment)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
