@@ -26,11 +26,15 @@ from layerskip.config import SINK, SkipConfig
 from layerskip.decoding.sources import second_model, source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.environment import free_memory
+from layerskip.model import mtp
 from layerskip.model.assistants import load_assistant
+from layerskip.model.mtp import Head
 from layerskip.model.opening import sublayers_of
 from layerskip.model.stored import stored_weights, stored_words
 from layerskip.model.sublayers import ASKED, Sublayers
+from layerskip.model.whole import Whole
 from layerskip.registry import ADAPTIVE
 from layerskip.settings import Settings
 from layerskip.vocabulary import warn_of_vocabularies
@@ -100,6 +104,8 @@ def choose_drafts(
         sources.append(_second_model(model, settings))
     skips, reason = settings.skips, None
     if settings.automatic:
+        head, _ = own_head(model, settings.draft_memory, by_memory=not rejection)
+        sources += [] if head is None else [head]
         chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
         skips, reason = () if chosen.skip is None else (chosen.skip,), chosen.reason
         if warn and sources == [settings.lookup]:
@@ -145,6 +151,9 @@ def explain_drafts(model: Any, settings: Settings) -> str:
     drafts = choose_drafts(opened, settings, rejection=rejection, warn=False)
     lines += [f"drafts: {words}" for words in drafts.words]
     lines.append(f"controller: {controller_words(settings)}")
+    if settings.automatic:
+        _, reason = own_head(opened, settings.draft_memory, by_memory=not rejection)
+        lines += [] if reason is None else [f"no drafts by the checkpoint's own head: {reason}"]
     if drafts.reason is not None:
         lines.append(f"no drafts by the model in 8 bits: {drafts.reason}")
     if not opened.exact:
@@ -223,6 +232,47 @@ def automatic_draft(
     return decided[key]
 
 
+_heads: WeakKeyDictionary[nn.Module, dict[tuple[int | None, bool], Head | str | None]] = (
+    WeakKeyDictionary()
+)
+
+
+def own_head(
+    model: Sublayers, memory: int | None = None, *, by_memory: bool = True
+) -> tuple[CheckpointHead | None, str | None]:
+    """The source of the head that the model's checkpoint holds, or why it does not draft.
+
+    It is looked for and read once. Arguments are those of `automatic_draft`.
+
+    Raises:
+        ValueError: the head is damaged.
+    """
+    if not isinstance(model, Whole) or model.encoder or memory == 0:
+        return None, None
+    held = _heads.setdefault(model.model, {})
+    key = memory, by_memory
+    if key not in held:
+        found = mtp.find(model)
+        if isinstance(found, mtp.Found):
+            nbytes = found.size * model.dtype.itemsize
+            reason = _too_large(nbytes, memory, by_memory=by_memory)
+            held[key] = reason or mtp.read(found, model.model.get_input_embeddings().weight)
+        else:
+            held[key] = found
+    head = held[key]
+    return (CheckpointHead(model, head), None) if isinstance(head, Head) else (None, head)
+
+
+def _too_large(nbytes: int, memory: int | None, *, by_memory: bool) -> str | None:
+    """Why copies of so many bytes are not made, in words."""
+    free = free_memory() if memory is None and by_memory else None
+    limit = memory if free is None else int(SHARE * free)
+    if limit is None or nbytes <= limit:
+        return None
+    whose = "the limit" if free is None else "half of what is free"
+    return f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
+
+
 def _warn_of_loading(model: Sublayers, chosen: AutomaticDraft) -> None:
     """Say, once for each model, what to load differently for drafts in 8 bits."""
     if chosen.loading and model.model not in _warned:
@@ -243,14 +293,8 @@ def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticD
     whole, lower = (sum(each["sublayers"]) for each in map(model.weight_bytes, (None, 8)))
     if stored_weights(model.model) and lower > WORTH * whole:
         return AutomaticDraft(None, "its weights are stored in so few bits that 8 save too little")
-    nbytes = model.weights.nbytes(skip)
-    free = free_memory() if memory is None and by_memory else None
-    limit = memory if free is None else int(SHARE * free)
-    if limit is None or nbytes <= limit:
-        return AutomaticDraft(skip, None)
-    whose = "the limit" if free is None else "half of what is free"
-    reason = f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
-    return AutomaticDraft(None, reason)
+    reason = _too_large(model.weights.nbytes(skip), memory, by_memory=by_memory)
+    return AutomaticDraft(skip if reason is None else None, reason)
 
 
 def _loaded_without(model: Sublayers) -> str | None:

@@ -22,14 +22,16 @@ _SIZES = {  # what configurations call their sizes
     48: "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
     "intermediate_size_mlp",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers "
-    "num_key_value_heads num_experts_per_tok moe_topk zero_expert_num",
+    "num_key_value_heads num_experts_per_tok moe_topk zero_expert_num linear_num_key_heads",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads floor_scale "
-    "decoder_attention_heads num_experts num_local_experts n_routed_experts rotary_dim",
+    "decoder_attention_heads num_experts num_local_experts n_routed_experts rotary_dim "
+    "linear_num_value_heads",
     128: "max_position_embeddings n_positions max_seq_len max_target_positions",
     16: "moe_intermediate_size expert_ffn_hidden_size q_lora_rank kv_lora_rank "
     "relative_attention_max_distance",
     8: "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim sliding_window window_size "
-    "attention_chunk_size query_pre_attn_scalar relative_attention_num_buckets d_kv",
+    "attention_chunk_size query_pre_attn_scalar relative_attention_num_buckets d_kv chunk_size "
+    "mamba_chunk_size linear_key_head_dim linear_value_head_dim",
     1: "first_k_dense_replace n_group topk_group n_shared_experts decoder_start_token_id "
     "bos_token_id",
     0: "pad_token_id",
@@ -59,6 +61,7 @@ _MORE = {
         "activation_sparsity_pattern": [0.5, 0.0],
     },
     "bamba": {"attn_layer_indices": [1], **_MAMBA2, "attn_rotary_emb": 8},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64},
     "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

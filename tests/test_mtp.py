@@ -1,0 +1,388 @@
+"""Heads that checkpoints bring: logits as their papers define them, and texts as without them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Erratic, prompt, ragged, require
+from safetensors.torch import load_file, save_file
+from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import layerskip
+from layerskip import LayerSkipDecoding
+from layerskip.drafts import explain_drafts, own_head
+from layerskip.model.library_cache import LibraryCache
+from layerskip.model.mtp import LAYOUTS
+from layerskip.model.opening import sublayers_of
+from layerskip.serving.requests import TextRequest
+from layerskip.serving.scheduler import Serving
+from layerskip.session import Session
+from layerskip.settings import Settings
+
+KINDS = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
+SLOW = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
+EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+HEAD: dict[str, Any] = {"lookup": False, "max_draft_length": 3}
+Weights = dict[str, Tensor]
+
+
+def weights_of(kind: str, config: Any) -> Weights:
+    """Random tensors of a head, as checkpoints call them."""
+    made: Weights = {}
+    qwen = LAYOUTS[kind].prefix == "mtp."
+    layers = config.num_hidden_layers
+    first, layer = ("mtp.", "mtp.layers.0.") if qwen else (f"model.layers.{layers}.",) * 2
+    width, heads = config.hidden_size, config.num_attention_heads
+
+    def put(name: str, *shape: int) -> None:
+        noise = torch.randn(*shape, dtype=torch.float64)
+        if len(shape) == 1:
+            noise = 0.1 * noise + (0.0 if qwen else 1.0)
+        made[f"{name}.weight"] = noise if len(shape) == 1 else 0.3 * noise
+
+    for name, shape in zip(
+        _ends(qwen), ((width,), (width,), (width, 2 * width), (width,)), strict=True
+    ):
+        put(first + name, *shape)
+    put(f"{layer}input_layernorm", width)
+    put(f"{layer}post_attention_layernorm", width)
+    if "kv_lora_rank" in vars(config):
+        rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+        plain, values = config.qk_nope_head_dim, config.v_head_dim
+        put(f"{layer}self_attn.q_a_proj", config.q_lora_rank, width)
+        put(f"{layer}self_attn.q_a_layernorm", config.q_lora_rank)
+        put(f"{layer}self_attn.q_b_proj", heads * (plain + rotated), config.q_lora_rank)
+        put(f"{layer}self_attn.kv_a_proj_with_mqa", rank + rotated, width)
+        put(f"{layer}self_attn.kv_a_layernorm", rank)
+        put(f"{layer}self_attn.kv_b_proj", heads * (plain + values), rank)
+        put(f"{layer}self_attn.o_proj", width, heads * values)
+    else:
+        each, keys = _head_dim(config), config.num_key_value_heads
+        put(f"{layer}self_attn.q_proj", heads * each * (2 if qwen else 1), width)
+        put(f"{layer}self_attn.k_proj", keys * each, width)
+        put(f"{layer}self_attn.v_proj", keys * each, width)
+        put(f"{layer}self_attn.o_proj", width, heads * each)
+        for name in ("q_norm", "k_norm") if qwen or config.use_qk_norm else ():
+            put(f"{layer}self_attn.{name}", each)
+    dense = [f"{layer}mlp."] if kind == "qwen3_5_text" else []
+    inner = config.intermediate_size if dense else config.moe_intermediate_size
+    shared = config.shared_expert_intermediate_size if qwen and not dense else inner
+    if not dense:
+        experts = config.num_experts if qwen else config.n_routed_experts
+        put(f"{layer}mlp.gate", experts, width)
+        dense = [f"{layer}mlp.experts.{number}." for number in range(experts)]
+        more = f"{layer}mlp.shared_expert{'' if qwen else 's'}."
+        put(f"{more}gate_proj", shared, width)
+        put(f"{more}up_proj", shared, width)
+        put(f"{more}down_proj", width, shared)
+        if qwen:
+            put(f"{layer}mlp.shared_expert_gate", 1, width)
+        else:
+            made[f"{layer}mlp.gate.e_score_correction_bias"] = torch.rand(experts).double()
+    for name in dense:
+        put(f"{name}gate_proj", inner, width)
+        put(f"{name}up_proj", inner, width)
+        put(f"{name}down_proj", width, inner)
+    return made
+
+
+def reference(
+    model: Any, weights: Weights, tokens: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The head's states and logits of tokens (T,) and the states before them, (T, H) each.
+
+    Written from the published definitions: DeepSeek V3's report, Qwen 3 Next's model card and the
+    layers of both families; in float64.
+    """
+    config = model.config
+    qwen = "mtp.fc.weight" in weights
+    first = "mtp." if qwen else f"model.layers.{config.num_hidden_layers}."
+    layer = "mtp.layers.0." if qwen else first
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        eps = 1e-6 if "_a_layernorm" in name else config.rms_norm_eps
+        scale = weights[f"{name}.weight"] + (1.0 if qwen else 0.0)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * scale
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T
+
+    def gated(x: Tensor, name: str) -> Tensor:
+        inner = torch.nn.functional.silu(linear(x, f"{name}gate_proj"))
+        return linear(inner * linear(x, f"{name}up_proj"), f"{name}down_proj")
+
+    def turned(x: Tensor, count: int, *, pairs: bool) -> Tensor:
+        """The first dimensions of (T, heads, D) by angles that grow with the place."""
+        theta = config.rope_parameters["rope_theta"]
+        angles = torch.arange(len(x)).double()[:, None] / theta ** (
+            torch.arange(0, count, 2).double() / count
+        )  # (T, count / 2)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        some, rest = x[..., :count], x[..., count:]
+        a, b = (some[..., ::2], some[..., 1::2]) if pairs else some.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causally, (T, heads, D) each; heads share keys."""
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        later = torch.ones(len(q), len(q)).triu(1).bool()
+        law = scores.masked_fill(later, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", law, v)
+
+    def attention(x: Tensor) -> Tensor:
+        name, heads = f"{layer}self_attn.", config.num_attention_heads
+        if f"{name}kv_b_proj.weight" in weights:
+            plain, count = config.qk_nope_head_dim, config.qk_rope_head_dim
+            q = linear(
+                norm(linear(x, f"{name}q_a_proj"), f"{name}q_a_layernorm"), f"{name}q_b_proj"
+            )
+            q = q.view(len(x), heads, -1)
+            rank = config.kv_lora_rank
+            both = linear(x, f"{name}kv_a_proj_with_mqa")
+            kv = linear(norm(both[:, :rank], f"{name}kv_a_layernorm"), f"{name}kv_b_proj")
+            k, v = kv.view(len(x), heads, -1).split([plain, config.v_head_dim], -1)
+            turn = turned(both[:, None, rank:], count, pairs=True).expand(-1, heads, -1)
+            q = torch.cat([q[..., :plain], turned(q[..., plain:], count, pairs=True)], -1)
+            return linear(attended(q, torch.cat([k, turn], -1), v).flatten(1), f"{name}o_proj")
+        q = linear(x, f"{name}q_proj").view(len(x), heads, -1)
+        gate = torch.ones(())
+        if qwen:
+            q, gate = q.chunk(2, -1)
+        k, v = (
+            linear(x, f"{name}{each}_proj").view(len(x), config.num_key_value_heads, -1)
+            for each in "kv"
+        )
+        if f"{name}q_norm.weight" in weights:
+            q, k = norm(q, f"{name}q_norm"), norm(k, f"{name}k_norm")
+        count = int(_head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        q, k = (turned(each, count, pairs=False) for each in (q, k))
+        out = attended(q, k, v) * (gate.sigmoid() if qwen else gate)
+        return linear(out.flatten(1), f"{name}o_proj")
+
+    def mixture(x: Tensor) -> Tensor:
+        scores, count = linear(x, f"{layer}mlp.gate"), config.num_experts_per_tok
+        if qwen:
+            chances = scores.softmax(-1)
+            best, factor = chances.topk(count).indices, 1.0
+            share = linear(x, f"{layer}mlp.shared_expert_gate").sigmoid()
+            out = share * gated(x, f"{layer}mlp.shared_expert.")
+        else:
+            chances, factor = scores.sigmoid(), config.routed_scaling_factor
+            bias = weights[f"{layer}mlp.gate.e_score_correction_bias"]
+            best = (chances + bias).topk(count).indices
+            out = gated(x, f"{layer}mlp.shared_experts.")
+        for row, chosen in enumerate(best.tolist()):
+            some = chances[row, chosen] / chances[row, chosen].sum() * factor
+            for weight, expert in zip(some, chosen, strict=True):
+                out[row] = out[row] + weight * gated(x[row], f"{layer}mlp.experts.{expert}.")
+        return out
+
+    embedded = norm(model.get_input_embeddings().weight[tokens], first + _ends(qwen)[0])
+    x = torch.cat([embedded, norm(states, first + _ends(qwen)[1])], -1)
+    x = linear(x, first + _ends(qwen)[2])
+    x = x + attention(norm(x, f"{layer}input_layernorm"))
+    behind = norm(x, f"{layer}post_attention_layernorm")
+    dense = f"{layer}mlp.gate_proj.weight" in weights
+    x = x + (gated(behind, f"{layer}mlp.") if dense else mixture(behind))
+    x = norm(x, first + _ends(qwen)[3])
+    return x, x @ model.get_output_embeddings().weight.T
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+
+
+def _ends(qwen: bool) -> tuple[str, ...]:
+    if qwen:
+        return "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+    return "enorm", "hnorm", "eh_proj", "shared_head.norm"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Weights]]:
+    """Makes a model of a kind, loaded from a checkpoint with a head, and the head's tensors."""
+    known: dict[str, tuple[Any, Weights]] = {}
+
+    def make(kind: str) -> tuple[Any, Weights]:
+        if kind not in known:
+            require(kind)
+            folder = tmp_path_factory.mktemp(kind)
+            model = copy.deepcopy(small_model(kind, first_k_dense_replace=1))
+            model.save_pretrained(folder)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                weights = weights_of(kind, model.config)
+            _write(folder, weights)
+            model.name_or_path = str(folder)
+            known[kind] = model, weights
+        return known[kind]
+
+    return make
+
+
+def _write(folder: Path, weights: Weights) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | weights, file, metadata={"format": "pt"})
+
+
+def _source(model: Any) -> Any:
+    source, reason = own_head(sublayers_of(model))
+    assert reason is None
+    assert source is not None
+    return source
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@torch.no_grad()
+def test_logits_are_those_of_the_published_definition(kind: str, made: Any) -> None:
+    model, weights = made(kind)
+    ids = prompt(12)
+    states = model.base_model(ids)[0][0]  # (T, H)
+    want = reference(model, weights, ids[0, 1:], states[:-1])[1]
+    source, cache, got = _source(model), LibraryCache(1, 16, (None,)), []
+    before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])[None]  # (1, T, H)
+    for first, end in ((0, 7), (7, 8), (8, 12)):
+        cache.place([first], end - first)
+        out = source.compute(ids[:, first:end], before[:, first:end], cache)
+        got.append(source.head(out, None)[0])
+    assert torch.allclose(torch.cat(got)[1:], want, atol=1e-4)  # norms are in float32
+    assert want.argmax(-1).unique().numel() > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_drafts_are_those_of_the_definition(kind: str, made: Any) -> None:
+    """The second one reads the head's own state of the first."""
+    model, weights = made(kind)
+    ids = prompt(9)
+    rounds = layerskip.decode(model, ids, max_new_tokens=10, controller="fixed", **HEAD)
+    text, seen = ids[0].tolist(), 0
+    for each in rounds:
+        for number, drafted in enumerate(each.drafts[0][:2] if each.drafts else ()):
+            tokens = torch.tensor([*text, *each.drafts[0][:number]])
+            states = model.base_model(torch.tensor([text]))[0][0][:-1]
+            for place in range(len(text), len(tokens)):
+                own = reference(model, weights, tokens[1:place], states)[0][-1:]
+                states = torch.cat([states, own])
+            assert drafted == int(reference(model, weights, tokens[1:], states)[1][-1].argmax())
+            seen += 1
+        text += each.tokens[0]
+    assert seen > 4
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("kind", EVERY)
+def test_texts_are_the_same_with_and_without(kind: str, batch: str, made: Any) -> None:
+    model, _ = made(kind)
+    inputs = ragged(BATCHES[batch], seed=3)
+    out = decoded(model, inputs, controller=Erratic(), **HEAD)
+    assert new_tokens(out) == alone(model, *inputs)
+    assert out.stats.num_draft_tokens > 0
+    assert [each.name for each in out.stats.sources] == ["mtp"]
+    how: dict[str, Any] = {"sample": True, "seeds": [*range(len(inputs[0]))]}
+    want = new_tokens(decoded(model, inputs, enabled=False, **how))
+    assert new_tokens(decoded(model, inputs, controller=Erratic(), **how, **HEAD)) == want
+    how |= {"acceptance": "rejection", **HEAD}
+    twice = [decoded(model, inputs, controller=Erratic(), **how) for _ in range(2)]
+    assert new_tokens(twice[0]) == new_tokens(twice[1])
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5_text"])
+def test_sessions_and_servers_draft_with_heads(kind: str, made: Any) -> None:
+    model, _ = made(kind)
+    session = Session(model, memory=1 << 24, controller="fixed", **HEAD)
+    serving = Serving(model, max_rows=2, controller="fixed", **HEAD)
+    text, kept = prompt(12), []
+    for turn in range(3):
+        how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        want = model.generate(text, **how)
+        out: Any = session.generate(text, **how)
+        assert out.sequences.tolist() == want.tolist()
+        told: list[Any] = []
+        serving.submit(TextRequest(text[0].tolist(), max_new_tokens=NEW_TOKENS), told.append)
+        while serving.step():
+            pass
+        new = [token for piece in told for token in piece.tokens]
+        assert [*text[0].tolist(), *new] == want[0].tolist()
+        assert told[-1].counts.drafted > 0
+        kept.append((out.stats.num_known_tokens, told[-1].counts.cached))
+        text = torch.cat([want, prompt(3, seed=turn)], 1)
+    assert kept[0] == (0, 0)
+    assert all(min(each) >= 12 for each in kept[1:])
+
+
+def test_a_loaded_checkpoint_s_head_is_found_and_told(made: Any) -> None:
+    folder = made("qwen3_5_text")[0].name_or_path
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    assert "drafts: the checkpoint's own head" in explain_drafts(model, Settings())
+    without = explain_drafts(model, Settings(draft_memory=0))
+    assert "head" not in without
+    small = explain_drafts(model, Settings(draft_memory=1000))
+    assert "no drafts by the checkpoint's own head: copies of its weights would take" in small
+
+
+def _damaged(made: Any, folder: Path, change: Callable[[Weights], Any], kind: str) -> Any:
+    model, weights = made(kind)
+    model, weights = copy.deepcopy(model), dict(weights)
+    change(weights)
+    save_file(weights, folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model.name_or_path = str(folder)
+    return model
+
+
+def test_damaged_heads_are_named_errors(made: Any, tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.experts.1.up_proj.weight"
+
+    def cut(weights: Weights) -> None:
+        weights[name] = weights[name][:-1].clone()
+
+    model = _damaged(made, tmp_path, cut, "glm4_moe")
+    shapes = r"part.safetensors has shape \[15, 32\], the model's head for drafts needs \[16, 32\]"
+    with pytest.raises(ValueError, match=f"{name} in .*{shapes}"):
+        layerskip.generate(model, prompt(5), max_new_tokens=2)
+    out: Any = layerskip.generate(model, prompt(5), max_new_tokens=2, draft_memory=0)
+    assert out.sequences.shape == (1, 7)
+    model = _damaged(made, tmp_path, lambda weights: weights.pop(name), "glm4_moe")
+    with pytest.raises(ValueError, match=f"not whole: {name} is missing"):
+        layerskip.generate(model, prompt(5), max_new_tokens=2)
+    (tmp_path / "part.safetensors").write_bytes(b"none")
+    with pytest.raises(ValueError, match=r"cannot read .*part.safetensors"):
+        layerskip.generate(model, prompt(5), max_new_tokens=2)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"cannot read .*index.json"):
+        layerskip.generate(model, prompt(5), max_new_tokens=2)
+
+
+def test_heads_that_cannot_draft_are_told(made: Any, tmp_path: Path) -> None:
+    def stored(weights: Weights) -> None:
+        name = "mtp.fc.weight"
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+
+    model = _damaged(made, tmp_path, stored, "qwen3_5_text")
+    assert "own head: mtp.fc.weight is stored as F8_E4M3" in explain_drafts(model, Settings())
+    other = small_model("ernie4_5_moe")
+    path, other.name_or_path = other.name_or_path, str(tmp_path)
+    try:
+        assert "a ernie4_5_moe's head is not known here" in explain_drafts(other, Settings())
+    finally:
+        other.name_or_path = path
+
+
+def test_other_decoding_options_leave_heads_aside(made: Any) -> None:
+    model, _ = made("deepseek_v3")
+    how = LayerSkipDecoding(skip=layerskip.SkipConfig.low_precision(8), lookup=False)
+    out = model.generate(
+        prompt(5), custom_generate=how, max_new_tokens=4, return_dict_in_generate=True
+    )
+    assert [each.name for each in out.stats.sources] == ["sublayers"]
