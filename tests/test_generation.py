@@ -35,9 +35,9 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    MambaConfig,
-    MambaForCausalLM,
     PreTrainedTokenizerFast,
+    RwkvConfig,
+    RwkvForCausalLM,
     TextIteratorStreamer,
     set_seed,
 )
@@ -563,12 +563,12 @@ def test_a_decoding_can_be_copied_and_pickled(llama):
 
 
 def test_models_that_are_not_served():
-    config = MambaConfig(num_hidden_layers=2, hidden_size=8, vocab_size=20)
+    config = RwkvConfig(num_hidden_layers=2, hidden_size=8, vocab_size=20)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     flash = tiny_model("llama")
     flash.config._attn_implementation = "flash_attention_2"
     for model, match in (
-        (MambaForCausalLM(config).eval(), "'mamba' is not supported: it has a recurrent state"),
+        (RwkvForCausalLM(config).eval(), "'rwkv' is not supported: it has a recurrent state"),
         (flash, r"'flash_attention_2'.*'eager' or 'sdpa'"),
         (tiny_model("llama", rope_parameters=dynamic), "rope type 'dynamic' is not supported"),
     ):

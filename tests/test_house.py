@@ -14,7 +14,7 @@ ROOMS = {
     "model": 6_300,
     "model/native": 4_300,
     "decoding": 3_600,
-    "decoding/sources": 1_400,
+    "decoding/sources": 1_410,
     "doors": 2_000,
     "serving": 3_550,
     "bench": 1_866,

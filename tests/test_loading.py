@@ -72,8 +72,8 @@ def test_unknown_dtypes_and_devices(folder):
 
 
 def test_an_unsupported_architecture_is_named_before_its_weights_are_read(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(UnsupportedModelError, match="'mamba' is not supported: it has a recurrent"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
+    with pytest.raises(UnsupportedModelError, match="'rwkv' is not supported: it has a recurrent"):
         load(str(tmp_path))
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,19 +27,19 @@ from layerskip.settings import Settings
 KINDS = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
 SLOW = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
 EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
-HEAD: dict[str, Any] = {"lookup": False, "max_draft_length": 3}
+HEAD = {"lookup": False, "max_draft_length": 3}
 Weights = dict[str, Tensor]
 
 
-def weights_of(kind: str, config: Any) -> Weights:
+def weights_of(kind, config):
     """Random tensors of a head, as checkpoints call them."""
-    made: Weights = {}
+    made = {}
     qwen = LAYOUTS[kind].prefix == "mtp."
     layers = config.num_hidden_layers
     first, layer = ("mtp.", "mtp.layers.0.") if qwen else (f"model.layers.{layers}.",) * 2
     width, heads = config.hidden_size, config.num_attention_heads
 
-    def put(name: str, *shape: int) -> None:
+    def put(name, *shape: int):
         noise = torch.randn(*shape, dtype=torch.float64)
         if len(shape) == 1:
             noise = 0.1 * noise + (0.0 if qwen else 1.0)
@@ -94,9 +91,7 @@ def weights_of(kind: str, config: Any) -> Weights:
     return made
 
 
-def reference(
-    model: Any, weights: Weights, tokens: Tensor, states: Tensor
-) -> tuple[Tensor, Tensor]:
+def reference(model, weights, tokens, states):
     """The head's states and logits of tokens (T,) and the states before them, (T, H) each.
 
     Written from the published definitions: DeepSeek V3's report, Qwen 3 Next's model card and the
@@ -107,19 +102,19 @@ def reference(
     first = "mtp." if qwen else f"model.layers.{config.num_hidden_layers}."
     layer = "mtp.layers.0." if qwen else first
 
-    def norm(x: Tensor, name: str) -> Tensor:
+    def norm(x, name):
         eps = 1e-6 if "_a_layernorm" in name else config.rms_norm_eps
         scale = weights[f"{name}.weight"] + (1.0 if qwen else 0.0)
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * scale
 
-    def linear(x: Tensor, name: str) -> Tensor:
+    def linear(x, name):
         return x @ weights[f"{name}.weight"].T
 
-    def gated(x: Tensor, name: str) -> Tensor:
+    def gated(x, name):
         inner = torch.nn.functional.silu(linear(x, f"{name}gate_proj"))
         return linear(inner * linear(x, f"{name}up_proj"), f"{name}down_proj")
 
-    def turned(x: Tensor, count: int, *, pairs: bool) -> Tensor:
+    def turned(x, count, *, pairs):
         """The first dimensions of (T, heads, D) by angles that grow with the place."""
         theta = config.rope_parameters["rope_theta"]
         angles = torch.arange(len(x)).double()[:, None] / theta ** (
@@ -130,7 +125,7 @@ def reference(
         a, b = (some[..., ::2], some[..., 1::2]) if pairs else some.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
-    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attended(q, k, v):
         """Causally, (T, heads, D) each; heads share keys."""
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
@@ -138,7 +133,7 @@ def reference(
         law = scores.masked_fill(later, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", law, v)
 
-    def attention(x: Tensor) -> Tensor:
+    def attention(x):
         name, heads = f"{layer}self_attn.", config.num_attention_heads
         if f"{name}kv_b_proj.weight" in weights:
             plain, count = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -168,7 +163,7 @@ def reference(
         out = attended(q, k, v) * (gate.sigmoid() if qwen else gate)
         return linear(out.flatten(1), f"{name}o_proj")
 
-    def mixture(x: Tensor) -> Tensor:
+    def mixture(x):
         scores, count = linear(x, f"{layer}mlp.gate"), config.num_experts_per_tok
         if qwen:
             chances = scores.softmax(-1)
@@ -197,22 +192,22 @@ def reference(
     return x, x @ model.get_output_embeddings().weight.T
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config):
     return getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
 
 
-def _ends(qwen: bool) -> tuple[str, ...]:
+def _ends(qwen):
     if qwen:
         return "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
     return "enorm", "hnorm", "eh_proj", "shared_head.norm"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Weights]]:
+def made(tmp_path_factory):
     """Makes a model of a kind, loaded from a checkpoint with a head, and the head's tensors."""
-    known: dict[str, tuple[Any, Weights]] = {}
+    known = {}
 
-    def make(kind: str) -> tuple[Any, Weights]:
+    def make(kind):
         if kind not in known:
             require(kind)
             folder = tmp_path_factory.mktemp(kind)
@@ -229,12 +224,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
     return make
 
 
-def _write(folder: Path, weights: Weights) -> None:
+def _write(folder, weights):
     file = folder / "model.safetensors"
     save_file(load_file(file) | weights, file, metadata={"format": "pt"})
 
 
-def _source(model: Any) -> Any:
+def _source(model):
     source, reason = own_head(sublayers_of(model))
     assert reason is None
     assert source is not None
@@ -243,7 +238,7 @@ def _source(model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", EVERY)
 @torch.no_grad()
-def test_logits_are_those_of_the_published_definition(kind: str, made: Any) -> None:
+def test_logits_are_those_of_the_published_definition(kind, made):
     model, weights = made(kind)
     ids = prompt(12)
     states = model.base_model(ids)[0][0]  # (T, H)
@@ -260,7 +255,7 @@ def test_logits_are_those_of_the_published_definition(kind: str, made: Any) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_drafts_are_those_of_the_definition(kind: str, made: Any) -> None:
+def test_drafts_are_those_of_the_definition(kind, made):
     """The second one reads the head's own state of the first."""
     model, weights = made(kind)
     ids = prompt(9)
@@ -281,14 +276,14 @@ def test_drafts_are_those_of_the_definition(kind: str, made: Any) -> None:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", EVERY)
-def test_texts_are_the_same_with_and_without(kind: str, batch: str, made: Any) -> None:
+def test_texts_are_the_same_with_and_without(kind, batch, made):
     model, _ = made(kind)
     inputs = ragged(BATCHES[batch], seed=3)
     out = decoded(model, inputs, controller=Erratic(), **HEAD)
     assert new_tokens(out) == alone(model, *inputs)
     assert out.stats.num_draft_tokens > 0
     assert [each.name for each in out.stats.sources] == ["mtp"]
-    how: dict[str, Any] = {"sample": True, "seeds": [*range(len(inputs[0]))]}
+    how = {"sample": True, "seeds": [*range(len(inputs[0]))]}
     want = new_tokens(decoded(model, inputs, enabled=False, **how))
     assert new_tokens(decoded(model, inputs, controller=Erratic(), **how, **HEAD)) == want
     how |= {"acceptance": "rejection", **HEAD}
@@ -297,17 +292,17 @@ def test_texts_are_the_same_with_and_without(kind: str, batch: str, made: Any) -
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5_text"])
-def test_sessions_and_servers_draft_with_heads(kind: str, made: Any) -> None:
+def test_sessions_and_servers_draft_with_heads(kind, made):
     model, _ = made(kind)
     session = Session(model, memory=1 << 24, controller="fixed", **HEAD)
     serving = Serving(model, max_rows=2, controller="fixed", **HEAD)
     text, kept = prompt(12), []
     for turn in range(3):
-        how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        how = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
         want = model.generate(text, **how)
-        out: Any = session.generate(text, **how)
+        out = session.generate(text, **how)
         assert out.sequences.tolist() == want.tolist()
-        told: list[Any] = []
+        told = []
         serving.submit(TextRequest(text[0].tolist(), max_new_tokens=NEW_TOKENS), told.append)
         while serving.step():
             pass
@@ -320,7 +315,7 @@ def test_sessions_and_servers_draft_with_heads(kind: str, made: Any) -> None:
     assert all(min(each) >= 12 for each in kept[1:])
 
 
-def test_a_loaded_checkpoint_s_head_is_found_and_told(made: Any) -> None:
+def test_a_loaded_checkpoint_s_head_is_found_and_told(made):
     folder = made("qwen3_5_text")[0].name_or_path
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     assert "drafts: the checkpoint's own head" in explain_drafts(model, Settings())
@@ -330,7 +325,7 @@ def test_a_loaded_checkpoint_s_head_is_found_and_told(made: Any) -> None:
     assert "no drafts by the checkpoint's own head: copies of its weights would take" in small
 
 
-def _damaged(made: Any, folder: Path, change: Callable[[Weights], Any], kind: str) -> Any:
+def _damaged(made, folder, change, kind):
     model, weights = made(kind)
     model, weights = copy.deepcopy(model), dict(weights)
     change(weights)
@@ -341,17 +336,17 @@ def _damaged(made: Any, folder: Path, change: Callable[[Weights], Any], kind: st
     return model
 
 
-def test_damaged_heads_are_named_errors(made: Any, tmp_path: Path) -> None:
+def test_damaged_heads_are_named_errors(made, tmp_path):
     name = "model.layers.2.mlp.experts.1.up_proj.weight"
 
-    def cut(weights: Weights) -> None:
+    def cut(weights):
         weights[name] = weights[name][:-1].clone()
 
     model = _damaged(made, tmp_path, cut, "glm4_moe")
     shapes = r"part.safetensors has shape \[15, 32\], the model's head for drafts needs \[16, 32\]"
     with pytest.raises(ValueError, match=f"{name} in .*{shapes}"):
         layerskip.generate(model, prompt(5), max_new_tokens=2)
-    out: Any = layerskip.generate(model, prompt(5), max_new_tokens=2, draft_memory=0)
+    out = layerskip.generate(model, prompt(5), max_new_tokens=2, draft_memory=0)
     assert out.sequences.shape == (1, 7)
     model = _damaged(made, tmp_path, lambda weights: weights.pop(name), "glm4_moe")
     with pytest.raises(ValueError, match=f"not whole: {name} is missing"):
@@ -364,8 +359,8 @@ def test_damaged_heads_are_named_errors(made: Any, tmp_path: Path) -> None:
         layerskip.generate(model, prompt(5), max_new_tokens=2)
 
 
-def test_heads_that_cannot_draft_are_told(made: Any, tmp_path: Path) -> None:
-    def stored(weights: Weights) -> None:
+def test_heads_that_cannot_draft_are_told(made, tmp_path):
+    def stored(weights):
         name = "mtp.fc.weight"
         weights[name] = weights[name].to(torch.float8_e4m3fn)
 
@@ -379,7 +374,7 @@ def test_heads_that_cannot_draft_are_told(made: Any, tmp_path: Path) -> None:
         other.name_or_path = path
 
 
-def test_other_decoding_options_leave_heads_aside(made: Any) -> None:
+def test_other_decoding_options_leave_heads_aside(made):
     model, _ = made("deepseek_v3")
     how = LayerSkipDecoding(skip=layerskip.SkipConfig.low_precision(8), lookup=False)
     out = model.generate(

@@ -40,7 +40,7 @@ def test_every_draft_gives_the_tokens_of_transformers(kind, batch):
     for settings in every_draft(model, EIGHT):
         out = decoded(model, inputs, **settings)
         assert new_tokens(out) == want
-        assert out.stats.num_draft_tokens > 0
+        assert out.stats.num_draft_tokens > 0 or settings == {"lookup": True}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,7 +106,9 @@ def test_sessions_keep_states_where_texts_end_and_where_they_part(kind):
 def test_a_text_whose_last_drafts_were_rejected_is_kept_up_to_the_state_before():
     model, ids = model_of("falcon_h1"), prompt(30)
     session = Session(model, memory=1 << 24)
-    out = session.generate(ids, max_new_tokens=NEW_TOKENS, **_drafts(model))
+    wrong = layerskip.Lookup([[*range(2, 97)] * 2])
+    how = {"lookup": wrong, "controller": "fixed", "max_draft_length": 5}
+    out = session.generate(ids, max_new_tokens=NEW_TOKENS, **how)
     assert out.stats.num_draft_tokens > out.stats.num_accepted_tokens
     text = torch.cat([out.sequences, prompt(5, seed=1)], 1)
     again = session.generate(text, max_new_tokens=NEW_TOKENS, enabled=False)

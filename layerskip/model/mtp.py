@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.utils.hub import cached_file
 
 from layerskip.files.reading import read_file
 
@@ -103,7 +102,7 @@ class Found(NamedTuple):
 
     head: Head
     files: dict[str, Path]
-    parts: dict[str, Sequence[Sequence[str]]]
+    parts: dict[str, list[Sequence[str]]]
 
     @property
     def size(self) -> int:
@@ -162,7 +161,7 @@ def read(found: Found, like: Tensor) -> Head:
     weights, opened = {}, _opener()
 
     def tensor(name: str) -> Tensor:
-        return opened(found.files[name]).get_tensor(name).to(like.device, like.dtype)
+        return opened(found.files[name]).get_tensor(name).to(like.device, like.dtype)  # type: ignore[no-any-return]
 
     for name, rows in found.parts.items():
         joined = [torch.cat([tensor(each) for each in row]) for row in rows]
@@ -211,15 +210,12 @@ def _files(model: Whole) -> dict[str, Path]:
 
 def _file(model: Whole, name: str) -> Path | None:
     """A file of the folder, or of the hub's cache, that the model was loaded from."""
-    source = getattr(model.model, "name_or_path", "")
-    if not source:
-        return None
-    if Path(source).is_dir():
-        path = Path(source, name)
-        return path if path.is_file() else None
-    commit = getattr(model.model.config, "_commit_hash", None)
+    source, config = getattr(model.model, "name_or_path", ""), model.model.config
+    quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
+    how: dict[str, Any] = {f"_raise_exceptions_for_{what}": no for what, no in quiet.items()}
+    how |= {"local_files_only": True, "revision": getattr(config, "_commit_hash", None)}
     try:
-        cached = try_to_load_from_cache(source, name, revision=commit)
-    except HFValidationError:  # no name of a repository
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+        path = cached_file(source, name, **how) if source else None
+    except (OSError, ValueError):  # no folder, and no name of a repository
+        path = None
+    return None if path is None else Path(path)
