@@ -10,7 +10,6 @@ import torch
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import layerskip
@@ -28,7 +27,6 @@ KINDS = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
 SLOW = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
 EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 HEAD = {"lookup": False, "max_draft_length": 3}
-Weights = dict[str, Tensor]
 
 
 def weights_of(kind, config):
@@ -39,7 +37,7 @@ def weights_of(kind, config):
     first, layer = ("mtp.", "mtp.layers.0.") if qwen else (f"model.layers.{layers}.",) * 2
     width, heads = config.hidden_size, config.num_attention_heads
 
-    def put(name, *shape: int):
+    def put(name, *shape):
         noise = torch.randn(*shape, dtype=torch.float64)
         if len(shape) == 1:
             noise = 0.1 * noise + (0.0 if qwen else 1.0)
