@@ -69,7 +69,8 @@ class ChainCache(RowCache):
         ):
             shape = (self.rows, like.shape[1], self.slots, like.shape[3])
             mine[layer] = like.new_empty(shape)  # (B, H, S + J G, D), written before it is read
-            mine[layer][:, :, : self.places] = theirs[layer][self.texts, :, : self.places]
+            for row, text in enumerate(self.texts.tolist()):  # copied once, not gathered before
+                mine[layer][row, :, : self.places] = theirs[layer][text, :, : self.places]
 
     def regrouped(self, chosen: Tensor, steps: int, fed: int) -> ChainCache:
         """The same for some of the chains, in other groups, after `fed` tokens of each.
