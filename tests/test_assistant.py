@@ -80,15 +80,15 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused():
 # ---- Replays. ----
 
 
-def test_an_assistant_that_has_read_other_texts_is_seen():
-    """The negative control: what it knows of the texts is what another model does."""
+def test_an_assistant_that_has_not_read_the_texts_is_seen():
+    """The negative control: a state that does not catch up drafts other tokens."""
     draft = Assistant(Sublayers(second_of()))
     (text, *_), trace = traced(False, False).texts, traced(False, False)
     starts = [(text, text.prompt + i, 3) for i in range(9)]
     chains = Chains(trace, draft, starts, 6)
     want = chains.drafts().tokens
-    other = Assistant(Sublayers(second_of(noise=1.0))).steps(trace, follow=False)
-    chains.draft.texts = other.texts
+    chains = Chains(trace, draft, starts, 6)
+    chains.draft.passes.states[0].missing = lambda: 1
     assert not torch.equal(chains.drafts().tokens, want)
 
 

@@ -12,8 +12,8 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.decoding.laws import Law
-from layerskip.decoding.sources import steps as steps_module
-from layerskip.decoding.sources.chain_cache import ChainCache
+from layerskip.replay import steps as steps_module
+from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drafts import all_starts, follow, replay
 from layerskip.replay.trace import take_trace
 

@@ -108,8 +108,8 @@ def laws_looked_up(model, seed):
     known = StoredLogits() if draw.random() < 0.5 else None
     if known is not None:
         known.learn(model, [*range(20), *draw.choices(range(VOCABULARY), k=40)])
-    looked_up, beside = draw.choice([None, Lookup()]), draw.random() < 0.5
-    return [LogitLookup(known=known, lookup=looked_up, beside=beside, branches=draw.randint(1, 3))]
+    looked_up = draw.choice([None, Lookup()])
+    return [LogitLookup(known=known, lookup=looked_up, branches=draw.randint(1, 3))]
 
 
 def _schedule(model, seed, settings, starts):

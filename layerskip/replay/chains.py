@@ -1,9 +1,10 @@
 """Drafts that run on from places of a trace, many of them through the model together.
 
 A draft's round depends on its start alone: it feeds the start's token, then its own, and sees the
-target's keys and values before the start. So the drafts from all places are chains of tokens in a
-few wide passes through the engine's own sublayers. Where chains are followed only until they leave
-their text, the prefix that they share with the target is taken from the trace, and passes shrink.
+target's keys and values before the start. So the drafts from all places are chains of tokens, and
+those of the model's own sublayers run in a few wide passes. Where chains are followed only until
+they leave their text, the prefix that they share with the target is taken from the trace, and
+passes shrink.
 Letters: A chains of a pass, B groups, G chains of a group, C chains, J steps, N some chains, P
 places of all texts, V vocabulary, H hidden width.
 """
@@ -20,6 +21,7 @@ from layerskip.decoding.laws import softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.rules import acceptance_probability, largest
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.replay.drawing import (
     NOTHING,
     Drawn,
@@ -30,6 +32,7 @@ from layerskip.replay.drawing import (
     propose,
     scores_at,
 )
+from layerskip.replay.steps import Walk, Wide
 from layerskip.replay.trace import Trace, TraceText
 
 Chain = tuple[TraceText, int, int]  # the text left, the place and the id of the first token fed
@@ -80,7 +83,11 @@ class Chains:
         follow: bool = False,
     ) -> None:
         self.trace, self.chains, self.allowed = trace, chains, allowed
-        self.draft = source.steps(trace, follow=follow)
+        self.draft: Wide | Walk = (
+            Wide(trace, source, follow=follow)
+            if isinstance(source, SublayerDraft)
+            else Walk(trace, source)
+        )
         self.steps = min(steps, self.draft.longest or steps)
         facts = [
             (
@@ -146,12 +153,22 @@ class Chains:
         """The chains of every pass, (B, G), each from all over the texts."""
         if not self.chains or not self.steps:
             return
+        if isinstance(self.draft, Walk):
+            yield from self._in_turn()
+            return
         every = range(len(self.chains))
         groups = min((self._grouped(every, size) for size in GROUPS), key=_cost)
         most = min(CHAINS, LOGITS // self.trace.model.vocabulary)
         together = max(1, most // len(groups[0]))
         parts = -(-len(groups) // together)
         yield from (torch.tensor(groups[part::parts]) for part in range(parts))
+
+    def _in_turn(self) -> Iterator[Tensor]:
+        """A chain of each text at a time, (B, 1), from its first place to its last."""
+        chains = sorted(range(len(self.chains)), key=lambda chain: self.place[chain])
+        texts = [[n for n in chains if self.text[n] == text] for text in self.text.unique()]
+        for turn in range(max(map(len, texts))):
+            yield torch.tensor([[mine[turn]] for mine in texts if turn < len(mine)])
 
     def _places(self, layout: Tensor, step: int, fed: Tensor) -> Places:
         """Where the chains of a pass draw; `fed` has what they were fed, (C, J + 1)."""
@@ -236,7 +253,7 @@ class Chains:
 
     def _regrouped(self, layout: Tensor, kept: Sequence[int], fed: int) -> Tensor:
         """The chains to be kept, in groups of a size that leaves few places empty."""
-        if len(kept) > REGROUP * layout.numel():
+        if isinstance(self.draft, Walk) or len(kept) > REGROUP * layout.numel():
             return layout
         groups = min((self._grouped(kept, size) for size in GROUPS), key=_cost)
         if _cost(groups) > REGROUP * _cost(layout.tolist()):

@@ -18,9 +18,9 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
+from layerskip.replay.batch import TextBatch
 from layerskip.replay.chains import Chain, ChainDrafts, Chains
 from layerskip.replay.drawing import NOTHING, Drawn
-from layerskip.replay.live import TextBatch
 from layerskip.replay.trace import Trace, TraceText
 
 
@@ -136,11 +136,12 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
         if state.reads_logits:
             raise TypeError(
                 f"a {type(source).__name__} cannot be replayed from every place, as it learns in "
-                "every round; simulate Live(trace, source)"
+                "every round; time it by decoding"
             )
         for token in text.tokens.tolist()[text.prompt :][: text.starts]:
             row.emitted[0].append(token)
-            row.commit([state], 0, [token])
+            state.commit(0, [token], 0)
+            row.commit(0)
             proposal = state.offer(0, length)
             offers.append((list(proposal.tokens or ()), proposal.match or 0))
     tokens = [offered + [NOTHING] * (length - len(offered)) for offered, _ in offers]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.planning import in_common
-from layerskip.decoding.sources.base import Batch, Proposal, State
+from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Ask, Mark, Said, Verdict
-from layerskip.model.branches import along
+from layerskip.replay.batch import TextBatch
 from layerskip.replay.drafts import Replay
 from layerskip.replay.drawing import NOTHING
-from layerskip.replay.live import Live, TextBatch
 
 
 class _TextDraft:
@@ -45,27 +43,19 @@ class _TextDraft:
 class RecordedTarget:
     """The texts of a trace as the target of rounds."""
 
-    def __init__(self, sources: Sequence[Replay | Live], texts: Sequence[int]) -> None:
+    branches = False
+
+    def __init__(self, sources: Sequence[Replay], texts: Sequence[int]) -> None:
         self.trace = trace = sources[0].trace
         self.texts = [trace.texts[text] for text in texts]
         self.batch = batch = TextBatch(trace, self.texts)
         self.lengths = batch.lengths
-        self.branches = trace.model.branches and not batch.draws.contextual
-        self.drafts = [
-            [_TextDraft(each, text) for text in texts] if isinstance(each, Replay) else []
-            for each in sources
-        ]
-        learners: list[State | None] = [
-            each.source.open(cast(Batch, batch)) if isinstance(each, Live) else None
-            for each in sources
-        ]
-        self.states, self._learners = learners, [each for each in learners if each is not None]
-        self._readers = [state for state in self._learners if state.reads_logits]
-        self._logits = [trace.logits(text) for text in self.texts if self._readers]
+        self.drafts = [[_TextDraft(each, text) for text in texts] for each in sources]
+        self.states = [None for _ in sources]
         self.tokens = [text.tokens[text.prompt :].tolist() for text in self.texts]
-        self._read({row: tokens[:1] for row, tokens in enumerate(self.tokens)})
         for row, tokens in enumerate(self.tokens):
-            batch.commit(self._learners, row, batch.seats[row].emit(tokens[:1]))
+            batch.seats[row].emit(tokens[:1])
+            batch.commit(row)
 
     @property
     def rows(self) -> Mapping[int, int]:
@@ -79,8 +69,6 @@ class RecordedTarget:
         return len(self.batch.emitted[row]) - 1
 
     def offer(self, source: int, row: int, most: int) -> Proposal:
-        if (state := self.states[source]) is not None:
-            return state.offer(row, most)
         return self.drafts[source][row].offer(self._start(row), most)
 
     def allowed(self, row: int, tokens: Sequence[int]) -> int:
@@ -105,31 +93,17 @@ class RecordedTarget:
         for row in rows:
             start, drafted = self._start(row), drafts.tokens[row]
             following = self.tokens[row][start + 1 :]
-            if row in drafts.parents:
-                agreeing = len(along(drafts.parents[row], drafted, following))
-            elif row in drafts.step_free:
+            if row in drafts.step_free:
                 agreeing = in_common(drafted, following)
             elif drafted:
                 agreeing = min(len(drafted), self.drafts[self._source][row].agreeing[start])
             else:
                 agreeing = 0
             tokens[row] = [*following, NOTHING][: agreeing + 1]
-        left = {row: self.texts[row].starts - self._start(row) for row in rows}
-        self._read({row: tokens[row][: left[row]] for row in rows})
         return Verdict(tokens, [[*range(len(each))] for each in tokens])
 
-    def _read(self, emitted: Mapping[int, Sequence[int]]) -> None:
-        """Show the states that read logits what the target has computed along the texts."""
-        if not self._readers:
-            return
-        seen = [(row, tokens[:i]) for row, tokens in emitted.items() for i in range(len(tokens))]
-        before = [len(self.batch.emitted[row]) + len(drafted) for row, drafted in seen]
-        raw = [self._logits[row][at] for (row, _), at in zip(seen, before, strict=True)]
-        for state in self._readers:
-            state.read(torch.stack(raw), seen)  # (N, V)
-
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
-        self.batch.commit(self._learners, row, emitted)
+        self.batch.commit(row)
 
     def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
         places = [self.trace.offsets[self.texts[row].number] + self._start(row) - 1 for row in rows]

@@ -5,18 +5,16 @@ Letters: N starts, J steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from layerskip.costs.speculation import Costs, CostTable, draft_limit
 from layerskip.decoding.controller import Controller
-from layerskip.decoding.planning import Plan
 from layerskip.decoding.rounds import joint_source
 from layerskip.decoding.speculator import Speculator
 from layerskip.replay.drafts import Replay
-from layerskip.replay.live import Live
 from layerskip.replay.recorded import RecordedTarget
 
 
@@ -26,7 +24,6 @@ class SimulatedRound:
 
     Attributes:
         context, rows: what the controller was told at its start (see `Controller.begin`).
-        drafts: of rows whose drafted tokens were known without a step, what they drafted.
         steps: draft steps.
     """
 
@@ -36,12 +33,11 @@ class SimulatedRound:
     source: int | tuple[int | None, ...] | None = None
     context: int = field(default=0, compare=False)
     rows: int = field(default=1, compare=False)
-    drafts: Mapping[int, Plan] = field(default_factory=dict, compare=False)
     steps: int = field(default=0, compare=False)
 
 
 def simulate(
-    sources: Replay | Live | Sequence[Replay | Live],
+    sources: Replay | Sequence[Replay],
     controller: Controller,
     texts: Sequence[int] = (0,),
     *,
@@ -52,15 +48,14 @@ def simulate(
     The controller is reset. The texts' end and the request's length hold as in decoding.
 
     Args:
-        sources: of one trace, one for each of the drafts that a round may take, in their order:
-            replays, and sources that learn in every round.
+        sources: of one trace, one for each of the drafts that a round may take, in their order.
         texts: numbers of the texts that share the batch, and the controller.
         max_draft_length: the most tokens any round drafts; the replays' draft length by default.
 
     Raises:
         ValueError: `max_draft_length` is beyond what was replayed.
     """
-    several = [sources] if isinstance(sources, Replay | Live) else list(sources)
+    several = [sources] if isinstance(sources, Replay) else list(sources)
     replayed = min(each.draft_length for each in several)
     longest = replayed if max_draft_length is None else max_draft_length
     if not 0 <= longest <= replayed:
@@ -85,7 +80,6 @@ def simulate(
             source=joint_source([outcome.source(row) for row in rows]),
             context=context,
             rows=len(target.rows),
-            drafts={row: outcome.plans[row] for row in outcome.drafts.step_free},
             steps=outcome.drafts.num_steps,
         )
 

@@ -26,7 +26,6 @@ from layerskip.decoding.draws import certainty
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
-from layerskip.decoding.sources.steps import stacked
 from layerskip.model.cache import RowCache
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
@@ -62,8 +61,6 @@ class TraceText:
         likelihoods: under the rejection rule, the probability of the token behind each emitted one
             under the target's law, (T - prompt,) float32; else NaN.
         states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
-        before: the last layer's behind the prompt, which the first emitted token was drawn from,
-            (H,).
     """
 
     number: int
@@ -73,7 +70,6 @@ class TraceText:
     key: int
     likelihoods: Tensor
     states: Tensor
-    before: Tensor
 
     @property
     def starts(self) -> int:
@@ -184,10 +180,10 @@ class Trace:
                 kind.append(torch.stack(tables).cpu())
         return Drawn(*(torch.cat(kind, dim=1) for kind in drawn))
 
-    def rotary(self, slots: int, model: Sublayers) -> Any:
-        """Angles of so many places, for drafts of any text by a model."""
+    def rotary(self, slots: int) -> Any:
+        """Angles of so many places, for drafts of any text."""
         ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
-        return model.rotary(slots, min(slots, max(ends)))
+        return self.model.rotary(slots, min(slots, max(ends)))
 
     def target_law(self, rows: Tensor, histories: Histories) -> Tensor:
         """Law of the token behind each of the P places so numbered, (N, V)."""
@@ -225,13 +221,6 @@ class Trace:
     @cached_property
     def _noise(self) -> dict[tuple[int, int], Tensor]:
         return {}
-
-    @torch.no_grad()
-    def logits(self, text: TraceText) -> Tensor:
-        """The target's raw logits behind the prompt and each emitted token, (1 + starts, V)."""
-        states = torch.cat([text.before[None], text.states[-1, : text.starts]])  # (1 + starts, H)
-        pieces = _chunks(len(states), self.model.vocabulary)
-        return torch.cat([self.model.logits(states[None, places])[0] for places in pieces])
 
     @cached_property
     def _states(self) -> Tensor:
@@ -307,7 +296,7 @@ def take_trace(
             caches.append(opened.new_cache(1, len(tokens)))
             place = len(texts), tokens, len(prompt), emitted, key
             texts.append(_read(opened, law, caches[-1], *place, rejection=rejection))
-    cache = stacked(caches)
+    cache = _stacked(caches)
     trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens, rejection)
     if trace.starts == 0:
         raise ValueError("every text of the trace ends with its first token; give other prompts")
@@ -375,7 +364,6 @@ def _read(
         key=key,
         likelihoods=likelihoods,
         states=states,
-        before=hidden[0, prompt - 1].to(model.device),
     )
 
 
@@ -388,3 +376,15 @@ def _chunks(places: int, vocabulary: int) -> Iterator[slice]:
 def _own(model: Sublayers, states: Tensor, places: slice) -> Tensor:
     """The target's raw logits (N, V) at some places, from the states of all layers."""
     return model.logits(states[-1:, places])[0]
+
+
+def _stacked(caches: list[RowCache]) -> RowCache:
+    """One cache with a row for each of these, which are emptied layer by layer."""
+    joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
+    for layer in list(caches[0].keys):
+        for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):
+            rows = [getattr(cache, theirs).pop(layer) for cache in caches]  # (1, H, T, D) each
+            mine[layer] = torch.cat(
+                [F.pad(row, (0, 0, 0, joint.slots - row.shape[2])) for row in rows]
+            )
+    return joint

@@ -1,9 +1,8 @@
-"""How trained blocks draft: their states, which have keys and values of their own, and replays.
+"""How trained blocks draft: by states with keys and values of their own.
 
 A block behind an exit reads the target's states there, which are exact for every accepted token.
 The others read the target's last states, which do not exist for the tokens that they draft.
-Letters: B groups of chains, G chains of a group, R rows of a pass, T tokens, H hidden width, V
-vocabulary.
+Letters: R rows of a pass, T tokens, K streams, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from layerskip.decoding.sources.base import Batch
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.decoding.sources.steps import Texts, read, states_behind
-from layerskip.decoding.sources.sublayers import SharedSteps
-from layerskip.decoding.sources.trained import BEST, FedSteps, TrainedDraft
+from layerskip.decoding.sources.trained import BEST, TrainedDraft
 from layerskip.model.backend import Block
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass
@@ -79,22 +76,8 @@ class _Layered(Following):
         return [self.batch.lengths[row] + offset for row in self.batch.rows]
 
 
-class ExitSteps(SharedSteps):
-    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
-        super().__init__(texts, draft.prefix, (), follow=follow)
-        self.step_blocks, states = draft.step_blocks, states_behind(texts, draft.prefix)
-        window = draft.block.layer.window
-        cache = read(texts, states, self.step_blocks[:-1], window, lambda tokens, states: states)
-        self.texts = (*self.texts, cache)
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        return self.run(super().compute(step, tokens, rows), self.step_blocks, cache=1)
-
-
 class ExitState(_Layered):
     """Drafts behind an exit."""
-
-    replayed = ExitSteps
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
@@ -111,33 +94,8 @@ class ExitState(_Layered):
         return self.advance(hidden, self.places(offset), self.step_blocks)[:, 0]
 
 
-class FeatureSteps(FedSteps):
-    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
-        self.block, self.longest, (*self.step_blocks, self.head) = (
-            draft.block,
-            draft.longest,
-            draft.step_blocks,
-        )
-        model, states = texts.model, states_behind(texts, texts.model.num_sublayers)
-
-        def fed(tokens: Tensor, states: Tensor) -> Tensor:
-            features = torch.cat([torch.zeros_like(states[:, :1]), states[:, :-1]], 1)
-            inputs: Tensor = self.block.join(features, model.embed(tokens))
-            return inputs
-
-        window = self.block.layer.window
-        super().__init__(texts, states, read(texts, states, self.step_blocks, window, fed))
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        out = self.run(self.block.join(self.carried[0], self.model.embed(tokens)), self.step_blocks)
-        self.carried = [out]
-        return self.head(out, None)
-
-
 class FeatureState(_Layered):
     """Drafts from the target's last states, and then from its own."""
-
-    replayed = FeatureSteps
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
@@ -163,20 +121,10 @@ class FeatureState(_Layered):
         super().commit(row, emitted, min(steps, 1))
 
 
-class StreamsSteps(FeatureSteps):
-    """Computes step by step what decoding computes in one pass."""
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        if not step:  # (B, G, K, H)
-            self.carried = [self.block.fed(self.carried[0], self.model.embed(tokens))]
-        return self.head(self.run(self.carried[0][:, :, step], self.step_blocks), None)
-
-
 class StreamsState(FeatureState):
     """Drafts all tokens in one pass of its layer."""
 
     everywhere = True
-    replayed = StreamsSteps
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)

@@ -24,7 +24,7 @@ from layerskip.decoding.acceptance import CopyAcceptance
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.model.branches import along
-from layerskip.research.stored_logits import SUFFIX, Numbers, StoredLogits, Tokens, best_of
+from layerskip.research.stored_logits import SUFFIX, StoredLogits, best_of
 
 _LEAST = 0.02  # chance of a token to be accepted
 OF_A_TEXT = 2**12  # places that each text keeps where texts come and go
@@ -47,7 +47,6 @@ class LogitLookup(Source):
         lookup: tokens looked up in texts join the trees, each as one of the best behind its node.
         known: of earlier texts, looked up, too, and left as they are; perhaps of a file.
         longest: the most tokens of a tree.
-        beside: whether what the target said behind drafts that it rejected is stored, too.
     """
 
     key, name = "lookup-laws", "laws"
@@ -61,10 +60,9 @@ class LogitLookup(Source):
         *,
         known: StoredLogits | None = None,
         longest: int = 16,
-        beside: bool = True,
     ) -> None:
         self.laws, self.branches, self.lookup = laws, branches, lookup
-        self.nodes, self.beside = longest, beside
+        self.nodes = longest
         self.keeps_texts = laws is not None
         self.fixed = [] if known is None else [known]
 
@@ -111,7 +109,6 @@ class _State(State):
         self.copy_acceptance, self.acceptance = CopyAcceptance(), BestAcceptance()
         self._copied: dict[int, Proposal] = {}  # by row, what was last looked up in texts
         self._trees: dict[int, _Tree] = {}
-        self._read: dict[int, list[tuple[list[int], Tokens, Numbers]]] = {}  # by row, in this round
         self.ends = [prompt[-SUFFIX:].tolist() for prompt in batch.prompts]
 
     def offer(self, row: int, most: int) -> Proposal:
@@ -190,17 +187,10 @@ class _State(State):
         tokens, logits = best_of(raw)
         for row, places in groupby(range(len(seen)), lambda i: seen[i][0]):
             at = [*places]
-            if self.source.beside:
-                contexts = [[*self.ends[row], *seen[i][1]] for i in at]
-                self.stored[row].keep(contexts, tokens[at], logits[at])
-            else:
-                self._read[row] = [([*seen[i][1]], tokens[i], logits[i]) for i in at]
+            contexts = [[*self.ends[row], *seen[i][1]] for i in at]
+            self.stored[row].keep(contexts, tokens[at], logits[at])
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        for drafted, tokens, logits in self._read.pop(row, ()):
-            # behind an end of text nothing is said
-            if len(drafted) < len(emitted) and drafted == [*emitted[: len(drafted)]]:
-                self.stored[row].keep([[*self.ends[row], *drafted]], tokens[None], logits[None])
         self._learn(row, emitted)
         if self.copies is not None:
             self.copies.commit(row, emitted, steps)

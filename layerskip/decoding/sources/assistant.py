@@ -16,7 +16,6 @@ from torch import Tensor
 
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.decoding.sources.steps import Steps, Texts, stacked
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -57,9 +56,6 @@ class Assistant(Source):
 
     def own_bytes(self) -> float:
         return math.fsum(slot_bytes(self.model).values())
-
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        return _Steps(texts, self.model)
 
 
 def slot_bytes(model: Sublayers) -> dict[int | None, float]:
@@ -161,21 +157,3 @@ class _State(Following):
         rows = rows or range(len(starts))
         self.cache.place(starts, tokens.shape[1], rows=rows, settled=settled)
         return self.model.feed(tokens, self.cache, self.rotary)
-
-
-class _Steps(Steps):
-    def __init__(self, texts: Texts, model: Sublayers) -> None:
-        caches = []
-        for text in texts.texts:
-            tokens = of_assistant(text.tokens, model, texts.model)[None]  # (1, T)
-            hidden, step = model.first_pass(tokens)
-            model.run(hidden, step, range(model.num_sublayers))
-            caches.append(step.cache)
-        super().__init__(texts, model, stacked(caches))
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        target = self.source.model
-        tokens, model = of_assistant(tokens, self.model, target), self.model
-        embedded = model.embed(tokens)
-        blocks, inputs = [*model.blocks, model.weights.head()], model.inputs(tokens, embedded)
-        return common(self.run(embedded, blocks, inputs=inputs), target)

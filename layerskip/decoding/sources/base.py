@@ -15,7 +15,6 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
-from layerskip.decoding.sources.steps import Steps, Texts
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -176,22 +175,6 @@ class Source(ABC):
     def timed(self) -> Source:
         """The source to time in its place, which always has something to offer."""
         return self
-
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        """Its steps for many chains at once, for replays along recorded texts.
-
-        Sources that draft without steps need none.
-
-        Args:
-            follow: whether a chain ends where it differs from its text.
-
-        Raises:
-            TypeError: it has none.
-        """
-        raise TypeError(
-            f"a {type(self).__name__} cannot be replayed, as it has no steps; allowed are the "
-            "library's own sources, and those that draft without steps"
-        )
 
 
 class RowDrafts(Protocol):

@@ -3,8 +3,8 @@
 A step takes the newest token, embedded by the target, and a state h (at first the target's own,
 behind its final norm); it gives logits and the h of the next step. All steps of a round have the
 newest token's position, and see the accepted tokens before it. They write nothing.
-Letters: B rows or groups of chains, G chains of a group, T tokens of a pass, R rows of a pass, H
-hidden width of the target, W that of the assistant, K candidates, V vocabulary.
+Letters: B rows, T tokens of a pass, R rows of a pass, H hidden width of the target, W that of the
+assistant, K candidates, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.chain_cache import ChainCache
-from layerskip.decoding.sources.steps import Steps, Texts, states_behind
 from layerskip.model.architecture import read_bytes
 from layerskip.model.cache import RowCache
 from layerskip.model.family import LayerParts
@@ -68,9 +66,6 @@ class Official(Source):
 
     def open(self, batch: Batch) -> State:
         return _State(batch, self)
-
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        return _Steps(texts, self)
 
     def step_bytes(self) -> Sequence[float]:
         module, ends = self.module, [self.module.pre_projection, self.module.post_projection]
@@ -138,41 +133,6 @@ class _State(State):
             self.carried = batch.model.decoder.norm(before)
         raw, self.carried = self.source.compute(hidden, self.carried, self.pass_)
         return raw[:, 0]
-
-
-class _Steps(Steps):
-    """Steps of an assistant; chains read their texts' keys and values up to their starts."""
-
-    def __init__(self, texts: Texts, source: Official) -> None:
-        super().__init__(texts, source.model)
-        self.assistant, target = source, texts.model
-        self.borrowed = RowCache(texts.cache.rows, texts.cache.slots, source.model.windows)
-        self.borrowed.borrow(texts.cache, source.sources)
-        states = states_behind(texts, target.num_sublayers)
-        self.states = [target.decoder.norm(each) for each in states]  # (T, H) each
-
-    def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
-        super().begin(texts, starts, steps)
-        last = int(starts.max())
-        self.rotary = self.model.rotary(last, last + 1, first=1)
-        groups = zip(texts.tolist(), starts.tolist(), strict=True)
-        before = [self.states[text][[place - 1 for place in places]] for text, places in groups]
-        self.carried = [torch.stack(before)]  # (B, G, H)
-        self._read(ChainCache(self.borrowed, texts, starts, 0))
-
-    def _read(self, cache: ChainCache) -> None:
-        cache.advance(-1)  # the chains' own tokens are not seen
-        self.cache, self.pass_ = cache, Pass(self.model, cache, self.rotary)
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        embedded = self.source.model.embed(tokens)
-        raw, state = self.assistant.compute(embedded, self.carried[0], self.pass_)
-        self.carried = [state]
-        return raw
-
-    def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
-        super().regroup(chosen, steps, fed)
-        self._read(self.cache.regrouped(chosen.to(self.model.device), 0, 0))
 
 
 def _misfit(target: Sublayers, model: Sublayers) -> str | None:

@@ -1,7 +1,6 @@
 """The source that drafts with the model's own sublayers, some left out or in low precision.
 
-Letters: B groups of chains, G chains of a group, P places of all texts, R rows of a pass, H hidden
-width, V vocabulary.
+Letters: R rows of a pass, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,13 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.steps import Steps, Texts
 from layerskip.model.backend import Block
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -51,9 +48,6 @@ class SublayerDraft(Source):
     def open(self, batch: Batch) -> State:
         return _State(batch, self, self.model.weights.blocks(self.skip))
 
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        return SharedSteps(texts, self.prefix, self.model.weights.blocks(self.skip), follow=follow)
-
 
 def key_of(skip: SkipConfig) -> str:
     """A key for the drafts of one model."""
@@ -69,32 +63,3 @@ class _State(State):
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         return self.batch.model.backend.run(hidden, step, self.blocks)[:, 0]
-
-
-class SharedSteps(Steps):
-    """Steps through a prefix that is shared with the target, then through some blocks.
-
-    Args:
-        follow: whether chains follow their texts: then the texts' states replace those of the
-            prefix's whole layers.
-    """
-
-    def __init__(self, texts: Texts, prefix: int, behind: Sequence[Block], *, follow: bool) -> None:
-        super().__init__(texts, texts.model, texts.cache)
-        # whole ones, whose states the texts have, up to the first whose keys others read
-        layers = min([prefix // 2, *texts.model.read_layers])
-        self.blocks = [*texts.model.blocks[2 * layers if follow else 0 : prefix], *behind]
-        self.before: Tensor | None = None
-        if follow and layers:
-            states = [text.states[layers - 1] for text in texts.texts]
-            self.before = torch.cat(states)  # (P, H)
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        inputs = None
-        if self.before is None or self.model.inputs_width:
-            hidden = self.model.embed(tokens)  # (B, G, H)
-            inputs = self.model.inputs(tokens, hidden)
-        if self.before is not None:
-            hidden = self.before[rows]
-        # (B, G, H), or logits
-        return self.run(hidden, self.blocks, inputs=inputs) if self.blocks else hidden

@@ -2,8 +2,7 @@
 
 A block behind an exit reads the states there, which are exact for every accepted token. The others
 read the target's last states, which do not exist for the tokens that they draft.
-Letters: B groups of chains, G chains of a group, R rows of a pass, T tokens, H hidden width, V
-vocabulary.
+Letters: R rows of a pass, K heads, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,18 +11,14 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR_MODULE
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.steps import Steps, Texts, states_behind
 from layerskip.decoding.sources.sublayers import key_of
 from layerskip.model.architecture import read_bytes
 from layerskip.model.backend import Block
-from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.registry import named
 
@@ -71,10 +66,6 @@ class TrainedDraft(Source):
         state: State = self._state(batch, self)
         return state
 
-    def steps(self, texts: Texts, *, follow: bool) -> Steps:
-        steps: Steps = self._state.replayed(texts, self, follow=follow)
-        return steps
-
     def step_bytes(self) -> Sequence[float]:
         module = float(read_bytes(self.block, self.skip.module_bits))
         before = self.model.weight_bytes()["sublayers"][: self.prefix]
@@ -94,37 +85,10 @@ class TrainedDraft(Source):
         return 0.0 if heads is None else 2.0 * math.prod(heads) * self.model.dtype.itemsize
 
 
-class FedSteps(Steps):
-    """Steps over the target's last state of the token before each chain's first."""
-
-    def __init__(self, texts: Texts, states: Sequence[Tensor], *caches: RowCache) -> None:
-        super().__init__(texts, texts.model, *caches)
-        # zeros before the first token
-        before = pad_sequence([torch.cat([s.new_zeros(1, s.shape[1]), s]) for s in states])
-        self.before = before.transpose(0, 1)  # (texts, T + 1, H)
-
-    def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
-        super().begin(texts, starts, steps)
-        at = (each.to(self.before.device) for each in (texts[:, None], starts))
-        self.carried = [self.before[tuple(at)]]  # (B, G, H)
-
-
-class HeadsSteps(FedSteps):
-    def __init__(self, texts: Texts, draft: TrainedDraft, *, follow: bool) -> None:
-        super().__init__(texts, states_behind(texts, texts.model.num_sublayers))
-        self.block, (self.head,), self.longest = draft.block, draft.step_blocks, draft.longest
-
-    def compute(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        if not step:  # (B, G, K, H)
-            self.carried = [self.block(self.carried[0], self.model.embed(tokens))]
-        return self.head(self.carried[0][:, :, step], None)
-
-
 class HeadsState(State):
     """Drafts all tokens in one pass."""
 
     everywhere = True
-    replayed = HeadsSteps
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)

@@ -1,46 +1,13 @@
-"""Sources that learn while they draft, along the texts of a trace.
-
-A trace knows what the target said along its texts alone: nothing is learnt behind rejected drafts.
-"""
+"""Texts of a trace as a batch, for rounds and for sources that draft without steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.seats import Reason, Seat
-from layerskip.decoding.sources.base import Source, State
 from layerskip.replay.trace import Trace, TraceText
-
-
-@dataclass(frozen=True)
-class Live:
-    """A source of known tokens, to be simulated along a trace in the place of a replay.
-
-    Raises:
-        TypeError: the source takes steps of a model.
-        ValueError: the trace is of the rejection rule, where texts depend on drafts.
-    """
-
-    trace: Trace
-    source: Source
-
-    def __post_init__(self) -> None:
-        if not self.source.step_free:
-            raise TypeError(
-                f"a {type(self.source).__name__} drafts by steps of a model; replay it instead"
-            )
-        if self.trace.rejection:
-            raise ValueError(
-                "a source that learns cannot be simulated under the rejection rule, where texts "
-                "depend on drafts; take a trace of coupled draws"
-            )
-
-    @property
-    def draft_length(self) -> int:
-        return self.trace.draft_length
 
 
 class TextSeat(Seat):
@@ -76,8 +43,6 @@ class TextBatch:
         )
         self.scores = self.draws.scores
 
-    def commit(self, states: Iterable[State], row: int, tokens: Sequence[int]) -> None:
-        for state in states:
-            state.commit(row, tokens, 0)
-        # the last one has not been fed
+    def commit(self, row: int) -> None:
+        """Go on behind what a row has emitted, of which the last one has not been fed."""
         self.lengths[row] = self.prompt_lengths[row] + len(self.emitted[row]) - 1

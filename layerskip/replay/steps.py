@@ -1,0 +1,121 @@
+"""How chains of drafted tokens run through a model; nothing is drawn here.
+
+A chain begins at a place of a text and feeds its own tokens. It sees what a draft there would see:
+the text's keys and values before its start, and its own after it. A draft of the model's own
+sublayers runs many chains in a pass (`Wide`); any other source drafts by its own state, which walks
+along the texts (`Walk`).
+Letters: B groups, G chains of a group, P places of all texts, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layerskip.decoding.passes import Passes
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.sublayers import SublayerDraft
+from layerskip.model.sublayers import Pass
+from layerskip.replay.chain_cache import ChainCache
+from layerskip.replay.trace import Trace
+
+
+class Wide:
+    """Steps of the model's own sublayers for many chains at once.
+
+    Args:
+        follow: whether chains follow their texts: then the texts' states replace those of the
+            shared prefix's whole layers.
+    """
+
+    longest: int | None = None
+
+    def __init__(self, trace: Trace, source: SublayerDraft, *, follow: bool) -> None:
+        self.trace, self.model = trace, trace.model
+        # whole ones, whose states the texts have, up to the first whose keys others read
+        layers = min([source.prefix // 2, *self.model.read_layers])
+        shared = self.model.blocks[2 * layers if follow else 0 : source.prefix]
+        self.blocks = [*shared, *self.model.weights.blocks(source.skip)]
+        self.before: Tensor | None = None
+        if follow and layers:
+            self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)
+
+    def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
+        """Begin chains in texts (B,) at places (B, G), of at most so many steps."""
+        texts, starts = (each.to(self.model.device) for each in (texts, starts))
+        self.cache = ChainCache(self.trace.cache, texts, starts, steps)
+        self.rotary = self.trace.rotary(int(starts.max()) + steps)
+
+    def raw(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Raw logits (B, G, V) of a step behind tokens (B, G).
+
+        Args:
+            rows: their places among all P, (B, G), while a chain follows its text.
+        """
+        self.cache.advance(step)
+        tokens, rows = tokens.to(self.model.device), rows.to(self.model.device)
+        inputs = None
+        if self.before is None or self.model.inputs_width:
+            hidden = self.model.embed(tokens)  # (B, G, H)
+            inputs = self.model.inputs(tokens, hidden)
+        if self.before is not None:
+            hidden = self.before[rows]
+        pass_ = Pass(self.model, self.cache, self.rotary, inputs)
+        return self.model.backend.run(hidden, pass_, self.blocks)
+
+    def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
+        """Continue with some chains in other groups, as `ChainCache.regrouped`."""
+        self.cache = self.cache.regrouped(chosen.to(self.model.device), steps, fed)
+
+
+class Walk:
+    """Steps of a source's own state, a chain of each text at a time, from start to start.
+
+    Raises:
+        TypeError: the source learns from the target's logits, which a trace does not have.
+    """
+
+    def __init__(self, trace: Trace, source: Source) -> None:
+        self.trace = trace
+        self.emitted: list[list[int]] = [[] for _ in trace.texts]
+        room = trace.model.max_positions - max(text.prompt for text in trace.texts)
+        longest = max(len(text.following) for text in trace.texts)
+        self.passes = Passes(
+            trace.model,
+            [source],
+            [text.tokens[: text.prompt] for text in trace.texts],
+            max_new_tokens=min(longest, room),
+            max_draft_length=trace.draft_length,
+            emitted=self.emitted,
+        )
+        if self.passes.reads_logits:
+            raise TypeError(
+                f"a {type(source).__name__} cannot be replayed, as it learns from the target's "
+                "logits in every round; time it by decoding"
+            )
+        self.longest = self.passes.states[0].longest
+        self.passes.prefill()
+        for row in self.passes.rows:
+            self.passes.tell(row, self._next(row))
+
+    def _next(self, row: int) -> list[int]:
+        """Emit the text's next token; returns it alone."""
+        text, emitted = self.trace.texts[row], self.emitted[row]
+        emitted.append(int(text.tokens[text.prompt + len(emitted)]))
+        return emitted[-1:]
+
+    def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
+        """Walk on to one place (B, 1) in each of some texts (B,), in order."""
+        passes, places = self.passes, dict(zip(texts.tolist(), starts[:, 0].tolist(), strict=True))
+        while behind := [row for row, place in places.items() if passes.lengths[row] < place]:
+            last = [self.emitted[row][-1:] for row in passes.rows]
+            fed = torch.tensor(last, device=passes.model.device)  # (R, 1)
+            passes.verify(fed, [(row, 0) for row in passes.rows])
+            for row in behind:
+                passes.commit(row, self._next(row))
+        if [*places] != [*passes.rows]:  # now, as draft steps read what was just committed
+            passes.keep([*places])
+
+    def raw(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
+        """Raw logits (B, 1, V) of a step behind tokens (B, 1)."""
+        return self.passes.draft_step(tokens[:, 0].to(self.passes.model.device), step)[:, None]
