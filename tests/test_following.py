@@ -137,7 +137,7 @@ def test_logits_bound_a_pass(monkeypatch, sizes):
     monkeypatch.setattr(steps_module, "ChainCache", Watched)
     sizes(logits=40 * 97)  # of 97 tokens
     followed = follow(traced("windows"), SKIPS["no prefix"], LENGTH)
-    assert 32 <= max(seen) <= 40
+    assert 20 < max(seen) <= 40
     assert agree(followed, replayed("windows", "no prefix"))
 
 
