@@ -58,7 +58,7 @@ LONGEST = 8  # tokens that --explain drafts at most
 def benchmark(
     *,
     output: Path = flag(
-        "File of records; the same command again goes on with it.", "RUN.jsonl", default=...
+        "File of records; the same command continues it.", "RUN.jsonl", default=...
     ),
     prompts: Prompts = None,
     tasks: Path | None = flag("Folder with a JSONL file of prompts for each task.", "FOLDER"),
@@ -68,10 +68,10 @@ def benchmark(
     exit_layer: list[int] | None = flag("Draft with layers 0 to E-1; repeatable.", "E"),
     sources: Sources,
     method: list[str] | None = flag(
-        f"Method to measure, of {_METHODS}; repeatable.  [default: the first three]", "NAME"
+        f"Method to measure, one of {_METHODS}; repeatable.  [default: the first three]", "NAME"
     ),
     controller: list[str] | None = flag(
-        f"Controller of self, of {_CONTROLLERS}; repeatable.  [default: expected-gain]", "NAME"
+        f"Controller of self: {_CONTROLLERS}; repeatable.  [default: expected-gain]", "NAME"
     ),
     pace: Pace,
     sweep: str | None = flag(
@@ -87,7 +87,7 @@ def benchmark(
     max_new_tokens: MaxNewTokens = 128,
     sampling: Sampling,
     seed: Seed = 0,
-    limit: int | None = flag("Use at most N prompts, of each category in turn.", "N", min=1),
+    limit: int | None = flag("Use at most N prompts, from each category in turn.", "N", min=1),
     per_category: int | None = flag(
         "Use at most N prompts of each category, task or context.", "N", min=1
     ),
@@ -98,8 +98,8 @@ def benchmark(
 ) -> None:
     """Measure methods side by side on the same prompts: time, acceptance, and whether texts agree.
 
-    All run in one process, interleaved prompt by prompt. A run that was stopped goes on where it
-    was when it is started again with the same flags.
+    All methods run in one process, interleaved prompt by prompt. The same command continues a run
+    that was stopped.
     """
     for name, names, allowed in (
         ("method", method, METHODS),

@@ -50,7 +50,7 @@ MaxNewTokens = Annotated[
 ]
 Seed = Annotated[int, typer.Option(metavar="N", help="Seed of sampling.")]
 DrawnSeed = Annotated[
-    int | None, typer.Option(metavar="N", help="Seed of sampling.  [default: a new one a text]")
+    int | None, typer.Option(metavar="N", help="Seed of sampling.  [default: one per text]")
 ]
 MaxRows = Annotated[int, typer.Option(min=1, metavar="N", help="Decode at most N texts at once.")]
 Memory = Annotated[
@@ -63,7 +63,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document as
 
 Entry = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Which one of a --skip file of several, by its name there."),
+    typer.Option(metavar="NAME", help="Skip config to take, if the --skip file holds several."),
 ]
 
 
@@ -91,14 +91,14 @@ class Loading(Flags):
     ] = "demo-llama"
     device: str = flag("Run on this device: auto, cpu, cuda, cuda:1.", "NAME", default="auto")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = flag(
-        "Type of the weights; auto: that of the checkpoint; of shipped models on a CPU, float32.",
+        "Data type of the weights; auto: the checkpoint's, or float32 for shipped models on a CPU.",
         default="auto",
     )
     trust_remote_code: bool = switch("--trust-remote-code", "Run code that the checkpoint brings.")
     execution: Literal["auto", "modules", "fused", "native", "compiled"] = flag(
-        "How the layers run: modules: by transformers; fused: with fewer kernels; native: one C++ "
-        "call a pass (CPU; built once, in half a minute); compiled: by torch.compile, which takes "
-        "minutes in every run.",
+        "How the layers run. modules: by transformers; fused: with fewer kernels; native: one C++ "
+        "call per pass (CPU; built once, in half a minute); compiled: by torch.compile (minutes in "
+        "every run).",
         default="auto",
     )
     threads: int | None = flag("CPU threads.  [default: the fastest number, measured]", "N", min=1)
@@ -115,8 +115,8 @@ class Skip(Flags):
     """The model's own draft."""
 
     skip: list[str] | None = flag(
-        "JSON file of a skip config; repeatable: each round drafts with what is expected to gain "
-        "most.",
+        "Draft as this JSON file of a skip config says; repeatable: each round then takes the one "
+        "that is expected to gain most.",
         "FILE",
     )
     entry: Entry = None
@@ -141,8 +141,8 @@ class Sources(Flags):
         "without one 8, where that is fast]"
     )
     window: int | None = flag(
-        "In long texts, drafts attend to the first few tokens and to so many of the last; 0: to "
-        "all.  [default: as the skip config says; without one 1024, where drafts are in 8 bits]",
+        "In long texts, drafts attend to the first few tokens and the last TOKENS; 0: to all.  "
+        "[default: as the skip config says; without one 1024, where drafts are in 8 bits]",
         "TOKENS",
         min=0,
     )
@@ -152,7 +152,7 @@ class Sources(Flags):
         None,
         "--lookup/--no-lookup",
     )
-    lookup_file: Path | None = flag("Also look drafts up in this UTF-8 text.", "FILE")
+    lookup_file: Path | None = flag("Also look up drafts in this UTF-8 text.", "FILE")
     laws: Path | None = flag(
         "Draft trees of the tokens that the model found likely after the same words, in this file "
         "of `layerskip laws` and in the text so far.",
@@ -160,7 +160,7 @@ class Sources(Flags):
     )
     keep_laws: bool = switch("--keep-laws", "Add to the file of --laws what the model finds now.")
     assistant: str | None = flag(
-        "Draft with a second model of the same vocabulary, or with the assistant of a Gemma 4.",
+        "Draft with a second model of the same vocabulary, or with a Gemma 4 assistant.",
         "MODEL",
     )
     draft_memory: float | None = flag(
@@ -223,7 +223,7 @@ class Pace(Flags):
 
     max_draft_length: int | None = flag("Draft at most N tokens a round.", "N", min=1)
     threshold: float | None = flag(
-        "End a draft below this confidence, for controllers that have a threshold.",
+        "Stop drafting below this confidence; for controllers that have a threshold.",
         "P",
         min=0,
         max=1,
@@ -274,7 +274,7 @@ class Decoding(Pace, DraftFlags):
         "What decides how long to draft: " + ", ".join(CONTROLLERS) + ".  [default: expected-gain]",
         "NAME",
     )
-    no_draft: bool = switch("--no-draft", "Decode plainly.")
+    no_draft: bool = switch("--no-draft", "Decode without drafts.")
 
     @property
     def settings(self) -> dict[str, Any]:

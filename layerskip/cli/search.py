@@ -69,19 +69,19 @@ second on two cores. Few trials on many tokens find less than many on few."""
 def search(
     *,
     output: Path = flag(
-        "Folder for everything; the same command again goes on with its study.", "DIR", default=...
+        "Folder of all results; the same command continues its study.", "DIR", default=...
     ),
     prompts: Prompts = None,
     chat: Chat = False,
     space: str = flag(
-        "What drafts may leave out: exit (all layers from one on), layer (any), or sublayer "
-        "(attention and MLPs one by one); and, divided by commas, which of bits, experts, window, "
-        "vocabulary, lookup, controller are tried beside. All of these are, where none is named.",
+        "What drafts may leave out: exit (every layer behind one), layer (any layers) or sublayer "
+        "(any attentions and MLPs); after commas, which of bits, experts, window, vocabulary, "
+        "lookup and controller to try as well (all of them if none is named).",
         "LIST",
         default="sublayer",
     ),
     bits: Literal["auto", "8", "4", "none"] = flag(
-        "Bits of low precision, which sublayers and the head may run in; auto: 8 where passes are "
+        "Low precision that sublayers and the head may run in; auto: 8 bits where passes are "
         "native, else none.",
         default="auto",
     ),
@@ -93,15 +93,15 @@ def search(
         "sampler.",
         default="ours",
     ),
-    trials: int | None = flag("Trials of the study in all.  [default: what time allows]", min=1),
+    trials: int | None = flag("Number of trials.  [default: as many as time allows]", min=1),
     timeout: float | None = flag(
-        "Seconds for the whole command: trials end in time for what follows them.  [default: 540, "
+        "Time limit of the whole command; trials leave time for the later stages.  [default: 540, "
         "or none with --trials]",
         "S",
     ),
     minutes: float | None = flag("The same as --timeout, in minutes.", "M"),
     skip: list[str] | None = flag(
-        "Skip config to try first; repeatable. The search keeps to the weights of a healed one.",
+        "Skip config to try first; repeatable. The search keeps the weights of a healed one.",
         "FILE",
     ),
     entry: Entry = None,
@@ -116,7 +116,7 @@ def search(
         min=1,
     ),
     repeats: int = flag("Timed calls of each finalist, per prompt.", default=2, min=1),
-    no_confirm: bool = switch("--no-confirm", "Time nothing: believe the prediction."),
+    no_confirm: bool = switch("--no-confirm", "Do not time the finalists; trust the predictions."),
     max_new_tokens: MaxNewTokens = 64,
     sampling: Sampling,
     seed: Seed = 0,
