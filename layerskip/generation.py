@@ -104,7 +104,7 @@ class LayerSkipDecoding(Settings):
         enabled: False decodes plainly.
         draft_memory: bytes that copies of weights for drafts may take if no skip config is given;
             by default half of what is free. Under the rejection rule the text must not depend on
-            free memory, and there is no limit. 0: no copies.
+            free memory, and there is no limit. 0: no copies, nor a head that the checkpoint has.
         draft_vocabulary: the only token ids that drafts may draw (see `layerskip.vocabulary`);
             their rows of the head are copied, once for each model.
         seed: of sampling; row i of a batch draws from stream (seed, i). None draws a seed from

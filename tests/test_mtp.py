@@ -10,7 +10,7 @@ import torch
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import layerskip
 from layerskip import LayerSkipDecoding
@@ -321,6 +321,25 @@ def test_a_loaded_checkpoint_s_head_is_found_and_told(made):
     assert "head" not in without
     small = explain_drafts(model, Settings(draft_memory=1000))
     assert "no drafts by the checkpoint's own head: copies of its weights would take" in small
+
+
+def test_a_published_checkpoint_that_sees_pictures_is_loaded_as_text(tmp_path):
+    text = small_model("qwen3_5_text").config
+    sizes = {"depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": text.hidden_size}
+    sizes |= {"hidden_size": 16, "intermediate_size": 16, "num_position_embeddings": 16}
+    ids = dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id"), 90)
+    config = CONFIG_MAPPING["qwen3_5"](text_config=text.to_dict(), vision_config=sizes, **ids)
+    whole = AutoModelForImageTextToText.from_config(config).double().eval()
+    with pytest.raises(layerskip.UnsupportedModelError, match="text with AutoModelForCausalLM"):
+        sublayers_of(whole)
+    whole.save_pretrained(tmp_path)
+    _write(tmp_path, weights_of("qwen3_5_text", text))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    model.generation_config.update(eos_token_id=None, pad_token_id=0)
+    inputs = ragged((5, 9))
+    out = decoded(model, inputs, controller="fixed", **HEAD)
+    assert new_tokens(out) == alone(model, *inputs)
+    assert [each.num_draft_tokens > 0 for each in out.stats.sources] == [True]
 
 
 def _damaged(made, folder, change, kind):

@@ -90,6 +90,8 @@ def _refusal(model: Any, config: Any) -> str | None:
     if kind is None or not issubclass(kind, GenerationMixin):
         return "it is not a language model of transformers that generates text"
     recurrent = config.get_text_config().model_type in recurrents.SERVED
+    if recurrent and isinstance(model, nn.Module) and config.get_text_config() is not config:
+        return "it has recurrent layers and sees pictures; load its text with AutoModelForCausalLM"
     if kind._is_stateful and not recurrent:
         if config.model_type == "recurrent_gemma":
             return "it keeps its recurrent state in its modules, so for one text at a time"
