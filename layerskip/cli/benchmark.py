@@ -222,8 +222,8 @@ def benchmark(
 
 def _grid(text: str, layers: int) -> tuple[range, range]:
     """The exits and draft lengths of --sweep."""
-    found = re.fullmatch(r"exits=(\d+)\.\.(\d+),lengths=(\d+)\.\.(\d+)", text)
-    first, last, least, most = map(int, found.groups()) if found else (0,) * 4
+    match = re.fullmatch(r"exits=(\d+)\.\.(\d+),lengths=(\d+)\.\.(\d+)", text)
+    first, last, least, most = map(int, match.groups()) if match else (0,) * 4
     if not (1 <= first <= last < layers and 1 <= least <= most):
         raise ValueError(
             "--sweep must be like exits=2..12,lengths=1..8, with exits in "

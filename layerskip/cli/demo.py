@@ -73,8 +73,8 @@ def demo(
             )
             described = [each.describe() for each in methods]
             header = {"methods": described, "baseline": "plain", "prompts": {"tasks": True}}
-            found = headlines(Run("demo", "demo", header, records, ()))
-            rows[task] = {each["method"]: each for each in found if each["task"] == ALL}
+            numbers = headlines(Run("demo", "demo", header, records, ()))
+            rows[task] = {each["method"]: each for each in numbers if each["task"] == ALL}
     talk.progress("")
     same = {
         law: {name: sum(rows[task][each][name] for each in of) for name in COMPARED}

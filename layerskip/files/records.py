@@ -282,16 +282,16 @@ class RunWriter:
     """Appends to a run file line by line, so that a killed run keeps what it measured.
 
     Args:
-        found: what `read_unfinished` found there. Its header stays; the cut-off line goes.
+        earlier: what `read_unfinished` read there. Its header stays; the cut-off line goes.
 
     Raises:
         ValueError: the file's settings are not those of `header`; names what differs.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Line, found: Run | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], header: Line, earlier: Run | None) -> None:
         self.path = Path(path)
-        if found is not None:
-            differing = _differences(found.header, json.loads(_dumps(header)))
+        if earlier is not None:
+            differing = _differences(earlier.header, json.loads(_dumps(header)))
             if differing:
                 raise ValueError(
                     f"{path} holds records of other settings: {differing[0]}"
@@ -299,11 +299,11 @@ class RunWriter:
                     + "; give another --output, or the same settings to go on with it"
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("wb" if found is None else "r+b")
-        if found is None:
+        self._file = self.path.open("wb" if earlier is None else "r+b")
+        if earlier is None:
             self.write(header)
         else:
-            self._file.truncate(found.whole_bytes)
+            self._file.truncate(earlier.whole_bytes)
             self._file.seek(0, os.SEEK_END)
 
     def write(self, line: Line) -> None:

@@ -191,12 +191,12 @@ def _attention(config: Any) -> str:
 def _named(contents: Contents) -> Iterator[tuple[str, Entry]]:
     """The model's weights by name, besides factors of frequencies."""
     gemma = contents.metadata["general.architecture"] in _GEMMAS
-    known = _NAMES | _GEMMA_NAMES if gemma else _NAMES
+    names = _NAMES | _GEMMA_NAMES if gemma else _NAMES
     for name, entry in contents.tensors.items():
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         layer, part, kind = match.groups() if match else (None, "", "")
-        if part in known:
-            within = known[part] if layer is None else f"model.layers.{int(layer)}.{known[part]}"
+        if part in names:
+            within = names[part] if layer is None else f"model.layers.{int(layer)}.{names[part]}"
             yield f"{within}.{kind}", entry
         elif name != _FACTORS:
             yield name, entry  # which no weight has
