@@ -40,10 +40,10 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.thorough)
 
 
-def pytest_runtest_setup():
+@pytest.fixture(scope="module", autouse=True)
+def _modules_are_no_garbage():
     """No search for garbage looks at modules and collected tests, which takes half a second."""
-    if not gc.get_freeze_count():
-        gc.freeze()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
