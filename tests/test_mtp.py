@@ -1,7 +1,5 @@
 """Heads that checkpoints bring: logits as their papers define them, and texts as without them."""
 
-from __future__ import annotations
-
 import copy
 import json
 
