@@ -154,6 +154,7 @@ def test_the_collector_rests_during_calls_only():
 def recorded(model, task, methods, found_batches, **settings):
     records = []
     settings = {"repeats": 1, "warmup": 0, "write": records.append} | settings
+    gc.freeze()  # a search for garbage in all modules takes half a second
     benchmark(model, task, methods, found_batches, **settings)
     return records
 

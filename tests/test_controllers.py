@@ -595,7 +595,7 @@ def test_expected_gain_starts_well(length, allowed):
 BATCH_ALPHAS = (0.5, 0.65, 0.7, 0.9)
 
 
-@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.thorough), 8])
 def test_expected_gain_never_loses_3_percent_in_a_batch(rows):
     costs = {}
     for kind in KINDS:

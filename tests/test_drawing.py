@@ -30,7 +30,7 @@ from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
 from layerskip.replay.trace import take_trace
 
 LEVEL = 1e-6  # of every statistical test here
-LENGTH, NEW, TEXTS = 3, 48, 200  # few long texts: rounds count, and each text costs a pass
+LENGTH, NEW, TEXTS = 3, 48, 100  # few long texts: rounds count, and each text costs a pass
 PROMPT = prompt(5)
 EOS, NO_END = frozenset(range(5, 8)), frozenset[int]()
 SKIPS = {"an exit": SkipConfig.early_exit(4), "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3))}
@@ -228,7 +228,7 @@ def test_another_accept_rule_is_seen(skip):
 
 def test_weights_of_another_temperature_are_seen():
     trace = traced("rejection", NO_END)
-    other = replace(trace, law=sampling(0.6), texts=trace.texts[: TEXTS // 4])  # ends at p = 1e-14
+    other = replace(trace, law=sampling(0.6), texts=trace.texts[: TEXTS // 2])  # ends at p = 1e-14
     other = replay(other, SKIPS["scattered"])
     assert p_value(simulated(other, "fixed"), decoded("scattered", "fixed")) < LEVEL
 

@@ -105,10 +105,17 @@ def test_figures_that_no_record_has_are_told_and_put_right(tmp_path):
         assert words in line
 
 
-@pytest.mark.parametrize(("share", "code"), [(1.1, 0), (0.5, 1)])
-def test_a_slow_machine_is_told_by_the_exit_code(tmp_path, monkeypatch, capsys, share, code):
+@pytest.fixture(scope="module")
+def ratios():
     ratios = speed.measured(load("demo-llama"), repeats=1, tokens=20)
     assert all(ratio > 0 for ratio in ratios.values())
+    return ratios
+
+
+@pytest.mark.parametrize(("share", "code"), [(1.1, 0), (0.5, 1)])
+def test_a_slow_machine_is_told_by_the_exit_code(
+    ratios, tmp_path, monkeypatch, capsys, share, code
+):
     monkeypatch.setattr(speed, "LIMITS", tmp_path / "floors.json")
     for told, flags, wanted in ((ratios, ["--write"], 0), ({"c": ratios["c"] / share}, [], code)):
         monkeypatch.setattr(speed, "measured", lambda *_, told=told: ratios | told)

@@ -348,7 +348,7 @@ class TestWorkers:
 
     @pytest.mark.parametrize(
         ("storage", "trials"),
-        [("{}/study.log", 24), pytest.param("sqlite:///{}/study.db", 20, marks=pytest.mark.slow)],
+        [("{}/study.log", 12), pytest.param("sqlite:///{}/study.db", 20, marks=pytest.mark.slow)],
     )
     def test_two_workers_share_a_study(self, launch, storage, trials, tmp_path):
         storage = storage.format(tmp_path)
