@@ -74,7 +74,7 @@ def trees(draw, kept, texts):
         if kind == "guesses":
             found.append(Guesses(texts, draw.randrange(99)))
         else:
-            how = {"longest": draw.randint(1, 32), "beside": draw.random() < 0.8}
+            how = {"longest": draw.randint(1, 32)}
             lookup = Lookup() if kind == "laws and lookups" else None
             laws = kept if kind == "kept laws" else None
             found.append(LogitLookup(laws, draw.randint(1, 8), lookup, **how))
