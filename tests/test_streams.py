@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from layerskip.bench.lawtest import Recorded, RecordedDraft, chi_square
+from layerskip.bench.lawtest import chi_square, recorded_rounds
 from layerskip.decoding.controllers import Controller
-from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import stream_key
 
@@ -39,24 +38,10 @@ class Spy(Controller):
 
 def second_tokens():
     """Of the rows whose first round rejected its first token, the token after the correction."""
-    request = Request(
-        input_ids=torch.zeros(ROWS, 1, dtype=torch.long),
-        attention_mask=torch.ones(ROWS, 1, dtype=torch.long),
-        max_new_tokens=6,
-        law=Law(do_sample=True, rows=ROWS),
-        keys=[stream_key(5, row) for row in range(ROWS)],
-        rejection=True,
-    )
-    recorded = Recorded(TARGET)
-    decoder = Decoder(recorded, RecordedDraft(DRAFT), Spy(), request, max_draft_length=3)
-    rounds = decoder.rounds()
-    next(rounds)
+    law, keys = Law(do_sample=True, rows=ROWS), [stream_key(5, row) for row in range(ROWS)]
+    rounds = recorded_rounds(TARGET, DRAFT, Spy(), law, keys, longest=3, rejection=True)
     first, second = next(rounds), next(rounds)
-    return [
-        tokens[0]
-        for tokens, accepted in zip(second.tokens, first.accepted, strict=True)
-        if accepted == 0
-    ]
+    return [second.emitted[row][0] for row in range(ROWS) if first.accepted[row] == 0]
 
 
 @pytest.mark.thorough

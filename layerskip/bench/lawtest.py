@@ -1,14 +1,15 @@
 """Tests of the emitted law: the engine's own rounds on recorded logits, without the model.
 
-A model and a source that reply with recorded logits of one position draw many rounds of one draft
-token; a chi-square test compares them with the target's law. B rows, T tokens, V vocabulary.
+Passes that reply with recorded logits of one position draw many rounds of one draft token; a
+chi-square test compares them with the target's law. N positions, R rows of a pass, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
+from layerskip.decoding.controller import Controller
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law, softmax_law
+from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.passes import Passes
-from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.model.cache import RowCache
-from layerskip.model.norms import TableRotary
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.seats import Seat
+from layerskip.decoding.sources.base import Source, State
+from layerskip.decoding.speculator import Outcome, Speculator
+from layerskip.model.sublayers import Sublayers
 
 DRAWS = 2048  # of each position and rule
 _SUPPORT = 256  # tokens of a recorded law that are drawn from, the most probable ones
@@ -44,65 +47,59 @@ class LawTest:
 
 
 class Recorded:
-    """Stands for a model whose raw logits (V,) are given, in all that a `Passes` asks of one."""
+    """Stands for the `Passes` of rows whose target and draft have given raw logits, (V,) each."""
 
-    num_sublayers = first_reader = 1
-    execution = "modules"
-    drawn = None
-    branches = recurrent = False
+    reads_logits = False
 
-    def __init__(self, target: Tensor) -> None:
-        self.target, self.device = target, target.device
-        self.vocabulary = len(target)
+    def __init__(self, target: Tensor, draft: Tensor, rows: int) -> None:
+        self.target, self.draft = target, draft
+        self.rows, self.lengths = {row: row for row in range(rows)}, [1] * rows
+        batch: Any = self
+        self.states = [State(batch)]
+        self.model = SimpleNamespace(branches=False, device=target.device, vocabulary=len(target))
+        self.cache = SimpleNamespace(slots=sys.maxsize)
 
-    def disturbed(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
-        pass
-
-    def new_cache(self, rows: int, slots: int) -> RowCache:
-        return RowCache(rows, slots, ())
-
-    def rotary(self, slots: int, total: int) -> TableRotary:
-        return TableRotary({})
-
-    def feed(self, tokens: Tensor, cache: Any, rotary: Any, *_: Any) -> tuple[Tensor, Pass]:
-        model: Any = self
-        return tokens[..., None], Pass(model, cache, rotary)  # (B, T, 1)
-
-    def run(self, hidden: Tensor, step: Any, sublayers: Sequence[int]) -> Tensor:
-        return hidden
-
-    def logits(self, hidden: Tensor, step: Any = None) -> Tensor:
-        return self.target.expand(*hidden.shape[:2], -1)  # (B, T, V)
-
-    def finish(self, hidden: Tensor, step: Any, sublayers: Sequence[int]) -> Tensor:
-        return self.logits(hidden)
-
-
-class RecordedDraft(Source):
-    """A source whose law is given by raw logits, (V,)."""
-
-    key = "recorded"
-
-    def __init__(self, draft: Tensor) -> None:
-        self.draft = draft
-
-    def step_bytes(self) -> Sequence[float]:
-        return (1.0,)
-
-    def open(self, batch: Batch) -> State:
-        return _RecordedState(batch, self.draft)
-
-
-class _RecordedState(State):
-    def __init__(self, batch: Batch, draft: Tensor) -> None:
-        super().__init__(batch)
-        self.draft = draft
-
-    def step(self, tokens: Tensor, hidden: Tensor, step: Any, offset: int) -> Tensor:
+    def draft_step(self, tokens: Tensor, offset: int, draft: int) -> Tensor:
         return self.draft.expand(len(tokens), -1)  # (R, V)
+
+    def verify(self, tokens: Tensor, positions: Sequence[Position], parents: None) -> Tensor:
+        return self.target.expand(len(positions), -1)  # (N, V)
+
+    def commit(self, row: int, emitted: Sequence[int], path: Sequence[int]) -> None:
+        self.lengths[row] += len(emitted)
+
+
+def recorded_rounds(
+    target: Tensor,
+    draft: Tensor,
+    controller: Controller,
+    law: Law,
+    keys: Sequence[int],
+    *,
+    longest: int,
+    rejection: bool,
+) -> Iterator[Outcome]:
+    """Rounds of a row for each noise-stream key, behind its first token, by the engine's own loop.
+
+    Args:
+        target, draft: raw logits, the same at every position, (V,).
+        longest: the most tokens of a draft.
+    """
+    passes: Any = Recorded(target, draft, len(keys))
+    history = torch.zeros(1, 1, dtype=torch.long)  # (B, W), which no such law reads
+    seats = [
+        Seat([], 1, sys.maxsize, key=key, number=row, history=history, remembers=False)
+        for row, key in enumerate(keys)
+    ]
+    draws = Draws(law, seats, rejection=rejection)
+    recorded = LiveTarget(passes, seats, [draws] * len(keys), joint=True)
+    controller.reset(len(keys))
+    first = recorded.judge(target.expand(len(keys), -1), [(row, 0) for row in passes.rows])
+    for seat, tokens in zip(seats, first.tokens, strict=True):
+        seat.emit(tokens)
+    speculator = Speculator(recorded, controller, seats, longest=longest, rejection=rejection)
+    while True:
+        yield speculator.round()
 
 
 def draw_rounds(
@@ -125,19 +122,9 @@ def draw_rounds(
         follow the target's law.
     """
     law = Law([TemperatureLogitsWarper(temperature)], do_sample=True, rows=draws)
-    request = Request(
-        input_ids=torch.zeros(draws, 1, dtype=torch.long),
-        attention_mask=torch.ones(draws, 1, dtype=torch.long),
-        max_new_tokens=3,  # the prefill's token, then a round of up to two
-        law=law,
-        keys=[stream_key(seed, row) for row in range(draws)],
-        rejection=rejection,
-    )
-    recorded: Any = Recorded(target)
-    decoder = Decoder(recorded, RecordedDraft(draft), Fixed(1), request, max_draft_length=1)
-    rounds = decoder.rounds()
-    next(rounds)
-    emitted = next(rounds).tokens
+    keys = [stream_key(seed, row) for row in range(draws)]
+    rounds = recorded_rounds(target, draft, Fixed(1), law, keys, longest=1, rejection=rejection)
+    emitted = next(rounds).emitted.values()
     return [tokens[0] for tokens in emitted], [tokens[1] for tokens in emitted if len(tokens) > 1]
 
 
