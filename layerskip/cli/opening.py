@@ -201,7 +201,7 @@ def open_drafts(
         if plain:
             yield Opened(loaded, model, settings, [], "none")
             return
-        from layerskip.drafts import choose_drafts
+        from layerskip.drafts import choose_drafts, own_head
         from layerskip.generation import LayerSkipDecoding
 
         beside = loaded.skip_config()
@@ -215,12 +215,13 @@ def open_drafts(
         else:
             default, reason = own_draft(flags, model)
             own = [] if default is None else [default]
+        head, why = (None, None) if given else own_head(model, flags.memory)
         lookup = looked_up(flags, text, loaded, talk)
         settings |= {
             "skip": own or None,
             "lookup": True if lookup is None and not given else lookup,
             "assistant": None if second is None else second.opened(loading.execution),
-            "sources": (),
+            "sources": () if head is None else (head,),
             "draft_memory": None if own else 0,
         }
         settings["lookup"] = LayerSkipDecoding(**settings).lookup or False
@@ -228,12 +229,13 @@ def open_drafts(
             laws.check(model)
             learned, read = (laws, None) if flags.keep_laws else (None, laws)
             trees = named("source", "laws")(learned, lookup=settings["lookup"] or None, known=read)
-            settings["sources"] = (trees,)
+            settings["sources"] += (trees,)
         talk.progress("preparing drafts")
         drafts = choose_drafts(model, LayerSkipDecoding(**settings | {"enabled": True}))
         words = ", or ".join(drafts.words) or "none"
         if reason is not None:
             words += f"; none of the model in 8 bits: {reason}"
+        words += "" if why is None else f"; none by the checkpoint's own head: {why}"
         settings["enabled"] = bool(drafts.sources) and not off
         try:
             yield Opened(loaded, model, settings, drafts.names, words)
