@@ -13,6 +13,7 @@ from torch import Tensor
 from layerskip.config import SkipConfig, Trained
 from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
+from layerskip.model.whole import Whole
 from layerskip.search.space import KINDS, Space
 
 WINDOWS = (256, 1024, 4096)
@@ -61,8 +62,11 @@ def space_for(
     enough. Around the first config of `first` that is healed, all that is low is healed likewise.
 
     Raises:
-        ValueError: as `parts_of`; another precision was asked for than that of the healed config.
+        ValueError: as `parts_of`; another precision was asked for than that of the healed config;
+            the model runs whole.
     """
+    if isinstance(opened, Whole):
+        raise ValueError(opened.refusal("there are no sublayers to search"))
     kind, parts = parts_of(space)
     head: Literal[8, 4] | None = None
     trained: Trained | None = None

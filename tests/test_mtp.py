@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from checkpoints import save_checkpoint
+from commands import PROMPT, refused, run
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
@@ -23,8 +25,12 @@ from layerskip.settings import Settings
 
 KINDS = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
 SLOW = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
-EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+OTHERS = (*KINDS[1:], *SLOW)
 HEAD = {"lookup": False, "max_draft_length": 3}
+
+
+def _slow(kind):
+    return pytest.param(kind, marks=pytest.mark.slow)
 
 
 def weights_of(kind, config):
@@ -232,7 +238,7 @@ def _source(model):
     return source
 
 
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", [*KINDS, *(_slow(kind) for kind in SLOW)])
 @torch.no_grad()
 def test_logits_are_those_of_the_published_definition(kind, made):
     model, weights = made(kind)
@@ -271,7 +277,7 @@ def test_drafts_are_those_of_the_definition(kind, made):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", ["deepseek_v3", *(_slow(kind) for kind in OTHERS)])
 def test_texts_are_the_same_with_and_without(kind, batch, made):
     model, _ = made(kind)
     inputs = ragged(BATCHES[batch], seed=3)
@@ -287,7 +293,7 @@ def test_texts_are_the_same_with_and_without(kind, batch, made):
     assert new_tokens(twice[0]) == new_tokens(twice[1])
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", _slow("deepseek_v3")])
 def test_sessions_and_servers_draft_with_heads(kind, made):
     model, _ = made(kind)
     session = Session(model, memory=1 << 24, controller="fixed", **HEAD)
@@ -338,6 +344,23 @@ def test_a_published_checkpoint_that_sees_pictures_is_loaded_as_text(tmp_path):
     out = decoded(model, inputs, controller="fixed", **HEAD)
     assert new_tokens(out) == alone(model, *inputs)
     assert [each.num_draft_tokens > 0 for each in out.stats.sources] == [True]
+
+
+def test_commands_draft_with_heads(tmp_path):
+    model = copy.deepcopy(small_model("deepseek_v3")).float()
+    save_checkpoint(tmp_path, model)
+    weights = weights_of("deepseek_v3", model.config)
+    _write(tmp_path, {name: weight.float() for name, weight in weights.items()})
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{PROMPT}\n{PROMPT} w5\n")
+    flags = ("--max-new-tokens", 12, "--controller", "fixed", "--no-lookup")
+    result = run("generate", tmp_path, "--prompt", PROMPT, *flags)
+    assert result.exit_code == 0, result.output
+    assert "drafts: the checkpoint's own head for the token after the next;" in result.stderr
+    plain = run("generate", tmp_path, "--prompt", PROMPT, *flags[:2], "--draft-memory", 0)
+    assert plain.stdout.strip() == result.stdout.strip()
+    why = refused("search", tmp_path, "--prompts", prompts, "--output", tmp_path / "found")
+    assert "there are no sublayers to search" in why
 
 
 def _damaged(made, folder, change, kind):
