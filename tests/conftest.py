@@ -19,13 +19,13 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-_MANY, _SHARE = 4, 4
+_MANY, _SHARE, _MOST = 4, 4, 12
 _APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres", "ray"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of large matrices one in four runs by default; the others are thorough.
+    """Of large matrices one case in four, and at most 12, run by default; others are thorough.
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
     for cases in matrices.values():
         if len(cases) > _MANY:
             cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-            for item in cases[-(-len(cases) // _SHARE) :]:
+            for item in cases[min(_MOST, -(-len(cases) // _SHARE)) :]:
                 item.add_marker(pytest.mark.thorough)
 
 

@@ -184,7 +184,10 @@ class TestLedger:
 
 
 class TestStops:
-    @pytest.mark.parametrize("storage", ["{}/study.log", "sqlite:///{}/study.db"])
+    @pytest.mark.parametrize(
+        "storage",
+        ["{}/study.log", pytest.param("sqlite:///{}/study.db", marks=pytest.mark.thorough)],
+    )
     def test_resuming_goes_on_as_if_nothing_had_stopped(self, storage, tmp_path):
         landscape, space = Landscape(7, 1), Space(kind="sublayer", num_layers=7)
         whole, storage = searched(space, landscape, 17, seed=3), storage.format(tmp_path)
