@@ -45,7 +45,7 @@ FLOORS = [
 ]
 # Within the words: what else there is of them that a room may use.
 WORDS = {
-    "config": {"draft_weights", "files"},
+    "config": {"draft_weights", "files", "registry"},
     "draft_weights": {"files", "registry"},
     "costs": {"config", "files"},
     "prompts": {"files"},
