@@ -18,7 +18,7 @@ ROOMS = {
     "doors": 1_810,
     "serving": 3_520,
     "bench": 1_830,
-    "replay": 1_460,
+    "replay": 1_545,
     "research": 1_240,
     "training": 2_280,
     "cli": 3_300,

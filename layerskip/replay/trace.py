@@ -29,6 +29,7 @@ from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.model.cache import RowCache
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.replay.beginnings import Beginnings
 from layerskip.replay.drawing import (
     NOTHING,
     Drawn,
@@ -217,6 +218,11 @@ class Trace:
             new = gumbel_noise(streams, drawn, vocabulary, device=self.model.device)
             made |= zip(missing, new, strict=True)
         return torch.stack([made[pair] for pair in wanted])
+
+    @cached_property
+    def beginnings(self) -> Beginnings:
+        """What drafts that are followed share with others that were."""
+        return Beginnings()
 
     @cached_property
     def _noise(self) -> dict[tuple[int, int], Tensor]:
