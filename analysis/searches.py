@@ -167,6 +167,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 "draft_cost": finalist["draft_cost"],
                 "bound": 1 / finalist["draft_cost"],
                 **finalist["decoding"],
+                "controller": _controller(**finalist["decoding"]),
                 "lookup": bool(finalist["decoding"].get("lookup")),
                 "predicted": finalist["predicted"],
                 "measured": measured,
@@ -175,6 +176,11 @@ def finalists(search: Search) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def _controller(controller: str, adaptive: dict[str, float] | None = None, **_: Any) -> str:
+    rule = ", ".join(f"{name} {value:g}" for name, value in (adaptive or {}).items())
+    return f"{controller} ({rule})" if rule else controller
 
 
 def _sets(draft: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,7 +107,10 @@ def test_finalists_in_numbers(tmp_path):
     second["confirmed"] |= {"speedup": 1.2}
     third["confirmed"] = None
     document |= {"winner": first["name"], "best_exit": third["name"]}
+    rule = {"controller": "adaptive-threshold", "adaptive": {"alpha": 0.7}}
+    first["decoding"] = first["decoding"] | rule
     table = searches.finalists(loaded(tmp_path, document))
+    assert table["controller"][0] == "adaptive-threshold (alpha 0.7)"
     assert table["role"].tolist() == ["winner", "", "best exit"]
     assert table["efficiency"].tolist() == pytest.approx([0.75, 0.8, math.nan], nan_ok=True)
     assert table[["low", "high", "bound"]].iloc[0].tolist() == [1.1, 1.3, 4]

@@ -63,6 +63,7 @@ _DECODING: Mapping[str, Check] = {
     "controller": text,
     "max_draft_length": optional(COUNT),
     "threshold": optional(SHARE),
+    "adaptive": Maybe(named(SHARE)),
 }
 _TRIAL = has(
     origin=text,
