@@ -12,7 +12,6 @@ import pytest
 import torch
 from models import as_any_other, lively_model, prompt, ragged
 from scipy import stats
-from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
@@ -152,12 +151,8 @@ def replayed(skip, acceptance="rejection", eos=NO_END):
     return replay(traced(acceptance, eos), SKIPS[skip])
 
 
-Counts = Tensor
-"""Of each text: rounds, drafted tokens, rounds that accepted at least 1, 2, 3: (texts, 5)."""
-
-
 def totals(rounds):
-    """Counts of a text that is decoded alone."""
+    """Of a text alone: rounds, drafted tokens, rounds that accepted at least 1, 2, 3."""
     done = [(round_.drafted[0], round_.accepted[0]) for round_ in rounds]
     reached = [sum(accepted > j for _, accepted in done) for j in range(LENGTH)]
     return [len(done), sum(drafted for drafted, _ in done), *reached]

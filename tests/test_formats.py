@@ -13,9 +13,6 @@ from layerskip.serving.answers import merged
 from layerskip.serving.formats import FORMATS, REASONING, format_of, reasoning_of
 from layerskip.serving.formats.reading import Reader
 
-Told = tuple[str, str, list[tuple[str, str]]]
-"""Content, reasoning, and the name and arguments of each call."""
-
 MESSY = '{"x": "a}\\"<tool_call>", "y": [1, {"z": 2}]}'
 F, G = ("f", '{"x": 1}'), ("g", "{}")
 READ = [

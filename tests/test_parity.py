@@ -10,7 +10,6 @@ import functools
 import math
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +48,6 @@ AXES = {
     "lengths": tuple(PROMPTS),
     "execution": ("modules", "fused"),
 }
-Case = tuple[Any, ...]
 PAIRS = covering(*AXES.values())
 TRIPLES = covering(*AXES.values(), strength=3)
 

@@ -24,8 +24,6 @@ DRAFTS = (
     *("assistant", "skip, lookup, assistant"),
     *("trained", "trained, lookup, assistant", "trained, low, lookup"),
 )
-Skip = tuple[SkipConfig, str | None]
-"""And of what kind the weights are that it names, if any."""
 PLAIN = {"enabled": False}
 seen = Counter()
 
