@@ -293,7 +293,13 @@ if OFFICIAL:
     }
 
 
-@pytest.mark.parametrize(("number", "mixture"), list(enumerate(MIXTURES)))
+@pytest.mark.parametrize(
+    ("number", "mixture"),
+    [
+        pytest.param(*case, marks=pytest.mark.thorough if case[1] == "one of each" else ())
+        for case in enumerate(MIXTURES)
+    ],
+)
 def test_simulated_rounds_are_those_of_decoding(number, mixture, folder):
     """Each mixture meets all controllers, one for every law and end, by turns."""
     family = mixture.partition(":")[0] if ":" in mixture else "llama"

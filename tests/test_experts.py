@@ -416,7 +416,10 @@ def test_spaces_hold_every_draft_with_every_number_of_experts(kind, bits):
         Space(kind="exit", num_layers=2, experts=(1,)).mask(SkipConfig(experts=1))
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=pytest.mark.thorough) for each in MIXTURES[:2]] + [*MIXTURES[2:]],
+)
 def test_a_search_prices_and_finds_drafts_of_fewer_experts(family):
     model = lively_model(family)
     ids = [prompt(9, seed=seed) for seed in range(2)]

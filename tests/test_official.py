@@ -123,7 +123,7 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
 ):
     model, (ids, mask) = target_of(family, dtype=dtype), prompts()
     second = assistant_of(family, dtype=dtype)
-    how = {"attention_mask": mask, "max_new_tokens": 50, "lookup": False}
+    how = {"attention_mask": mask, "max_new_tokens": 30, "lookup": False}
     how |= {"do_sample": True, "seed": 3, "top_k": 0, "execution": execution, "draft_memory": 0}
     found = []
     for more in (256, 4):
