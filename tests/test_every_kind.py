@@ -293,10 +293,13 @@ if OFFICIAL:
     }
 
 
+DEAR = ("one of each", "exit, assistant")
+
+
 @pytest.mark.parametrize(
     ("number", "mixture"),
     [
-        pytest.param(*case, marks=pytest.mark.thorough if case[1] == "one of each" else ())
+        pytest.param(*case, marks=pytest.mark.thorough if case[1] in DEAR else ())
         for case in enumerate(MIXTURES)
     ],
 )
