@@ -346,21 +346,37 @@ def test_a_published_checkpoint_that_sees_pictures_is_loaded_as_text(tmp_path):
     assert [each.num_draft_tokens > 0 for each in out.stats.sources] == [True]
 
 
-def test_commands_draft_with_heads(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with a head and a tokenizer."""
     model = copy.deepcopy(small_model("deepseek_v3")).float()
     save_checkpoint(tmp_path, model)
     weights = weights_of("deepseek_v3", model.config)
     _write(tmp_path, {name: weight.float() for name, weight in weights.items()})
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text(f"{PROMPT}\n{PROMPT} w5\n")
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\n{PROMPT} w5\n")
+    return tmp_path
+
+
+def test_commands_draft_with_heads(folder):
     flags = ("--max-new-tokens", 12, "--controller", "fixed", "--no-lookup")
-    result = run("generate", tmp_path, "--prompt", PROMPT, *flags)
+    result = run("generate", folder, "--prompt", PROMPT, *flags)
     assert result.exit_code == 0, result.output
     assert "drafts: the checkpoint's own head for the token after the next;" in result.stderr
-    plain = run("generate", tmp_path, "--prompt", PROMPT, *flags[:2], "--draft-memory", 0)
+    plain = run("generate", folder, "--prompt", PROMPT, *flags[:2], "--draft-memory", 0)
     assert plain.stdout.strip() == result.stdout.strip()
-    why = refused("search", tmp_path, "--prompts", prompts, "--output", tmp_path / "found")
-    assert "there are no sublayers to search" in why
+    given = ("--prompts", folder / "prompts.txt", "--output", folder / "found")
+    assert "there are no sublayers to search" in refused("search", folder, *given)
+
+
+@pytest.mark.slow
+def test_a_benchmark_drafts_with_heads(folder):
+    flags = ("--max-new-tokens", 4, "--repeats", 1, "--warmup", 0, "--output", folder / "timed")
+    prompts = folder / "prompts.txt"
+    result = run("benchmark", folder, "--method", "self", "--prompts", prompts, *flags)
+    assert result.exit_code == 0, result.output
+    assert (
+        "self drafts: looked up in the text so far, or the checkpoint's own head" in result.stderr
+    )
 
 
 def _damaged(made, folder, change, kind):

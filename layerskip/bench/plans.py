@@ -24,6 +24,7 @@ from layerskip.checkpoints import Loaded
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
+from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
@@ -125,6 +126,7 @@ class Plan:
         threshold: float | None = None,
         adaptive: Mapping[str, float] | None = None,
         laws: Any = None,
+        head: Source | None = None,
         **pace: Any,
     ) -> list[Engine]:
         """The methods of this engine that draft: one for every source, and controller.
@@ -136,6 +138,7 @@ class Plan:
             default: the model's own draft where none is given, if it has one.
             controllers: None is the skip config's own, or the default.
             laws: of earlier texts, which every call of "self" starts with.
+            head: of the checkpoint, which drafts beside `default`.
             pace: further settings of `LayerSkipDecoding`.
         """
         looks_up = True if lookup is None else lookup
@@ -148,12 +151,15 @@ class Plan:
             entry = self._entries.get("self")
             if entry is not None and not given:
                 default = None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
-            if not given and (default is not None or looks_up):
-                drafts.append(("self", "default", {"skip": default, "lookup": looks_up}))
+            if not given and (default is not None or looks_up or head is not None):
+                heads = [] if head is None else [head]
+                what = {"skip": default, "lookup": looks_up, "sources": heads}
+                drafts.append(("self", "default", what))
         if laws is not None:
             joined = lookup if isinstance(lookup, Lookup) else Lookup()
-            trees = {"sources": [named("source", "laws")(known=laws, lookup=joined)]}
-            drafts = [(kind, label, what | trees) for kind, label, what in drafts]
+            trees = named("source", "laws")(known=laws, lookup=joined)
+            for _, _, settings in drafts:
+                settings["sources"] = [*settings.get("sources", ()), trees]
         if "self-lookup" in kinds:
             drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         if "self-together" in kinds:

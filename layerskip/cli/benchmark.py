@@ -144,7 +144,7 @@ def benchmark(
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
     from layerskip.bench.plans import Plan, make_header
     from layerskip.bench.runner import try_out
-    from layerskip.drafts import choose_drafts
+    from layerskip.drafts import choose_drafts, own_head
 
     threads = earlier.header["threads"] if earlier else None  # a run goes on as it began
     with open_passes(loaded, loading, talk, threads) as opened:
@@ -175,11 +175,13 @@ def benchmark(
         plan = Plan(loaded, task, short, batches, earlier, talk)
         if not given and (beside := loaded.skip_config()) is not None:
             given = [("layerskip", beside)]
-        default = None
+        default = head = None
         if "self" in kinds and not given:
             default, reason = own_draft(sources, opened)
+            head, _ = own_head(opened, sources.memory)
             if reason is not None:
-                talk.say(f"drafts are looked up only: {reason}")
+                drafting = "drafts are looked up only" if head is None else "no drafts in 8 bits"
+                talk.say(f"{drafting}: {reason}")
         engines = plan.engines(
             kinds,
             [(name, sources.changed(each)) for name, each in given],
@@ -188,6 +190,7 @@ def benchmark(
             second,
             controller or [None],
             laws=laws,
+            head=head,
             **how,
         )
         for each in {(each.name.partition(":")[0], each.draft): each for each in engines}.values():
