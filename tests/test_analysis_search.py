@@ -221,7 +221,7 @@ UNTIMED = made.made_up(confirm=False)
     [
         (made.made_up(),
          ["Type `layerskip generate tiny --prompt TEXT --skip ", "without (1.02 times plain",
-          "sublayers of tiny", ", n = 6;", "c = 0.", "Trials 119, of which guided 102 (1 more fail",
+          "sublayers of tiny", ", n = 6;", "c = 0.", "Trials 119, of which guided 103 (1 more fail",
           "2,097,151", "skip.json", "6 leave doubt"], "--no-draft"),
         (changed(rounded=LOW | {"attention": [*range(12)]}, trained="healed"),
          ["24 of them in 8 bits, with healed"], "--no-draft"),

@@ -41,7 +41,7 @@ def test_token_by_token_with_a_cache_it_computes_what_training_does(family, exec
     cache = RowCache(2, COUNT, (layer.window,))
     rotary = model.rotary(COUNT, COUNT)
     blocks = layer.sublayers(model.backend)
-    near = 1e-9 if execution == "modules" else 1e-5  # norms are float32 inside
+    near = 1e-6 if execution == "modules" else 1e-5  # norms are float32 inside
     with torch.no_grad():
         for first, count in ((0, 4), (4, 1), (5, 3), (8, 1), (9, 4)):
             cache.place([first] * 2, count)

@@ -29,7 +29,7 @@ from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
 from layerskip.replay.trace import take_trace
 
 LEVEL = 1e-6  # of every statistical test here
-LENGTH, NEW, TEXTS = 3, 48, 100  # few long texts: rounds count, and each text costs a pass
+LENGTH, NEW, TEXTS = 3, 48, 200  # few long texts: rounds count, and each text costs a pass
 PROMPT = prompt(5)
 EOS, NO_END = frozenset(range(5, 8)), frozenset[int]()
 SKIPS = {"an exit": SkipConfig.early_exit(4), "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3))}

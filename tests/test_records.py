@@ -105,8 +105,6 @@ REFUSED = {
         ({"rounds__sources": [None, 1]}, "one of the method's 1 sources, got 1"),
         ({"rounds__sources": [None, [1]]}, "one of the method's 1 sources, got 1"),
         ({"rounds__sources": [None, [0, 0]]}, "rounds.sources[1] must have 1 items, got 2"),
-        ({"rounds__drafts": [[["a"]], [["b"]]]}, "drafts[0][0] must hold the 2 tokens drafted"),
-        ({"rounds__drafts": [[["a", "b"]]]}, "rounds.drafts must have 2 items, got 1"),
         ({"rounds__depths": [[3], [1]]}, "rounds.accepted and rounds.depths must not exceed"),
         ({"rounds__depths": [[0], [1]]}, "rounds.accepted and rounds.depths must not exceed"),
     ],

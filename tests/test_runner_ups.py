@@ -56,7 +56,7 @@ def test_texts_are_the_targets(family, skip):
         out = decoded(SKIPS[skip], controller, rows=rows, **how)
         assert out.sequences.tolist() == decoded(None, rows=rows, **how).sequences.tolist()
         trees += controller.widened
-    assert trees > 10
+    assert trees >= 10
 
 
 def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch):

@@ -266,7 +266,7 @@ def test_whatever_generate_takes_is_served(model, kind):
         model, how["execution"] = small_model("phi", vocab_size=VOCABULARY), "auto"
     elif kind == "recurrent":
         model = small_model("falcon_h1", vocab_size=VOCABULARY)
-        how |= {"skip": SkipConfig.low_precision(8), "execution": "auto"}
+        how |= {"skip": SkipConfig.low_precision(8), "execution": "auto", "sources": []}
     elif kind == "whole assistant":
         how |= {"assistant": small_model("phi", vocab_size=VOCABULARY), "execution": "auto"}
     elif kind == "official":
@@ -347,7 +347,7 @@ def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
     used, accepted = [], []
     for new in (50, 9, 50):
         told = finished(serving, TextRequest([3, 4, 5], new, eos=frozenset()))
-        used.append(serving.stats.laws_used)
+        used.append(serving.stats.drafts_used)
         accepted.append(told[-1].counts.drafted)
     assert used == [30 * 1024, used[1], 30 * 1024]
     assert 9 * 1024 <= used[1] < 30 * 1024

@@ -21,7 +21,7 @@ _GAUGES = {  # by the name of what `ServingStats` has
     "memory": ("kv_cache_limit_bytes", "What the KV caches of the batch may take."),
     "used": ("kv_cache_bytes", "What they take."),
     "known_used": ("earlier_texts_bytes", "What the KV caches of earlier texts take."),
-    "laws_used": ("stored_logits_bytes", "What stored logits take, about."),
+    "drafts_used": ("draft_bytes", "What sources of drafts keep, about."),
 }
 _COUNTED = {  # by our names: what is counted, and vLLM's name
     "prompt_tokens": ("Tokens of prompts.", "prompt_tokens"),

@@ -35,7 +35,7 @@ class ServingStats:
         rows, waiting: tasks in the batch, and in the queue.
         memory, used: bytes that keys and values of the batch may take, and take.
         known_memory, known_used: the same of earlier texts.
-        laws_used: bytes that laws to look up take, those of a file included, about.
+        drafts_used: bytes that sources of drafts keep, those of a file included, about.
         tokens, rounds, drafted, accepted: told tokens, rounds of the batch, tokens drafted, and
             those of them emitted, of all tasks so far.
     """
@@ -46,7 +46,7 @@ class ServingStats:
     used: int = 0
     known_memory: int = 0
     known_used: int = 0
-    laws_used: int = 0
+    drafts_used: int = 0
     tokens: int = 0
     rounds: int = 0
     drafted: int = 0
@@ -122,7 +122,7 @@ class Serving:
             used=used,
             known_memory=cached.memory,
             known_used=cached.nbytes,
-            laws_used=sum(state.nbytes for state in passes.states),
+            drafts_used=sum(state.nbytes for state in passes.states),
             rounds=self._batch.rounds,
         )
 
