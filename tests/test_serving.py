@@ -115,6 +115,7 @@ def laws_looked_up(model, seed):
 def _schedule(model, seed, settings, starts):
     draw = random.Random(seed)
     memory = draw.choice([70_000, 200_000, 1 << 22])
+    draws_laws = settings.get("skip") and "sources" not in settings
     serving = Serving(
         model,
         max_rows=draw.randint(1, 5),
@@ -123,7 +124,7 @@ def _schedule(model, seed, settings, starts):
         controller=draw.choice([Fickle, Growing])(seed),
         **{
             "memory": memory,
-            "sources": laws_looked_up(model, seed) if settings.get("skip") else [],
+            "sources": laws_looked_up(model, seed) if draws_laws else [],
             **settings,
         },
     )
