@@ -71,8 +71,8 @@ HEADINGS = {
     "tokens_per_second": "tokens a second",
 }
 """Headings that say more than the column's name; the others are the name's words."""
-INTERVALS = dict.fromkeys(("speedup", "tokens_per_second", "measured"), ("low", "high"))
-"""The columns of intervals that are not called as `tables.ENDS` says."""
+INTERVALS = ("speedup", "measured", "tokens_per_second")
+"""The first of these in a table is what its columns `low` and `high` are the ends of."""
 PLACES = ("batch_size", "category", "context")
 """Columns that say where a row belongs; they are left out where all rows belong to one place."""
 
@@ -340,12 +340,12 @@ def columns_of(name: str, frame: pd.DataFrame) -> list[tuple[str, bool, list[str
     for each in SHOWN[name][2].split():
         like = [one for one in frame if each[:-1] in one and not one.endswith(ENDS)]
         wanted += [one for one in like if one.startswith(each[:-1])] if each[-1] == "*" else [each]
-    columns = []
+    columns, spread = [], next((each for each in INTERVALS if each in frame), None)
     for each in wanted:
         same = each in PLACES and frame.get(each, pd.Series()).nunique() < 2
         if each not in frame or frame[each].isna().all() or same:
             continue
-        ends = INTERVALS.get(each, tuple(each + end for end in ENDS))
+        ends = ("low", "high") if each == spread else tuple(each + end for end in ENDS)
         values = [frame[one].tolist() for one in (each, *ends) if one in frame]
         words, cells = _cells([value for column in values for value in column])
         if len(values) == 3:
