@@ -80,7 +80,8 @@ class Fields {
     return *this;
   }
   void check() const {
-    require(taken_ == given_.size(), "a keyword of ", std::string(py::str(given_)), " is unknown");
+    const std::string given = py::str(py::handle(given_));
+    require(taken_ == given_.size(), "a keyword of ", given, " is unknown");
   }
 
  private:
