@@ -1,4 +1,4 @@
-"""The laws command: what a model finds likely after every few tokens of texts, kept in a file."""
+"""The laws command: the likeliest tokens after every few tokens of texts, stored in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One round, whoever's texts: plan, draft, verify, judge, commit."""
+"""One round of decoding on any target: plan, draft, verify, judge, commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands under a round: a target that drafts and verifies, a model or a recording.
+"""The interface of a round's target, which drafts and verifies: a live model or a recorded one.
 
 Letters: N positions, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Files that a report reads: which kind one is of, and reading those of one JSON document."""
+"""Files that a report reads: tells their kinds apart, and reads those of one JSON document."""
 
 from __future__ import annotations
 

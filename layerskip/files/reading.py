@@ -1,4 +1,4 @@
-"""Reading whole files that somebody names, of a size that can be meant."""
+"""Reads whole files that a user names; those too large to be meant are refused."""
 
 from __future__ import annotations
 

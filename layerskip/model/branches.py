@@ -1,4 +1,4 @@
-"""A round's tokens as a tree: which earlier one each follows, and so whom it sees, and where it is.
+"""A round's tokens as a tree: which earlier token each follows, which ones it sees, its position.
 
 Nodes are numbered from the root, the row's last token, in any order that has each one behind the
 one that it follows. A node lies in the cache at the root's slot plus its number, until the text

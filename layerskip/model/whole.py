@@ -1,9 +1,10 @@
 """Any causal language model as one block: the library's own forward over this project's cache.
 
 A family whose sublayers are not opened (see `families`) is served this way: its decoder is called
-whole, and its head is the library's own, too. Drafts need nothing from inside: lookups, a second
-model, sources of a user's own, and the model itself with its linears in 8 or 4 bits. So are the
-decoders of encoder-decoders: what their encoder made of a text is part of the cache.
+whole, and its head is the library's own, too. Its drafts need nothing from inside: lookups, a
+second model, sources of a user's own, and the model itself with its linears in 8 or 4 bits. The
+decoders of encoder-decoders are served in the same way; their encoder's output is part of the
+cache.
 Letters: B rows, T tokens of a pass, E tokens that an encoder read, H hidden width, D head width,
 V vocabulary.
 """

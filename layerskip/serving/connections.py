@@ -1,4 +1,4 @@
-"""Connections of the server: who does not send what a request begins with in time is let go."""
+"""Connections of the server: one that does not send a request's head in time is closed."""
 
 from __future__ import annotations
 

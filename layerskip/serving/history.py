@@ -1,4 +1,4 @@
-"""What a text's tokens so far say of the next: strings that end it, and penalties for repeating."""
+"""What a text so far decides of its next token: strings that end it, penalties for repeating."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch that rows join and leave is asked, and what it tells; no model, no tensor."""
+"""The requests that a batch serves, and what it reports of each; no model, no tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The interface of sources of drafts: a `Source`, and its `State` in one batch.
 
-Proposals never change the text, only the speed. `docs/sources.md` has a source of a user's own.
+Proposals never change the text, only the speed. `docs/sources.md` says how to write one.
 Letters: R rows of a pass, T tokens, H hidden width of the target, V its vocabulary.
 """
 

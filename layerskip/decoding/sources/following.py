@@ -1,7 +1,7 @@
 """States with keys and values of their own, which catch up with the batch when they draft.
 
-So they cost nothing while others draft. Rolling back lowers a number; rejected drafts are
-overwritten before anything reads them.
+Such a state costs nothing while other sources draft. To roll back is to lower a length: the slots
+of rejected drafts are overwritten before anything reads them.
 Letters: R rows of a pass, T tokens, H hidden width.
 """
 
