@@ -18,7 +18,6 @@ from torch import Tensor
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.pricing import passes_table
 from layerskip.costs.ratios import decoding_totals, times_over
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
@@ -220,8 +219,7 @@ def choose(
     chosen = [mask for n, mask in enumerate(ranked) if n < count or mask == exit_set]
     looked_up = None
     if "lookup" in parts:
-        passes = passes_table(objective.cost, trace.context)
-        looked_up = LookedUp(replay(trace, Lookup()), passes)
+        looked_up = LookedUp(replay(trace, Lookup()), objective.prices.passes)
     finalists = []
     for number, mask in within(chosen, until):
         progress("the best drafts, replayed whole", number / len(chosen))

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.replay.drafts import all_starts, follow
 from layerskip.replay.trace import Trace
@@ -97,7 +96,6 @@ class Objective:
         self, trace: Trace, space: Space, cost: Mapping[str, Any], positions: int | None = None
     ) -> None:
         self.trace, self.space, self.cost = trace, space, cost
-        self.step_seconds = step_seconds(cost, trace.context)
         self.prices = Prices(space, cost, trace.context)
         self.until = math.inf
         starts = all_starts(trace)
@@ -111,8 +109,7 @@ class Objective:
 
     def costs(self, mask: int) -> CostTable:
         """c and v of a set at the trace's typical context."""
-        skip, size = self.space.skip_config(mask), self.space.vocabulary(mask)
-        return cost_table(self.cost, skip, self.trace.context, draft_vocabulary=size)
+        return self.prices.table(mask)
 
     def vocabulary(self, size: int) -> tuple[int, ...]:
         """The most frequent tokens of all texts, for other texts."""

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from layerskip.bench.methods import Task
 from layerskip.config import SINK, DecodingOptions, SkipConfig
-from layerskip.costs.pricing import LOW_FACTS, low_facts
 from layerskip.costs.speculation import speedup_bound
 from layerskip.drafts import automatic_draft
 from layerskip.model.fingerprint import fingerprint
@@ -47,6 +46,7 @@ from layerskip.search.space import Space
 from layerskip.search.study import SamplerName, Standing, sampler_of, standing
 from layerskip.search.surrogate import Surrogate
 from layerskip.timing import sublayers as sublayer_costs
+from layerskip.timing.sublayers import LOW_FACTS, low_facts
 from layerskip.timing.tables import machine
 
 FEWEST_TRIALS, TRIALS_PER_SWITCH = 60, 4
@@ -291,7 +291,7 @@ class Search:
         if not self.finalists or not self.held_out:
             return
         # plain decoding, the default, and drafts of at least half of the speed of plain
-        texts = self.task.max_new_tokens * self.objective.step_seconds
+        texts = self.task.max_new_tokens * self.objective.prices.step
         a_text = PREFILL * texts * (2 + len(self.finalists))
         most = max(1.0, min(len(self.held_out), (self.until - time.monotonic()) / a_text))
         self.plain_tokens_per_second, self.default = confirm(

@@ -1,4 +1,4 @@
-"""The costs of many sets at once, by the same parts of a cost record as `costs.pricing`."""
+"""What rounds of a space's sets cost, added up from the parts in a "cost" record."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from layerskip.config import SINK
 from layerskip.costs.model import on_line
+from layerskip.costs.speculation import CostTable
 from layerskip.search.space import Space
 
 Array = NDArray[np.float64]
@@ -29,12 +30,37 @@ def bits_of(masks: Sequence[int], count: int) -> Array:
 
 
 class Prices:
-    """Draft and verify costs of a space's sets, in target steps.
+    """Draft and verify costs of a space's sets, in target steps, by the parts of a record.
 
-    Letters: M sets, n sublayers, K draft lengths.
+    A draft step runs the kept sublayers and the head over one token. Verification carries the last
+    drafted token through the shared prefix alone, then all drafted tokens and the one before them
+    through the rest of the model and the head. MLPs of fewer experts cost as much less as they read
+    less, and attention with a window as much as with no more text than that.
+    Letters: M sets, n sublayers, K the longest pass.
+
+    Args:
+        record: what `layerskip.timing.sublayers.measure` returned.
+        context: tokens before the round.
+
+    Attributes:
+        step: seconds of a target step of the whole batch: a pass over one token of every row.
+
+    Raises:
+        ValueError: a number of experts or a draft vocabulary that the record does not price.
     """
 
     def __init__(self, space: Space, record: Mapping[str, Any], context: float) -> None:
+        for number in space.fewer_experts:
+            if str(number) not in record.get("experts", {}):
+                raise ValueError(
+                    f"these costs do not price drafts of {number} experts; measure them again on "
+                    "this model"
+                )
+        if space.smaller and "vocabulary" not in record:
+            raise ValueError(
+                "these costs have no trimmed head, so that a draft vocabulary has no price; "
+                "measure them again, on a model whose head is a plain weight"
+            )
         self.space, self.record, self.context = space, record, context
         self.sublayers = 2 * space.num_layers
         self.exact = self._by_sublayer("attention", "mlp")  # (n,) seconds
@@ -42,7 +68,7 @@ class Prices:
         keys = self._keys(None)
         beside = record["head"] + record["rest"]
         self.step = float(self.exact.sum() + keys.sum() + beside)
-        tokens = range(1, LONGEST + 2)
+        tokens = range(1, 1 + int(max(tokens for tokens, _ in record["growth"])))
         growth, key_growth = (
             np.array([on_line(dict(record[name]), n) for n in tokens])
             for name in ("growth", "key_growth")
@@ -51,12 +77,30 @@ class Prices:
         weights = np.concatenate([[0.0], np.cumsum(self.exact)])[:, None]
         read = np.concatenate([[0.0], np.cumsum(keys)])[:, None]
         fresh = weights[-1] - weights + beside
-        passes = carried + growth * fresh + key_growth * (read[-1] - read)  # (n + 1, K + 1)
+        passes = carried + growth * fresh + key_growth * (read[-1] - read)  # (n + 1, K)
         passes[:, 0] = self.step
         self.verify = np.maximum.accumulate(passes / self.step, axis=1)  # by shared prefix
 
+    def table(self, mask: int) -> CostTable:
+        """The costs of one set's rounds."""
+        draft, prefix = self._drafts([mask])
+        return self._table(float(draft[0]), prefix[0])
+
+    @property
+    def passes(self) -> CostTable:
+        """What looked-up drafts cost: only the passes that verify them."""
+        return self._table(0.0, 0)
+
+    def _table(self, draft: float, prefix: int) -> CostTable:
+        return CostTable(draft, tuple(map(float, self.verify[prefix])), "measured")
+
     def __call__(self, masks: Sequence[int]) -> tuple[Array, Array]:
-        """Costs of a draft step (M,), and of passes over 1, 2, ... tokens (M, K + 1)."""
+        """Costs of a draft step (M,), and of passes over 1, 2, ... tokens (M, LONGEST + 1)."""
+        draft, prefix = self._drafts(masks)
+        return draft, self.verify[prefix, : LONGEST + 1]
+
+    def _drafts(self, masks: Sequence[int]) -> tuple[Array, NDArray[np.int64]]:
+        """Costs of a draft step (M,), and how many sublayers each set shares (M,)."""
         space, record, n = self.space, self.record, self.sublayers
         bits = bits_of(masks, 2 * n + 1)
         kept, low, low_head = 1 - bits[:, :n], bits[:, n : 2 * n], bits[:, 2 * n]
@@ -81,7 +125,7 @@ class Prices:
         whole = self.exact.sum() + record["head"]
         factor = np.array([on_line(repeated, part / whole) for part in sublayers + head])
         draft = factor * (sublayers + head) + (kept * keys).sum(1) + record["rest"]
-        return draft / self.step, self.verify[prefix]
+        return draft / self.step, prefix
 
     def _by_sublayer(self, *names: str) -> Array:
         return np.stack([np.array(self.record[name]) for name in names], 1).ravel()

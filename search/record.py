@@ -72,7 +72,7 @@ def search_record(search: Search) -> dict[str, Any]:
     """The search file, but for what its writer knows: header, and the prompts' names."""
     exits = {f"exit-{layer}" for layer in range(1, search.space.num_layers)}
     names = [finalist.name for finalist in search.finalists]
-    step, switches = search.objective.step_seconds, len(search.space.switches) or 1
+    step, switches = search.objective.prices.step, len(search.space.switches) or 1
     return {
         "space": {
             **search.space.to_dict(),

@@ -1,5 +1,38 @@
 """Made-up "cost" records: what sublayers would cost on machines that drafts like, or do not."""
 
+from layerskip.config import SkipConfig
+from layerskip.search.prices import Prices
+from layerskip.search.space import Space
+
+
+def prices_of(record, skip, context=40, size=None):
+    """The prices of a space that holds a config, and its mask there.
+
+    Args:
+        size: of a draft vocabulary.
+    """
+    some = {"experts": skip.experts, "windows": skip.window, "vocabularies": size}
+    space = Space(
+        kind="sublayer",
+        num_layers=len(record["attention"]),
+        allow_ends=True,
+        bits=skip.low and skip.low.bits,
+        head=skip.low and skip.low.head_bits,
+        trained=skip.trained,
+        **{name: (number,) for name, number in some.items() if number is not None},
+    )
+    return Prices(space, record, context), space.mask(skip) | space.smaller.get(size, 0)
+
+
+def cost_table(record, skip, context=40, size=None):
+    """The costs of a config's rounds."""
+    prices, mask = prices_of(record, skip, context, size)
+    return prices.table(mask)
+
+
+def step_seconds(record, context=40):
+    return prices_of(record, SkipConfig(), context)[0].step
+
 
 def cost_record(
     layers=6,

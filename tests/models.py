@@ -13,7 +13,6 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.sources import source_of
 from layerskip.research.trees import GrownTrees
 
 VOCABULARY = 97
@@ -243,13 +242,6 @@ def seated(keys, lengths, emitted, width):
     rows = zip(keys, lengths, emitted, strict=True)
     how = {"history": torch.zeros(len(keys), 9, dtype=torch.long), "width": width}
     return [Seat(own, n, 99, key=key, number=i, **how) for i, (key, n, own) in enumerate(rows)]
-
-
-def as_any_other(model, draft):
-    """The source of a draft, which does not say that it is nothing but an early exit."""
-    source = source_of(model, draft)
-    source.exit_layer = None
-    return source
 
 
 class Erratic(Controller):

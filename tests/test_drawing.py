@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from models import as_any_other, lively_model, prompt, ragged
+from models import lively_model, prompt, ragged
 from scipy import stats
 from transformers import TemperatureLogitsWarper
 
@@ -21,7 +21,6 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay import drafts as drafts_module
 from layerskip.replay import drawing
 from layerskip.replay.drafts import follow, replay
 from layerskip.replay.drawing import NOTHING, TextPlaces, propose
@@ -318,12 +317,3 @@ def test_chunks_change_nothing(skip, sizes):
     assert torch.equal(follow(trace, SKIPS[skip], 3), followed)
     again = small_trace.__wrapped__()
     equal(replay(again, SKIPS[skip]), whole)
-
-
-def test_an_exit_is_replayed_as_any_other_draft(monkeypatch):
-    """The short way through the trace's own pass gives what the long way gives."""
-    trace = small_trace()
-    short = replay(trace, SKIPS["an exit"])
-    monkeypatch.setattr(drafts_module, "source_of", as_any_other)
-    equal(short, replay(trace, SKIPS["an exit"]))
-    assert 0.2 < short.survival[0] < 0.9

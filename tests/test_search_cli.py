@@ -25,12 +25,12 @@ from optuna.storages.journal import JournalFileBackend
 from layerskip.cli.search import default_positions
 from layerskip.cli.terminal import Talk
 from layerskip.config import LowPrecision, SkipConfig
-from layerskip.costs.pricing import low_facts
 from layerskip.environment import hardware
 from layerskip.files.searches import read_search
 from layerskip.model.trained import save_trained
 from layerskip.search import pipeline
 from layerskip.search.objective import Objective
+from layerskip.timing.sublayers import low_facts
 from layerskip.timing.tables import machine
 
 FILES = {"skip.json", "trials.csv", "cost.json", "search.json", "study.log", "report"}

@@ -1,17 +1,18 @@
 """What a set is worth: against drafts counted one by one and priced by the cost record's parts."""
 
+import math
 import random
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from cost_records import MACHINES, cost_record
+from cost_records import MACHINES, cost_record, cost_table, prices_of
 from models import lively_model, prompt
 from transformers import TemperatureLogitsWarper
 
-from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.pricing import cost_table, passes_table
+from layerskip.config import SINK, DecodingOptions, SkipConfig
+from layerskip.costs.model import on_line
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
@@ -165,8 +166,36 @@ RECORDS = {
 }
 
 
+def part_by_part(record, skip, size, context):
+    """Seconds of a plain step and a draft step, and of passes over 1, 2, ... tokens."""
+
+    def pairs(first, second):
+        return [seconds for pair in zip(first, second, strict=True) for seconds in pair]
+
+    def keys(window):
+        most = math.inf if window is None else window + SINK
+        seen = [min(context, most, own or math.inf) for own in record["windows"]]
+        return pairs([k * n for k, n in zip(record["keys"], seen, strict=True)], [0.0] * 6)
+
+    exact, low = (pairs(record[f"{a}attention"], record[f"{a}mlp"]) for a in ("", "low_"))
+    shares = pairs([1.0] * 6, record["experts"].get(str(skip.experts), [1.0] * 6))
+    rounded, prefix, read = skip.rounded(), skip.shared_prefix(), keys(None)
+    kept = [shares[i] * (low if i in rounded else exact)[i] for i in skip.kept()]
+    head = record["low_head" if skip.low and skip.low.head else "head"] * (size or 97) / 97
+    again = on_line(dict(record["repeated"]), (sum(kept) + head) / (sum(exact) + record["head"]))
+    narrow = keys(skip.window)
+    draft = again * (sum(kept) + head) + sum(narrow[i] for i in skip.kept()) + record["rest"]
+    passes = []
+    for tokens in range(1, LONGEST + 2):
+        more, more_keys = (on_line(dict(record[f"{a}growth"]), tokens) for a in ("", "key_"))
+        fresh = sum(exact[prefix:]) + record["head"] + record["rest"]
+        carried = sum(exact[:prefix]) + sum(read[:prefix])
+        passes.append(carried + more * fresh + more_keys * sum(read[prefix:]))
+    return sum(exact) + sum(read) + record["head"] + record["rest"], draft, passes
+
+
 @pytest.mark.parametrize("name", RECORDS)
-def test_many_sets_are_priced_as_each_alone(name):
+def test_sets_are_priced_by_the_parts_that_they_run(name):
     """Low precision, experts, windows and draft vocabularies among them."""
     record = RECORDS[name] | LOW | {"vocabulary": 97}
     record |= {"experts": {"1": [0.6, 0.5, 0.4, 0.6, 0.5, 0.7], "2": [0.8] * 6}}
@@ -181,13 +210,17 @@ def test_many_sets_are_priced_as_each_alone(name):
             {n: draw.choice([*choices]) for n, choices in space.switches.items()}
         )
         masks += [mask] if mask in space else []
-    draft, verify = Prices(space, record, 40.0)(masks)
+    prices = Prices(space, record, 40.0)
+    draft, verify = prices(masks)
     for mask, c, passes in zip(masks, draft, verify, strict=True):
-        skip, size = space.skip_config(mask), space.vocabulary(mask)
-        table = cost_table(record, skip, 40.0, draft_vocabulary=size)
-        assert c == pytest.approx(table.draft)
-        expected = [table.verify_cost(n) for n in range(1, LONGEST + 2)]
-        assert passes == pytest.approx(expected)
+        step, *expected = part_by_part(
+            record, space.skip_config(mask), space.vocabulary(mask), 40.0
+        )
+        assert prices.step == pytest.approx(step)
+        assert c == pytest.approx(expected[0] / step)
+        assert passes == pytest.approx([1.0, *(each / step for each in expected[1][1:])])
+        table = prices.table(mask)
+        assert (table.draft, table.verify) == (c, tuple(passes))
 
 
 # ---- Controllers and lookups. ----
@@ -221,7 +254,8 @@ def by_hand(whole, length, costs):
 def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
     """Against the same rounds, walked and priced one by one."""
     trace, record = traced(case), MACHINES["reads weights"]
-    looked_up = LookedUp(replay(trace, Lookup()), passes_table(record, trace.context))
+    passes = prices_of(record, SkipConfig(), trace.context)[0].passes
+    looked_up = LookedUp(replay(trace, Lookup()), passes)
     taken = set()
     for mask in drawn(2, seed=9):
         drafts = replay(trace, SPACE.skip_config(mask))

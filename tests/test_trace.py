@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from covering import covering
-from models import Erratic, as_any_other, lively_model, pure, ragged
+from models import Erratic, lively_model, pure, ragged
 from transformers import (
     MinLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -22,7 +22,6 @@ from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
 from layerskip.registry import CONTROLLERS
-from layerskip.replay import drafts as drafts_module
 from layerskip.replay.drafts import replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.exits import agreement, exit_sweep
@@ -356,18 +355,6 @@ def test_chunks_and_paths_change_nothing(execution, sizes):
         assert torch.equal(chunked.tokens, whole.tokens[:, :5])
         assert torch.equal(chunked.matches, whole.matches[:, :5])
         torch.testing.assert_close(chunked.confidences, whole.confidences[:, :5])
-
-
-@pytest.mark.parametrize("trimmed", [False, True])
-def test_an_exit_is_replayed_as_any_other_draft(trimmed, monkeypatch):
-    """The short way through the trace's own pass gives what the long way gives."""
-    _, trace = traced(*CASES[1])
-    allowed = (torch.arange(97) % 3 > 0).expand(3, -1) if trimmed else None
-    short = replay(trace, SKIPS["exit 4"], allowed=allowed)
-    monkeypatch.setattr(drafts_module, "source_of", as_any_other)
-    long = replay(trace, SKIPS["exit 4"], allowed=allowed)
-    assert torch.equal(short.tokens, long.tokens)
-    torch.testing.assert_close(short.confidences, long.confidences)
 
 
 def test_no_room_for_context_at_the_models_last_position():

@@ -7,14 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from cost_records import cost_record
+from cost_records import cost_record, cost_table, step_seconds
 from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
 from layerskip.analysis.plots import draft_words
 from layerskip.bench.methods import Task
 from layerskip.config import SINK
-from layerskip.costs.pricing import cost_table, step_seconds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import SublayerDraft, key_of
 from layerskip.drafts import WINDOW as WIDE

@@ -321,7 +321,7 @@ def _interrupted(error: BaseException | None) -> bool:
 
 
 def _say_bound(talk: Talk, steps: Search) -> None:
-    plain = 1.0 / steps.objective.step_seconds
+    plain = 1.0 / steps.objective.prices.step
     talk.say(
         f"bound: no draft of {steps.space} is faster than {steps.bound:.1f}x plain decoding "
         f"({plain:.0f} tokens/s here)"

@@ -28,7 +28,6 @@ from layerskip.replay.drawing import (
     Histories,
     TextPlaces,
     draw,
-    narrowed,
     propose,
     scores_at,
 )
@@ -57,11 +56,6 @@ class ChainDrafts(NamedTuple):
     def nothing(cls, chains: int, steps: int) -> ChainDrafts:
         sure, margins, entropies = (torch.zeros(chains, steps) for _ in range(3))
         return cls(torch.zeros(chains, steps, dtype=torch.long), sure, margins, entropies)
-
-    @classmethod
-    def concatenated(cls, parts: Sequence[ChainDrafts]) -> ChainDrafts:
-        """The drafts of several texts, one behind the other."""
-        return cls(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class Chains:
@@ -191,7 +185,8 @@ class Chains:
         raw = self.draft.raw(step, tokens, at.rows.view(layout.shape)).flatten(0, 1)  # (N, V)
         if self.allowed is None:
             return raw
-        return narrowed(raw, self.allowed[self.text[at.chains]].to(raw.device))
+        allowed = self.allowed[self.text[at.chains]].to(raw.device)  # (N, V)
+        return raw.masked_fill(~allowed, float("-inf"))
 
     def _keys(self, at: Places) -> list[int]:
         return [self.trace.texts[text].key for text in self.text[at.chains].tolist()]

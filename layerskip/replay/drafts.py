@@ -2,7 +2,7 @@
 
 `replay` drafts to the full length, as decoding would. `follow` leaves each draft at its first wrong
 token, at a part of the cost: a search follows hundreds of drafts, and replays only the best whole.
-Letters: C chains, J steps, N starts, V vocabulary.
+Letters: J steps, N starts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
 from layerskip.replay.batch import TextBatch
 from layerskip.replay.chains import Chain, ChainDrafts, Chains
-from layerskip.replay.drawing import NOTHING, Drawn
-from layerskip.replay.trace import Trace, TraceText
+from layerskip.replay.drawing import NOTHING
+from layerskip.replay.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,6 @@ def replay(
     source, length = source_of(trace.model, draft), _length(trace, draft_length)
     if source.step_free:
         return _look_up(trace, source, length)
-    if source.exit_layer is not None:
-        drafts = _exit(trace, source, source.exit_layer, length, allowed)
-        return _assembled(trace, source, drafts, length, allowed)
     drafts = Chains(trace, source, all_starts(trace), length, allowed).drafts()
     return _assembled(trace, source, drafts, length, allowed)
 
@@ -206,49 +203,3 @@ def _assembled(
         allowed=allowed,
         **drafts._asdict(),
     )
-
-
-def _exit(
-    trace: Trace, source: Source, layer: int, length: int, allowed: Tensor | None
-) -> ChainDrafts:
-    """Drafts (N, J) that are nothing but shared prefix.
-
-    The trace knows its tokens up to the first wrong one. From there on it is the same wherever it
-    started: one chain for every place where the exit is wrong.
-    """
-    wrong: list[Tensor] = []
-    chains: list[Chain] = []
-    proposals = [trace.proposed(text, layer, allowed) for text in trace.texts]
-    for text, proposed in zip(trace.texts, proposals, strict=True):
-        drafted, following = proposed.tokens, text.following  # (places,) each
-        places = torch.nonzero(drafted != following)[:, 0]
-        places = places[places < text.starts + length - 1]  # as far as any start's draft reaches
-        wrong.append(places)
-        chains += [
-            (text, text.prompt + place + 1, token)
-            for place, token in zip(places.tolist(), drafted[places].tolist(), strict=True)
-        ]
-    left = Chains(trace, source, chains, length - 1, allowed).drafts()
-    # one row and column more, so that there is something to look up where nothing is wrong
-    rest = [F.pad(table, (0, 1, 0, 1)) for table in left]  # (C + 1, J) each
-    parts, first = [], 0
-    for text, places, proposed in zip(trace.texts, wrong, proposals, strict=True):
-        reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
-        number = torch.searchsorted(places, reached[:, 0].contiguous())  # (starts,)
-        end = F.pad(places, (0, 1), value=len(text.tokens) + length)[number]  # (starts,)
-        behind = reached - end[:, None] - 1  # (starts, J) steps since the first wrong token
-        chain = (first + number).clamp(max=len(chains))[:, None], behind.clamp_min(0)
-        tables = zip(_exit_drafts(text, proposed, length), rest, strict=True)
-        on_text = behind < 0  # (starts, J)
-        parts.append(
-            ChainDrafts(*(torch.where(on_text, here, later[chain]) for here, later in tables))
-        )
-        first += len(places)
-    return ChainDrafts.concatenated(parts)
-
-
-def _exit_drafts(text: TraceText, proposed: Drawn, length: int) -> ChainDrafts:
-    """What an exit drafts from each start (starts, J) while it agrees with the text."""
-    reached = torch.arange(text.starts)[:, None] + torch.arange(length)  # (starts, J)
-    reached = reached.clamp(max=len(text.following) - 1)
-    return ChainDrafts(*(getattr(proposed, name)[reached] for name in ChainDrafts._fields))

@@ -65,11 +65,6 @@ class TextPlaces(NamedTuple):
     left: Sequence[int] | None = None
 
 
-def narrowed(raw: Tensor, allowed: Tensor | None) -> Tensor:
-    """Raw logits (N, V), -inf where a draft cannot draw: `allowed` is (V,) or (N, V) bool."""
-    return raw if allowed is None else raw.masked_fill(~allowed, float("-inf"))
-
-
 def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
     """Processed scores (N, V) of raw logits (N, V) at places of any texts."""
     if histories is None:

@@ -36,7 +36,6 @@ from layerskip.replay.drawing import (
     Histories,
     TextPlaces,
     draw,
-    narrowed,
     propose,
     scores_at,
 )
@@ -137,24 +136,12 @@ class Trace:
         Entry (e - 1, i) is of an exit after layer e that has seen the text up to and with emitted
         token i; the last row is the target's own. Many products with the head: made when asked for.
         """
-        return [self._along(text, text.states) for text in self.texts]
-
-    def proposed(self, text: TraceText, layer: int, allowed: Tensor | None = None) -> Drawn:
-        """What an exit proposes having seen a text up to each of its places, (T - prompt,) each.
-
-        `allowed` has the tokens that it can draw on each text, (texts, V) bool.
-        """
-        if allowed is None and "exits" in vars(self):
-            return Drawn(*(table[layer - 1] for table in self.exits[text.number]))
-        drawn = self._along(text, text.states[layer - 1 : layer], allowed)
-        return Drawn(*(table[0] for table in drawn))
+        return [self._along(text) for text in self.texts]
 
     @torch.no_grad()
-    def _along(self, text: TraceText, states: Tensor, allowed: Tensor | None = None) -> Drawn:
-        """What states of L exits (L, N, H) propose at the N places of a text, (L, N) each."""
+    def _along(self, text: TraceText) -> Drawn:
+        """What the L exits propose at the N places of a text, (L, N) each."""
         model, law = self.model, self.law
-        if allowed is not None:
-            allowed = allowed[text.number].to(model.device)
         tokens, following, likelihoods = (
             each.to(model.device) for each in (text.tokens, text.following, text.likelihoods)
         )
@@ -164,10 +151,7 @@ class Trace:
             seen = range(first + places.start, first + places.stop)  # before the one drawn
             keys = [text.key] * len(seen)
             histories = [tokens[:length] for length in seen] if law.reads_history else None
-            raws = (  # (N, V) each
-                narrowed(model.logits(layer_states[None, places])[0], allowed)
-                for layer_states in states
-            )
+            raws = (model.logits(states[None, places])[0] for states in text.states)  # (N, V) each
             if self.rejection:
                 p = softmax_law(scores_at(law, _own(model, text.states, places), histories))
                 beside = TextPlaces(following[places], likelihoods[places], keys, seen)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.costs.model import Place, Work, fitted, on_line
-from layerskip.costs.pricing import low_facts
 from layerskip.costs.speculation import rising
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -34,6 +33,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.timing.rounds import CONTEXT, Times, time_rounds, typical
 from layerskip.timing.tables import machine, traffic_of
 
+LOW_FACTS = ("low_bits", "low_head_bits", "healed")
 CONTEXTS = (64, 256)  # tokens before the rounds to be priced, by default
 TRIMMED = (16, 8, 4, 2)  # parts of the vocabulary that draft vocabularies are to be
 DISTURBED = 0.25  # a gap that no quiet machine shows; .01 to .09 were seen
@@ -42,6 +42,19 @@ LEAST = 1e-15  # seconds a byte, where a model is so small that only the constan
 _TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # of a row in the passes timed
 _REPEATS = 3  # of the timing, each from a short context on
 _FAR = 256  # tokens; the keys of fewer ones cost too little to be told from noise
+
+
+def low_facts(low: SkipConfig | None) -> dict[str, Any]:
+    """What a record says of the low precision that it prices: bits, and the hash of what heals it.
+
+    The head's bits are there where they are not those of the rest.
+    """
+    if low is None or low.low is None:
+        return {}
+    facts: dict[str, Any] = {"low_bits": low.low.bits}
+    if low.low.head_bits not in (None, low.low.bits):
+        facts["low_head_bits"] = low.low.head_bits
+    return facts if low.trained is None else {**facts, "healed": low.trained.hash}
 
 
 @torch.no_grad()

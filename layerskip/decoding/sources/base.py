@@ -120,7 +120,6 @@ class Source(ABC):
     Attributes:
         prior: the expected acceptance before any token was verified.
         max_positions: the most tokens that a row may have, if there is a limit.
-        exit_layer: if it is a plain early exit, after how many layers.
         prefix: how many of the target's first sublayers its steps run exactly.
         keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
     """
@@ -129,7 +128,6 @@ class Source(ABC):
     longest: int | None = None
     max_positions: int | None = None
     skip: SkipConfig | None = None
-    exit_layer: int | None = None
     prefix: int = 0
     keeps_texts = False
 

@@ -28,9 +28,6 @@ class SublayerDraft(Source):
         # rounding to 8 bits alone hardly changes what a model says
         rounded = skip.low is not None and skip.low.bits == 8 and not skip.skipped()
         self.prior = PRIOR_ROUNDED if rounded else PRIOR
-        whole = self.prefix == len(skip.kept()) and self.prefix % 2 == 0
-        if whole and skip.low is None and skip.trained is None and skip.experts is None:
-            self.exit_layer = self.prefix // 2
 
     name = "sublayers"
 
