@@ -85,12 +85,16 @@ def test_a_checkpoint_without_a_weight_is_refused(tmp_path):
         load_assistant(tmp_path)
 
 
-def test_training_unrolls_the_steps_of_decoding():
+def untrained(rows, length):
+    """A target, an assistant, ids (rows, length) and what the target says of them."""
     model = target_of("gemma4", WIDE)
-    config = assistant_config(model.config)
-    drafting = build_assistant(config).double()
-    ids = torch.randint(WIDE, (2, 14))
-    reading = assistants.read(Sublayers(model, "modules"), ids)
+    drafting = build_assistant(assistant_config(model.config)).double()
+    ids = torch.randint(WIDE, (rows, length))
+    return model, drafting, ids, assistants.read(Sublayers(model, "modules"), ids)
+
+
+def test_training_unrolls_the_steps_of_decoding():
+    model, drafting, ids, reading = untrained(2, 14)
     torch.testing.assert_close(reading.logits, model(ids).logits.float())
     drafted = assistants.unrolled(drafting, reading, 3)
     assert [logits.shape for logits in drafted] == [(2, 11, WIDE)] * 3
@@ -115,11 +119,7 @@ def test_training_unrolls_the_steps_of_decoding():
 
 
 def test_training_brings_the_laws_nearer():
-    model = target_of("gemma4", WIDE)
-    config = assistant_config(model.config)
-    drafting = build_assistant(config).double()
-    ids = torch.randint(WIDE, (4, 16))
-    reading = assistants.read(Sublayers(model, "modules"), ids)
+    _, drafting, _, reading = untrained(4, 16)
     optimizer = torch.optim.Adam(drafting.parameters(), lr=1e-2)
     before = assistants.overlaps(assistants.unrolled(drafting, reading, 2), reading, 1.0)
     for _ in range(40):

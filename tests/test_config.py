@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
+from layerskip.decoding.sources.sublayers import key_of
 
 TRAINED = Trained(
     kind="healed", weights="/there/draft.safetensors", hash="0a" * 32, base="weights-0123abcd"
@@ -303,3 +304,30 @@ def test_every_truncation_of_a_file_is_refused(tmp_path):
         path.write_text(whole[:length])
         with pytest.raises(ValueError, match="not valid JSON"):
             SkipConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "part", "wrong"),
+    [("experts", 1, "mlp", (-1, True, 1.5)), ("window", 64, "attention", (0, -1, True, 1.5))],
+)
+def test_fewer_experts_or_keys_are_part_of_a_draft(name, number, part, wrong, tmp_path):
+    fewer, whole = SkipConfig(**{name: number}), SkipConfig()
+    assert fewer != whole
+    assert hash(fewer) != hash(SkipConfig(**{name: number + 1}))
+    assert key_of(fewer.resolve(4)) != key_of(whole.resolve(4))
+    assert repr(fewer) == f"SkipConfig({name}={number})"
+    for some in (fewer, SkipConfig(mlp=(2,), **{name: number + 2})):
+        some.save(tmp_path / "skip.json")
+        assert SkipConfig.load(tmp_path / "skip.json") == some
+    (tmp_path / "skip.json").write_text(json.dumps({name: number}))
+    assert SkipConfig.load(tmp_path / "skip.json") == fewer
+    assert name not in whole.to_dict()
+    # the first sublayer of that part may differ from the model's
+    assert fewer.shared_prefix(4) == (1 if part == "mlp" else 0)
+    assert SkipConfig(attention=(0,), experts=1).shared_prefix(4) == 0
+    # where none of that part runs there is nothing to choose
+    none = SkipConfig(**{part: (0, 1)})
+    assert replace(none, **{name: number}).resolve(2) == none.resolve(2)
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
+            SkipConfig(**{name: value})

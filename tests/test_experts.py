@@ -14,7 +14,6 @@ from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_m
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Task
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.sources.sublayers import key_of
 from layerskip.model.experts import exact, fewer, low, routing, summed
 from layerskip.model.norms import rms_norm
 from layerskip.model.plain import refusal
@@ -274,26 +273,6 @@ def test_drafts_leave_the_model_as_it_was():
 
 
 # ---- The choice. ----
-
-
-def test_experts_are_part_of_a_draft(tmp_path):
-    one, all_of_them = SkipConfig(experts=1), SkipConfig()
-    assert one != all_of_them
-    assert key_of(one.resolve(4)) != key_of(all_of_them.resolve(4))
-    assert repr(SkipConfig(experts=0)) == "SkipConfig(experts=0)"
-    path = tmp_path / "skip.json"
-    SkipConfig(mlp=(2,), experts=0).save(path)
-    assert SkipConfig.load(path) == SkipConfig(mlp=(2,), experts=0)
-    path.write_text('{"experts": 1}')
-    assert SkipConfig.load(path) == one
-    assert "experts" not in all_of_them.to_dict()
-    # the first MLP may differ from the model's
-    assert one.shared_prefix(4) == 1
-    assert SkipConfig(attention=(0,), experts=1).shared_prefix(4) == 0
-    assert SkipConfig(mlp=(0, 1), experts=1).resolve(2) == SkipConfig(mlp=(0, 1)).resolve(2)
-    for wrong in (-1, True, 1.5):
-        with pytest.raises((TypeError, ValueError), match="experts must be"):
-            SkipConfig(experts=wrong)
 
 
 @pytest.mark.parametrize(

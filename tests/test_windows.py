@@ -15,7 +15,7 @@ from layerskip.analysis.plots import draft_words
 from layerskip.bench.methods import Task
 from layerskip.config import SINK
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.sources.sublayers import SublayerDraft, key_of
+from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.drafts import WINDOW as WIDE
 from layerskip.drafts import automatic_draft
 from layerskip.model.extension import refusal
@@ -151,27 +151,6 @@ def test_texts_do_not_depend_on_windows(family, execution, sample):
 
 
 # ---- The choice. ----
-
-
-def test_a_window_is_part_of_a_draft(tmp_path):
-    narrow, whole = SkipConfig(window=64), SkipConfig()
-    assert narrow != whole
-    assert hash(narrow) != hash(SkipConfig(window=65))
-    assert key_of(narrow.resolve(4)) != key_of(whole.resolve(4))
-    assert repr(narrow) == "SkipConfig(window=64)"
-    path = tmp_path / "skip.json"
-    SkipConfig(mlp=(2,), window=7).save(path)
-    assert SkipConfig.load(path) == SkipConfig(mlp=(2,), window=7)
-    path.write_text('{"window": 64}')
-    assert SkipConfig.load(path) == narrow
-    assert "window" not in whole.to_dict()
-    # the first attention may see less than the model's
-    assert narrow.shared_prefix(4) == 0
-    # where no attention runs there is nothing to see
-    assert SkipConfig(attention=(0, 1), window=3).resolve(2) == SkipConfig(attention=(0, 1))
-    for wrong in (0, -1, True, 1.5):
-        with pytest.raises((TypeError, ValueError), match="window must be"):
-            SkipConfig(window=wrong)
 
 
 def test_windows_share_the_copies_of_weights():
