@@ -24,11 +24,11 @@ from transformers.utils import logging as chatter
 from layerskip.config import SkipConfig
 from layerskip.model import extension
 from layerskip.model.assistants import load_assistant
+from layerskip.model.eagle import Eagle, eagle_config, load_eagle
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
 from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
 from layerskip.model.opening import open_model
 from layerskip.model.stored import store_halves, stored_words
-from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, suggestion
@@ -57,9 +57,9 @@ class Loaded:
             return None
         return replace(SkipConfig.load(path), model=None)  # its model is here, whatever its name
 
-    def opened(self, execution: str = "auto") -> Sublayers:
-        """The model opened up."""
-        return open_model(self.model, execution)
+    def opened(self, execution: str = "auto") -> Any:
+        """The model opened up; an EAGLE-3 head as it is."""
+        return self.model if isinstance(self.model, Eagle) else open_model(self.model, execution)
 
     def store_halves(self, execution: str = "auto") -> bool:
         """Where native passes serve the model, `store_halves` it; whether there was anything."""
@@ -174,14 +174,14 @@ def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loa
 
 
 def load_official(name: str, like: Loaded) -> Loaded | None:
-    """Load an official assistant for a model, in its dtype and on its device.
+    """Load an official assistant or an EAGLE-3 head for a model, in its dtype, on its device.
 
     Args:
         name: a local folder or a Hub id.
         like: the model.
 
     Returns:
-        The assistant, with the model's tokenizer; None if that is another kind of checkpoint.
+        It, with the model's tokenizer; None if that is another kind of checkpoint.
 
     Raises:
         ValueError: its checkpoint is not whole.
@@ -190,6 +190,9 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
         return None
     folder = model_folder(name)
     source = name if folder is None else str(folder)
+    if eagle_config(source) is not None:
+        head = load_eagle(source, dtype=like.model.dtype).to(like.model.device)
+        return Loaded(name, head, like.tokenizer, folder)
     try:
         kind = PretrainedConfig.get_config_dict(source)[0].get("model_type")
     except OSError:

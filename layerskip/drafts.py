@@ -30,6 +30,7 @@ from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.environment import free_memory
 from layerskip.model import mtp
 from layerskip.model.assistants import load_assistant
+from layerskip.model.eagle import Eagle, eagle_config, load_eagle
 from layerskip.model.mtp import Head
 from layerskip.model.opening import sublayers_of
 from layerskip.model.stored import stored_weights, stored_words
@@ -126,8 +127,11 @@ def choose_drafts(
 def _second_model(target: Sublayers, settings: Settings) -> Source:
     """The second model as a source, limited to the draft vocabulary."""
     if isinstance(settings.assistant, str | os.PathLike):
-        loaded = load_assistant(settings.assistant, dtype=target.dtype)
+        read = load_assistant if eagle_config(settings.assistant) is None else load_eagle
+        loaded = read(settings.assistant, dtype=target.dtype)
         settings.assistant = loaded.to(target.device)  # once for all calls
+    if isinstance(settings.assistant, Eagle):
+        return second_model(target, settings.assistant, settings.draft_vocabulary)
     opened = sublayers_of(settings.assistant, settings.execution)
     if opened.encoder:
         opened = opened.reading_of(target)

@@ -87,8 +87,8 @@ class LayerSkipDecoding(Settings):
             other texts, too).
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
             same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
-            alone where prompts have pictures. Or the official assistant of a Gemma 4, or a folder
-            or Hub id to load one from.
+            alone where prompts have pictures. Or the official assistant of a Gemma 4, an EAGLE-3
+            head (`layerskip.model.eagle`), or a folder or Hub id to load one of these from.
         sources: further sources, perhaps of your own (see `layerskip.Source`).
         controller: one of `layerskip.registry.CONTROLLERS` ("expected-gain" by default), or an
             object of the `Controller` protocol, which serves one call at a time.

@@ -40,7 +40,9 @@ TRAINED: dict[str, str] = {
 """Kinds of trained drafts, in words: corrections of rounded weights, or modules of their own."""
 ALONE = ("feature-block", "heads", "streams")
 """The modules that draft without any of the model's sublayers."""
-StudentName = Literal["healed", "exit-block", "feature-block", "heads", "streams", "assistant"]
+StudentName = Literal[
+    "healed", "exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"
+]
 STUDENTS: tuple[str, ...] = get_args(StudentName)
 
 Role = Literal["controller", "loss", "optimizer", "student", "module", "state", "source", "store"]

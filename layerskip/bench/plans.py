@@ -29,6 +29,7 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.environment import environment
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
+from layerskip.model.eagle import Eagle
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
 from layerskip.model.stored import unpacked_model
@@ -234,7 +235,9 @@ class Plan:
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
             details = {"assistant": assistant.name}
-            if is_assistant(assistant.model.config) and not hands_over_keys(model.config):
+            if isinstance(assistant.model, Eagle):
+                self.talk.say(f"{name} is left out: transformers reads no EAGLE-3 heads")
+            elif is_assistant(assistant.model.config) and not hands_over_keys(model.config):
                 self.talk.say(f"{name} is left out: transformers hands over no keys of this model")
             else:
                 methods.append(Peer(model, task, name, options=second, details=details))

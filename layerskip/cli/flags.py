@@ -160,7 +160,8 @@ class Sources(Flags):
     )
     keep_laws: bool = switch("--keep-laws", "Add to the file of --laws what the model finds now.")
     assistant: str | None = flag(
-        "Draft with a second model of the same vocabulary, or with a Gemma 4 assistant.",
+        "Draft with a second model of the same vocabulary, a Gemma 4 assistant, or an EAGLE-3 "
+        "head (a folder or a Hub id).",
         "MODEL",
     )
     draft_memory: float | None = flag(

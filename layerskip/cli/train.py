@@ -99,7 +99,7 @@ def train(
         "What drafts. healed: corrections of low precision; exit-block: a layer after an early "
         "exit; feature-block: a layer over the last hidden state and the token; heads: four tokens "
         "at once from those; streams: the same by a layer that looks ahead; assistant: a Gemma 4's "
-        "assistant, further.",
+        "assistant, further; eagle3: an EAGLE-3 head, in the form of speculators (vLLM).",
         default="healed",
     ),
     skip: str | None = flag(
@@ -110,7 +110,9 @@ def train(
     exit_layer: int | None = flag(
         "Layers before an exit block.  [default: a quarter of them]", "E", min=1
     ),
-    start: str | None = flag("The assistant to train further: a folder or a Hub id.", "NAME"),
+    start: str | None = flag(
+        "The assistant or EAGLE-3 head to train further: a folder or a Hub id.", "NAME"
+    ),
     loss: LossName | None = flag(
         "The loss that training lowers; ce is towards the text.  [default: lk, ce from random "
         "weights]"
@@ -162,12 +164,14 @@ def train(
         ("--skip", skip, "healed"),
         ("--rank", rank, "healed"),
         ("--exit-layer", exit_layer, "exit-block"),
-        ("--start", start, "assistant"),
+        ("--start", start, "assistant or eagle3"),
     ):
-        if value is not None and draft != kind:
+        if value is not None and draft not in kind.split(" or "):
             raise ValueError(f"{option} is of --draft {kind}; leave it out with {draft}")
     if draft == "assistant" and (start is None or loss != "lk"):
         raise ValueError("--draft assistant needs --start NAME, and lowers --loss lk")
+    if draft == "eagle3" and loss != "lk":
+        raise ValueError("--draft eagle3 lowers --loss lk")
     file = prompts or texts
     asked = None if file is None else read_given(file)
     base = None if skip is None else SkipConfig.load(skip)
@@ -183,6 +187,7 @@ def train(
     from layerskip.training.assistants import AssistantTraining
     from layerskip.training.data import Corpus
     from layerskip.training.drafts import RANK, Recipe, Training
+    from layerskip.training.eagle import EagleTraining
     from layerskip.training.judging import judge, read_record
 
     with processes.process_group():
@@ -216,17 +221,18 @@ def train(
                 "say": talk.say,
                 "started": started,
             }
-            if start is not None:
-                official = load_official(start, loaded)
-                if official is None:
-                    raise ValueError(f"--start must name an assistant of Gemma 4, got {start}")
-                place = str(official.folder or start)
-                trained = AssistantTraining(
-                    place, opened, corpus, settings, output, **said
-                ).further()
+            if draft in ("assistant", "eagle3"):
+                official = None if start is None else load_official(start, loaded)
+                if start is not None and official is None:
+                    raise ValueError(f"--start must name a head or an assistant, got {start}")
+                place = None if official is None else str(official.folder or start)
+                training_of = EagleTraining if draft == "eagle3" else AssistantTraining
+                trained = training_of(place, opened, corpus, settings, output, **said).further()
                 talk.progress("")
                 if processes.first():
                     print(_overlaps(trained))
+                    with_it = f"--assistant {output / draft}"
+                    talk.say(f"next: layerskip generate {loaded.name} --prompt TEXT {with_it}")
                     if as_json:
                         print(to_json(trained))
                 return

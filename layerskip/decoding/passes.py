@@ -93,7 +93,7 @@ class Passes(Batch):
         self.lengths: list[int] = [0] * len(prompts)
         self.sources = [source_of(model, draft) for draft in drafts]
         self.states = [source.open(self) for source in self.sources]
-        self._taps = sorted({each.tap for each in self.states if each.tap is not None})
+        self._taps = sorted({tap for each in self.states for tap in each.every_tap})
         self._tapped: dict[int, Tensor] = {}  # (B, S, H) each, where tokens lie in the cache
         self._drafting: State | None = None  # in the round in progress
         self._prefix = 0  # of it
@@ -214,9 +214,8 @@ class Passes(Batch):
     @property
     def needed(self) -> set[Part]:
         """The names among `parts` that drafts need for all tokens of a prompt."""
-        return {
-            ("tap", each.tap) for each in self.states if each.whole_prompts and each.tap is not None
-        }
+        states = (each for each in self.states if each.whole_prompts)
+        return {("tap", tap) for each in states for tap in each.every_tap}
 
     def _fill(self, row: int, filling: Filling) -> None:
         for (kind, number), held in filling.parts.items():

@@ -117,7 +117,8 @@ def find(model: Whole) -> Found | str | None:
         ValueError: a tensor of it is missing or of a wrong shape, or the files cannot be read.
     """
     kind, layers = model.config.model_type, model.num_layers
-    files = _files(model)
+    revision = getattr(model.model.config, "_commit_hash", None)
+    files = tensor_files(getattr(model.model, "name_or_path", ""), revision)
     beyond = (_HEADS.search(name) for name in files)
     if not any(each and (each[1] is None or int(each[1]) >= layers) for each in beyond):
         return None
@@ -131,7 +132,7 @@ def find(model: Whole) -> Found | str | None:
         "join": layout.join,
         "last": layout.last,
     }
-    head, parts, opened = Head(model), {}, _opener()
+    head, parts, opened = Head(model), {}, opener()
     for name, wanted in head.state_dict().items():
         part, _, rest = name.partition(".")
         stored = f"{names[part]}.{rest}" if part in names else layout.layer + rest
@@ -158,7 +159,7 @@ def find(model: Whole) -> Found | str | None:
 
 def read(found: Found, like: Tensor) -> Head:
     """The head with its weights, in the dtype and on the device of a tensor."""
-    weights, opened = {}, _opener()
+    weights, opened = {}, opener()
 
     def tensor(name: str) -> Tensor:
         return opened(found.files[name]).get_tensor(name).to(like.device, like.dtype)  # type: ignore[no-any-return]
@@ -170,7 +171,7 @@ def read(found: Found, like: Tensor) -> Head:
     return found.head.requires_grad_(False)
 
 
-def _opener() -> Callable[[Path], Any]:
+def opener() -> Callable[[Path], Any]:
     """Opens each file once: one with thousands of experts takes a while."""
 
     @functools.cache
@@ -194,28 +195,38 @@ def _parts(name: str, count: int, files: dict[str, Path]) -> Iterator[Sequence[s
         yield [f"{match[1]}.{number}.{half}_proj.weight" for half in halves]
 
 
-def _files(model: Whole) -> dict[str, Path]:
-    """By tensor in the files that the model was loaded from, its file."""
-    index, single = _file(model, _INDEX), _file(model, _FILE)
+def tensor_files(
+    source: str, revision: str | None = None, *, fetch: bool = False
+) -> dict[str, Path]:
+    """By tensor in the safetensors of a checkpoint, its file; empty where there are none.
+
+    Args:
+        source: a folder, or a repository of the hub, in its cache or fetched if `fetch` says so.
+
+    Raises:
+        ValueError: the files cannot be read.
+    """
+    index, single = (_file(source, name, revision, fetch) for name in (_INDEX, _FILE))
     try:
         if index is not None:
-            inside = json.loads(read_file(index))["weight_map"]
-            return {name: index.parent / Path(file).name for name, file in inside.items()}
+            inside = json.loads(read_file(index))["weight_map"].items()
+            parts = {Path(file).name for _, file in inside} if fetch else ()
+            for part in parts:  # beside the index, once they are in the cache
+                _file(source, part, revision, fetch)
+            return {name: index.parent / Path(file).name for name, file in inside}
         if single is not None:
-            return dict.fromkeys(_opener()(single).keys(), single)
+            return dict.fromkeys(opener()(single).keys(), single)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot read {index or single}: {error}") from error
     return {}
 
 
-def _file(model: Whole, name: str) -> Path | None:
-    """A file of the folder, or of the hub's cache, that the model was loaded from."""
-    source, config = getattr(model.model, "name_or_path", ""), model.model.config
+def _file(source: str, name: str, revision: str | None, fetch: bool) -> Path | None:
     quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
     how: dict[str, Any] = {f"_raise_exceptions_for_{what}": no for what, no in quiet.items()}
-    how |= {"local_files_only": True, "revision": getattr(config, "_commit_hash", None)}
+    how |= {"local_files_only": not fetch, "revision": revision}
     try:
         path = cached_file(source, name, **how) if source else None
     except (OSError, ValueError):  # no folder, and no name of a repository
-        path = None
+        return None
     return None if path is None else Path(path)

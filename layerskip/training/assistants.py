@@ -30,9 +30,6 @@ from layerskip.training.drafts import Recipe, Training, means
 from layerskip.training.losses import lk, of_steps, overlap
 from layerskip.training.students import AHEAD, Student
 
-RECORD, CHECKPOINT = "assistant.json", "assistant"
-"""In the folder of a training: what came of it, and the assistant."""
-
 
 @dataclass(frozen=True)
 class TargetReading:
@@ -143,6 +140,8 @@ class _Assistant(Student):
 class AssistantTraining(Training):
     """Training an assistant further in a folder, on the target's answers or on texts as they are.
 
+    It and the record of what came of it are kept there, under the name of the kind.
+
     Args:
         start: the assistant's checkpoint: a folder or a Hub id.
         opened, corpus, recipe, folder, said: as for `Training`.
@@ -151,19 +150,37 @@ class AssistantTraining(Training):
         ValueError: the folder holds another training, or the assistant is another model's.
     """
 
+    kind = "assistant"
+
     def __init__(
         self,
-        start: str,
+        start: str | None,
         opened: Sublayers,
         corpus: data.Corpus,
         recipe: Recipe,
         folder: Path,
         **said: Any,
     ) -> None:
-        self.start = start
-        loaded = load_assistant(start, dtype=opened.dtype).to(opened.device)
-        Official(opened, Sublayers(loaded, "modules"))  # refuses a wrong one now, not in an hour
-        super().__init__(opened, corpus, replace(recipe, kind="assistant"), folder, **said)
+        self.start: Any = start
+        self.check(opened)  # refuses a wrong one now, not in an hour
+        super().__init__(opened, corpus, replace(recipe, kind=self.kind), folder, **said)
+
+    def check(self, opened: Sublayers) -> None:
+        """Refuse a start that does not fit the model."""
+        loaded = load_assistant(self.start, dtype=opened.dtype).to(opened.device)
+        Official(opened, Sublayers(loaded, "modules"))
+
+    def begun(self, texts: list[data.TrainingText]) -> Any:
+        """The assistant as training begins."""
+        return load_assistant(self.start)
+
+    def unrolled(self, assistant: Any, ids: Tensor) -> tuple[list[Tensor], TargetReading]:
+        """Its steps over texts (B, T), and what it reads there."""
+        reading = read(self.opened, ids)
+        return unrolled(assistant, reading, AHEAD), reading
+
+    def save(self, assistant: Any, folder: Path) -> None:
+        save_assistant(assistant, folder)
 
     def _student(self, kind: str) -> type[Student]:
         return _Assistant
@@ -172,19 +189,19 @@ class AssistantTraining(Training):
         return super()._identity() | {"start": self.start}
 
     def further(self) -> dict[str, Any]:
-        """Run all stages; returns the record, which is kept in the folder beside the assistant."""
-        path = self.folder / RECORD
+        """Run all stages; returns the record."""
+        path = self.folder / f"{self.kind}.json"
         if not path.exists():
-            self._train_further(self._windows()[0])
+            self._train_further(*self._windows(), path)
             processes.wait()
         record: dict[str, Any] = parse(path.read_bytes())
         return record
 
-    def _train_further(self, ids: Tensor) -> None:
+    def _train_further(self, ids: Tensor, texts: list[data.TrainingText], path: Path) -> None:
         """Train on windows (N, T), and write the assistant and its record."""
         temperature = self.recipe.temperature
-        assistant = load_assistant(self.start)
-        dtype, assistant = assistant.dtype, assistant.to(self.opened.device).float()
+        assistant = self.begun(texts).to(self.opened.device)
+        dtype, assistant = assistant.dtype, assistant.float()
         began = time.monotonic()
         before = self._judged(assistant, ids)
         judging = time.monotonic() - began  # as long as it takes once more
@@ -198,7 +215,7 @@ class AssistantTraining(Training):
         after = self._judged(assistant, ids)
         if not processes.first():
             return
-        save_assistant(assistant.to(dtype), self.folder / CHECKPOINT)
+        self.save(assistant.to(dtype), self.folder / self.kind)
         record = {
             "recipe": self.recipe.to_dict(),
             "start": self.start,
@@ -208,14 +225,13 @@ class AssistantTraining(Training):
             "seconds": self.seconds,
             "overlap": {"before": before, "after": after},
         }
-        write_text(self.folder / RECORD, json.dumps(record, indent=2, allow_nan=False) + "\n")
+        write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
         self.clear()
 
     def _unrolled(
         self, assistant: Any, ids: Tensor, numbers: list[int]
     ) -> tuple[list[Tensor], TargetReading]:
-        reading = read(self.opened, ids[numbers].to(self.opened.device))
-        return unrolled(assistant, reading, AHEAD), reading
+        return self.unrolled(assistant, ids[numbers].to(self.opened.device))
 
     @torch.no_grad()
     def _judged(self, assistant: Any, ids: Tensor) -> list[float]:

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from layerskip.config import SkipConfig
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.model.assistants import is_assistant
+from layerskip.model.eagle import Eagle
 from layerskip.model.sublayers import Sublayers
 
 
@@ -27,16 +29,18 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
 
 
 def second_model(
-    target: Sublayers, model: Sublayers, tokens: Sequence[int] | None = None
-) -> Assistant | Official:
-    """The source of a second model, or of an official assistant of the target.
+    target: Sublayers, model: Sublayers | Eagle, tokens: Sequence[int] | None = None
+) -> Assistant | Official | EagleHead:
+    """The source of a second model, of an official assistant of the target, or of a head for it.
 
     Args:
         tokens: the only ones to draft; None: all.
 
     Raises:
-        ValueError: an official assistant of another model.
+        ValueError: an official assistant or a head of another model.
     """
+    if isinstance(model, Eagle):
+        return EagleHead(target, model, tokens)
     if is_assistant(model.model.config):
         return Official(target, model, tokens)
     if tokens is not None:

@@ -192,6 +192,7 @@ class State:
         prefix: how many of the target's first sublayers its steps run; their states are exact, and
             verification starts from them.
         tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
+        taps: further such places.
         whole_prompts: whether those of prompts' tokens before the last are needed, too.
         best: how many of the best tokens of a place may be verified, where branches are asked for.
         everywhere: whether what it says of a place is the same, whatever was drafted before it.
@@ -200,6 +201,7 @@ class State:
 
     prefix = 0
     tap: int | None = None
+    taps: Sequence[int] = ()
     whole_prompts = True
     longest: int | None = None
     best = 2
@@ -216,6 +218,10 @@ class State:
         batch = self._batch()
         assert batch is not None
         return batch
+
+    @property
+    def every_tap(self) -> list[int]:
+        return [tap for tap in (self.tap, *self.taps) if tap is not None]
 
     def offer(self, row: int, most: int) -> Proposal:
         """What a row may draft in its next round, at most so many tokens."""

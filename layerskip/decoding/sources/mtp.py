@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from layerskip.model.architecture import read_bytes
 from layerskip.model.cache import additive
 from layerskip.model.library_cache import LibraryCache
 from layerskip.model.mtp import Head
-from layerskip.model.sublayers import Pass
+from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.whole import Whole
 
 
@@ -50,7 +51,7 @@ class CheckpointHead(Source):
         return weakref.ref(self.module)
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, self)
+        return HeadState(batch, self, (self.model.num_sublayers,))
 
     def step_bytes(self) -> Sequence[float]:
         return [float(read_bytes(self.module, None)), self.model.weights.head_bytes()]
@@ -58,19 +59,18 @@ class CheckpointHead(Source):
     def own_bytes(self) -> float:
         return self._slot_bytes
 
+    def before(self, batch: Batch, places: Sequence[int], count: int, rows: range) -> Tensor:
+        """The states (R, count, H) before each row's tokens at those places and behind."""
+        return batch.tapped(self.model.num_sublayers, places, count, before=1, rows=rows)
+
     def compute(self, tokens: Tensor, states: Tensor, cache: LibraryCache) -> Tensor:
         """The head's states (R, T, H), of tokens (R, T) and of states (R, T, H) before them.
 
-        The cache's pass holds these tokens. A text's first token has no state before it: nothing
-        sees it.
+        The cache's pass holds these tokens.
         """
         model = self.model
         embedded = model.model.get_input_embeddings()(tokens)  # (R, T, H)
-        places = cache.placed(model.device)  # (R, T)
-        slots = torch.arange(cache.end, device=model.device)  # (S,)
-        seen = cache.seen(None, model.device)  # (R or 1, 1, T, S)
-        seen = seen & ((slots > 0) | (places == 0)[:, None, :, None])
-        places = places.clamp(max=model.max_positions - 1)  # of pads
+        places, seen = seen_by(cache, model)
         out: Tensor = self.module(
             embedded,
             states,
@@ -81,12 +81,34 @@ class CheckpointHead(Source):
         )
         return out
 
+    def logits(self, states: Tensor) -> Tensor:
+        """Raw logits of its states, (R, 1, H) to (R, V)."""
+        return self.head(states.transpose(0, 1), None)[0]
 
-class _State(Following):
-    def __init__(self, batch: Batch, source: CheckpointHead) -> None:
+
+def seen_by(cache: LibraryCache, model: Sublayers) -> tuple[Tensor, Tensor]:
+    """The places of a pass's tokens, (R, T), and the slots that they see, (R or 1, 1, T, S).
+
+    A text's first token has no state before it: nothing sees it.
+    """
+    places = cache.placed(model.device)  # (R, T)
+    slots = torch.arange(cache.end, device=model.device)  # (S,)
+    seen = cache.seen(None, model.device)
+    seen = seen & ((slots > 0) | (places == 0)[:, None, :, None])
+    return places.clamp(max=model.max_positions - 1), seen  # of pads
+
+
+class HeadState(Following):
+    """Drafts with a head that reads a token and the state of the token before.
+
+    Args:
+        source: as `CheckpointHead`: it has `before`, `compute` and `logits`.
+        taps: where the target's states are read.
+    """
+
+    def __init__(self, batch: Batch, source: Any, taps: Sequence[int]) -> None:
         super().__init__(batch)
-        self.source = source
-        self.tap: int = batch.model.num_sublayers
+        self.source, self.taps = source, taps
         self.cache = LibraryCache(len(batch.prompts), batch.slots, (None,))
         self.caches = [self.cache]
         self.carried: Tensor  # its state of the token that was fed last, (R, 1, H)
@@ -99,20 +121,21 @@ class _State(Following):
             self.carried = source.compute(tokens[:, None], self.carried, self.cache)
         else:
             self.carried = self._catch_up()[:, None]
-        return source.head(self.carried.transpose(0, 1), None)[0]
+        raw: Tensor = source.logits(self.carried)
+        return raw
 
     def _catch_up(self) -> Tensor:
         """Feed all tokens that were not seen yet; states of the last ones, (R, H)."""
-        batch = self.batch
         starts, missing, tokens = self.latest(self.missing())
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
             places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
-            states = batch.tapped(self.tap, places, chunk.shape[1], before=1, rows=rows)
+            states = self.source.before(self.batch, places, chunk.shape[1], rows)
             self.cache.place(places, chunk.shape[1], rows=rows)
-            return self.source.compute(chunk, states, self.cache)
+            out: Tensor = self.source.compute(chunk, states, self.cache)
+            return out
 
-        return in_chunks(batch.model, tokens, missing, run)
+        return in_chunks(self.batch.model, tokens, missing, run)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         # its own drafts were fed with its own states, not with the model's

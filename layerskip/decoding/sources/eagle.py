@@ -1,0 +1,120 @@
+"""The source that drafts with an EAGLE-3 head (see `layerskip.model.eagle`).
+
+It reads the target's states at several depths for accepted tokens, its own for those that it
+drafts.
+Letters: R rows of a pass, T tokens, H hidden width of the target, W of the head, N depths,
+D tokens that it drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from layerskip.decoding.sources.base import Batch, Source, State
+from layerskip.decoding.sources.mtp import HeadState, seen_by
+from layerskip.model.architecture import read_bytes
+from layerskip.model.eagle import Eagle
+from layerskip.model.library_cache import LibraryCache
+from layerskip.model.sublayers import Sublayers
+from layerskip.model.whole import Whole
+
+
+class EagleHead(Source):
+    """A head that others, or `layerskip train`, have trained for a target.
+
+    Args:
+        tokens: the only ones to draft; None: all that it can.
+
+    Raises:
+        ValueError: it is another model's; or its dtype or device is another one.
+    """
+
+    def __init__(
+        self, target: Sublayers, module: Eagle, tokens: Iterable[int] | None = None
+    ) -> None:
+        if reason := _misfit(target, module):
+            raise ValueError(
+                f"the EAGLE-3 head cannot draft for this model: {reason}; give one made for it"
+            )
+        self.model, self.module = target, module
+        embedding = module.embed_tokens or target.model.get_input_embeddings()
+        self.embeddings: Tensor = embedding.weight  # (V, W), without a Gemma's scale
+        self.weight: Tensor = (module.lm_head or target.unembedding).weight  # (D, W)
+        self.tokens = module.tokens  # (D,)
+        if tokens is not None:
+            kept = torch.isin(self.tokens, torch.tensor([*tokens], device=target.device))
+            self.weight, self.tokens = self.weight[kept], self.tokens[kept]
+        self.taps = [2 * depth for depth in module.depths_in(target.num_layers)]
+
+    name = "eagle3"
+
+    @property
+    def words(self) -> str:
+        return f"an EAGLE-3 head, {getattr(self.module, 'name_or_path', '')}".removesuffix(", ")
+
+    @property
+    def key(self) -> Hashable:
+        return (weakref.ref(self.module), self.model.dtype, len(self.tokens))
+
+    def open(self, batch: Batch) -> State:
+        return HeadState(batch, self, self.taps)
+
+    def step_bytes(self) -> Sequence[float]:
+        # `fc` is read once a round, and rows of the embedding are few
+        layers = float(read_bytes(self.module.layers, None))
+        return [layers, float(self.weight.nbytes)]
+
+    def own_bytes(self) -> float:
+        layer: Any = self.module.layers[0]
+        attention = layer.self_attn
+        numbers = attention.k_proj.out_features + attention.v_proj.out_features
+        return float(numbers * self.model.dtype.itemsize)
+
+    def before(self, batch: Batch, places: Sequence[int], count: int, rows: range) -> Tensor:
+        states = [batch.tapped(tap, places, count, before=1, rows=rows) for tap in self.taps]
+        return self.module.join(torch.cat(states, -1))
+
+    def compute(self, tokens: Tensor, states: Tensor, cache: LibraryCache) -> Tensor:
+        """The head's states (R, T, W), of tokens (R, T) and of states (R, T, W) before them.
+
+        The cache's pass holds these tokens.
+        """
+        places, seen = seen_by(cache, self.model)
+        out: Tensor = self.module(
+            F.embedding(tokens, self.embeddings), states, places, seen, cache.for_library()
+        )
+        return out
+
+    def logits(self, states: Tensor) -> Tensor:
+        drafted = F.linear(self.module.normed(states[:, 0]), self.weight)  # (R, D)
+        raw = drafted.new_full((len(drafted), self.model.vocabulary), float("-inf"))
+        return raw.scatter_(-1, self.tokens.expand_as(drafted), drafted)
+
+
+def _misfit(target: Sublayers, module: Eagle) -> str | None:
+    """Why a head cannot draft for a model, or None."""
+    if isinstance(target, Whole):
+        return f"it reads states from inside the model, which is served whole: {target.reason}"
+    made, needed = ((each.dtype, each.device) for each in (module, target))
+    if made != needed or target.spread:
+        where = "on several devices" if target.spread else f"{needed[0]} on {needed[1]}"
+        return f"its weights are {made[0]} on {made[1]}, the model's {where}"
+    width, vocabulary = module.shape.hidden_size, module.shape.vocab_size
+    pairs = [("hidden states of {} numbers", module.target_width, target.config.hidden_size)]
+    pairs.append(("{} tokens", vocabulary, target.vocabulary))
+    if module.embed_tokens is None or module.lm_head is None:
+        pairs.append(("embeddings of {} numbers", width, target.config.hidden_size))
+    for what, of_head, of_model in pairs:
+        if of_head != of_model:
+            return f"it is made for {what.format(of_head)}, the model has {of_model}"
+    depths = module.depths_in(target.num_layers)
+    if not all(0 < depth <= target.num_layers for depth in depths):
+        read = ", ".join(map(str, depths))
+        return f"it reads states behind layers {read} of {target.num_layers}"
+    return None

@@ -1,0 +1,250 @@
+"""EAGLE-3 heads: a decoder layer over hidden states from several depths of a target.
+
+A head joins a token's embedding with a state of the token before it: at first what `fc` makes of
+the target's states at three depths, then its own output (Li et al. 2025, arXiv 2503.01840). Its
+logits may be of the target's most frequent tokens only. Folders are read and written as the
+`speculators` package keeps them, and read as the authors of EAGLE publish theirs.
+Letters: R rows, T tokens, H width of the target, W of the head, N depths, D tokens that it drafts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from layerskip.files.writing import replace_folder, write_text
+from layerskip.model.mtp import opener, tensor_files
+
+_PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
+"""Of the library's classes, by type of the head's layers."""
+_UNREAD = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq"}
+"""Tensors in published files that drafting does not need."""
+
+
+class Eagle(nn.Module):
+    """A head without weights yet; its parts are called as in the files of `speculators`.
+
+    Args:
+        config: as `eagle_config` returns it.
+
+    Attributes:
+        shape: the library's config of its layer.
+        depths: after how many layers of the target its states are taken; None: the usual three.
+        d2t: by row of its own head, what to add to get the target's token, (D,).
+    """
+
+    d2t: Tensor
+    embed_tokens: Any
+    lm_head: Any
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        values = dict(config["transformer_layer_config"])
+        kind = values.pop("model_type", "llama")
+        prefix = _PREFIXES[kind]
+        library = vars(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"))
+        layer_type, norm = library[f"{prefix}DecoderLayer"], library[f"{prefix}RMSNorm"]
+        self.config, self.shape = config, CONFIG_MAPPING[kind](**values)
+        shape: Any = self.shape
+        shape._attn_implementation = "sdpa"
+        kinds = getattr(shape, "layer_types", None) or ["full_attention"]
+        if shape.num_hidden_layers != 1 or kinds != ["full_attention"]:
+            raise ValueError("only one layer with full attention is served")
+        width, eps = shape.hidden_size, shape.rms_norm_eps
+        self.target_width: int = config.get("target_hidden_size") or width
+        self.depths: list[int] | None = config.get("eagle_aux_hidden_state_layer_ids")
+        drafted = config.get("draft_vocab_size") or shape.vocab_size
+        count = len(self.depths or range(3))
+        self.residual_of_normed = bool(config.get("norm_before_residual"))
+        self.feeds_normed = bool(config.get("norm_output"))
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(shape.vocab_size, width)
+            self.fc = nn.Linear(count * self.target_width, width, bias=False)
+            layer = layer_type(shape, 0)
+            for name in ("q_proj", "k_proj", "v_proj"):  # of the embedding and the state
+                old = getattr(layer.self_attn, name)
+                new = nn.Linear(2 * width, old.out_features, bias=old.bias is not None)
+                setattr(layer.self_attn, name, new)
+            layer.hidden_norm = norm(width, eps)
+            self.layers = nn.ModuleList([layer])
+            self.norm = norm(width, eps)
+            self.lm_head = nn.Linear(width, drafted, bias=False)
+            self.input_norm = self.fc_norm = None
+            if config.get("norm_before_fc"):
+                self.input_norm = norm(count * self.target_width, eps)
+            if config.get("fc_norm"):
+                norms = [norm(self.target_width, eps) for _ in range(count)]
+                self.fc_norm = nn.ModuleList(norms)
+            self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.long))
+        # in a tuple, so that it stays in float32
+        self.angles = (library[f"{prefix}RotaryEmbedding"](shape),)
+        self.eval().requires_grad_(False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def tokens(self) -> Tensor:
+        """The target's tokens that it drafts, (D,)."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def depths_in(self, num_layers: int) -> list[int]:
+        """After how many of a target's layers its states are taken."""
+        return self.depths or [2, num_layers // 2, num_layers - 3]
+
+    def join(self, states: Tensor) -> Tensor:
+        """The target's states at all depths, side by side, as one: (R, T, N H) to (R, T, W)."""
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, states.chunk(len(self.fc_norm), -1), strict=True)
+            states = torch.cat([norm(part) for norm, part in parts], -1)
+        out: Tensor = self.fc(states)
+        return out
+
+    def forward(
+        self, embedded: Tensor, states: Tensor, places: Tensor, mask: Tensor, cache: Any
+    ) -> Tensor:
+        """The next states, of tokens' embeddings and the states before them, (R, T, W) each.
+
+        Args:
+            places: of the tokens, (R or 1, T).
+            mask: of the cache's slots, as the library's layers take it.
+            cache: the library's, of one layer.
+        """
+        layer: Any = self.layers[0]
+        angles = self.angles[0](embedded, places)
+        normed = layer.hidden_norm(states)
+        both = torch.cat([layer.input_layernorm(embedded), normed], -1)  # (R, T, 2 W)
+        attended, _ = layer.self_attn(
+            both, position_embeddings=angles, attention_mask=mask, past_key_values=cache
+        )
+        hidden = (normed if self.residual_of_normed else states) + attended
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.norm(hidden) if self.feeds_normed else hidden  # type: ignore[no-any-return]
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What its own head reads, of `forward`'s states."""
+        return states if self.feeds_normed else self.norm(states)
+
+
+def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The config of a head in a folder or on the Hub, in the form of `speculators`; None: no head.
+
+    Raises:
+        ValueError: a draft of another kind, named.
+    """
+    if (Path(source) / "trained.json").is_file():
+        raise ValueError(
+            f"{source} holds a draft of `layerskip train`; name it by --skip {source}/trained.json"
+        )
+    try:
+        config: dict[str, Any] = PretrainedConfig.get_config_dict(source)[0]
+    except OSError:
+        return None  # whoever loads a model says what is wrong
+    kind = config.get("speculators_model_type")
+    named = " ".join(config.get("architectures") or ()).lower()
+    if kind is None and "eagle" in named and "eagle3" not in named:
+        kind = named
+    if kind not in (None, "eagle3"):
+        raise ValueError(
+            f"{source} holds a head of kind {kind!r}; eagle3 is the only one read here"
+        )
+    if kind is None and "eagle3" in named:  # as its authors publish it
+        more = config.get("eagle_config") or {}
+        depths = config.get("eagle_aux_hidden_state_layer_ids")
+        behind = more.get("eagle_aux_hidden_state_layer_ids")  # there, numbers of the layers
+        depths = [number + 1 for number in behind] if behind and not depths else depths
+        config = config | {"transformer_layer_config": config | {"model_type": "llama"}}
+        return config | {"eagle_aux_hidden_state_layer_ids": depths}
+    return None if kind is None else config
+
+
+def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Eagle:
+    """A head from a folder or a Hub id; `dtype` None: as it is stored.
+
+    Raises:
+        ValueError: no head, one of another kind, or one that is not whole; says which in one line.
+    """
+    config = eagle_config(source)
+    if config is None:
+        raise ValueError(f"{source} holds no EAGLE-3 head")
+    try:
+        head = Eagle(config)
+    except Exception as error:  # whatever goes wrong here is about the file
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{source}/config.json describes no EAGLE-3 head of llama or qwen3 layers: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+    files, opened = tensor_files(str(source), fetch=True), opener()
+    if not files:
+        raise ValueError(
+            f"{source} holds no model.safetensors; a head stored as pytorch_model.bin must be "
+            "converted (torch.load with weights_only=True, then safetensors.torch.save_file)"
+        )
+    there = {name.removeprefix("model.").replace("midlayer.", "layers.0."): name for name in files}
+    whole = head.shape.vocab_size == len(head.d2t)
+    if "embed_tokens.weight" not in there:
+        head.embed_tokens = None
+    if whole:
+        there.pop("d2t", None)
+        head.lm_head = head.lm_head if "lm_head.weight" in there else None
+    weights: dict[str, Tensor] = {}
+    for name, like in head.state_dict().items():
+        if name == "d2t" and whole:
+            weights[name] = torch.zeros(like.shape, dtype=torch.long)
+            continue
+        if name not in there:
+            raise ValueError(f"the head in {source} is not whole: {name} is missing")
+        weights[name] = value = opened(files[there[name]]).get_tensor(there[name])
+        if value.shape != like.shape or value.is_floating_point() != like.is_floating_point():
+            raise ValueError(
+                f"{name} of the head in {source} has shape {[*value.shape]} and is "
+                f"{value.dtype}, its config says {[*like.shape]} of {like.dtype}"
+            )
+    unknown = sorted({*there} - {*weights} - _UNREAD)
+    if unknown:
+        raise ValueError(f"the head in {source} holds {unknown[0]}, which is not known here")
+    weights["d2t"] = weights["d2t"].long()
+    head.load_state_dict(weights, assign=True)
+    tokens = head.tokens
+    outside = bool((tokens < 0).any() or (tokens >= head.shape.vocab_size).any())
+    if outside or len(tokens.unique()) < len(tokens):
+        raise ValueError(
+            f"d2t of the head in {source} must lead to different tokens in 0.."
+            f"{head.shape.vocab_size - 1}, got {int(tokens.min())}..{int(tokens.max())}"
+        )
+    head.name_or_path = str(source)  # type: ignore[assignment]
+    return head.to(dtype or head.dtype).requires_grad_(False)
+
+
+def save_eagle(head: Any, output: Path) -> None:
+    """Write a head to a folder, whole or not at all, as `speculators` reads it."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    partial.mkdir()
+    reached = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
+    reached[head.tokens.cpu()] = True
+    weights = {name: weight.contiguous().cpu() for name, weight in head.state_dict().items()}
+    if reached.all():
+        del weights["d2t"]
+    else:
+        weights["t2d"] = reached
+    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(dict(head.config), indent=2, allow_nan=False)
+    write_text(partial / "config.json", text + "\n")
+    replace_folder(partial, output)
