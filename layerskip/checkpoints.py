@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -26,9 +28,10 @@ from layerskip.model import extension
 from layerskip.model.assistants import load_assistant
 from layerskip.model.eagle import Eagle, eagle_config, load_eagle
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
+from layerskip.model.formats.folders import folder_model, is_packed, left_whole
 from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
 from layerskip.model.opening import open_model
-from layerskip.model.stored import store_halves, stored_words
+from layerskip.model.stored import store_halves, stored_words, unpacked_model
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, suggestion
@@ -37,6 +40,7 @@ from layerskip.prompts import Prompt
 # What transformers' documentation gives an assistant whose checkpoint does not say how many tokens
 # its own assisted generation shall draft; it fails without.
 _LIBRARY_DRAFTS = 4
+_SERVED = (torch.float32, torch.bfloat16)  # by native passes
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -91,8 +95,8 @@ def load(
     transformers and the Hub then report errors only.
 
     Args:
-        name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, a GGUF file, or a
-            Hugging Face Hub id.
+        name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, packed ones among them
+            (compressed-tensors, GPTQ, AWQ, FP8), a GGUF file, or a Hugging Face Hub id.
         device: a torch device; "auto" is the first CUDA device if there is one, else the CPU.
         dtype: one of `DTYPES`; "auto" is the checkpoint's own, and float32 for a shipped model
             on the CPU, where it is small and narrower types only make near-ties.
@@ -133,6 +137,8 @@ def load(
         # the library's two names for models that continue text
         causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
         auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        if is_packed(config) and how == "opened" and causal and place.type == "cpu":
+            return _load_packed(name, folder, config, dtype, packed)
         loading = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model, report = loading
@@ -159,10 +165,34 @@ def load(
     return Loaded(name, model, tokenizer, folder)
 
 
+def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed: bool) -> Loaded:
+    """A model of a packed folder, or of one on the Hub, on the CPU.
+
+    Activations are in float32 where the checkpoint's own dtype is float16.
+    """
+    there = folder or Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    own = config.dtype if config.dtype in _SERVED else torch.float32
+    numbers = own if dtype == "auto" else getattr(torch, dtype)
+    served = packed and numbers in _SERVED and extension.refusal() is None
+    model: Any = folder_model(there, config, numbers, packed=served)
+    if served and open_model(model).execution != "native":
+        model = unpacked_model(model)
+    model.name_or_path = name
+    tokenizer = AutoTokenizer.from_pretrained(there)
+    rounded = left_whole(config)
+    if rounded is not None:
+        warnings.warn(
+            f"{name} rounds {rounded}, too, which is left out: its weights are read exactly, and "
+            f"texts are those of {rounded} in {str(numbers).removeprefix('torch.')}",
+            stacklevel=3,
+        )
+    return Loaded(name, model, tokenizer, folder)
+
+
 def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loaded:
     """A model of a GGUF file; activations are in float32 by default, as the file says nothing."""
     numbers = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    served = place.type == "cpu" and numbers in (torch.float32, torch.bfloat16)
+    served = place.type == "cpu" and numbers in _SERVED
     served = served and extension.refusal() is None
     model = gguf_model(path, numbers, packed=packed and served)
     try:

@@ -321,7 +321,8 @@ def _loaded_without(model: Sublayers) -> str | None:
         of = f" ({', '.join(sorted(packed))})" if packed else ""
         return (
             f"its weights are quantised{of}, and 8 bits are fast with plain weights only; load it "
-            "unquantised, with dtype='bfloat16'"
+            "unquantised, with dtype='bfloat16', or by layerskip.load(path), which reads "
+            "compressed-tensors, GPTQ, AWQ and FP8 as they are"
         )
     if model.dtype is torch.float16:
         return (

@@ -34,16 +34,18 @@ def test_numbers_are_those_of_the_reference_bit_by_bit(form):
         assert torch.equal(weight.unpacked(), numbers(weight.bytes.numpy(), form))
 
 
-@pytest.mark.parametrize(("form", "bits"), [("G4", 4), ("G8", 8), ("F8", 8)])
+@pytest.mark.parametrize(("form", "bits"), [("G4-F32", 4), ("G8-F32", 8), ("F8-F32", 8)])
 def test_codes_in_groups_mean_what_they_are_scaled_to(form, bits):
     rng = np.random.default_rng(1)
     rows, columns, group = 7, 192, 64
-    codes = torch.from_numpy(rng.integers(0, 120 if form == "F8" else 1 << bits, (rows, columns)))
+    codes = torch.from_numpy(
+        rng.integers(0, 120 if form == "F8-F32" else 1 << bits, (rows, columns))
+    )
     scales = torch.from_numpy(rng.normal(0, 1, (rows, 3)).astype(np.float32))
     zeros = torch.from_numpy(rng.integers(0, 16, (rows, 3)).astype(np.float32))
     weight = grouped(codes, scales, zeros, form)
     values = codes.float()
-    if form == "F8":
+    if form == "F8-F32":
         values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
     spread = [each.repeat_interleave(group, 1) for each in (zeros, scales)]
     assert torch.equal(weight.unpacked(), (values - spread[0]) * spread[1])
@@ -107,7 +109,7 @@ def test_it_stands_for_its_numbers_in_any_code():
     [
         ({"form": "Q3"}, "there is no format Q3"),
         ({"form": "Q4_K", "columns": 64}, "a multiple of 256 columns, not 64"),
-        ({"form": "G4", "group": 48}, "groups of 48 columns do not divide 96"),
+        ({"form": "G4-F32", "group": 48}, "groups of 48 columns do not divide 96"),
         ({"form": "Q8_0", "group": 32}, "groups of 32 columns"),
         ({"form": "Q8_0", "nbytes": 101}, "a stored weight must be"),
     ],
@@ -140,7 +142,7 @@ def grouped(codes, scales, zeros, form):
     """Codes (R, C) with scales and zeros (R, G) as `stored.cpp` reads them."""
     columns = codes.shape[1]
     kept = codes.to(torch.uint8)
-    if form == "G4":
+    if form == "G4-F32":
         halves = kept.unflatten(1, (-1, 2, 16))
         kept = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     parts = [kept, *(each.contiguous().view(torch.uint8) for each in (scales, zeros))]

@@ -32,6 +32,7 @@ struct Matrix {
   // are read from end to end
   std::optional<Tensor> inner, outer;
   std::optional<stored::Layout> layout{};  // of a stored one
+  std::optional<Tensor> order{};           // (columns,) which input each of its columns takes, int32
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
   bool plain() const { return !bits && !layout; }
@@ -43,6 +44,16 @@ struct Matrix {
     return bits ? integers::row_bytes(bits, packed_columns) : columns() * weight.element_size();
   }
 };
+
+template <typename S>
+const S* numbers(const Tensor& tensor) {
+  return static_cast<const S*>(tensor.const_data_ptr());
+}
+
+template <typename S>
+const S* numbers(const std::optional<Tensor>& tensor) {
+  return tensor ? numbers<S>(*tensor) : nullptr;
+}
 
 // A ValueError in Python. It must come before the threads do: one that leaves a team of them ends
 // the process.
@@ -83,11 +94,19 @@ Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional
 
 // A matrix as a file stores it.
 Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::string& format,
-                     int64_t rows, int64_t columns, int64_t group) {
+                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order) {
   const stored::Layout layout = stored::layout_of(format, columns, group);
   check<uint8_t>(weight, {rows, layout.row_bytes}, "a stored weight");
   Matrix made{weight, bias, 0, rows, columns};
-  made.layout = layout;
+  made.layout = layout, made.order = order;
+  if (!order) return made;
+  check<int32_t>(*order, {columns}, "the order of columns");
+  const int32_t* from = numbers<int32_t>(order);
+  std::vector<bool> taken(columns);
+  for (int64_t i = 0; i < columns; ++i) {
+    require(from[i] >= 0 && from[i] < columns && !taken[from[i]], "columns are not in an order");
+    taken[from[i]] = true;
+  }
   return made;
 }
 
@@ -106,12 +125,14 @@ void each_row(const Matrix& matrix, const Take& take) {
   });
 }
 
-// The numbers of a stored matrix, (rows, columns) in float32.
+// The numbers of a stored matrix, (rows, columns) in float32, columns as inputs come.
 Tensor unpacked(const Matrix& matrix) {
-  const Tensor out = at::empty({matrix.rows(), matrix.columns()}, at::kFloat);
+  const int64_t columns = matrix.columns();
+  const Tensor out = at::empty({matrix.rows(), columns}, at::kFloat);
   auto* to = static_cast<float*>(out.data_ptr());
-  each_row(matrix, [&](int64_t row, const std::vector<float>& numbers) {
-    std::copy(numbers.begin(), numbers.end(), to + row * numbers.size());
+  const int32_t* order = numbers<int32_t>(matrix.order);
+  each_row(matrix, [&](int64_t row, const std::vector<float>& made) {
+    for (int64_t i = 0; i < columns; ++i) to[row * columns + (order ? order[i] : i)] = made[i];
   });
   return out;
 }
@@ -125,16 +146,6 @@ bool all_finite(const Matrix& matrix) {
     if (total != 0.0f) whole = false;
   });
   return whole;
-}
-
-template <typename S>
-const S* numbers(const Tensor& tensor) {
-  return static_cast<const S*>(tensor.const_data_ptr());
-}
-
-template <typename S>
-const S* numbers(const std::optional<Tensor>& tensor) {
-  return tensor ? numbers<S>(*tensor) : nullptr;
 }
 
 // What a delta's inner part makes of inputs (n, columns): (n, rank).

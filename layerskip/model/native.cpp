@@ -106,7 +106,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"),
            py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt)
       .def(py::init(&stored_matrix), py::arg("weight"), py::arg("bias"), py::kw_only(),
-           py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group"))
+           py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group"),
+           py::arg("order") = std::nullopt)
       .def("finite", &all_finite, py::call_guard<py::gil_scoped_release>())
       .def("unpacked", &unpacked, py::call_guard<py::gil_scoped_release>());
   py::class_<Norm>(module, "Norm")

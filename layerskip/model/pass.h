@@ -157,6 +157,7 @@ class Pass : Given {
     float* gathered;         // (n, H) inputs of an expert
     Range tokens{0, 0};      // that it norms, packs and adds to
     const float* taken = nullptr;  // the same as they were
+    const Matrix* taken_for = nullptr;
     std::vector<float> small;      // what a delta's inner part makes of them
     size_t done = 0;         // products
     std::vector<int64_t> pairs;    // of a token and an expert: places in both, by expert
@@ -220,23 +221,29 @@ class Pass : Given {
   // Make x (tokens, columns) the inputs of products with a matrix.
   void take(Worker& me, const Matrix& matrix, const float* x, int64_t tokens) const {
     me.stamps.enter(Phase::packing);
-    me.taken = x;
+    me.taken = x, me.taken_for = &matrix;
     const Range own = mine(me, tokens);
     if (matrix.bits) {
       integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed, own.first,
                              own.last);
     } else if (matrix.layout) {
-      pack_inputs<float>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
+      pack_inputs<float>(x, matrix.columns(), tokens, me.packed, own.first, own.last,
+                         numbers<int32_t>(matrix.order));
     } else {
       pack_inputs<S>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     }
     meet_divided(me);
   }
 
-  // The worker's rows of the product that is next, with the inputs taken last.
+  // The worker's rows of the product that is next, with the inputs taken last, which are packed
+  // again if its matrix reads them in another way.
   template <typename O>
   void multiply(Worker& me, O* out, int64_t stride) const {
     const Piece& piece = pieces_[me.done++];
+    if (!Given::alike<S>(*piece.matrix, *me.taken_for)) {
+      meet_divided(me);  // all have read them
+      take(me, *piece.matrix, me.taken, tokens_);
+    }
     const uint8_t* then = upcoming(me, piece);
     multiply(me, piece, then, tokens_, out, stride);
     if (me.done == pieces_.size()) return;

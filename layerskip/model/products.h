@@ -278,10 +278,11 @@ inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float*
 }
 
 // Make inputs x (tokens, columns) ready for products with weights of S, in `room`: those of tokens
-// begin to end, so that several threads can share the work.
+// begin to end, so that several threads can share the work. `order`: which of them each column of
+// the weights takes, if that is another; of float weights alone.
 template <typename S>
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
-                 int64_t end) {
+                 int64_t end, const int32_t* order = nullptr) {
   if constexpr (PARTS<S> == 2)
     if (!tiles::refusal()) return tiles::pack_inputs(x, columns, tokens, room, begin, end);
   const Steps steps{tokens, MOST<S>};
@@ -290,10 +291,15 @@ void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, i
     const int64_t first = steps.first(step), length = steps.length(step);
     for (int64_t t = std::max(begin, first); t < std::min(end, first + length); ++t)
       for (int64_t cut = 0; cut < cuts.count; ++cut) {
-        const int64_t k = cut * cuts.span;
+        const int64_t k = cut * cuts.span, count = std::min(cuts.span, columns - k);
+        const float* from = x + t * columns + k;
+        float sorted[NEAR / 4 / MOST<S> + 32];  // of a cut
+        if (order) {
+          for (int64_t i = 0; i < count; ++i) sorted[i] = x[t * columns + order[k + i]];
+          from = sorted;
+        }
         float* to = room + first * cuts.width() + cut * length * cuts.room() + (t - first) * LANES;
-        pack<S>(x + t * columns + k, std::min(cuts.span, columns - k), cuts.span, cuts.pairs, to,
-                length * LANES);
+        pack<S>(from, count, cuts.span, cuts.pairs, to, length * LANES);
       }
   }
 }

@@ -17,6 +17,8 @@
 namespace stored {
 namespace {
 
+using c10::Half;
+
 constexpr int64_t BLOCK = 24;      // rows: whole tiles, whatever a step's tokens
 constexpr int64_t PIECE = 256;     // columns
 constexpr int64_t STEPS = 8;       // of tokens
@@ -71,7 +73,7 @@ struct Place {
 };
 
 inline float half(const uint8_t* from) {
-  return static_cast<float>(c10::Half(read<uint16_t>(from), c10::Half::from_bits()));
+  return static_cast<float>(read<Half>(from));
 }
 
 inline Vec floats(const Ints& x) {
@@ -102,6 +104,7 @@ template <int64_t BYTES_, int64_t NUMBERS_ = UNIT, int SAME_ = UNIT>
 struct Blocks {
   static constexpr int64_t BYTES = BYTES_, NUMBERS = NUMBERS_;
   static constexpr int SAME = SAME_;
+  static constexpr int64_t PAIR = 0;  // bytes of a group's scale and zero
   static void pairs(const Place&, float*, float*) {}
 };
 
@@ -213,32 +216,64 @@ struct Q6_K : Blocks<210, 256, 16> {
   }
 };
 
-// Of other files than GGUF: codes of a row, then a float32 scale for each of its groups, and then a
-// zero for each. A number is (code - zero) * scale.
-template <int64_t BYTES_>
+// Numbers rounded to a type, in float32.
+inline Vec rounded_to(const Vec& x, float) { return x; }
+
+inline Vec rounded_to(const Vec& x, BFloat16) {
+  Ints bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & static_cast<int32_t>(0xffff0000);
+  Vec out;
+  std::memcpy(&out, &bits, sizeof(out));
+  return out;
+}
+
+inline Vec rounded_to(const Vec& x, Half) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return Vec(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(x), _MM_FROUND_TO_NEAREST_INT)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return Vec(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT)));
+#else
+  float some[LANES];
+  x.store(some);
+  for (float& each : some) each = static_cast<float>(Half(each));
+  return Vec::loadu(some);
+#endif
+}
+
+// Of other files than GGUF: codes of a row, then a scale for each of its groups, a T, and then a
+// zero for each. A number is (code - zero) * scale, rounded to a T.
+template <int64_t BYTES_, typename T>
 struct Groups : Blocks<BYTES_> {
+  static constexpr int64_t PAIR = 2 * sizeof(T);
   static void pairs(const Place& at, float* by, float* zero) {
     const Layout& layout = at.layout;
     const uint8_t* scales = at.row + layout.columns * BYTES_ / UNIT;
     const int64_t group = layout.shift < 0 ? at.column / layout.group : at.column >> layout.shift;
-    *by = read<float>(scales + 4 * group);
-    *zero = read<float>(scales + 4 * (layout.groups + group));
+    *by = static_cast<float>(read<T>(scales + sizeof(T) * group));
+    *zero = static_cast<float>(read<T>(scales + sizeof(T) * (layout.groups + group)));
+  }
+  static Vec scaled(const Vec& codes, const Vec& by, const Vec& zero) {
+    return rounded_to((codes - zero) * by, T{});
   }
 };
 
-struct G4 : Groups<16> {
+template <typename T>
+struct G4 : Groups<16, T> {
   static Vec numbers(const Place& at, int i, const Vec& by, const Vec& zero) {
-    return (floats(nibbles(at.block, i)) - zero) * by;
+    return G4::scaled(floats(nibbles(at.block, i)), by, zero);
   }
 };
 
-struct G8 : Groups<32> {
+template <typename T>
+struct G8 : Groups<32, T> {
   static Vec numbers(const Place& at, int i, const Vec& by, const Vec& zero) {
-    return (floats(bytes(at.block + i)) - zero) * by;
+    return G8::scaled(floats(bytes(at.block + i)), by, zero);
   }
 };
 
-struct F8 : Groups<32> {  // E4M3
+template <typename T>
+struct F8 : Groups<32, T> {  // E4M3
   static Vec numbers(const Place& at, int i, const Vec& by, const Vec& zero) {
     static const auto table = [] {
       std::array<float, 256> all;
@@ -248,7 +283,7 @@ struct F8 : Groups<32> {  // E4M3
     }();
     float some[LANES];
     for (int k = 0; k < LANES; ++k) some[k] = table[at.block[i + k]];
-    return (Vec::loadu(some) - zero) * by;
+    return F8::scaled(Vec::loadu(some), by, zero);
   }
 };
 
@@ -320,15 +355,14 @@ using AddRows = void (*)(const Layout&, const uint8_t*, int64_t, int64_t, const 
 
 struct Format {
   const char* name;
-  int64_t bytes, numbers;
-  bool grouped;
+  int64_t bytes, numbers, pair;
   void (*unpack)(const Layout&, const uint8_t*, int64_t, int64_t, const uint8_t*, float*);
   AddRows add[FUSED][2];  // by tokens, for one row and for those together
 };
 
 template <typename F>
-constexpr Format format(const char* name, bool grouped = false) {
-  return {name, F::BYTES, F::NUMBERS, grouped, unpack<F>,
+constexpr Format format(const char* name) {
+  return {name, F::BYTES, F::NUMBERS, F::PAIR, unpack<F>,
           {{add_rows<F, 1, 1>, add_rows<F, together(1), 1>},
            {add_rows<F, 1, 2>, add_rows<F, together(2), 2>},
            {add_rows<F, 1, 3>, add_rows<F, together(3), 3>},
@@ -338,8 +372,10 @@ constexpr Format format(const char* name, bool grouped = false) {
 constexpr std::array FORMATS{
     format<F32>("F32"),   format<F16>("F16"),   format<BF16>("BF16"),   format<Q8_0>("Q8_0"),
     format<Q4_0>("Q4_0"), format<Q4_1>("Q4_1"), format<Q5_0>("Q5_0"),   format<Q5_1>("Q5_1"),
-    format<Q4_K>("Q4_K"), format<Q5_K>("Q5_K"), format<Q6_K>("Q6_K"),   format<G4>("G4", true),
-    format<G8>("G8", true), format<F8>("F8", true)};
+    format<Q4_K>("Q4_K"), format<Q5_K>("Q5_K"), format<Q6_K>("Q6_K"),
+    format<G4<float>>("G4-F32"), format<G4<Half>>("G4-F16"), format<G4<BFloat16>>("G4-BF16"),
+    format<G8<float>>("G8-F32"), format<G8<Half>>("G8-F16"), format<G8<BFloat16>>("G8-BF16"),
+    format<F8<float>>("F8-F32"), format<F8<Half>>("F8-F16"), format<F8<BFloat16>>("F8-BF16")};
 
 // ---------------------------------------------------------------------------------------------
 // Products. The sums of a block of rows with some steps of tokens are kept vector by vector until the
@@ -391,16 +427,16 @@ Layout layout_of(const std::string& name, int64_t columns, int64_t group) {
   const Format& format = *found;
   if (columns <= 0 || columns % format.numbers)
     refuse("rows of ", name, " have a multiple of ", format.numbers, " columns, not ", columns);
-  if (format.grouped ? group <= 0 || group % UNIT || columns % group : group != 0)
+  if (format.pair ? group <= 0 || group % UNIT || columns % group : group != 0)
     refuse("groups of ", group, " columns do not divide ", columns, " in ", name);
   const int64_t bytes = columns / format.numbers * format.bytes;
-  const int64_t groups = format.grouped ? columns / group : 0;
+  const int64_t groups = format.pair ? columns / group : 0;
   int shift = -1;
   for (int power = 5; power < 40; ++power)
     if (group == int64_t{1} << power) shift = power;
   if (groups == 1) shift = 62;  // the only one
   return {static_cast<int>(found - FORMATS.begin()), columns, group, groups, shift,
-          bytes + groups * 8};
+          bytes + groups * format.pair};
 }
 
 void unpack(const Layout& layout, const uint8_t* row, int64_t first, int64_t count, float* out) {

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from layerskip.model.extension import extension, refusal
 
+_WORDS = {"G4": "4-bit groups", "G8": "8-bit groups", "F8": "FP8"}
 UNIT = 32
 """Columns that native passes unpack together: a stored row has a multiple of them."""
 
@@ -31,20 +32,28 @@ class Stored(Tensor):
         bytes: (R, bytes of a row), uint8.
         format: a name of `stored.cpp`: those of GGUF, and of codes in groups.
         group: how many columns share a scale, where the format leaves that open; else 0.
+        order: (C,) int32, the column of the weight that each column of the bytes is, if another.
     """
 
     bytes: Tensor
     format: str
     group: int
+    order: Tensor | None
 
     @staticmethod
     def __new__(
-        cls, data: Tensor, format: str, columns: int, dtype: torch.dtype, group: int = 0
+        cls,
+        data: Tensor,
+        format: str,
+        columns: int,
+        dtype: torch.dtype,
+        group: int = 0,
+        order: Tensor | None = None,
     ) -> Stored:
         made: Stored = torch.Tensor._make_wrapper_subclass(
             cls, (len(data), columns), dtype=dtype, device=data.device
         )
-        made.bytes, made.format, made.group = data, format, group
+        made.bytes, made.format, made.group, made.order = data, format, group, order
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -54,7 +63,7 @@ class Stored(Tensor):
         return f"Stored({self.format}, {tuple(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["bytes"], (self.format, self.shape[1], self.dtype, self.group)
+        return ["bytes"], (self.format, self.shape[1], self.dtype, self.group, self.order)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], how: Any, *_: Any) -> Stored:
@@ -63,9 +72,8 @@ class Stored(Tensor):
     def matrix(self, bias: Tensor | None = None) -> Any:
         """What native passes read."""
         rows, columns = self.shape
-        return extension().Matrix(
-            self.bytes, bias, format=self.format, rows=rows, columns=columns, group=self.group
-        )
+        how: dict[str, Any] = {"format": self.format, "group": self.group, "order": self.order}
+        return extension().Matrix(self.bytes, bias, rows=rows, columns=columns, **how)
 
     def unpacked(self) -> Tensor:
         """The numbers, (R, C), in its dtype."""
@@ -111,7 +119,8 @@ def stored_words(model: nn.Module) -> str | None:
     """How a model's weights are stored and what they take, in words; None where none is."""
     taken: dict[str, int] = {}
     for weight in stored_weights(model):
-        taken[weight.format] = taken.get(weight.format, 0) + weight.bytes.nbytes
+        form = _WORDS.get(weight.format[:2], weight.format)
+        taken[form] = taken.get(form, 0) + weight.bytes.nbytes
     if not taken:
         return None
     shares = sorted(taken.items(), key=lambda pair: -pair[1])
@@ -167,7 +176,7 @@ def _plain(value: Any) -> Any:
 def _some(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
     data = weight.bytes if rows is None else weight.bytes[rows]
     dtype = weight.dtype if dtype is None else dtype
-    return Stored(data, weight.format, weight.shape[1], dtype, weight.group)
+    return Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order)
 
 
 def _same(weight: Stored, **_: Any) -> Stored:

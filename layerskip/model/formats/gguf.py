@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from layerskip.files.gguf import Contents, Entry, read_gguf
+from layerskip.model.formats.building import Unfilled, attention, put
 from layerskip.model.stored import UNIT, Stored
 
 MODELS = {
@@ -87,9 +87,9 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
     """
     contents = read_gguf(path)
     config = _config(contents)
-    with _Unfilled():
+    with Unfilled():
         model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=_attention(config)
+            config, dtype=dtype, attn_implementation=attention(config)
         )
     names, lacking = dict(_named(contents)), []
     for name, parameter in model.named_parameters():  # shared ones once
@@ -103,7 +103,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
                 f"describes needs {tuple(parameter.shape)}"
             )
         weight = _weight(contents, entry, dtype, packed and "norm" not in name)
-        _put(model, name, weight)
+        put(model, name, weight)
     if lacking or names:
         raise ValueError(
             f"{path} is not whole, or holds another kind of model: "
@@ -127,14 +127,6 @@ def gguf_tokenizer(path: Path) -> Any:
         fast = tokenizer.backend_tokenizer
         fast.pre_tokenizer = pre_tokenizers.Sequence([digits, fast.pre_tokenizer])
     return tokenizer
-
-
-class _Unfilled(TorchFunctionMode):
-    """Weights of modules that are made inside take no memory; their buffers are filled."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
 def _config(contents: Contents) -> Any:
@@ -182,10 +174,6 @@ def _config(contents: Contents) -> Any:
             f"{path}: rotary scaling {scaling!r} is not read from GGUF; load the model's own folder"
         )
     return config
-
-
-def _attention(config: Any) -> str:
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def _named(contents: Contents) -> Iterator[tuple[str, Entry]]:
@@ -262,8 +250,3 @@ def _stretch(rotary: Any, factors: Tensor) -> None:
     """Divide rotary frequencies by the factors of a file (Llama 3)."""
     for name in ("inv_freq", "original_inv_freq"):
         getattr(rotary, name).div_(factors)
-
-
-def _put(model: nn.Module, name: str, weight: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    setattr(model.get_submodule(path), last, nn.Parameter(weight, requires_grad=False))

@@ -1,0 +1,122 @@
+"""Models of packed checkpoint folders, with their weights as the files store them.
+
+A file for each format says what codes a matrix of it has (`codes.py`). All other tensors are read
+as they are. What a folder has beside the model's own weights is left out, as the library does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from layerskip.model.formats.awq import awq
+from layerskip.model.formats.building import Unfilled, attention, put
+from layerskip.model.formats.codes import Read
+from layerskip.model.formats.compressed import compressed
+from layerskip.model.formats.fp8 import fp8
+from layerskip.model.formats.gptq import gptq
+from layerskip.model.formats.tensors import FLOATS, Tensors
+from layerskip.model.formats.torchao import torchao
+from layerskip.model.stored import UNIT, Stored
+
+_READERS: dict[str, Callable[[dict[str, Any]], Read]] = {
+    "compressed-tensors": compressed,
+    "gptq": gptq,
+    "awq": awq,
+    "fp8": fp8,
+    "torchao": torchao,
+}
+_HALVES = {torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def is_packed(config: Any) -> bool:
+    """Whether a configuration is that of a packed checkpoint in a format that is read here."""
+    how = getattr(config, "quantization_config", None)
+    experts = any(getattr(config, f"num_{each}experts", None) for each in ("", "local_"))
+    return isinstance(how, dict) and how.get("quant_method") in _READERS and not experts
+
+
+def left_whole(config: Any) -> str | None:
+    """What a packed checkpoint rounds besides weights, which is not done here; None if nothing."""
+    how = config.quantization_config
+    groups = (how.get("config_groups") or {}).values()
+    rounded = how["quant_method"] == "fp8" or "Activation" in str(how.get("quant_type"))
+    rounded = rounded or any(each.get("input_activations") for each in groups)
+    words = ["activations"] * rounded + ["keys and values"] * bool(how.get("kv_cache_scheme"))
+    return " and ".join(words) or None
+
+
+def reader(how: dict[str, Any]) -> Read:
+    """What reads the matrices of a checkpoint with that `quantization_config`.
+
+    Raises:
+        ValueError: it is in a format that is not read.
+    """
+    return _READERS[how["quant_method"]](how)
+
+
+def folder_model(folder: Path, config: Any, dtype: torch.dtype, *, packed: bool) -> nn.Module:
+    """The causal language model of a packed checkpoint, on the CPU.
+
+    Args:
+        config: the folder's; `is_packed` says that it is read.
+        dtype: of activations, and of weights that are unpacked.
+        packed: weights stay as the files store them.
+
+    Raises:
+        ValueError: a format or tensor that is not read, or a checkpoint that is not whole.
+    """
+    read = reader(config.quantization_config)
+    config = copy(config)
+    del config.quantization_config
+    with Unfilled():
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention(config)
+        )
+    tensors, lacking, seen = Tensors(folder), [], set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in seen:  # shared
+            continue
+        seen.add(id(value))
+        path, _, last = name.rpartition(".")
+        codes = None
+        if last == "weight" and type(model.get_submodule(path)) is nn.Linear:
+            codes = _of(path, read, tensors, path, *value.shape)
+        if codes is not None:
+            weight = _of(path, codes.weight, dtype, packed=packed)
+        elif name in tensors:
+            weight = _plain(tensors, name, value, dtype, packed)
+        else:
+            lacking.append(name)
+            continue
+        put(model, name, weight)
+    if lacking:
+        raise ValueError(f"it is not whole: {len(lacking)} weights are missing, {lacking[0]} first")
+    model.tie_weights()
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _of(path: str, make: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    """What is made of a matrix; errors name it."""
+    try:
+        return make(*given, **how)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _plain(tensors: Tensors, name: str, like: Tensor, dtype: torch.dtype, packed: bool) -> Tensor:
+    """A tensor that is not packed, as a parameter's data."""
+    tensor = tensors.take(name, tuple(like.shape), *FLOATS)
+    matrix = packed and tensor.dim() == 2 and tensor.shape[1] % UNIT == 0
+    if matrix and tensor.dtype in _HALVES and tensor.dtype != dtype:
+        data = tensor.view(torch.uint8)
+        return Stored(data, _HALVES[tensor.dtype], tensor.shape[1], dtype)
+    return tensor.to(dtype)

@@ -1,0 +1,27 @@
+"""torchao: integers of up to 8 bits, one a byte, and FP8 (E4M3), as transformers saves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerskip.model.formats.codes import Codes, Read, byte_codes
+from layerskip.model.formats.tensors import Tensors
+
+
+def torchao(config: dict[str, Any]) -> Read:
+    """What reads the matrices of a checkpoint.
+
+    Raises:
+        ValueError: its 4 bits are packed for one kind of device.
+    """
+    if "int4" in str(config.get("quant_type")).lower():
+        raise ValueError(
+            "4 bits of torchao are packed for one kind of device, and are not read; read are its "
+            "integers of 8 bits (Int8WeightOnlyConfig, IntxWeightOnlyConfig) and FP8"
+        )
+
+    def read(tensors: Tensors, path: str, rows: int, columns: int) -> Codes | None:
+        names = [f"{path}._weight_{part}" for part in ("qdata", "scale", "zero_point")]
+        return byte_codes(tensors, names, rows, columns) if names[0] in tensors else None
+
+    return read
