@@ -19,13 +19,13 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-_MANY, _SHARE, _MOST = 4, 4, 12
+_FEWEST, _SHARE, _MOST = 2, 4, 12
 _APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres", "ray"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of large matrices one case in four, and at most 12, run by default; others are thorough.
+    """Of matrices one case in four, 2 to 12 in all, run by default; others are thorough.
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """
@@ -34,10 +34,9 @@ def pytest_collection_modifyitems(items):
         if not _APART & {mark.name for mark in item.iter_markers()}:
             matrices[item.nodeid.split("[")[0]].append(item)
     for cases in matrices.values():
-        if len(cases) > _MANY:
-            cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-            for item in cases[min(_MOST, -(-len(cases) // _SHARE)) :]:
-                item.add_marker(pytest.mark.thorough)
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in cases[max(_FEWEST, min(_MOST, -(-len(cases) // _SHARE))) :]:
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module", autouse=True)

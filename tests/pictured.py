@@ -1,6 +1,5 @@
 """Conditional models with pictures in their prompts, and what a processor passes on for them."""
 
-import pytest
 import torch
 import transformers
 from models import WINDOW, lively_model, prompt
@@ -42,10 +41,6 @@ KINDS = {
     "mistral3": ("Mistral3Config", "ministral3"),
 }
 TWO_WAY = ("gemma3", "gemma4 two-way", "gemma4 unified")
-
-
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def _values(kind, size):

@@ -68,6 +68,7 @@ def test_the_folder_holds_tables_and_plots(written):
     assert files == {*own, report.MARK}
 
 
+@pytest.mark.thorough
 def test_a_folder_stands_for_the_files_in_it(tmp_path):
     made.write(tmp_path / "runs" / "run.jsonl", made.made_up(prompts=1))
     (tmp_path / "runs" / "prompts.jsonl").write_text('{"prompt": "x"}')
@@ -93,6 +94,7 @@ def test_each_method_stands_once_in_the_results(written):
     assert all(len(head) > 1 for head in heads)
 
 
+@pytest.mark.thorough
 def test_the_same_records_give_the_same_files(written, tmp_path):
     folder, _ = written
     run = made.write(tmp_path / "again.jsonl", [*made.made_up(), made.sweep()])

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import run_files
 import search_files as made
+from marks import thorough
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
@@ -142,7 +143,7 @@ LARGE = {"layers": 80, "trials": 700, "finalists": 11}
 SMALL = {"layers": 2, "trials": 6, "finalists": 1}
 
 
-@pytest.mark.parametrize("settings", [{}, LARGE, SMALL, None], ids=str)
+@pytest.mark.parametrize("settings", [{}, *thorough(LARGE, SMALL), None], ids=str)
 def test_no_text_covers_another_or_leaves_the_picture(tmp_path, settings):
     with rc_context(STYLE):
         if settings is None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engines import SKIPS, check_cache, decoder, held, play, prefilled, request
+from marks import slow
 from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, pure, ragged
 
 from layerskip import LayerSkipDecoding
@@ -11,7 +12,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.model.cache import RowCache
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
-SIZES = [16, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 3, 5, 8))]
+SIZES = [16, *slow(2, 3, 5, 8)]
 NEW_TOKENS = 24
 
 
@@ -320,7 +321,7 @@ def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
 
 @pytest.mark.parametrize(
     ("execution", "chunk"),
-    [("modules", 7), ("fused", 1), pytest.param("fused", 7, marks=pytest.mark.slow)],
+    [("modules", 7), ("fused", 1), *slow(("fused", 7))],
 )
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @torch.no_grad()

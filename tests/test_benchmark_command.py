@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from commands import document, refused, run
+from marks import thorough
 from models import lively_model
 
 from layerskip.checkpoints import load
@@ -177,7 +178,7 @@ def llama(model, tmp_path, monkeypatch):
 LLAMAS = ("--method", "plain", "--method", "llama.cpp", "--method", "llama.cpp-flash")
 
 
-@pytest.mark.parametrize("wrong", [None, 3])
+@pytest.mark.parametrize("wrong", [None, *thorough(3)])
 def test_llama_cpp_takes_turns_with_the_others(model, tasks, tmp_path, llama, monkeypatch, wrong):
     monkeypatch.setattr(FakeLlama, "wrong_at", wrong)
     output = tmp_path / "run.jsonl"

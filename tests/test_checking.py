@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import thorough
 from models import lively_model, prompt, tiny_model
 
 from layerskip.bench.batches import one_by_one
@@ -44,7 +45,7 @@ def logits(seed, size=40, scale=2.0):
 @pytest.mark.parametrize(
     ("family", "dtype", "skip"),
     [
-        pytest.param("llama", torch.float64, SKIP, marks=pytest.mark.thorough),
+        *thorough(("llama", torch.float64, SKIP)),
         ("gemma2", torch.float32, SkipConfig(attention=(0, 3), mlp=(2,))),
     ],
 )
@@ -177,12 +178,9 @@ def runners_up(model, ids, length, every):
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("few_draws")
-@pytest.mark.parametrize(
-    "dtype",
-    [DTYPES[0], *(pytest.param(d, marks=pytest.mark.thorough) for d in DTYPES[1:])],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_runners_up_fail_the_check(monkeypatch, dtype):
     """The negative control, along the whole text and with the resolution that was measured."""
     model = lively_model("llama").to(dtype)
@@ -200,9 +198,9 @@ def test_runners_up_fail_the_check(monkeypatch, dtype):
 @pytest.mark.parametrize(
     ("execution", "dtype"),
     [
-        *(("auto", dtype) for dtype in DTYPES[:2]),
-        pytest.param("auto", DTYPES[2], marks=pytest.mark.thorough),
-        *(pytest.param("modules", d, marks=pytest.mark.thorough) for d in DTYPES),
+        ("auto", DTYPES[1]),
+        *thorough(*(("auto", dtype) for dtype in DTYPES[::2])),
+        *thorough(*(("modules", dtype) for dtype in DTYPES)),
     ],
     ids=str,
 )
@@ -418,7 +416,7 @@ def test_rounds_follow_the_target(rejection, draft_seed):
         "redraw from p",
         "accept all",
         "accept half",
-        pytest.param("same noise", marks=pytest.mark.thorough),
+        *thorough("same noise"),
     ],
 )
 def test_wrong_accept_rules_fail(monkeypatch, rule):

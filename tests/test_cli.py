@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import CHAT, save_checkpoint, tiny_tokenizer
 from commands import PROMPT, document, process, refused, run, warned
+from marks import thorough
 from models import tiny_model
 
 from layerskip import __version__
@@ -436,7 +437,7 @@ def test_check_fails_and_shows_where(folder, two_prompts, monkeypatch):
     assert json.loads(result.stdout.splitlines()[-1])["passed"] is False
 
 
-@pytest.mark.parametrize("draft_cost", [0.2, 0.9])
+@pytest.mark.parametrize("draft_cost", [0.2, *thorough(0.9)])
 def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
     costs = {"draft": draft_cost, "verify": [1.0, 1.1, 1.2]}
     replace(SkipConfig.early_exit(3), costs=costs).save(tmp_path / "skip.json")
@@ -462,6 +463,7 @@ def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
     assert max(map(len, shown)) <= 60
 
 
+@pytest.mark.thorough
 def test_demo_fails_where_the_text_differs(folder, monkeypatch):
     drawn = []
 
@@ -667,6 +669,7 @@ def test_a_skip_config_asks_for_branches(folder, save_skip):
     assert warned(generate(folder, *flags, "--controller", "fixed", tokens=2)) == []
 
 
+@pytest.mark.thorough
 def test_benchmark_at_lengths_of_context(folder, two_prompts, tmp_path, priced):
     output = tmp_path / "run.jsonl"
     flags = ("--method", "self", "--method", "generate", "--exit-layer", 3)

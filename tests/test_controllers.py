@@ -11,6 +11,7 @@ from itertools import pairwise, takewhile
 from statistics import fmean
 
 import pytest
+from marks import thorough
 
 from layerskip.costs.speculation import (
     ContextCosts,
@@ -579,9 +580,8 @@ def test_expected_gain_ties_the_best_fixed_length_on_400_tokens():
     assert mean_regret(cheap) <= -0.07
 
 
-@pytest.mark.parametrize(
-    ("length", "allowed"), [(64, 0.01), pytest.param(128, 0.0, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("length", "allowed"), [(64, 0.01), (128, 0.0)])
 def test_expected_gain_starts_well(length, allowed):
     cells = regrets(length)
     assert mean_regret(cells) <= allowed
@@ -595,7 +595,7 @@ def test_expected_gain_starts_well(length, allowed):
 BATCH_ALPHAS = (0.5, 0.65, 0.7, 0.9)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.thorough), 8])
+@pytest.mark.parametrize("rows", [*thorough(4), 8])
 def test_expected_gain_never_loses_3_percent_in_a_batch(rows):
     costs = {}
     for kind in KINDS:

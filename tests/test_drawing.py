@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from marks import slow, thorough
 from models import lively_model, prompt, ragged
 from scipy import stats
 from transformers import TemperatureLogitsWarper
@@ -35,9 +36,8 @@ SKIPS = {"an exit": SkipConfig.early_exit(4), "scattered": SkipConfig(attention=
 CONTROLLERS = {"fixed": Fixed(LENGTH), "confidence": Confidence(0.15, LENGTH)}
 # skip config, controller, tokens that end a text (where its length adds to what counts differ by)
 ROUNDS = [
-    pytest.param("an exit", "fixed", NO_END, marks=pytest.mark.slow),
-    pytest.param("an exit", "confidence", NO_END, marks=pytest.mark.slow),
-    pytest.param("scattered", "fixed", NO_END, marks=pytest.mark.slow),
+    *slow(("an exit", "fixed", NO_END), ("an exit", "confidence", NO_END)),
+    *slow(("scattered", "fixed", NO_END)),
     ("scattered", "confidence", EOS),
 ]
 
@@ -131,14 +131,14 @@ def model():
 
 
 @cache
-def traced(acceptance, eos):
+def traced(acceptance, eos, texts=TEXTS):
     """Texts of seeds that no real decoding here uses."""
     return take_trace(
         model(),
-        [PROMPT] * TEXTS,
+        [PROMPT] * texts,
         max_new_tokens=NEW,
         law=sampling(),
-        seeds=range(10_000, 10_000 + TEXTS),
+        seeds=range(10_000, 10_000 + texts),
         eos=eos,
         draft_length=LENGTH,
         acceptance=acceptance,
@@ -214,12 +214,13 @@ def test_rounds_are_in_law_those_of_decoding(skip, controller, eos):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("skip", [pytest.param("an exit", marks=pytest.mark.slow), "scattered"])
+@pytest.mark.parametrize("skip", [*slow("an exit"), "scattered"])
 def test_another_accept_rule_is_seen(skip):
     coupled = simulated(replayed(skip, "coupled"), "fixed")
     assert p_value(coupled, decoded(skip, "fixed")) < LEVEL
 
 
+@pytest.mark.thorough
 def test_weights_of_another_temperature_are_seen():
     trace = traced("rejection", NO_END)
     other = replace(trace, law=sampling(0.6), texts=trace.texts[: TEXTS // 2])  # ends at p = 1e-14
@@ -243,6 +244,7 @@ def ratios(trace, layers, temperature):
     return (own / likely).clamp(max=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature):
     """Over all starts; texts are independent of each other. The wrong temperature is seen."""
@@ -273,8 +275,8 @@ def small_trace(family="gemma2"):
 
 
 def test_texts_do_not_depend_on_the_accept_rule():
-    coupled = traced("coupled", NO_END).texts
-    for mine, theirs in zip(traced("rejection", NO_END).texts, coupled, strict=True):
+    coupled = traced("coupled", NO_END, 20).texts
+    for mine, theirs in zip(traced("rejection", NO_END, 20).texts, coupled, strict=True):
         assert torch.equal(mine.tokens, theirs.tokens)
 
 
@@ -289,9 +291,8 @@ def test_greedy_decoding_knows_no_accept_rule():
 
 def test_an_exit_is_accepted_where_its_own_law_says():
     """Against the model itself, cut off behind four layers."""
-    trace = traced("rejection", NO_END)
-    w = ratios(trace, 4, 1.0)
-    for text, mine in zip(trace.texts[:100], w, strict=False):
+    trace = traced("rejection", NO_END, 20)
+    for text, mine in zip(trace.texts, ratios(trace, 4, 1.0), strict=True):
         places = range(text.prompt + 1, len(text.tokens))
         lucky = accept_uniform([text.key] * len(places), places) < mine
         accepted = (trace.exits[text.number].tokens == text.following)[:, :-1]
@@ -307,7 +308,7 @@ def equal(ours, theirs):
     torch.testing.assert_close(ours.margins, theirs.margins, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("skip", [*thorough("an exit"), "scattered"])
 def test_chunks_change_nothing(skip, sizes):
     trace = small_trace()
     whole, followed = replay(trace, SKIPS[skip]), follow(trace, SKIPS[skip], 3)

@@ -20,6 +20,7 @@ from engines import (
     prefilled,
     request,
 )
+from marks import slow, thorough
 from models import (
     FAMILIES,
     FEW_FAMILIES,
@@ -44,7 +45,7 @@ from layerskip.decoding.passes import Passes
 from layerskip.model import compiled
 from layerskip.model.sublayers import Sublayers
 
-EXECUTIONS = ["modules", "fused", pytest.param("compiled", marks=pytest.mark.slow)]
+EXECUTIONS = ["modules", "fused", *slow("compiled")]
 
 
 class Script(Controller):
@@ -124,7 +125,7 @@ def test_a_short_text_holds_little_whatever_its_limit_is():
     assert run.passes.cache.slots > 32_768
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
 @torch.no_grad()
 def test_a_long_text_holds_few_slots_beyond_its_own(execution):
     model = lively_model("llama", max_position_embeddings=40_000, num_hidden_layers=2)
@@ -535,7 +536,7 @@ def test_the_model_is_left_as_it_was_found(family, execution):
     check_untouched(model, before)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused", *slow("compiled")])
 def test_two_decoders_interleaved_give_the_same_as_alone(llama, execution):
     def runs():
         return [
@@ -557,7 +558,7 @@ def test_two_decoders_interleaved_give_the_same_as_alone(llama, execution):
     assert [run.stats for run in together] == [run.stats for run in alone]
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused", *slow("compiled")])
 def test_two_threads_on_one_model(llama, execution):
     opened = Sublayers(llama, execution=execution)
 

@@ -28,6 +28,7 @@ from kinds import (
     prompts,
     wanted,
 )
+from marks import slow, thorough
 from models import Erratic, Fickle, Growing
 from official import TARGETS
 from sampling import (
@@ -100,7 +101,9 @@ TEXTS = covering(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in KINDS if kind not in OFFICIAL), *thorough(*OFFICIAL)]
+)
 def test_the_text_is_that_of_the_target(kind, folder):
     drafted = accepted = compactions = 0
     for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
@@ -121,9 +124,7 @@ def test_the_text_is_that_of_the_target(kind, folder):
 NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3", "qwen2"), ("greedy", "coupled"), tuple(BESIDE))
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [*thorough(torch.float32), torch.bfloat16])
 def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(built, dtype, folder):
     """Near-ties included."""
     accepted = dict.fromkeys(KINDS, 0)
@@ -157,12 +158,9 @@ def test_compiled_texts_are_those_of_plain_decoding(kind, family, folder):
     ("kind", "family"),
     [
         ("assistant", "llama"),
-        *zip(OFFICIAL[1:], ("llama",), strict=False),
-        pytest.param("exit-block", "gemma2", marks=pytest.mark.thorough),
-        *(
-            pytest.param(kind, family, marks=pytest.mark.slow)
-            for kind, family in covering(TRAINED, ("llama", "gemma3"))
-        ),
+        *thorough(*zip(OFFICIAL[1:], ("llama",), strict=False)),
+        *thorough(("exit-block", "gemma2")),
+        *slow(*covering(TRAINED, ("llama", "gemma3"))),
     ],
 )
 def test_the_check_of_a_persons_own_machine_passes(kind, family, folder, sizes):
@@ -259,7 +257,7 @@ MISTAKES = [
     ("source", "place", "name", "wrong"),
     [
         *((source, *each) for source in ("layers left out", "heads") for each in MISTAKES),
-        *((source, *each) for source in OFFICIAL[:1] for each in MISTAKES[:2]),
+        *thorough(*((source, *each) for source in OFFICIAL[:1] for each in MISTAKES[:2])),
         ("stored logits", Draws, "scores", peeking_at_few),
     ],
 )
@@ -293,7 +291,7 @@ if OFFICIAL:
     }
 
 
-DEAR = ("one of each", "exit, assistant")
+DEAR = ("one of each", "exit, assistant", "healed behind a prefix, head exact")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +324,11 @@ def test_simulated_rounds_are_those_of_decoding(number, mixture, folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sample"), list(zip(REPLAYED, cycle((False, True)), strict=False))
+    ("kind", "sample"),
+    [
+        *zip((*TRAINED, "assistant"), cycle((False, True)), strict=False),
+        *thorough(*zip(OFFICIAL, (True, False), strict=False)),
+    ],
 )
 def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(kind, sample, folder):
     family = family_of(kind)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow
 from models import VOCABULARY, lively_model, prompt, tiny_model
 from safetensors.torch import load_file
 from small import small_model
@@ -152,7 +153,7 @@ FIVE = ("training: step 1,", "training: step 4,", "training: step 5,", "training
         "judging exits after")  # fmt: skip
 
 
-@pytest.mark.parametrize("kills", [FIVE[2:3], pytest.param(FIVE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [FIVE[2:3], *slow((FIVE,))])
 def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkeypatch):
     whole = training(tmp_path / "whole", texts).run()
     monkeypatch.setattr(exit_training, "SAVE_SECONDS", 0.0)

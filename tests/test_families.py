@@ -28,6 +28,7 @@ QUICK = {"gpt2", "gpt_neox", "opt", "qwen2_moe", "starcoder2"}
 WHOLE = sorted({kind for kind, how in SERVED.items() if how.startswith("whole")} - {*UNBUILT})
 
 
+@pytest.mark.thorough
 def test_the_table_is_what_the_installed_library_is():
     """A model that is new, gone or served otherwise is named; scripts/architectures.py writes."""
     found = architectures.served()

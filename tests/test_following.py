@@ -101,6 +101,7 @@ def test_some_starts_and_some_tokens(case, skip):
     assert follow(trace, SKIPS[skip], 2, []).shape == (0, 2)
 
 
+@pytest.mark.thorough
 def test_the_cases_follow_some_drafts_and_lose_some():
     whole = {(case, skip): replayed(case, skip) for case in CASES for skip in SKIPS}
     first, last = ([played.survival[step] for played in whole.values()] for step in (0, -1))

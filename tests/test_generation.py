@@ -12,6 +12,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from marks import thorough
 from models import (
     FAMILIES,
     FEW_FAMILIES,
@@ -716,7 +717,7 @@ def test_adapted_linear_layers_stay_exact(family):
     check_exact(model)
 
 
-@pytest.mark.parametrize(("family", "disk"), [("llama", True), ("gemma3", False)])
+@pytest.mark.parametrize(("family", "disk"), [("llama", True), *thorough(("gemma3", False))])
 def test_offloaded_models_stay_exact(family, disk, tmp_path):
     model = lively_model(family, num_hidden_layers=5, layer_types=None)
     offload = partial(disk_offload, offload_dir=tmp_path) if disk else cpu_offload

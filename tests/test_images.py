@@ -5,6 +5,7 @@ import tokenizers
 import torch
 import transformers
 from kinds import weights_of
+from marks import slow
 from models import VOCABULARY, Erratic, lively_model, near, prompt
 from official import assistant_of
 from pictured import (
@@ -16,7 +17,6 @@ from pictured import (
     TWO_WAY,
     conditional,
     inputs_of,
-    slow,
 )
 
 import layerskip

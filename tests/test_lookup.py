@@ -216,6 +216,7 @@ class PeekingRow(LookupRow):
         return Proposal.of(self.left[:longest], 2)
 
 
+@pytest.mark.thorough
 def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
     """A lookup that knows the target's likeliest text does no harm by itself."""
 

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from marks import thorough
 from models import prompt, seated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,8 +111,8 @@ def repeated(model, rows):
     return groups * cache / config.num_hidden_layers / (Held(model).model + cache)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("rows", [1, *thorough(4)])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
 def test_less_than_3_percent_beside_model_and_cache(model, execution, rows):
     beside = overhead(model, rows, execution=execution, do_sample=True)
     library = repeated(model, rows) if execution == "modules" and rows > 1 else 0.0

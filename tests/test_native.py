@@ -22,6 +22,7 @@ import torch
 from agreement import BOUNDS, DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
+from marks import thorough
 from models import (
     EVERY,
     FAMILIES,
@@ -476,7 +477,7 @@ RESOLUTION = 1e-4  # of scores, as in test_parity
 TEXTS = covering((*FAMILIES, *COUSINS), tuple(SKIPS), (1, 3), ("greedy", "coupled", "rejection"))
 
 
-@pytest.mark.parametrize("start", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("start", [0, *thorough(1)])
 def test_texts_are_those_of_transformers_and_of_the_module_path(built, calls, start):
     gaps = []
     drafted = accepted = parted = 0

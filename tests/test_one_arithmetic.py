@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from marks import slow
 from models import VOCABULARY, Erratic, Fickle, lively_model, ragged
 
 from layerskip import SkipConfig
@@ -155,7 +156,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("cases", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [8, *slow(500)])
 def test_no_text_depends_on_what_was_drafted(cases):
     counts = Counter()
     assert sum(texts_apart(number, counts) for number in range(cases)) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import covering
+from marks import slow
 from models import (
     EVERY,
     MODULES_ONLY,
@@ -113,10 +114,7 @@ def name_of(case):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *PAIRS,
-        *(pytest.param(case, marks=pytest.mark.slow) for case in TRIPLES if case not in PAIRS),
-    ],
+    [*PAIRS, *slow(*((case,) for case in TRIPLES if case not in PAIRS))],
     ids=name_of,
 )
 def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case):
@@ -204,9 +202,7 @@ def held_out(name, count):
 
 
 @pytest.mark.parametrize("name", SHIPPED_SKIPS)
-@pytest.mark.parametrize(
-    ("count", "new_tokens"), [(10, 20), pytest.param(60, 160, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("count", "new_tokens"), [(10, 20), *slow((60, 160))])
 def test_shipped_models_on_held_out_prompts(name, count, new_tokens):
     if name == "demo-gemma4":
         require("gemma4_text")

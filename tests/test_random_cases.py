@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from kinds import BLOCKS, several, weights_of
+from marks import slow, thorough
 from models import EVERY, VOCABULARY, Erratic, Fickle, lively_model, near, ragged
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
@@ -214,7 +215,7 @@ def check(case, folder):
 @pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
 @pytest.mark.parametrize(
     "count",
-    [4, pytest.param(8, marks=pytest.mark.thorough), pytest.param(100, marks=pytest.mark.slow)],
+    [2, *thorough(8), *slow(100)],
 )
 def test_random_cases(count, tmp_path):
     """So many of each kind of drafts; others every time when slow."""
@@ -230,10 +231,10 @@ def test_random_cases(count, tmp_path):
         )(given(case=cases(drafts))(lambda case: check(case, tmp_path)))
         (run if count == 100 else seed(number)(run))()
         assert seen[drafts] >= count
-        if count > 4:
+        if count > 2:
             assert 0 < seen[drafts, "accepted"] < seen[drafts, "drafted"], drafts
     drafted, accepted = (
         sum(seen[each, name] for each in DRAFTS) for name in ("drafted", "accepted")
     )
     assert 0 < accepted < drafted
-    assert count == 4 or all(seen[each] > 0 for each in (*EVERY, *BLOCKS, "healed", False, True))
+    assert count == 2 or all(seen[each] > 0 for each in (*EVERY, *BLOCKS, "healed", False, True))

@@ -13,6 +13,7 @@ import optuna
 import pytest
 from covering import covering
 from landscapes import Landscape, best_by_long_search
+from marks import slow, thorough
 from optuna.trial import TrialState
 
 from layerskip.files.records import redacted
@@ -61,7 +62,7 @@ def states(found):
 class TestQuality:
     @pytest.mark.parametrize(
         ("bits", "exits"),
-        [(None, False), (8, True), *(pytest.param(8, False, marks=pytest.mark.thorough),)],
+        [(None, False), (8, True), *thorough((8, False))],
     )
     def test_finds_the_optimum_of_spaces_that_are_listed_whole(self, bits, exits):
         space = Space(kind="sublayer", num_layers=4, bits=bits) if bits else TWELVE_BITS
@@ -186,7 +187,7 @@ class TestLedger:
 class TestStops:
     @pytest.mark.parametrize(
         "storage",
-        ["{}/study.log", pytest.param("sqlite:///{}/study.db", marks=pytest.mark.thorough)],
+        ["{}/study.log", *thorough("sqlite:///{}/study.db")],
     )
     def test_resuming_goes_on_as_if_nothing_had_stopped(self, storage, tmp_path):
         landscape, space = Landscape(7, 1), Space(kind="sublayer", num_layers=7)
@@ -351,7 +352,7 @@ class TestWorkers:
 
     @pytest.mark.parametrize(
         ("storage", "trials"),
-        [("{}/study.log", 12), pytest.param("sqlite:///{}/study.db", 20, marks=pytest.mark.slow)],
+        [*thorough(("{}/study.log", 12)), *slow(("sqlite:///{}/study.db", 20))],
     )
     def test_two_workers_share_a_study(self, launch, storage, trials, tmp_path):
         storage = storage.format(tmp_path)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kinds import draft_of
+from marks import slow
 from models import WINDOW, lively_model, prompt, ragged, side_by_side
 from pictured import conditional, inputs_of
 from small import small_model
@@ -53,7 +54,7 @@ def model_of(family, execution):
 CASES = [
     *[(family, "native") for family in ("llama", "gemma3", "gemma4")],
     *[(family, how) for family in ("llama", "gemma2", "gemma3") for how in ("fused", "modules")],
-    pytest.param("gemma3", "compiled", marks=pytest.mark.slow),
+    *slow(("gemma3", "compiled")),
 ]
 RAGGED = [
     *[(family, "native") for family in ("llama", "gemma3", "gemma4")],

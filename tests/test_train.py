@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import thorough
 from models import VOCABULARY, assistant_config, lively_model, tiny_model
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -358,7 +359,7 @@ def test_what_is_healed_is_healed_further(tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-@pytest.mark.parametrize("kind", ["healed", *BLOCKS])
+@pytest.mark.parametrize("kind", ["exit-block", *thorough("healed", *BLOCKS[1:])])
 def test_training_makes_a_draft_right_more_often(kind, tmp_path):
     """On windows kept apart, and along answers to prompts that it has not seen."""
     model = lively_model("llama", dtype=torch.float32)
@@ -586,6 +587,7 @@ def started(tmp_path):
     return tmp_path / "start"
 
 
+@pytest.mark.thorough
 def test_an_assistant_is_trained_further_and_goes_on_where_it_was_stopped(tmp_path, started):
     record = assistant_training(tmp_path / "whole", started, rate=5e-3).further()
     before, after = record["overlap"]["before"], record["overlap"]["after"]

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from marks import slow
 from models import Erratic, LowRank, prompt, ragged, tiny_model
 from small import (
     BATCHES,
@@ -35,7 +36,7 @@ _SLOW = """
     bloom codegen cohere ernie4_5 exaone4 falcon glm4 glm4_moe gpt2 gpt_neo gpt_neox gptj granitemoe
     helium mpt nemotron olmo olmoe opt persimmon phimoe qwen2_moe stablelm starcoder2
 """
-FAMILIES = [*_QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in _SLOW.split())]
+FAMILIES = [*_QUICK, *slow(*_SLOW.split())]
 # Where the library's own text of a padded prompt is not the one of the prompt alone: ALiBi is
 # rounded, Llama 4 takes its temperature from the padded length.
 _PADDED_OTHERWISE = ("bloom", "mpt", "falcon", "llama4_text")
