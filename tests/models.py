@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import transformers
+from marks import slow
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -114,18 +115,13 @@ _FAMILIES |= {
 EVERY = tuple(_FAMILIES)
 # nothing in their wiring is theirs alone, or tests of their own look at it
 _ALIKE = ("gemma4_unified", "gemma4_mixture", "ministral", "ministral3", "olmo2", "qwen3_moe")
-MOST = [
-    pytest.param(family, marks=pytest.mark.slow) if family in _ALIKE else family for family in EVERY
-]
+MOST = [*(family for family in EVERY if family not in _ALIKE), *slow(*_ALIKE)]
 """`EVERY`, some of them slow."""
 MODULES_ONLY = ("ministral3",)
 """Families without fused passes."""
 # the wirings that differ most; the other families are marked slow where all of them take long
 _QUICK = ("llama", "gemma2", "gemma3", "phi3")
-FEW_FAMILIES = [
-    family if family in _QUICK else pytest.param(family, marks=pytest.mark.slow)
-    for family in FAMILIES
-]
+FEW_FAMILIES = [*_QUICK, *slow(*(family for family in FAMILIES if family not in _QUICK))]
 
 
 def require(kind):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from marks import slow
 from models import Erratic, prompt, ragged, tiny_model
 from small import BATCHES, COSTS, EIGHT, NEW_TOKENS, decoded, every_draft, new_tokens, small_model
 from transformers import AutoConfig
@@ -17,9 +18,7 @@ from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.replay.trace import take_trace
 
-_SLOW = ("umt5", "mbart", "pegasus", "marian")
-FAMILIES = ["t5", "t5gemma", "t5gemma2", "bart"]
-FAMILIES += [pytest.param(family, marks=pytest.mark.slow) for family in _SLOW]
+FAMILIES = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus", "marian")]
 
 
 def texts(batch):

@@ -46,6 +46,7 @@ from layerskip.model import compiled
 from layerskip.model.sublayers import Sublayers
 
 EXECUTIONS = ["modules", "fused", *slow("compiled")]
+COVERING = covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
 
 
 class Script(Controller):
@@ -86,14 +87,8 @@ ROUNDS = [
     ("family", "skip", "execution"),
     [
         *ROUNDS,
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                *(("llama", "scattered", "compiled"), ("gemma2", "early exit", "compiled")),
-                *covering(FAMILIES, tuple(SKIPS), ("modules", "fused")),
-            )
-            if case not in ROUNDS
-        ),
+        *slow(("llama", "scattered", "compiled"), ("gemma2", "early exit", "compiled")),
+        *slow(*(case for case in COVERING if case not in ROUNDS)),
     ],
 )
 def test_cache_after_every_round_equals_a_fresh_prefill(family, skip, execution):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cost_records import cost_record, cost_table, step_seconds
 from kinds import several
+from marks import thorough
 from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_model
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
@@ -394,10 +395,7 @@ def test_spaces_hold_every_draft_with_every_number_of_experts(kind, bits):
         Space(kind="exit", num_layers=2, experts=(1,)).mask(SkipConfig(experts=1))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(each, marks=pytest.mark.thorough) for each in MIXTURES[:2]] + [*MIXTURES[2:]],
-)
+@pytest.mark.parametrize("family", [*thorough(*MIXTURES[:2]), *MIXTURES[2:]])
 def test_a_search_prices_and_finds_drafts_of_fewer_experts(family):
     model = lively_model(family)
     ids = [prompt(9, seed=seed) for seed in range(2)]

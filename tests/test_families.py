@@ -7,6 +7,7 @@ from pathlib import Path
 import architectures
 import pytest
 import transformers
+from marks import slow
 from models import ragged
 from small import EIGHT, NEW_TOKENS, alone, decoded, new_tokens, small_model
 
@@ -24,7 +25,7 @@ UNBUILT = {  # in a size that can be tried
     "qwen3_5_moe": "of another configuration than its text's; qwen3_5_moe_text is the same",
     "xglm": "the library's forward has no float64",
 }
-QUICK = {"gpt2", "gpt_neox", "opt", "qwen2_moe", "starcoder2"}
+QUICK = ("gpt2", "gpt_neox", "opt", "qwen2_moe", "starcoder2")
 WHOLE = sorted({kind for kind, how in SERVED.items() if how.startswith("whole")} - {*UNBUILT})
 
 
@@ -70,10 +71,7 @@ def test_the_table_fits_any_terminal(monkeypatch):
     assert all(said.count(kind) >= 1 for kind in SERVED)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in WHOLE],
-)
+@pytest.mark.parametrize("kind", [*QUICK, *slow(*(k for k in WHOLE if k not in QUICK))])
 def test_a_whole_model_decodes_as_generate_does(kind):
     model = small_model(kind)
     assert open_model(model).execution == "whole"

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from agreement import BOUNDS, DIFFERING, assert_agree, pairs
 from covering import covering
+from marks import slow
 from models import FAMILIES, FEW_FAMILIES, tiny_model
 from torch import Tensor, nn
 from transformers.models.gemma import modeling_gemma
@@ -21,10 +22,7 @@ PAIRS = covering(*AXES)
 
 @pytest.mark.parametrize(
     ("family", "attention", "dtype"),
-    [
-        case if case in PAIRS else pytest.param(*case, marks=pytest.mark.slow)
-        for case in product(*AXES)
-    ],
+    [*PAIRS, *slow(*(case for case in product(*AXES) if case not in PAIRS))],
 )
 def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
     model = tiny_model(family, dtype=dtype, attention=None if attention == "default" else attention)

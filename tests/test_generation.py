@@ -12,7 +12,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from marks import thorough
+from marks import slow, thorough
 from models import (
     FAMILIES,
     FEW_FAMILIES,
@@ -652,10 +652,8 @@ RESOLUTION = {torch.float32: 1e-5, torch.bfloat16: 8 * 2**-8, torch.float16: 8 *
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        (family, dtype)
-        if family in FEW_FAMILIES
-        else pytest.param(family, dtype, marks=pytest.mark.slow)
-        for family, dtype in product(FAMILIES, RESOLUTION)
+        *(case for case in product(FAMILIES, RESOLUTION) if case[0] in FEW_FAMILIES),
+        *slow(*(case for case in product(FAMILIES, RESOLUTION) if case[0] not in FEW_FAMILIES)),
     ],
 )
 def test_other_dtypes_give_the_same_text_but_for_near_ties(family, dtype):

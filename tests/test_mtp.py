@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from commands import PROMPT, refused, run
+from marks import slow
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
@@ -27,10 +28,6 @@ KINDS = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
 SLOW = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
 OTHERS = (*KINDS[1:], *SLOW)
 HEAD = {"lookup": False, "max_draft_length": 3}
-
-
-def _slow(kind):
-    return pytest.param(kind, marks=pytest.mark.slow)
 
 
 def weights_of(kind, config):
@@ -238,7 +235,7 @@ def _source(model):
     return source
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(_slow(kind) for kind in SLOW)])
+@pytest.mark.parametrize("kind", [*KINDS, *slow(*SLOW)])
 @torch.no_grad()
 def test_logits_are_those_of_the_published_definition(kind, made):
     model, weights = made(kind)
@@ -277,7 +274,7 @@ def test_drafts_are_those_of_the_definition(kind, made):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kind", ["deepseek_v3", *(_slow(kind) for kind in OTHERS)])
+@pytest.mark.parametrize("kind", ["deepseek_v3", *slow(*OTHERS)])
 def test_texts_are_the_same_with_and_without(kind, batch, made):
     model, _ = made(kind)
     inputs = ragged(BATCHES[batch], seed=3)
@@ -293,7 +290,7 @@ def test_texts_are_the_same_with_and_without(kind, batch, made):
     assert new_tokens(twice[0]) == new_tokens(twice[1])
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", _slow("deepseek_v3")])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", *slow("deepseek_v3")])
 def test_sessions_and_servers_draft_with_heads(kind, made):
     model, _ = made(kind)
     session = Session(model, memory=1 << 24, controller="fixed", **HEAD)

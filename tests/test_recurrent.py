@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from marks import slow
 from models import Erratic, prompt, ragged, require
 from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
 from transformers.cache_utils import DynamicCache
@@ -18,10 +19,7 @@ from layerskip.serving.scheduler import Serving
 from layerskip.session import Session
 
 _QUICK = ("falcon_h1", "lfm2", "mamba", "qwen3_next")
-KINDS = [
-    kind if kind in _QUICK else pytest.param(kind, marks=pytest.mark.slow)
-    for kind in sorted(SERVED)
-]
+KINDS = [*_QUICK, *slow(*(kind for kind in sorted(SERVED) if kind not in _QUICK))]
 
 
 @functools.cache

@@ -273,10 +273,8 @@ def test_processes_of_torchrun_write_the_file_of_one(given, tmp_path):
     assert settled(output) == settled(whole)
 
 
-@pytest.mark.parametrize(
-    "ended",
-    [pytest.param(each, marks=pytest.mark.thorough) for each in (signal.SIGKILL, signal.SIGINT)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("ended", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_lost_or_twice_after_an_end(given, tmp_path, ended):
     output = tmp_path / "out"
     draw = random.Random(ended)
