@@ -29,6 +29,7 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import architecture
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
+from layerskip.timing import tables as timing_tables
 from layerskip.timing.sublayers import disturbed, low_facts, measure
 from layerskip.timing.tables import analytic, cost_tables
 
@@ -84,6 +85,12 @@ def spent(of, *drafts, asked=None):
 # ---- What decoding measures. ----
 
 
+@pytest.fixture(autouse=True)
+def long_calls(monkeypatch):
+    """Calls of a few tokens that may spend on costs what long ones may."""
+    monkeypatch.setattr(timing_tables, "_SHARE", math.inf)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("name", MACHINES)
 def test_any_number_of_rows_and_tokens_at_any_context_is_priced(name, noise):
@@ -126,6 +133,24 @@ def test_a_call_that_nobody_asked_for_costs_spends_little_on_them():
     assert 0.1 < max(seconds) < 0.3 + 6 * 0.04
     assert not any(seconds[-3:])
     assert tables(of, SKIP)[0].draft == pytest.approx(of.draft(SKIP, 32), rel=0.02)
+
+
+def test_a_short_call_spends_a_share_of_its_own_time(monkeypatch, tmp_path):
+    """The calls after it go on, and so does another process."""
+    monkeypatch.setattr(timing_tables, "_SHARE", 0.05)
+    monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
+    of = machine()
+    seconds = [spent(of, SKIP, asked=request(new_tokens=200)) for _ in range(12)]
+    assert not seconds[-1]
+    assert max(seconds) < 7 * of.seconds(1, 1, 32) / 1e9  # of 200
+    assert spent(machine(), SKIP, asked=request(new_tokens=200)) == 0
+    assert spent(machine(seed=1), SKIP, asked=request(new_tokens=20)) == 0
+
+
+def test_passes_longer_than_those_timed_are_not_free():
+    traffic = {"own": Traffic((100.0,), {})}
+    table = fitted({Place(1, 4): {(None, 1): 1.0, (None, 2): 1.0}}, traffic)
+    assert table.table(traffic["own"], "own", 0, 1).verify_cost(16) == 2.0
 
 
 def test_before_anything_was_timed_more_tokens_cost_more():

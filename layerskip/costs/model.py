@@ -166,4 +166,5 @@ def fitted(
             if not tokens and source in traffic and place.context == first.context:
                 usual = byte * traffic[source].draft * on_line(growth, place.rows)
                 steps.setdefault(source, {})[place.rows] = each / usual
+    growth |= {n: max(each, *growth.values()) for n, each in USUAL.items() if n > max(growth)}
     return Rates(byte, key_byte, row, growth, key_growth, steps, timed=True)

@@ -105,14 +105,16 @@ def time_rounds(
         budget: seconds after which no further sweep starts once there are two; four times as many
             if times are disturbed.
         tokens: of a row in the passes timed, the most last.
-        whole: whether to take two sweeps in any case; else no round starts beyond the budget.
+        whole: whether to take two sweeps in any case; else two rounds, and no further one once the
+            budget is spent.
     """
     if not whole and _ROUNDS * model.pass_bytes([1])[0] / READ > budget:
         return
     prompt = request.input_ids[0][request.attention_mask[0].bool()][:CONTEXT]  # (T,)
     zeros, most = place.context - CONTEXT, max(_FEW, _MOST // place.rows)
-    # a plain step twice: after a long round the CPU's caches hold other data
-    order: list[Work] = [(None, 1), *((None, each) for each in tokens if each <= most)]
+    order: list[Work] = [(None, each) for each in tokens if each <= most]
+    if whole or not times.get((None, 1)):
+        order.insert(0, (None, 1))  # twice: after a long round the CPU's caches hold other data
     order += [(source.key, 0) for source in sources]
     numbers = {source.key: number for number, source in enumerate(sources, 1)}
     for work in order:
@@ -146,11 +148,12 @@ def time_rounds(
     if zeros:
         _put_before(decoder.passes, zeros)
         next(watch.rounds)  # the buffers grow
-    started = now()
+    started, rounds = now(), 0
     for sweep in range(sweeps):
         for source, count in order:
-            if not whole and now() - started > budget:
+            if not whole and rounds >= _ROUNDS and now() - started > budget:
                 return
+            rounds += 1
             seconds = watch.time_pass(count) if count else watch.time_steps(numbers[source])
             times[source, count].append(seconds)
         # the first sweep includes one-time work

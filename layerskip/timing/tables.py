@@ -31,7 +31,7 @@ from torch import nn
 from layerskip import __version__
 from layerskip.config import SkipConfig
 from layerskip.costs.correction import CorrectedCosts, Corrections
-from layerskip.costs.model import USUAL, Place, Rates, Traffic, fitted
+from layerskip.costs.model import READ, USUAL, Place, Rates, Traffic, fitted
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
 from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
@@ -49,6 +49,7 @@ _NEAR = 0.25  # of that length: from there on it is measured
 _MOST_ROWS = 32
 _CALLS = 4  # that measure the same at most, while times are disturbed
 _TRIES = 20  # calls that measure the same at most, while some work was not timed
+_SHARE = 0.05  # of what a call's tokens take, at most, that goes into costs nobody asked for
 _TOKENS = 64  # of a pass up to which a mixture's experts are counted
 _DAYS = 30  # that a file of times is valid: machines change
 
@@ -109,9 +110,12 @@ class _Calibration:
             for timed in [stepping if place.context == CONTEXT else []]
             if self._wants(place, [source.key for source in timed], again=seconds is not None)
         ]
-        if seconds is None and model.limited:
-            wanted = []
-        budget = (BUDGET if seconds is None else seconds) / max(1, len(wanted))
+        if seconds is None:
+            wanted = [] if model.limited else wanted[:1]  # the next calls go on
+            pass_seconds = model.pass_bytes([1])[0] / READ
+            budget = min(BUDGET, _SHARE * request.max_new_tokens * pass_seconds)
+        else:
+            budget = seconds / max(1, len(wanted))
         for place, timed in wanted:
             self.calls[place, *(source.key for source in timed)] += 1
             times = self.times.setdefault(place, {})
@@ -130,8 +134,7 @@ class _Calibration:
         if wanted:
             self.corrections.reset()
             self.costs.clear()
-            quiet = {place: each for place, each in self.times.items() if not disturbed(each)}
-            _write(self.file, quiet)
+            _write(self.file, self.times)
         missing = {
             each.key: traffic_of(model, each) for each in sources if each.key not in self.costs
         }
@@ -182,21 +185,26 @@ def _read(file: Path | None) -> dict[Place, Times]:
         for rows, context, source, tokens, seconds in json.loads(file.read_text(encoding="utf-8")):
             if not 0.0 < seconds < 1e6:
                 return {}
-            # twice, as times that nothing has disturbed
             place = times.setdefault(Place(int(rows), int(context)), {})
-            place[source, int(tokens)] = 2 * [float(seconds)]
+            place.setdefault((source, int(tokens)), []).append(float(seconds))
     except (OSError, ValueError, TypeError):
         return {}
     return times
 
 
 def _write(file: Path | None, times: Mapping[Place, Times]) -> None:
-    """Write typical times, whole or not at all; skipped if the folder cannot be written."""
+    """Write times, whole or not at all; skipped if the folder cannot be written.
+
+    Of undisturbed ones the typical time stands twice, of others the quickest two.
+    """
     lines = [
-        [*place, source, tokens, typical(seconds)]
+        [*place, source, tokens, each]
         for place, works in times.items()
         for (source, tokens), seconds in works.items()
-        if seconds and (source is None or isinstance(source, str))
+        if source is None or isinstance(source, str)
+        for each in (
+            sorted(seconds)[:2] if disturbed({(None, 1): seconds}) else 2 * [typical(seconds)]
+        )
     ]
     if file is None or not lines:
         return
