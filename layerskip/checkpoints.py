@@ -6,7 +6,9 @@ import json
 import logging
 import textwrap
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
 )
@@ -35,6 +39,7 @@ from layerskip.model.stored import store_halves, stored_words, unpacked_model
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, suggestion
+from layerskip.pictures import encode_pictures, pictures_shown
 from layerskip.prompts import Prompt
 
 # What transformers' documentation gives an assistant whose checkpoint does not say how many tokens
@@ -60,6 +65,51 @@ class Loaded:
         if path is None or not path.exists():
             return None
         return replace(SkipConfig.load(path), model=None)  # its model is here, whatever its name
+
+    @cached_property
+    def processor(self) -> Any:
+        """What encodes prompts with pictures.
+
+        Raises:
+            ValueError: the model takes text only, or its processor cannot be loaded.
+        """
+        kind, place = self.model.config.model_type, self.folder or self.name
+        if kind not in CONDITIONAL:
+            raise ValueError(
+                f"this model ({kind}) takes text only; pictures need {', '.join(CONDITIONAL)}"
+            )
+        try:
+            return AutoProcessor.from_pretrained(place)
+        except Exception as error:  # whatever goes wrong here is about the checkpoint
+            reason = textwrap.shorten(str(error).replace(str(place), "it"), 300, placeholder=" ...")
+            raise ValueError(f"the model's processor cannot be loaded: {reason}") from error
+
+    def inputs(self, prompt: Prompt) -> dict[str, Tensor]:
+        """The arguments of `layerskip.generate` for a prompt: token ids (1, T), and pictures.
+
+        Raises:
+            ValueError: as of `encode` and `processor`.
+        """
+        if pictures := pictures_shown(prompt.messages or ()):
+            return dict(self.encode_pictures(prompt.messages or (), pictures))
+        ids = encode(self.tokenizer, prompt).to(self.model.device)  # (1, T)
+        # without a mask the library takes a pad token in the prompt for padding
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def encode_pictures(
+        self, messages: Sequence[Any], pictures: Sequence[Any], **template: Any
+    ) -> Any:
+        """`pictures.encode_pictures` on the model's device, in its dtype.
+
+        Raises:
+            ValueError: as of `processor`, or the template or the processor refuses.
+        """
+        processor = self.processor
+        try:
+            encoded = encode_pictures(processor, messages, pictures, **template)
+        except Exception as error:  # they raise whatever they like
+            raise ValueError(f"the model's chat template or processor refuses: {error}") from error
+        return encoded.to(self.model.device, self.model.dtype)
 
     def opened(self, execution: str = "auto") -> Any:
         """The model opened up; an EAGLE-3 head as it is."""
@@ -89,6 +139,7 @@ def load(
     trust_remote_code: bool = False,
     bars: bool = False,
     packed: bool = True,
+    reads: bool = False,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
@@ -104,6 +155,7 @@ def load(
         bars: let the library show bars of its progress.
         packed: read weights of few bits as they are stored, where native passes serve the model
             (on a CPU, in float32 or bfloat16); else they are unpacked.
+        reads: take an encoder-decoder, too.
 
     Raises:
         ValueError: nothing by that name, a folder without a whole checkpoint, an unknown dtype, or
@@ -130,13 +182,15 @@ def load(
         if config.model_type in ASSISTANTS:
             how = "refused"
             reason = f"{name} drafts for a Gemma 4; name that, and this one as --assistant"
-        elif config.is_encoder_decoder and how != "refused":
-            how, reason = "refused", "encoder-decoders are served in Python: layerskip.generate"
+        elif config.is_encoder_decoder and not reads and how != "refused":
+            how = "refused"
+            reason = f"{name} is an encoder-decoder: layerskip generate takes it, in Python, too"
         if how == "refused":
             raise UnsupportedModelError(reason)
         # the library's two names for models that continue text
         causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
         auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto
         if is_packed(config) and how == "opened" and causal and place.type == "cpu":
             return _load_packed(name, folder, config, dtype, packed)
         loading = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as shown
@@ -20,6 +20,7 @@ from layerskip.files.schema import (
     parse,
     parse_characters,
 )
+from layerskip.pictures import showing
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
@@ -49,6 +50,11 @@ class Prompt:
         if self.text is None:
             return self
         return replace(self, text=None, messages=({"role": "user", "content": self.text},))
+
+    def showing(self, pictures: Sequence[Any]) -> Prompt:
+        """The chat with pictures of PIL in front of its last message."""
+        *before, last = self.as_chat().messages or ()
+        return replace(self, text=None, messages=(*before, showing(last, pictures)))
 
     def with_system(self, text: str) -> Prompt:
         """The chat with a system message in front, unless it has one of its own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,6 +185,21 @@ def pictures_of(
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
     return Pictures.of(features, placeholders, mask, two_way)
+
+
+@torch.no_grad()
+def look(model: Any, inputs: Mapping[str, Tensor]) -> Pictures | None:
+    """The pictures in a prompt that a processor has encoded, by the model's vision tower.
+
+    Raises:
+        ValueError: as of `pictures_of`.
+    """
+    given: dict[str, Any] = dict(inputs)
+    tower = model.base_model.get_image_features
+    names = inspect.signature(tower).parameters.keys() & given
+    images = tower(**{name: given.pop(name) for name in names}, return_dict=True)
+    given["mm_encoder_outputs"] = {"image": images}
+    return pictures_of(model, given["input_ids"], model.generation_config, given)
 
 
 def check_ids(input_ids: Any) -> None:

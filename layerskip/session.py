@@ -28,9 +28,9 @@ class Session:
 
     Calls that are given up keep what they have decoded. Everything is dropped when the model's
     weights or adapters change, or its dtype or device; each call reads all weights to see that,
-    which takes about as long as two tokens (see `fingerprint.checksum`). Prompts with pictures
-    neither use nor leave anything. What drafts themselves compute with (a second model, say) is not
-    kept.
+    which takes about as long as two tokens (see `fingerprint.checksum`). Of several prompts with
+    pictures in one call nothing is kept. What drafts themselves compute with (a second model, say)
+    is not kept.
 
     A session may serve several threads. What a call takes is copied into its own buffers.
 

@@ -1,10 +1,13 @@
 """Encoder-decoders: the same tokens as `transformers`, with drafts from what the encoder read."""
 
+import copy
 import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import save_checkpoint, tiny_tokenizer
+from commands import PROMPT, document, refused, run
 from marks import slow
 from models import Erratic, prompt, ragged, tiny_model
 from small import BATCHES, COSTS, EIGHT, NEW_TOKENS, decoded, every_draft, new_tokens, small_model
@@ -199,3 +202,24 @@ def test_costs_are_measured_with_what_the_first_row_read():
     out = layerskip.generate(small_model("t5"), {"input_ids": ids}, **how)
     assert out.sequences.tolist() == expected.tolist()
     assert out.costs.source in ("measured", "analytic")
+
+
+@pytest.mark.parametrize("family", ["t5", "t5gemma"])
+def test_generate_takes_them_and_other_commands_refuse_by_name(family, tmp_path):
+    model = copy.deepcopy(small_model(family)).float()
+    folder = save_checkpoint(tmp_path, model)
+    (tmp_path / "asked.txt").write_text(f"{PROMPT}\nw8 w8 w9\n")
+    want = []
+    for text in (PROMPT, "w8 w8 w9"):
+        ids = torch.tensor([tiny_tokenizer()(text)["input_ids"]])
+        out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        want.append(out[0, 1:].tolist())
+    flags = ("--prompts", tmp_path / "asked.txt", "--max-new-tokens", NEW_TOKENS, "--json")
+    own = ("--exit-layer", 1) if family == "t5gemma" else ()
+    for how in (("--controller", "fixed", *own), ("--no-draft",)):
+        got = document(run("generate", folder, *flags, *how))["results"]
+        assert [each["token_ids"] for each in got] == want
+        assert (sum(each["num_draft_tokens"] for each in got) > 0) is ("--no-draft" not in how)
+    for command in ("chat", "serve", "check"):
+        words = refused(command, folder)
+        assert words.endswith("is an encoder-decoder: layerskip generate takes it, in Python, too")

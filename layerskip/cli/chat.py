@@ -18,12 +18,14 @@ from layerskip.cli.flags import (
     Decoding,
     DrawnSeed,
     Form,
+    Images,
     Loading,
     MaxNewTokens,
     Quiet,
     Sampling,
     Wording,
 )
+from layerskip.cli.inputs import read_pictures
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import (
     Talk,
@@ -35,6 +37,7 @@ from layerskip.cli.terminal import (
     write_out,
 )
 from layerskip.files.writing import write_text
+from layerskip.pictures import parts_of, showing
 from layerskip.prompts import Prompt
 from layerskip.text import Detokenizer, decode_text
 
@@ -50,6 +53,7 @@ COMMANDS = {
     "/system TEXT": "another system message; alone: none; the conversation begins anew",
     "/draft": "what of the last answer was drafted, and what that gained",
     "/retry": "another answer to the last message",
+    "/image FILE": "show this picture with the next message",
     "/save FILE": "write the conversation to a file, as a line for layerskip run or generate",
     "/reset": "forget the conversation, and begin again at the seed",
     "/help": "this",
@@ -61,6 +65,7 @@ _SHOWN = {  # by source: the colour of its tokens, and what they are
     "laws": ("blue", "drawn from laws that were looked up"),
     "sublayers": ("cyan", "drafted by the model itself"),
     "assistant": ("magenta", "drafted by the second model"),
+    "mtp": ("cyan", "drafted by the checkpoint's own head"),
 }
 
 
@@ -71,6 +76,7 @@ def _shown(source: str) -> tuple[str, str]:
 
 def chat(
     *,
+    image: Images = None,
     wording: Wording,
     form: Form,
     decoding: Decoding,
@@ -84,11 +90,21 @@ def chat(
 
     Where standard input is no terminal, every line of it is a message, and answers are plain text.
     """
+    pictures = read_pictures(image)
     sampling.check(seed)
     wording.check(sampling.do_sample)
     form.check()
     talk = Talk(quiet)
-    with open_decoding(decoding, sampling, loading, talk, _check, form) as opened:
+
+    def check(loaded: Loaded) -> None:
+        assert not pictures or loaded.processor is not None  # refuses for a model of text
+        if not loaded.tokenizer.chat_template:
+            raise ValueError(
+                f"{loaded.name} has no chat template, it was not made for conversations; name a "
+                "model that was, as smollm2, or continue text with layerskip generate"
+            )
+
+    with open_decoding(decoding, sampling, loading, talk, check, form) as opened:
         loaded, settings = opened.loaded, opened.settings
         opened.model.backend.long_lived = True
         from layerskip.session import Session
@@ -97,6 +113,7 @@ def chat(
         conversation = Conversation(
             loaded, session, talk, max_new_tokens, wording.system, seed, settings["do_sample"]
         )
+        conversation.pictures += pictures
         typed = sys.stdin.isatty()
         if typed:
             talk.say("/help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
@@ -106,14 +123,6 @@ def chat(
                     break
             elif line.strip():
                 conversation.say(line)
-
-
-def _check(loaded: Loaded) -> None:
-    if not loaded.tokenizer.chat_template:
-        raise ValueError(
-            f"{loaded.name} has no chat template, it was not made for conversations; name a model "
-            "that was, as smollm2, or continue text with layerskip generate"
-        )
 
 
 def typed_lines() -> Iterator[str]:
@@ -154,6 +163,7 @@ class Conversation:
         answers: how many there were since the seed was set or the conversation forgotten.
         temperature: None is the model's setting.
         last: how the last answer came about.
+        pictures: those that the next message shows.
     """
 
     loaded: Loaded
@@ -167,6 +177,7 @@ class Conversation:
     temperature: float | None = None
     last: GenerationOutput | None = None
     answers: int = 0
+    pictures: list[Any] = field(default_factory=list)
 
     def reset(self) -> None:
         """Forget what was said."""
@@ -180,19 +191,29 @@ class Conversation:
             return
         *self.messages, message, answer = self.messages
         before = len(self.messages)
-        self.say(message["content"])
+        self._say(message)
         if len(self.messages) == before:
             self.messages += [message, answer]
 
     def save(self, path: Path) -> None:
         """Write what was said so far."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        said = [{**each, "content": parts_of(each)[-1]["text"]} for each in system + self.messages]
         try:
-            write_text(path, json.dumps({"messages": system + self.messages}) + "\n")
+            write_text(path, json.dumps({"messages": said}) + "\n")
         except OSError as error:
             self.talk.say(f"cannot write {path}: {error.strerror}")
             return
-        self.talk.say(f"{len(self.messages)} messages written to {path}")
+        self.talk.say(f"{len(self.messages)} messages written to {path}, without pictures")
+
+    def show(self, path: Path) -> None:
+        """Show a picture with the next message."""
+        try:
+            assert self.loaded.processor is not None  # which refuses for a model of text
+            self.pictures += read_pictures([path])
+            self.talk.say(f"the next message shows {len(self.pictures)} picture(s)")
+        except ValueError as error:
+            self.talk.say(str(error))
 
     def say(self, text: str) -> None:
         """Say something to the model and write its answer as it comes.
@@ -200,7 +221,10 @@ class Conversation:
         If it is ended by Ctrl-C, what was written is the answer. A message that cannot be answered
         is dropped, and the reason is told.
         """
-        message = {"role": "user", "content": text}
+        pictures, self.pictures = self.pictures, []
+        self._say(showing({"role": "user", "content": text}, pictures))
+
+    def _say(self, message: dict[str, Any]) -> None:
         try:
             output, ended = self._answer([*self.messages, message])
         except KeyboardInterrupt:  # before there was a token, or pressed again
@@ -219,16 +243,12 @@ class Conversation:
 
     def _answer(self, messages: Sequence[dict[str, Any]]) -> tuple[GenerationOutput, bool]:
         """The answer, written, and whether somebody ended it."""
-        import torch
-
-        from layerskip.checkpoints import encode
-
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = Prompt(id="1", messages=(*before, *messages))
-        ids = encode(self.loaded.tokenizer, prompt).to(self.loaded.model.device)  # (1, T)
+        inputs = self.loaded.inputs(prompt)
         config = self.loaded.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        room = max(1, min(self.max_new_tokens, limit - ids.shape[1]))
+        room = max(1, min(self.max_new_tokens, limit - inputs["input_ids"].shape[1]))
         told = reading(self.talk)
         with _interrupts() as interrupted:
 
@@ -238,7 +258,7 @@ class Conversation:
                 told(done, whole)
 
             output = self.session.generate(
-                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                inputs,
                 streamer=TextStream(self.loaded.tokenizer, unsplit(write_out)),
                 stopping_criteria=[lambda *_: interrupted()],  # the answer ends behind a token
                 seed=self._next_seed(),
@@ -311,6 +331,8 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         _draft(conversation, names)
     elif name == "/retry":
         conversation.retry()
+    elif name == "/image":
+        conversation.show(Path(rest))
     elif name == "/save":
         if rest:
             conversation.save(Path(rest))

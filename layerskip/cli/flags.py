@@ -44,6 +44,10 @@ Prompts = Annotated[
 Chat = Annotated[
     bool, typer.Option("--chat", help="Put each prompt into the chat template, as a user message.")
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", metavar="FILE", help="Show this picture to the model; repeatable."),
+]
 MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Generate at most N tokens."),

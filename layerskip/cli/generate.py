@@ -16,6 +16,7 @@ from layerskip.cli.flags import (
     Decoding,
     DrawnSeed,
     Form,
+    Images,
     Loading,
     MaxNewTokens,
     Quiet,
@@ -24,7 +25,7 @@ from layerskip.cli.flags import (
     flag,
     switch,
 )
-from layerskip.cli.inputs import read_given, spoken
+from layerskip.cli.inputs import read_given, read_pictures, spoken
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import (
     Talk,
@@ -57,6 +58,7 @@ def generate(
         "--prompt-file",
     ),
     chat: Chat = False,
+    image: Images = None,
     wording: Wording,
     form: Form,
     decoding: Decoding,
@@ -70,26 +72,24 @@ def generate(
 ) -> None:
     """Continue a prompt: faster than plain decoding, with the same text."""
     began = time.perf_counter()
+    pictures = read_pictures(image)
     chosen = spoken(_given_prompts(prompt, prompts), chat, wording.system)
+    chosen = [each.showing(pictures) for each in chosen] if pictures else chosen
     sampling.check(seed)
     wording.check(sampling.do_sample)
     form.check()
     if sampling.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
     talk = Talk(quiet)
-    inputs: list[Tensor] = []  # (1, T) each
+    inputs: list[dict[str, Tensor]] = []
 
     def encoded(loaded: Loaded) -> None:
-        from layerskip.checkpoints import encode
-
-        inputs.extend(encode(loaded.tokenizer, each).to(loaded.model.device) for each in chosen)
+        inputs.extend(map(loaded.inputs, chosen))
 
     results: list[dict[str, Any]] = []
-    with open_decoding(decoding, sampling, loading, talk, encoded, form) as opened:
+    with open_decoding(decoding, sampling, loading, talk, encoded, form, reads=True) as opened:
         loaded = opened.loaded
         settings = opened.settings | wording.settings(loaded.tokenizer)
-
-        import torch
 
         from layerskip.generation import generate as generate_tokens
         from layerskip.requests import end_tokens
@@ -97,17 +97,16 @@ def generate(
 
         ends = end_tokens(loaded.model)
         continued: Any = partial(generate_tokens, loaded.model)
-        if len(chosen) > 1:
+        if len(chosen) > 1 and not opened.model.encoder:
             continued = Session(loaded.model, execution=loading.execution).generate
-        for number, (each, ids) in enumerate(zip(chosen, inputs, strict=True)):
+        for number, (each, given) in enumerate(zip(chosen, inputs, strict=True)):
             own_seed = seed + number if sampling.do_sample and seed is not None else None
             if len(chosen) > 1 and (stream or not as_json):
                 write_out(f"{title(f'prompt {each.id}')}\n")
             talk.progress("" if stream else f"generating, prompt {number + 1} of {len(chosen)}")
             start = time.perf_counter()
             output = continued(
-                # without a mask the library takes a pad token in the prompt for padding
-                {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+                given,
                 streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
                 seed=own_seed,
                 progress=reading(talk),
@@ -117,7 +116,8 @@ def generate(
             )
             seconds, stats = time.perf_counter() - start, output.stats
             first = output.rounds[0].times[-1] - start
-            token_ids = output.sequences[0, ids.shape[1] :].tolist()
+            token_ids = [token for each_round in output.rounds for token in each_round.tokens[0]]
+            prompt_tokens = given["input_ids"].shape[1]
             text = decode_text(loaded.tokenizer, token_ids)
             if not stream and not as_json:
                 talk.progress("")
@@ -128,12 +128,12 @@ def generate(
                 "text": text,
                 "token_ids": token_ids,
                 "finish_reason": "stop" if stopped else "length",
-                "prompt_tokens": ids.shape[1],
+                "prompt_tokens": prompt_tokens,
                 "new_tokens": len(token_ids),
                 "seconds": seconds,
                 "tokens_per_second": len(token_ids) / seconds,
                 "time_to_first_token": first,
-                "prefill_tokens_per_second": (ids.shape[1] - stats.num_known_tokens) / first,
+                "prefill_tokens_per_second": (prompt_tokens - stats.num_known_tokens) / first,
                 "decode_tokens_per_second": (
                     (len(token_ids) - 1) / (seconds - first) if len(token_ids) > 1 else None
                 ),

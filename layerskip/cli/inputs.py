@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from typing import Any
 
+from layerskip.files.reading import read_text
 from layerskip.named import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
+from layerskip.pictures import read_picture
 from layerskip.prompts import Prompt, by_category, read_prompts
 
 
@@ -54,6 +57,19 @@ def read_tasks(folder: Path) -> list[Prompt]:
         for file in files
         for prompt in read_prompts(file)
     ]
+
+
+def read_pictures(paths: Sequence[Path] | None) -> list[Any]:
+    """The pictures of --image, read before the model is, so that errors come at once."""
+    pictures = []
+    for path in paths or ():
+        try:
+            pictures.append(read_picture(read_text(path)))
+        except OSError as error:
+            raise ValueError(f"picture {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"picture {path}: {error}") from error
+    return pictures
 
 
 def spoken(prompts: Sequence[Prompt], chat: bool, system: str | None = None) -> list[Prompt]:

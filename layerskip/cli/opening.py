@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 _MEASURING = 0.5  # seconds, where costs are not known from earlier commands
 
 
-def open_model(loading: Loading, talk: Talk) -> Loaded:
+def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
+    """A model, loaded; `reads` as of `checkpoints.load`."""
     talk.progress("importing torch and transformers")
     with _unsearched():
         from layerskip.checkpoints import load
 
     talk.progress(f"loading {loading.model}")
-    loaded = load(**loading.where, bars=sys.stderr.isatty() and not talk.quiet)
+    loaded = load(**loading.where, bars=sys.stderr.isatty() and not talk.quiet, reads=reads)
     talk.say(loaded.describe())
     return loaded
 
@@ -185,15 +186,17 @@ def open_drafts(
     check: Callable[[Loaded], None] = lambda loaded: None,
     *,
     plain: bool = False,
+    reads: bool = False,
 ) -> Iterator[Opened]:
     """A model on its threads, and its drafts, with copies of weights made.
 
     Args:
         check: told the model before anything is measured, so that it refuses early.
         plain: nothing is to draft.
+        reads: the model may be an encoder-decoder.
     """
     given, text, laws = flags.given(), flags.text(), kept_laws(flags)
-    loaded = open_model(loading, talk)
+    loaded = open_model(loading, talk, reads=reads)
     second = None if plain else second_model(flags, loading, loaded, talk)
     check(loaded)
     with open_passes(loaded, loading, talk) as model:
@@ -266,11 +269,14 @@ def open_decoding(
     talk: Talk,
     check: Callable[[Loaded], None],
     form: Form | None = None,
+    *,
+    reads: bool = False,
 ) -> Iterator[Opened]:
     """A model on its threads, with all settings of `layerskip.generate`; costs are measured.
 
     Args:
         check: told the model before anything is measured, so that it refuses early.
+        reads: the model may be an encoder-decoder, whose costs are measured behind its encoder.
     """
     processors: list[Any] = []
 
@@ -285,7 +291,7 @@ def open_decoding(
     idle = flags.pace | {"acceptance": sampling.acceptance}
     if flags.no_draft:
         warn_idle(flags.idle | idle, "with --no-draft")
-    with open_drafts(flags, loading, talk, checked, plain=flags.no_draft) as opened:
+    with open_drafts(flags, loading, talk, checked, plain=flags.no_draft, reads=reads) as opened:
         settings = opened.settings | flags.settings | {"acceptance": sampling.acceptance}
         names = opened.names if settings["enabled"] else []
         if not flags.no_draft:
@@ -293,7 +299,7 @@ def open_decoding(
             talk.say(f"drafts: {'none, as the skip config says' if off else opened.words}")
             if not opened.names:
                 warn_idle(idle, "without drafts")
-        if settings["enabled"]:
+        if settings["enabled"] and not opened.model.encoder:
             from layerskip.generation import LayerSkipDecoding
 
             talk.progress("measuring what drafting costs here")

@@ -72,7 +72,7 @@ class Decoder:
         drafts: sources of drafts; each row of a round takes one of them.
         max_draft_length: the most tokens any round drafts; 0 is plain decoding.
         cached: keys and values of earlier texts to start from, where those of this one are kept,
-            too; not for texts with pictures, or of an encoder-decoder.
+            too; not for several texts with pictures, or of an encoder-decoder.
 
     Raises:
         TypeError: the controller lacks a part of the protocol.
@@ -92,7 +92,8 @@ class Decoder:
     ) -> None:
         self.request = request
         self._weights: object = None  # that what is held is of
-        self.cached = cached if request.pictures is None and request.encoded is None else None
+        alone = request.pictures is None or len(request.input_ids) == 1
+        self.cached = cached if alone and request.encoded is None else None
         self.controller = controller = completed(controller)
         self.max_draft_length = max_draft_length
         ids = request.input_ids
@@ -190,7 +191,7 @@ class Decoder:
             self._weights = self.cached.check(passes.model, numbers=True)
             window = passes.cache.window
             for row, length in enumerate(lengths):
-                prompt = passes.prompts[row].tolist()
+                prompt = passes.tokens(row, length)
                 parts, same = self.cached.start(prompt, window, passes.needed)
                 filled.append(parts)
                 at = parts[-1].end if parts else 0

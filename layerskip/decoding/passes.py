@@ -76,6 +76,7 @@ class Passes(Batch):
     ) -> None:
         self.model = model
         self.pictures = None if pictures is None else pictures.to(model.device)
+        self._joined: dict[int, Pictures] = {}  # by row, of rows that have joined since
         self.prompts: list[Tensor] = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths: list[int] = [len(prompt) for prompt in prompts]
         self.emitted: Sequence[list[int]] = emitted
@@ -155,6 +156,12 @@ class Passes(Batch):
             every: whether logits are wanted behind each of these n tokens, (n, V).
         """
         place, first, length = self.place_of(row), self.lengths[row], self.prompt_lengths[row]
+        end = first + most
+        if (pictures := self._joined.get(row)) is not None and end in (inside := pictures.inside):
+            most = next(each for each in range(end, length + 1) if each not in inside) - first
+            if most > self.piece:  # it begins the next piece
+                end = max(each for each in range(first + 1, end) if each not in inside)
+                most = end - first
         rows, chunk = range(place, place + 1), self.prompts[row][None, first : first + most]
         self.cache.prefilled = False
         through = self.model.num_sublayers if every else self._through
@@ -179,9 +186,14 @@ class Passes(Batch):
     ) -> Tensor:
         """Run tokens (r, T) of the prompts in some places; states (r, T, H)."""
         self.cache.place(firsts, chunk.shape[1], lowest, rows)
-        pictures = None if self.pictures is None else self.pictures.some(rows)
-        hidden, step = self.model.feed(chunk, self.cache, self.rotary, pictures)
+        hidden, step = self.model.feed(chunk, self.cache, self.rotary, self._pictures(rows))
         return self._carry(hidden, step, 0, through)
+
+    def _pictures(self, rows: range) -> Pictures | None:
+        """The pictures in the prompts of some places."""
+        if self.pictures is not None:
+            return self.pictures.some(rows)
+        return self._joined.get(self.seated[rows.start])  # rows that join are run one by one
 
     def _finish_prompts(self, last: Tensor, rows: range) -> Tensor:
         """Logits behind the last tokens of the prompts in some places, of states (r, 1, H)."""
@@ -191,14 +203,21 @@ class Passes(Batch):
             lasts = [len(prompt) - 1 for prompt in prompts]
             ends = torch.stack([prompt[-1:] for prompt in prompts])  # (r, 1)
             self.cache.place(lasts, 1, min(lasts), rows)
-            _, step = self.model.feed(ends, self.cache, self.rotary, self.pictures)
+            _, step = self.model.feed(ends, self.cache, self.rotary, self._pictures(rows))
             last = self._carry(last, step, through, every)
         self.cache.prefilled = True
         return self.model.logits(last.transpose(0, 1))[0]
 
     def tokens(self, row: int, length: int) -> list[int]:
-        """A row's first tokens, of its prompt and those that it has emitted."""
+        """A row's first tokens, of its prompt and those that it has emitted.
+
+        Pictures have numbers of their own (see `Pictures.named`).
+        """
         prompt: list[int] = self.prompts[row][:length].tolist()
+        if self.pictures is not None:
+            prompt = self.pictures.named(row, prompt)
+        elif row in self._joined:
+            prompt = self._joined[row].named(0, prompt)
         return [*prompt, *self.emitted[row][: length - len(prompt)]]
 
     def parts(self, row: int, first: int, end: int) -> Iterator[tuple[Part, Tensor]]:
@@ -456,8 +475,11 @@ class Passes(Batch):
     def place_of(self, row: int) -> int:
         return self.seated.index(row)
 
-    def join(self, row: int, prompt: Sequence[int]) -> None:
+    def join(self, row: int, prompt: Sequence[int], pictures: Pictures | None = None) -> None:
         """Seat a row behind all others, with nothing computed yet."""
+        self._joined.pop(row, None)
+        if pictures is not None:
+            self._joined[row] = pictures.to(self.model.device)
         self.prompts[row] = torch.tensor(prompt, device=self.model.device)  # (T,)
         self.prompt_lengths[row], self.lengths[row] = len(prompt), 0
         self.emitted[row].clear()

@@ -7,7 +7,10 @@ Letters: B rows, W width of the prompts, N features, T tokens of a pass, H hidde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +78,29 @@ class Pictures:
         if self.blocks is None or not bool((self.blocks.gather(1, slots) >= 0).any()):
             return None
         return self.blocks
+
+    def named(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """A row's first tokens, with numbers below 0 that only equal pictures share as their
+        placeholders."""
+        named, numbers = list(tokens), self.numbers[row].tolist()
+        places = [place for place in range(len(named)) if numbers[place] >= 0]
+        for _, run in groupby(places, lambda place: numbers[place] - place):
+            first, *others = run
+            of = self.features[numbers[first] : numbers[first] + 1 + len(others)]  # (n, H)
+            held = of.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+            two_way = b"" if self.blocks is None else b"two-way"
+            digest = blake2b(held + two_way, digest_size=16)
+            for place in (first, *others):
+                named[place] = -1 - int.from_bytes(digest.digest())
+        return named
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest picture whose tokens see each other; 0: there is none."""
+        if self.blocks is None:
+            return 0
+        blocks = [row[row >= 0] for row in self.blocks]
+        return max((int(row.bincount().max()) for row in blocks if len(row)), default=0)
 
     @property
     def inside(self) -> frozenset[int]:

@@ -15,20 +15,12 @@ from layerskip.checkpoints import Loaded
 from layerskip.grammars import lark, response_format
 from layerskip.requests import end_tokens
 from layerskip.serving.answers import Answer, Choice
-from layerskip.serving.fields import (
-    Asked,
-    ChatAsked,
-    CompletionAsked,
-    Content,
-    Detokenize,
-    Message,
-    Refusal,
-    Tokenize,
-)
+from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Content, Refusal
 from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
+from layerskip.serving.prompts import prompts_of, seen_in
 from layerskip.serving.requests import TextRequest
 from layerskip.text import decode_text
 
@@ -48,6 +40,7 @@ class Served:
         reasoning: the marks around its reasoning, if it has some.
         longest_token: characters of a token, at most.
         added: tokens that a tokenizer has beside its model's, by their text.
+        eyes: what sees pictures, if it does.
     """
 
     name: str
@@ -63,6 +56,7 @@ class Served:
     reasoning: tuple[str, str] | None = None
     longest_token: int = 256
     added: Mapping[str, int] = field(default_factory=dict)
+    eyes: Loaded | None = None
 
     @classmethod
     def of(
@@ -105,6 +99,7 @@ class Served:
             reasoning=reasoning_of(reasoning_parser, template),
             longest_token=max(map(len, tokenizer.get_vocab())),
             added=tokenizer.get_added_vocab(),
+            eyes=loaded,
         )
 
     def marks(self, texts: Sequence[str]) -> frozenset[int]:
@@ -129,18 +124,20 @@ def answer_of(asked: Asked, served: Served) -> Answer:
         asked.check()
     told, echo = asked.told, isinstance(asked, CompletionAsked) and asked.echo
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
-    prompts, reader = _prompts(asked, served), _Readers(asked, served)
+    prompts, seen = prompts_of(asked, served)
+    reader = _Readers(asked, served)
     shared = {
         **_sampling(asked, served),
         "eos": frozenset() if asked.ignore_eos else served.ends | {*asked.stop_token_ids},
         "predicted": _predicted(asked, served),
         "top_logprobs": told,
-        "prompt_logprobs": echo and told is not None,
+        "prompt_logprobs": int(echo and told is not None),
     }
     before, grammar = _bias(asked, served), reader.grammar() or _grammar(asked, served)
     choices = list[Choice]()
     for prompt in prompts:
         limit = _limit(asked, len(prompt), served)
+        pictures = None if seen is None else seen_in(seen, served)
         penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
         stop = StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None
         for number in range(asked.n):
@@ -150,6 +147,7 @@ def answer_of(asked: Asked, served: Served) -> Answer:
                 seed=seed + (number if asked.same_seed else len(choices)),
                 stop=stop,
                 processors=[*before, *([penalties] if penalties else []), *grammar],
+                pictures=pictures,
                 **shared,
             )
             choice = Choice(
@@ -265,105 +263,6 @@ class _Readers:
             return [lark(f"start: calls\n{rules}", served.tokenizer, eos=ends)]
         except ValueError as error:
             raise Refusal(400, f"tools: {error}", param="tools") from error
-
-
-def _prompts(asked: Asked, served: Served) -> list[list[int]]:
-    """Token ids of each prompt."""
-    if isinstance(asked, ChatAsked):
-        param, prompts = "messages", [_chat(asked, served)]
-    else:
-        assert isinstance(asked, CompletionAsked)
-        param, prompts = "prompt", []
-        for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                _check_length(len(prompt), param, served)
-                prompt = served.tokenizer(prompt)["input_ids"]
-            prompts.append(prompt)
-    if not prompts or not all(prompts):
-        raise Refusal(400, f"{param} must hold at least one token", param=param)
-    for prompt in prompts:
-        _check_tokens(prompt, param, served)
-    return prompts
-
-
-def _check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
-    strange = next((token for token in tokens if not 0 <= token < served.vocabulary), None)
-    if strange is not None:
-        message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange}"
-        raise Refusal(400, message, param=param)
-
-
-def _check_length(characters: int, param: str, served: Served) -> None:
-    """Refuse what is too long in any case, before it is encoded."""
-    most = served.context * served.longest_token
-    if characters > most:
-        message = (
-            f"{param} has {characters} characters, more than the {served.context} tokens of this "
-            "model's texts can hold; make it shorter"
-        )
-        raise Refusal(400, message, param=param, code="context_length_exceeded")
-
-
-def _chat(asked: ChatAsked, served: Served) -> list[int]:
-    also = dict(asked.chat_template_kwargs)
-    if asked.tools and asked.choice != "none":
-        also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
-    if asked.reasoning_effort is not None:
-        also["reasoning_effort"] = asked.reasoning_effort
-    return _templated(asked.messages, also, served)
-
-
-def _templated(messages: Sequence[Message], also: Mapping[str, Any], served: Served) -> list[int]:
-    """Messages through the chat template, with what else it is told."""
-    tokenizer = served.tokenizer
-    if not tokenizer.chat_template:
-        raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
-    spoken = [message.spoken() for message in messages]
-    _check_length(sum(len(each["content"]) for each in spoken), "messages", served)
-    try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            spoken, **{"add_generation_prompt": True, **also, "return_dict": True}
-        )["input_ids"]
-    except Exception as error:  # a template refuses in whatever way it likes
-        message = f"the model's chat template refuses these messages: {error}"
-        raise Refusal(400, message, param="messages") from error
-    return ids
-
-
-def tokenized(asked: Tokenize, served: Served) -> dict[str, Any]:
-    """Token ids of a text or a chat, in vLLM's shape.
-
-    Raises:
-        Refusal: there is not one of both, or it is too long or refused by the template.
-    """
-    if (asked.prompt is None) == (not asked.messages):
-        raise Refusal(400, "give prompt or messages, one of them", param="prompt")
-    if asked.prompt is not None:
-        _check_length(len(asked.prompt), "prompt", served)
-        special = asked.add_special_tokens
-        ids = served.tokenizer(asked.prompt, add_special_tokens=special)["input_ids"]
-    else:
-        also = {"add_generation_prompt": asked.add_generation_prompt, **asked.chat_template_kwargs}
-        ids = _templated(asked.messages, also, served)
-    told = served.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-    return {
-        "count": len(ids),
-        "max_model_len": served.context,
-        "tokens": ids,
-        "token_strs": told,
-    }
-
-
-def tokenizer_info(served: Served) -> dict[str, Any]:
-    """What evaluators ask about the tokenizer: special tokens and the chat template."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
-    return {name: getattr(served.tokenizer, name, None) for name in names}
-
-
-def detokenized(asked: Detokenize, served: Served) -> dict[str, str]:
-    """The text of token ids, special ones included."""
-    _check_tokens(asked.tokens, "tokens", served)
-    return {"prompt": served.tokenizer.decode(asked.tokens)}
 
 
 def _limit(asked: Asked, prompt: int, served: Served) -> int:

@@ -169,7 +169,7 @@ class Batch:
         row = self._free.pop()
         self._draws[row] = text.open(row, self.seats, passes.emitted[row], self.model)
         self.seats[row] = text
-        passes.join(row, text.request.prompt)
+        passes.join(row, text.request.prompt, text.request.pictures)
         self.controller.forget(row)
 
     def leave(self, text: Text) -> None:
@@ -191,20 +191,24 @@ class Batch:
 
         Behind the last one the text is in rounds.
         """
-        passes, row, every = self.passes, text.row, text.request.prompt_logprobs
+        passes, row, scored = self.passes, text.row, text.request.prompt_logprobs
         if not passes.lengths[row]:  # by now more may be cached than when it joined
             if not any(passes.lengths[each] for each in passes.seated):
                 # not beside texts on their way, which new weights would spoil anyway
                 self._weights = self.cached.check(self.model)
             text.weights = self._weights
-            window, prompt = passes.cache.window, text.request.prompt
-            filled, same = self.cached.start([] if every else prompt, window, passes.needed)
+            window = passes.cache.window
+            prompt = passes.tokens(row, scored or text.prompt_length)
+            filled, same = self.cached.start(prompt, window, passes.needed)
             passes.fill(row, filled)
             text.counts.cached = passes.lengths[row]
             text.marks = passes.cache.marks(text.prompt_length, same)
         before = passes.lengths[row]
         ahead = sorted(mark for mark in text.marks if mark > before)
+        every = 0 < scored <= before + 1
         most = min(most, passes.piece, _SCORED if every else most)
+        if before + 1 < scored:
+            most = min(most, scored - 1 - before)
         if ahead and self.model.recurrent:
             most = min(most, ahead[0] - before)
         raw = passes.prefill_piece(row, most, every)  # (1, V), or (n, V)

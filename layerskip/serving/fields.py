@@ -84,6 +84,30 @@ class TextPart(Fields):
 Content = str | list[TextPart]
 
 
+class ImageUrl(Fields):
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"  # processors have one size
+
+
+class Part(Fields):
+    """A piece of text, or a picture."""
+
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: str | ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _is_its_type(self) -> Part:
+        if self.model_fields_set != {"type", self.type}:
+            raise ValueError(f"a part of type {self.type} needs {self.type}, and nothing else")
+        return self
+
+    @property
+    def address(self) -> str | None:
+        """Where a picture is; None of text."""
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
+
+
 class Called(Fields):
     name: str
     arguments: str | dict[str, Any] = "{}"
@@ -98,7 +122,7 @@ class ToolCall(Fields):
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = ""
+    content: str | list[Part] = ""
     name: str | None = None
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
@@ -112,12 +136,26 @@ class Message(Fields):
             raise ValueError("a message needs content, unless it is an assistant's")
         return self
 
+    @property
+    def parts(self) -> list[Part]:
+        """What is said, in parts."""
+        content = self.content
+        return [Part(type="text", text=content)] if isinstance(content, str) else content
+
+    @property
+    def pictures(self) -> list[str]:
+        """Addresses of its pictures."""
+        return [part.address for part in self.parts if part.address is not None]
+
     def spoken(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        text = self.content
+        """The message as chat templates read it: text, or parts where it has pictures."""
+        parts = [
+            {"type": "text", "text": part.text} if part.address is None else {"type": "image"}
+            for part in self.parts
+        ]
         told: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": text if isinstance(text, str) else "".join(part.text for part in text),
+            "content": parts if self.pictures else "".join(part.text for part in self.parts),
         }
         also = ("name", "tool_call_id", "reasoning_content")
         told |= {name: value for name in also if (value := getattr(self, name)) is not None}

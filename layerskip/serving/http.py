@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
 from layerskip.serving.answers import Answer
-from layerskip.serving.api import Served, answer_of, detokenized, tokenized, tokenizer_info
+from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import (
     Asked,
     ChatAsked,
@@ -30,6 +30,7 @@ from layerskip.serving.fields import (
     read,
 )
 from layerskip.serving.metrics import Metrics
+from layerskip.serving.prompts import detokenized, tokenized, tokenizer_info
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
 from layerskip.serving.responses import Response as AsResponse
 from layerskip.serving.responses import ResponseAsked
@@ -61,6 +62,7 @@ def make_app(
     metrics = Metrics(serving, served.name)
     # one thread: what tokenizers do beside each other is theirs to say
     encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
+    looking = ThreadPoolExecutor(1, thread_name_prefix="looking")  # which takes seconds
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -70,6 +72,7 @@ def make_app(
         finally:
             await asyncio.to_thread(serving.stop)
             encoding.shutdown()
+            looking.shutdown()
 
     async def check_key(request: Request) -> None:
         if api_key is None:
@@ -140,9 +143,10 @@ def make_app(
     async def about_tokenizer() -> Response:
         return JSONResponse(tokenizer_info(served))
 
-    async def encoded(work: Callable[..., Any], *arguments: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(encoding, work, *arguments)
+    async def encoded(work: Callable[..., Any], asked: Any, served: Served) -> Any:
+        shows = any(each.pictures for each in getattr(asked, "messages", ()))
+        pool = looking if shows else encoding
+        return await asyncio.get_running_loop().run_in_executor(pool, work, asked, served)
 
     def translate(path: str, kind: type[BaseModel], work: Callable[..., Any]) -> None:
         @app.post(path, dependencies=keyed)

@@ -1,4 +1,4 @@
-"""The requests that a batch serves, and what it reports of each; no model, no tensors."""
+"""The requests that a batch serves, and what it reports of each; no model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layerskip.decoding.seats import Reason
+from layerskip.model.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class TextRequest:
         predicted: token ids that the text probably has (or nearly): looked up as drafts.
         top_logprobs: of every token, how many of the largest log-probabilities of the law before
             warpers are told, beside its own; None: none at all.
-        prompt_logprobs: whether these are told of the prompt's tokens, too.
+        prompt_logprobs: from which of the prompt's tokens on these are told of them, too, at least
+            1; 0: of none.
+        pictures: what the prompt's placeholders stand for, one row.
     """
 
     prompt: Sequence[int]
@@ -38,7 +41,8 @@ class TextRequest:
     processors: Sequence[Any] = ()
     predicted: Sequence[int] = ()
     top_logprobs: int | None = None
-    prompt_logprobs: bool = False
+    prompt_logprobs: int = 0
+    pictures: Pictures | None = None
     speculate: bool = True
 
 
@@ -75,7 +79,7 @@ class Piece:
 
     Attributes:
         logprobs: of each, its own and the largest ones as {token: log-probability}, if asked for.
-        prompt_logprobs: of each token of the prompt but the first, likewise; in the first piece.
+        prompt_logprobs: of the prompt's tokens that are asked for, likewise; in the first piece.
         reason: why the text has ended; None while it goes on.
     """
 

@@ -148,6 +148,12 @@ class Serving:
             check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))
         for request, tell in requests:
             text = Text.of(request, batch.model.model, batch.max_tokens, batch.longest, tell)
+            longest = 0 if request.pictures is None else request.pictures.longest
+            if longest > batch.passes.piece:
+                raise ValueError(
+                    f"a picture of {longest} tokens that see each other cannot be read at once "
+                    f"beside other texts, at most {batch.passes.piece}; use layerskip.generate"
+                )
             needed = batch.passes.nbytes(1, text.slots)
             if needed > self.memory:
                 raise ValueError(

@@ -45,6 +45,8 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
         return most
     counts = [*(1 << power for power in range((most - 1).bit_length())), most]
     token = torch.tensor([0])  # (1,)
+    if model.encoder:
+        model = model.reading(model.encode(token[None], torch.ones_like(token[None])))
     passes = Passes(model, [], [token], max_new_tokens=1, max_draft_length=0)
     passes.prefill()
     seconds: dict[int, list[float]] = {count: [] for count in counts}

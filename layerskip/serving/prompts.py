@@ -1,0 +1,145 @@
+"""Prompts of requests as token ids: encoded, or put into the chat template with their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from layerskip.model.pictures import Pictures
+from layerskip.pictures import pictures_in
+from layerskip.requests import look
+from layerskip.serving.fields import (
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Detokenize,
+    Message,
+    Refusal,
+    Tokenize,
+)
+
+if TYPE_CHECKING:
+    from layerskip.serving.api import Served
+
+Encoded = Mapping[str, Any]
+
+
+def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded | None]:
+    """Token ids of each prompt; of a chat with pictures, all that its processor says."""
+    seen: Encoded | None = None
+    if isinstance(asked, ChatAsked):
+        ids, seen = _chat(asked, served)
+        param, prompts = "messages", [ids]
+    else:
+        assert isinstance(asked, CompletionAsked)
+        param, prompts = "prompt", []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                _check_length(len(prompt), param, served)
+                prompt = served.tokenizer(prompt)["input_ids"]
+            prompts.append(prompt)
+    if not prompts or not all(prompts):
+        raise Refusal(400, f"{param} must hold at least one token", param=param)
+    for prompt in prompts:
+        _check_tokens(prompt, param, served)
+    return prompts, seen
+
+
+def _check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
+    strange = next((token for token in tokens if not 0 <= token < served.vocabulary), None)
+    if strange is not None:
+        message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange}"
+        raise Refusal(400, message, param=param)
+
+
+def _check_length(characters: int, param: str, served: Served) -> None:
+    """Refuse what is too long in any case, before it is encoded."""
+    most = served.context * served.longest_token
+    if characters > most:
+        message = (
+            f"{param} has {characters} characters, more than the {served.context} tokens of this "
+            "model's texts can hold; make it shorter"
+        )
+        raise Refusal(400, message, param=param, code="context_length_exceeded")
+
+
+def _chat(asked: ChatAsked, served: Served) -> tuple[list[int], Encoded | None]:
+    also = dict(asked.chat_template_kwargs)
+    if asked.tools and asked.choice != "none":
+        also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
+    if asked.reasoning_effort is not None:
+        also["reasoning_effort"] = asked.reasoning_effort
+    return _templated(asked.messages, also, served)
+
+
+def _templated(
+    messages: Sequence[Message], also: Mapping[str, Any], served: Served
+) -> tuple[list[int], Encoded | None]:
+    """Messages through the chat template, with what else it is told; as of `prompts_of`."""
+    tokenizer = served.tokenizer
+    if not tokenizer.chat_template:
+        raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
+    spoken = [message.spoken() for message in messages]
+    characters = sum(len(part.text) for each in messages for part in each.parts)
+    _check_length(characters, "messages", served)
+    if addresses := [place for each in messages for place in each.pictures]:
+        try:
+            assert served.eyes is not None
+            assert served.eyes.processor is not None  # which refuses for a model of text
+            seen = served.eyes.encode_pictures(spoken, pictures_in(addresses), **also)
+        except ValueError as error:
+            raise Refusal(400, f"messages: {error}", param="messages") from error
+        return seen["input_ids"][0].tolist(), seen
+    try:
+        ids: list[int] = tokenizer.apply_chat_template(
+            spoken, **{"add_generation_prompt": True, **also, "return_dict": True}
+        )["input_ids"]
+    except Exception as error:  # a template refuses in whatever way it likes
+        message = f"the model's chat template refuses these messages: {error}"
+        raise Refusal(400, message, param="messages") from error
+    return ids, None
+
+
+def seen_in(seen: Encoded, served: Served) -> Pictures | None:
+    """What the model sees in the pictures of a prompt."""
+    assert served.eyes is not None
+    try:
+        return look(served.eyes.model, seen)
+    except ValueError as error:
+        raise Refusal(400, f"messages: {error}", param="messages") from error
+
+
+def tokenized(asked: Tokenize, served: Served) -> dict[str, Any]:
+    """Token ids of a text or a chat, in vLLM's shape.
+
+    Raises:
+        Refusal: there is not one of both, or it is too long or refused by the template.
+    """
+    if (asked.prompt is None) == (not asked.messages):
+        raise Refusal(400, "give prompt or messages, one of them", param="prompt")
+    if asked.prompt is not None:
+        _check_length(len(asked.prompt), "prompt", served)
+        special = asked.add_special_tokens
+        ids = served.tokenizer(asked.prompt, add_special_tokens=special)["input_ids"]
+    else:
+        also = {"add_generation_prompt": asked.add_generation_prompt, **asked.chat_template_kwargs}
+        ids, _ = _templated(asked.messages, also, served)
+    told = served.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": served.context,
+        "tokens": ids,
+        "token_strs": told,
+    }
+
+
+def tokenizer_info(served: Served) -> dict[str, Any]:
+    """What evaluators ask about the tokenizer: special tokens and the chat template."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+    return {name: getattr(served.tokenizer, name, None) for name in names}
+
+
+def detokenized(asked: Detokenize, served: Served) -> dict[str, str]:
+    """The text of token ids, special ones included."""
+    _check_tokens(asked.tokens, "tokens", served)
+    return {"prompt": served.tokenizer.decode(asked.tokens)}
