@@ -302,15 +302,17 @@ def test_bad_models_and_settings_are_refused():
         Session(small_model("bart"))
 
 
-def test_prompts_with_pictures_neither_use_nor_leave_anything():
+def test_several_prompts_with_pictures_leave_nothing_and_one_its_keys():
     model = conditional("gemma3")
     session = Session(model, memory=LARGE)
-    inputs = inputs_of(model, "gemma3", (24,), ((3,),))
-    for _ in range(2):
+    both = inputs_of(model, "gemma3", (24, 18), ((3,), ()))
+    one = inputs_of(model, "gemma3", (24,), ((3,),))
+    for inputs, known in ((both, 0), (one, 0), (one, 23), (both, 0)):
         out = session.generate(inputs, **how())
         alone = layerskip.generate(model, inputs, **how())
         assert out.sequences.tolist() == alone.sequences.tolist()
-        assert out.stats.num_known_tokens == session.nbytes == 0
+        assert out.stats.num_known_tokens == known
+    assert session.num_texts == 1
 
 
 def test_several_threads_share_a_session():
