@@ -146,7 +146,7 @@ class Run:
             )
         return pd.DataFrame(rows).astype(dict.fromkeys((*PHASES, "read", "memory"), float))
 
-    @property
+    @cached_property
     def typical(self) -> pd.DataFrame:
         """One line per (batch size, method, unit): medians of `calls` over the unit's repeats."""
         grouped = self.calls.groupby(["batch_size", "method", "unit"], sort=False)

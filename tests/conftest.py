@@ -19,13 +19,13 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-_FEWEST, _SHARE, _MOST = 2, 4, 12
+_FEWEST, _SHARE, _MOST = 2, 4, 8
 _APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres", "ray"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of matrices one case in four, 2 to 12 in all, run by default; others are thorough.
+    """Of matrices one case in four, 2 to 8 in all, run by default; others are thorough.
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """

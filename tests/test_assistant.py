@@ -29,8 +29,8 @@ EXIT = SkipConfig.early_exit(4).resolve(6)
 # ---- Decoding; that the text and its law are the target's: in `test_every_kind.py`. ----
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
+@pytest.mark.parametrize("family", ["llama", *thorough("gemma2"), "gemma3"])
 def test_a_copy_of_the_target_is_always_right(family, execution):
     """Its state is that of a fresh start, behind others' drafts that fell and in windows, too."""
     model = model_of(family)

@@ -595,6 +595,7 @@ def test_expected_gain_starts_well(length, allowed):
 BATCH_ALPHAS = (0.5, 0.65, 0.7, 0.9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rows", [*thorough(4), 8])
 def test_expected_gain_never_loses_3_percent_in_a_batch(rows):
     costs = {}

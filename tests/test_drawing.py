@@ -38,7 +38,7 @@ CONTROLLERS = {"fixed": Fixed(LENGTH), "confidence": Confidence(0.15, LENGTH)}
 ROUNDS = [
     *slow(("an exit", "fixed", NO_END), ("an exit", "confidence", NO_END)),
     *slow(("scattered", "fixed", NO_END)),
-    ("scattered", "confidence", EOS),
+    *thorough(("scattered", "confidence", EOS)),
 ]
 
 

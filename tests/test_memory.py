@@ -119,6 +119,7 @@ def test_less_than_3_percent_beside_model_and_cache(model, execution, rows):
     assert beside < 0.03 + library
 
 
+@pytest.mark.thorough
 def test_a_prompt_in_one_piece_would_be_seen(model, sizes):
     sizes(chunk=lambda *_: 8 * PROMPT)
     assert overhead(model, 4, execution="fused", do_sample=False) > 0.1
@@ -162,7 +163,7 @@ class Largest(TorchDispatchMode):
     [
         pytest.param(False, False, id="greedy"),
         pytest.param(True, False, id="coupled", marks=pytest.mark.thorough),
-        pytest.param(True, True, id="rejection"),
+        pytest.param(True, True, id="rejection", marks=pytest.mark.thorough),
     ],
 )
 def test_laws_of_many_rows_need_no_fresh_mappings(sample, rejection):

@@ -573,6 +573,7 @@ exec c++ "$@"
 """
 
 
+@pytest.mark.thorough
 def test_a_compiler_that_fails_is_not_asked_again(built, fresh, monkeypatch):
     words = "native.cpp:1: fatal error: no such vectors"
     compiler = fresh / "c++"

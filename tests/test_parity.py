@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import covering
-from marks import slow
+from marks import slow, thorough
 from models import (
     EVERY,
     MODULES_ONLY,
@@ -201,7 +201,7 @@ def held_out(name, count):
     return model, ids, mask
 
 
-@pytest.mark.parametrize("name", SHIPPED_SKIPS)
+@pytest.mark.parametrize("name", [*thorough("demo-gemma4"), "demo-llama"])
 @pytest.mark.parametrize(("count", "new_tokens"), [(10, 20), *slow((60, 160))])
 def test_shipped_models_on_held_out_prompts(name, count, new_tokens):
     if name == "demo-gemma4":

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from marks import thorough
 from models import Growing, lively_model, ragged, seated
 from transformers import TemperatureLogitsWarper
 
@@ -67,6 +68,7 @@ def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch):
     assert wrong.sequences.tolist() != plain.sequences.tolist()
 
 
+@pytest.mark.thorough
 def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch):
     """The negative control: ranked by another place's noise they seldom are; the text stays."""
 
@@ -93,7 +95,7 @@ def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch):
     assert share() < right / 2
 
 
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("sample", [*thorough(False), True])
 def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample):
     how = {"do_sample": sample, "max_new_tokens": 80, "rows": 1}
     plain = decoded(None, **how)
@@ -107,7 +109,7 @@ def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample):
     assert rounds[True, STEEP] == rounds[False, STEEP]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*thorough(torch.float32), torch.bfloat16])
 def test_native_texts_are_the_targets(built, dtype):
     model = lively_model("llama", dtype=dtype)
     ids, mask = ragged((9, 4, 13))

@@ -180,6 +180,7 @@ def test_going_on_adds_what_is_missing(folder, prompts, found, tmp_path, searche
     assert record["finalists"][0]["confirmed"] is None
 
 
+@pytest.mark.thorough
 def test_a_database_is_shared_between_folders(tmp_path, searched):
     storage = ("--storage", f"sqlite:///{tmp_path}/study.db", "--study-name", "ours")
     for number, asked in enumerate((2, 4)):
@@ -225,6 +226,7 @@ def test_a_search_around_healed_weights(folder, prompts, tmp_path, searched, mon
     assert "is healed in 4 bits, and 8 bits were asked for" in reason
 
 
+@pytest.mark.thorough
 def test_samplers_and_spaces_by_name(searched, tmp_path):
     """A study that one sampler began, another goes on with."""
     for sampler, trials_asked in (("random", 12), ("tpe", 14), ("ours", 15)):

@@ -8,6 +8,7 @@ import pytest
 import search_files
 import torch
 from cost_records import MACHINES, cost_record
+from marks import thorough
 from models import lively_model, prompt
 
 import layerskip
@@ -376,7 +377,7 @@ class TestResult:
         result.skip.save(tmp_path / "skip.json")
         assert drafted(llama, tmp_path / "skip.json").stats.num_drafts == 0
 
-    @pytest.mark.parametrize("space", ["sublayer", "layer", "exit"])
+    @pytest.mark.parametrize("space", [*thorough("sublayer", "layer"), "exit"])
     def test_layers_that_do_nothing_are_left_out(self, space):
         model = idle_end()
         result = find(model, space=f"{space},controller", trials=40)

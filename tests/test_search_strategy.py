@@ -153,6 +153,7 @@ class TestLedger:
             found = searched(space, Landscape(space.num_layers, 0), 100)
             assert sorted(finished_sets(found, space)) == sorted(set(space.enumerate()) - {0})
 
+    @pytest.mark.thorough
     def test_a_draft_that_loses_ends_early(self):
         """Its value is an estimate; the best one's is not."""
         landscape, pieces = Landscape(12, 0), []
