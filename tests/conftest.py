@@ -45,6 +45,14 @@ def _modules_are_no_garbage():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _costs_are_measured_in_a_moment():
+    """By two sweeps over all passes; users get more, and so does `test_costs.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("layerskip.timing.rounds.SWEEPS", 2)
+        yield
+
+
 @pytest.fixture(scope="session")
 def llama():
     """A tiny model that no test changes."""
@@ -93,6 +101,7 @@ SIZES = {
     "batch_rate": "decoding.expected_gain.BATCH_RATE",
     "wide": "model.fused.WIDE",
     "free_memory": "drafts.free_memory",
+    "sweeps": "timing.rounds.SWEEPS",
 }
 
 

@@ -47,6 +47,11 @@ SKIPS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def as_many_sweeps_as_users_get(sizes):
+    sizes(sweeps=12)
+
+
 def request(lengths=(40,), *, sample=False, processors=(), new_tokens=5):
     ids, mask = ragged(lengths, seed=1)
     return Request(

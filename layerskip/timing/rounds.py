@@ -25,7 +25,7 @@ TOKENS = (1, 2, 4, 8, 16)  # of a row in the passes timed
 _MOST = 80  # of all rows in a pass, unless that is few for each
 _FEW = 5  # tokens of a row that are timed in any case
 STEPS = 4  # of the drafts that a step's time is read off
-_SWEEPS = 12  # half as many leave twice the spread
+SWEEPS = 12  # half as many leave twice the spread
 CONTEXT = 4
 BUDGET = 0.3  # seconds that a call spends on costs, at most
 _PATIENCE = 4  # times the budget, if costs were asked for and times are disturbed
@@ -124,7 +124,7 @@ def time_rounds(
     growth, longest = sum(count or STEPS + 3 for _, count in order), min(most, tokens[-1])
     limits = [source.max_positions for source in sources if source.max_positions]
     room = min([model.max_positions, *limits]) - zeros - len(prompt) - longest - 3
-    sweeps = min(_SWEEPS, room // growth)
+    sweeps = min(SWEEPS, room // growth)
     if sweeps < 2:
         return
     asked = replace(
