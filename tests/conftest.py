@@ -4,12 +4,14 @@ import gc
 import json
 import os
 import random
+import sys
 import zlib
 from collections import defaultdict
 
 import pytest
 from hypothesis import settings
 
+sys.dont_write_bytecode = False  # asserts are rewritten once, not in each process of each run
 # read once, when torch is imported; tests run side by side, and each child process inherits it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["LAYERSKIP_CACHE"] = ""  # no times of passes from before, and none for later

@@ -284,6 +284,7 @@ class TestResult:
         assert len(sources) == 2
         assert sources[0].num_draft_tokens > 0
 
+    @pytest.mark.thorough
     def test_a_draft_vocabulary_is_searched_too(self, tmp_path):
         """Where heads are dear; the config has its tokens with it, and the same text."""
         model = tiny()
@@ -388,7 +389,9 @@ class TestResult:
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
     @pytest.mark.parametrize(
-        "law", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 40}], ids=["greedy", "sampled"]
+        "law",
+        [{}, *thorough({"do_sample": True, "temperature": 0.7, "top_k": 40})],
+        ids=["greedy", "sampled"],
     )
     def test_given_costs_it_is_the_same_again(self, llama, law):
         shares = []
@@ -423,6 +426,7 @@ class TestResult:
         assert defaults == [6, 32, 60, 228]
         assert len(find(llama, space="exit,lookup", trials=None).record["trials"]) == 5
 
+    @pytest.mark.thorough
     def test_the_rejection_rule(self, llama, tmp_path):
         law = {"do_sample": True, "temperature": 0.8, "top_k": 50, "acceptance": "rejection"}
         result = find(llama, trials=3, held_out=HELD_OUT, repeats=1, **law)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kinds import BLOCKS, weights_of
+from marks import thorough
 from models import VOCABULARY, Fickle, Growing, lively_model, near, pure
 from small import small_model
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -285,7 +286,7 @@ def test_encoder_decoders_are_refused_by_their_reason():
         Serving(small_model("t5"))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+@pytest.mark.parametrize("family", ["gemma3", *thorough("mistral")])
 def test_layers_with_windows(family, sizes):
     sizes(piece=8)
     long = [*range(VOCABULARY)]
@@ -316,7 +317,7 @@ def test_layers_with_windows_hold_little_in_every_row(sizes):
     assert [*map(said, told)] == [alone(model, task) for task in tasks]
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
 def test_second_best_tokens_are_verified_beside_chains(model, execution):
     """Of texts side by side, sampled and greedy; each one's path is kept."""
     how = {"skip": SkipConfig.low_precision(4), "execution": execution}

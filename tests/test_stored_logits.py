@@ -134,6 +134,7 @@ def test_files_that_are_none_are_refused_in_a_line(tmp_path):
         StoredLogits.load(tmp_path / "laws").check(Sublayers(kinds.model_of("llama")))
 
 
+@pytest.mark.thorough
 def test_the_command_line_makes_keeps_and_refuses_them(tmp_path):
     laws, text = str(tmp_path / "laws"), tmp_path / "text"
     text.write_text("Once there was a fox. " * 9)

@@ -323,6 +323,7 @@ def test_the_forward_pass_is_the_drafts(tmp_path):
     assert (got - want).abs().max() < 0.02 * (rounded - want).abs().max()  # float16 on the way
 
 
+@pytest.mark.thorough
 def test_what_is_healed_is_healed_further(tmp_path):
     model = lively_model("llama", dtype=torch.float32)
     skip = training(tmp_path / "first", model, tokens=1500, rate=3e-3).run()
