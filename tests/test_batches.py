@@ -320,8 +320,7 @@ def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("execution", "chunk"),
-    [("modules", 7), ("fused", 1), *slow(("fused", 7))],
+    ("execution", "chunk"), [("modules", 7), ("fused", 1), *slow(("fused", 7))]
 )
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @torch.no_grad()

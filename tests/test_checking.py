@@ -411,13 +411,7 @@ def test_rounds_follow_the_target(rejection, draft_seed):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    [
-        "redraw from p",
-        "accept all",
-        "accept half",
-        *thorough("same noise"),
-    ],
+    "rule", ["redraw from p", "accept all", "accept half", *thorough("same noise")]
 )
 def test_wrong_accept_rules_fail(monkeypatch, rule):
     """The negative control: known-wrong samplers, each one that somebody has shipped."""

@@ -8,16 +8,7 @@ from kinds import weights_of
 from marks import slow
 from models import VOCABULARY, Erratic, lively_model, near, prompt
 from official import assistant_of
-from pictured import (
-    COSTS,
-    KINDS,
-    LARGE,
-    NEW_TOKENS,
-    PLACEHOLDER,
-    TWO_WAY,
-    conditional,
-    inputs_of,
-)
+from pictured import COSTS, KINDS, LARGE, NEW_TOKENS, PLACEHOLDER, TWO_WAY, conditional, inputs_of
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig

@@ -113,9 +113,7 @@ def name_of(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [*PAIRS, *slow(*((case,) for case in TRIPLES if case not in PAIRS))],
-    ids=name_of,
+    "case", [*PAIRS, *slow(*((case,) for case in TRIPLES if case not in PAIRS))], ids=name_of
 )
 def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case):
     family, skip, name, rows, lengths, execution = case

@@ -213,10 +213,7 @@ def check(case, folder):
 
 
 @pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
-@pytest.mark.parametrize(
-    "count",
-    [2, *thorough(8), *slow(100)],
-)
+@pytest.mark.parametrize("count", [2, *thorough(8), *slow(100)])
 def test_random_cases(count, tmp_path):
     """So many of each kind of drafts; others every time when slow."""
     torch.manual_seed(0)

@@ -60,10 +60,7 @@ def states(found):
 
 
 class TestQuality:
-    @pytest.mark.parametrize(
-        ("bits", "exits"),
-        [(None, False), *thorough((8, True), (8, False))],
-    )
+    @pytest.mark.parametrize(("bits", "exits"), [(None, False), *thorough((8, True), (8, False))])
     def test_finds_the_optimum_of_spaces_that_are_listed_whole(self, bits, exits):
         space = Space(kind="sublayer", num_layers=4, bits=bits) if bits else TWELVE_BITS
         landscape = Landscape(space.num_layers, seed=2, exits=exits)
@@ -187,10 +184,7 @@ class TestLedger:
 
 
 class TestStops:
-    @pytest.mark.parametrize(
-        "storage",
-        ["{}/study.log", *thorough("sqlite:///{}/study.db")],
-    )
+    @pytest.mark.parametrize("storage", ["{}/study.log", *thorough("sqlite:///{}/study.db")])
     def test_resuming_goes_on_as_if_nothing_had_stopped(self, storage, tmp_path):
         landscape, space = Landscape(7, 1), Space(kind="sublayer", num_layers=7)
         whole, storage = searched(space, landscape, 17, seed=3), storage.format(tmp_path)
