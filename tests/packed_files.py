@@ -34,6 +34,10 @@ CONFIGS = {
     "gptq 8 g_idx": GPTQ | {"bits": 8, "desc_act": True},
     "gptq v2 4 g_idx": GPTQ | {"bits": 4, "checkpoint_format": "gptq_v2"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    "torchao int 8": {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int8Weight"}},
+    },
     "fp8": {"quant_method": "fp8", "weight_block_size": [32, 32]},
 }
 
@@ -96,9 +100,11 @@ def matrix(rng, name, rows, columns, dtype, size=0.1):
         made |= {f"weight_{key}": tensor for key, tensor in order.items()}
         if "zeros" in name or order:
             made["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
-    elif name == "int 8":
+    elif "int 8" in name:
         kept = torch.from_numpy((codes - middle).astype(np.int8))
         made = {"weight": kept, "weight_scale": scales}
+        if "torchao" in name:
+            made = {"_weight_qdata": kept, "_weight_scale": scales}
     else:
         scales = scales[:1, 0] if "matrix" in name else scales
         if "blocks" in name or name == "fp8":

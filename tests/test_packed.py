@@ -173,6 +173,11 @@ SPOILT = {
     "negative": ("pack 4 g_idx", {"weight_g_idx": lambda t: t - 5}, "its g_idx must be in 0..1"),
     "size": ("pack 4", {"weight_shape": lambda t: t * 2}, "must be [64, 64], got [128, 128]"),
     "blocks": ("float blocks", {"weight_scale": lambda t: t[:1]}, "fit no matrix (64, 64)"),
+    "int4": (
+        {"quant_method": "torchao", "quant_type": "int4_weight_only"},
+        {},
+        "4 bits of torchao",
+    ),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, {}, "format 'marlin' of GPTQ is not read"),
     "gemv": ({"quant_method": "awq", "version": "gemv"}, {}, "AWQ in version 'gemv' with 4 bits"),
     "nvfp4": (compressed("nvfp4-pack-quantized"), {}, "'nvfp4-pack-quantized' of compressed-ten"),

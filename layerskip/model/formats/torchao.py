@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from layerskip.model.formats.codes import Codes, Read, byte_codes
@@ -14,7 +15,7 @@ def torchao(config: dict[str, Any]) -> Read:
     Raises:
         ValueError: its 4 bits are packed for one kind of device.
     """
-    if "int4" in str(config.get("quant_type")).lower():
+    if re.search("int4_?weight", str(config.get("quant_type")), re.IGNORECASE):
         raise ValueError(
             "4 bits of torchao are packed for one kind of device, and are not read; read are its "
             "integers of 8 bits (Int8WeightOnlyConfig, IntxWeightOnlyConfig) and FP8"
