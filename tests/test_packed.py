@@ -17,6 +17,7 @@ from layerskip.checkpoints import load
 from layerskip.drafts import explain_drafts
 from layerskip.model import extension
 from layerskip.model.fingerprint import fingerprint
+from layerskip.model.formats.codes import Codes
 from layerskip.model.formats.folders import left_whole, reader
 from layerskip.model.formats.tensors import Tensors
 from layerskip.model.opening import sublayers_of
@@ -54,6 +55,20 @@ def test_numbers_are_those_of_the_reference_bit_by_bit(tmp_path, name):
             assert torch.equal(made, numbers.float())
         few = stored[2:5]
         assert torch.equal(few.unpacked(), numbers[2:5].float())
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_codes_times_all_scales_are_rounded_as_the_reference_rounds(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).expand(2048, 256)
+    scales = (1 + torch.arange(2048) / 2048)[:, None].to(dtype)  # all mantissas
+    for zero, size in ((0, 2.0**-9), (255, 2.0**-20), (128, 1.0)):
+        zeros = torch.full(scales.shape, zero)
+        made = Codes(codes, 8, scales * size, zeros, 256)
+        values = (codes.double() - zero) * (scales * size).double()
+        ours = made.weight(torch.float32, packed=True)
+        assert torch.equal(ours.unpacked(), values.to(dtype).float())
+        assert torch.equal(made.numbers(), values.to(dtype))
 
 
 @native

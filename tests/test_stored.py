@@ -43,6 +43,7 @@ def test_codes_in_groups_mean_what_they_are_scaled_to(form, bits):
     )
     scales = torch.from_numpy(rng.normal(0, 1, (rows, 3)).astype(np.float32))
     zeros = torch.from_numpy(rng.integers(0, 16, (rows, 3)).astype(np.float32))
+    zeros = zeros * 0 if form == "F8-F32" else zeros
     weight = grouped(codes, scales, zeros, form)
     values = codes.float()
     if form == "F8-F32":
@@ -139,13 +140,14 @@ def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path):
 
 
 def grouped(codes, scales, zeros, form):
-    """Codes (R, C) with scales and zeros (R, G) as `stored.cpp` reads them."""
+    """Codes (R, C) with scales and zeros (R, G) as `stored.cpp` reads them; FP8 has no zeros."""
     columns = codes.shape[1]
     kept = codes.to(torch.uint8)
     if form == "G4-F32":
         halves = kept.unflatten(1, (-1, 2, 16))
         kept = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    parts = [kept, *(each.contiguous().view(torch.uint8) for each in (scales, zeros))]
+    given = (scales,) if form == "F8-F32" else (scales, zeros)
+    parts = [kept, *(each.contiguous().view(torch.uint8) for each in given)]
     return Stored(torch.cat(parts, 1), form, columns, torch.float32, columns // scales.shape[1])
 
 

@@ -27,7 +27,7 @@ class Codes:
         codes: (R, C), uint8, or float8_e4m3fn.
         bits: of a code, 4 or 8.
         scales: (R, G), in float32, bfloat16 or float16.
-        zeros: (R, G), whole numbers in 0..256; None stands for zeros.
+        zeros: (R, G), whole numbers in 0..256; None with FP8.
         width: how many columns a group has; the last may have fewer.
         groups: (C,), the group of each column, where that is not column // width.
     """
@@ -78,8 +78,11 @@ class Codes:
         return values * self.scales[:, groups]
 
     def _stored(self, dtype: torch.dtype) -> Stored | None:
-        """As native passes read it; None where groups are no units, or unequal."""
+        """As native passes read it; None where groups are no units, or unequal, or extreme."""
         columns = self.codes.shape[1]
+        least, most = self.scales.float().abs().aminmax()
+        if least < 2.0**-100 or most > 2.0**100:  # products round in another way
+            return None
         if self.width % UNIT or columns % self.width:
             return None
         codes, order = self.codes, None
@@ -92,8 +95,9 @@ class Codes:
         if self.bits == 4:
             halves = codes.unflatten(1, (-1, 2, UNIT // 2))
             codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)  # (R, C / 2)
-        zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
-        parts = [codes, self.scales, zeros.to(self.scales.dtype)]
+        parts = [codes, self.scales]
+        if self.zeros is not None:  # as with all but FP8
+            parts.append(self.zeros.to(self.scales.dtype))
         data = torch.cat([_bytes(each) for each in parts], 1)
         kind = "G" if self.codes.dtype == torch.uint8 else "F"
         form = f"{kind}{self.bits}-{_SUFFIXES[self.scales.dtype]}"
