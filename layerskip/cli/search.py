@@ -272,12 +272,7 @@ def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]
 
 
 def _run(
-    steps: Search,
-    trials: int | None,
-    sampler: Any,
-    timeout: float | None,
-    output: Path,
-    talk: Talk,
+    steps: Search, trials: int | None, sampler: Any, timeout: float | None, output: Path, talk: Talk
 ) -> None:
     """The trials, with a line of progress; they are written down, also where Ctrl-C ends them."""
     from layerskip.search.record import trials_table

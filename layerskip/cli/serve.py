@@ -30,9 +30,7 @@ def serve(
     ),
     name: str | None = flag("What clients call the model.  [default: its own name]", "NAME"),
     context: int | None = flag(
-        "Longest prompt and text together, in tokens.  [default: the model's own limit]",
-        "N",
-        min=2,
+        "Longest prompt and text together, in tokens.  [default: the model's own limit]", "N", min=2
     ),
     max_new_tokens: int = flag(
         "Generate at most N tokens, where a client does not say.", "N", default=1024, min=1

@@ -294,11 +294,7 @@ def train_exits(
             model = random_model(config, loaded.model, recipe.seed)
         if texts is None or asked is not None:
             corpus = Corpus(
-                model,
-                loaded.tokenizer,
-                asked,
-                temperature=recipe.temperature,
-                seed=recipe.seed,
+                model, loaded.tokenizer, asked, temperature=recipe.temperature, seed=recipe.seed
             )
 
         def progress(what: str, share: float) -> None:

@@ -128,19 +128,10 @@ class Decoder:
             )
             for row, emitted in enumerate(self.emitted)
         ]
-        draws = Draws(
-            request.law,
-            self.seats,
-            rejection=request.rejection,
-            native=model.drawn,
-        )
+        draws = Draws(request.law, self.seats, rejection=request.rejection, native=model.drawn)
         self.target = LiveTarget(self.passes, self.seats, [draws] * rows, joint=True)
         self._speculator = Speculator(
-            self.target,
-            controller,
-            self.seats,
-            longest=max_draft_length,
-            rejection=draws.rejection,
+            self.target, controller, self.seats, longest=max_draft_length, rejection=draws.rejection
         )
         self.stats = DecodingStats(
             sources=[SourceCounts(each.name) for each in self.passes.sources]

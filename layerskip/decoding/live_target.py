@@ -29,12 +29,7 @@ class LiveTarget:
     """
 
     def __init__(
-        self,
-        passes: Passes,
-        seats: Sequence[Seat],
-        draws: Sequence[Draws],
-        *,
-        joint: bool,
+        self, passes: Passes, seats: Sequence[Seat], draws: Sequence[Draws], *, joint: bool
     ) -> None:
         self.passes, self.seats, self.draws = passes, seats, draws
         self._joint = draws[0] if joint else None

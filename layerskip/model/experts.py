@@ -100,10 +100,7 @@ class Mixture:
 
 
 def mixing(
-    route: Route,
-    experts: Experts,
-    before: Function | None = None,
-    after: Function | None = None,
+    route: Route, experts: Experts, before: Function | None = None, after: Function | None = None
 ) -> Function:
     """A mixture as one function of hidden states (..., H), with the norms around its experts."""
 

@@ -65,11 +65,7 @@ class RecurrentCache(LibraryCache):
     """
 
     def __init__(
-        self,
-        rows: int,
-        slots: int,
-        windows: Sequence[int | None],
-        make: Callable[[], list[Any]],
+        self, rows: int, slots: int, windows: Sequence[int | None], make: Callable[[], list[Any]]
     ) -> None:
         super().__init__(rows, slots, windows)
         self.make = make

@@ -30,15 +30,7 @@ from layerskip.model.cache import RowCache
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.beginnings import Beginnings
-from layerskip.replay.drawing import (
-    NOTHING,
-    Drawn,
-    Histories,
-    TextPlaces,
-    draw,
-    propose,
-    scores_at,
-)
+from layerskip.replay.drawing import NOTHING, Drawn, Histories, TextPlaces, draw, propose, scores_at
 from layerskip.requests import check_tokens
 
 DRAFT_LENGTH = 8

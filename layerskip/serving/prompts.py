@@ -125,12 +125,7 @@ def tokenized(asked: Tokenize, served: Served) -> dict[str, Any]:
         also = {"add_generation_prompt": asked.add_generation_prompt, **asked.chat_template_kwargs}
         ids, _ = _templated(asked.messages, also, served)
     told = served.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-    return {
-        "count": len(ids),
-        "max_model_len": served.context,
-        "tokens": ids,
-        "token_strs": told,
-    }
+    return {"count": len(ids), "max_model_len": served.context, "tokens": ids, "token_strs": told}
 
 
 def tokenizer_info(served: Served) -> dict[str, Any]:

@@ -230,10 +230,7 @@ class Response:
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self._open(
-                    "function_call",
-                    call_id=call["id"],
-                    name=call["function"]["name"],
-                    arguments="",
+                    "function_call", call_id=call["id"], name=call["function"]["name"], arguments=""
                 )
             self._items[-1]["arguments"] += call["function"]["arguments"]
             if more := call["function"]["arguments"]:

@@ -192,10 +192,7 @@ class OfTexts(Source):
     """Drafts what texts bring with them; an error there ends one text only."""
 
     def __init__(
-        self,
-        key: str,
-        texts: Sequence[Any],
-        begin: Callable[[Text], ForcedRow | LookupRow | None],
+        self, key: str, texts: Sequence[Any], begin: Callable[[Text], ForcedRow | LookupRow | None]
     ) -> None:
         self._key, self.texts, self.begin = key, texts, begin
 

@@ -229,9 +229,7 @@ def _nearest(rows: Sequence[tuple[float, ...]], values: Sequence[float]) -> list
 
 
 def _longer(
-    model: Sublayers,
-    sources: Mapping[str, Source],
-    seconds: Mapping[Place, Mapping[Work, float]],
+    model: Sublayers, sources: Mapping[str, Source], seconds: Mapping[Place, Mapping[Work, float]]
 ) -> dict[str, Any]:
     """What more tokens of a pass, and tokens before it, cost."""
     place, works = next(iter(seconds.items()))

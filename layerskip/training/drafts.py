@@ -122,12 +122,7 @@ class Training(Stages):
     """
 
     def __init__(
-        self,
-        opened: Sublayers,
-        corpus: data.Corpus,
-        recipe: Recipe,
-        folder: Path,
-        **said: Any,
+        self, opened: Sublayers, corpus: data.Corpus, recipe: Recipe, folder: Path, **said: Any
     ) -> None:
         self.student = self._student(recipe.kind)
         chosen = self.student.skip_for(recipe.kind, recipe.skip, opened.num_layers)

@@ -238,11 +238,7 @@ class ExitTraining(Stages):
             answers = (text.ids for text in data.all_texts(work / "texts"))
             texts = chain(answers, texts)
         written = token_files.write_tokens(
-            texts,
-            work,
-            tokens=need,
-            length=recipe.window,
-            apart=APART,
+            texts, work, tokens=need, length=recipe.window, apart=APART
         )
         for total in self.timed("texts", written):
             self.progress(f"texts: {total:,} tokens", min(1.0, total / need))

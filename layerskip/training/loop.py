@@ -152,10 +152,7 @@ def _read_shards(model: nn.Module, optimizers: Optimizers, path: Path) -> dict[s
     state = _shards_of(model, optimizers) | {"step": 0, "seconds": 0.0, "log": []}
     load(state, checkpoint_id=path)
     dcp_state.set_state_dict(
-        model,
-        optimizers,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizers"],
+        model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"]
     )
     return state
 

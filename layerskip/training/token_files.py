@@ -98,12 +98,7 @@ def check_length(texts: Iterable[list[int]], windows: int, length: int) -> None:
 
 
 def write_tokens(
-    texts: Iterable[list[int]],
-    folder: Path,
-    *,
-    length: int,
-    tokens: float,
-    apart: int,
+    texts: Iterable[list[int]], folder: Path, *, length: int, tokens: float, apart: int
 ) -> Iterator[int]:
     """Write texts to the files TRAIN and APART of a folder, whole or not at all (see `split`).
 

@@ -36,11 +36,6 @@ class Gemma3Pictures(Conditional):
 GEMMA = Gemma("gemma", norm="one plus")
 GEMMA2 = Gemma2("gemma2", norms=AROUND, norm="one plus", windows="by type", softcap=True)
 GEMMA3 = Gemma(
-    "gemma3_text",
-    package="gemma3",
-    norms=AROUND,
-    norm="one plus",
-    windows="by type",
-    softcap=True,
+    "gemma3_text", package="gemma3", norms=AROUND, norm="one plus", windows="by type", softcap=True
 )
 GEMMA3_PICTURES = Gemma3Pictures("gemma3", softcap=False, types="token_type_ids")
