@@ -3,6 +3,7 @@
 That the text and its law are the target's, and replays: in `test_every_kind.py`.
 """
 
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -242,6 +243,11 @@ def test_the_command_line_takes_a_folder(tmp_path, monkeypatch):
     beside = document(run("generate", folder, *flags, *drafts))
     assert beside["token_ids"] == plain["token_ids"]
     assert [each["name"] for each in beside["sources"]][:2] == ["lookup", "assistant"]
+    rows = tmp_path / "rows.jsonl"
+    result = run("run", folder, prompts, "--output", rows, *flags[2:4], *drafts, "--no-lookup")
+    [row] = map(json.loads, rows.read_text().splitlines())
+    assert row["token_ids"] == plain["token_ids"], result.output
+    assert row["drafted"] > 0
     output = tmp_path / "run.jsonl"
     methods = ("--method", "self-assistant", "--method", "generate-assistant")
     few = ("--max-new-tokens", 6, "--repeats", 1, "--warmup", 0, "--output", output)

@@ -7,10 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
 
+import commands
 import pytest
+import torch
 from answers import FLAGS, SAMPLED, rows, run, settled, started
+from checkpoints import save_checkpoint
+from small import small_model
 
 import layerskip
 from layerskip.checkpoints import encode, load
@@ -51,6 +56,23 @@ def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_
         assert run(given, parts, *SAMPLED, "--shard", f"{index}/2").exit_code == 0
         assert len(rows(parts)) == count
     assert settled(parts) == settled(whole)
+
+
+def test_models_that_run_whole_answer_files(tmp_path):
+    folder = save_checkpoint(tmp_path / "whole", deepcopy(small_model("phi")).float())
+    asked, output = tmp_path / "asked.txt", tmp_path / "out"
+    asked.write_text("w5 w7 w5 w7\nw9 w8\n")
+    result = commands.run(
+        *("run", folder, asked, "--output", output, "--max-new-tokens", 8, "--controller", "fixed")
+    )
+    assert result.exit_code == 0, result.output
+    loaded = load(str(folder))
+    for number, text in enumerate(("w5 w7 w5 w7", "w9 w8"), 1):
+        row = rows(output)[str(number)]
+        ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
+        out = loaded.model.generate(ids, max_new_tokens=8, do_sample=False)
+        assert row["token_ids"] == out[0, ids.shape[1] :].tolist()
+    assert sum(row["drafted"] for row in rows(output).values()) > 0
 
 
 @pytest.mark.thorough

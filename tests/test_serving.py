@@ -18,6 +18,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import layerskip
 from layerskip import Proposal, SkipConfig, Source, State
+from layerskip.checkpoints import load
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.research.logit_lookup import LogitLookup
 from layerskip.research.stored_logits import StoredLogits
@@ -640,3 +641,30 @@ def test_tasks_of_a_thread_of_its_own(model):
     serving.stop()
     assert said(told) == alone(model, task)
     assert waits[-1].reason in ("cancelled", "length")
+
+
+def test_the_harness_of_evaluations_takes_it_as_a_model():
+    """Texts and scores are those of lm-evaluation-harness's own class for the library."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from layerskip.bench.lm_eval import LayerSkipLM
+
+    loaded = load("demo-llama", dtype="float64")
+    theirs = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=2)
+    few = {"until": ["\n"], "max_gen_toks": 12}
+    asked = {
+        "generate_until": [("def f(x", few), ("import", few)],
+        "loglikelihood": [("def f", "(x):"), ("def f", "(x, y)"), ("", "import os")],
+        "loglikelihood_rolling": [("import os\nimport sys\n" * 5,)],
+    }
+    for draft in (True, False):
+        ours = LayerSkipLM("demo-llama", dtype="float64", batch_size=2, draft=draft)
+        for kind, arguments in asked.items():
+            requests = [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+            got, want = (getattr(each, kind)(requests) for each in (ours, theirs))
+            if kind != "generate_until":
+                got, want = (torch.tensor(each, dtype=torch.float64) for each in (got, want))
+                torch.testing.assert_close(got, want)
+            assert kind != "generate_until" or got == want
