@@ -10,6 +10,7 @@ from commands import PROMPT, refused, run
 from models import VOCABULARY, Erratic, lively_model, prompt, ragged, tiny_model
 from safetensors.torch import load_file, save_file
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from transformers import AutoModelForCausalLM
 
 import layerskip
 from layerskip.drafts import explain_drafts
@@ -322,6 +323,42 @@ def test_training_unrolls_the_steps_of_decoding():
             out, raw = reference(model, head.config, weights, tokens, states)
             assert torch.allclose(got[step][0, place], raw[-1, 5:60].float(), atol=1e-3)
             states = torch.cat([states, out[-1:]])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
+def test_speculators_reads_what_is_written(family, tmp_path):
+    """And its training steps draft the tokens that ours do (needs that package)."""
+    pytest.importorskip("speculators")
+    from speculators import SpeculatorModel, SpeculatorModelConfig
+
+    save_checkpoint(tmp_path / "model", lively_model(family, dtype=torch.float32))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    target, ids = sublayers_of(model), prompt(20)
+    head = new_head(target, torch.arange(5, 60))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        for weight in head.layers.parameters():
+            weight.add_(0.2 * torch.randn_like(weight))
+    save_eagle(head, tmp_path / "head")
+    config = SpeculatorModelConfig.from_pretrained(tmp_path / "head")
+    config.transformer_layer_config._attn_implementation = "eager"
+    theirs = SpeculatorModel.from_pretrained(tmp_path / "head", config=config)
+    for name, weight in theirs.state_dict().items():
+        if not name.startswith("verifier_"):
+            ours = head.state_dict().get(name)
+            assert name == "t2d" or torch.equal(weight, ours), name
+    reading = read(target, head, ids)
+    drafted = theirs(
+        hidden_states=reading.states[:, :-1],
+        input_ids=ids[:, 1:],
+        document_ids=torch.zeros_like(ids[:, 1:]),
+        ttt_steps=3,
+    )
+    for step, logits in enumerate(unrolled(head, reading, head.lm_head.weight, 3)):
+        assert drafted[step][:, : logits.shape[1]].tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ ROOMS = {
     "analysis": 2_380,
     "scripts": 740,
 }
-WHOLE = 39_995  # all but tests, C++ included
-TESTS = 26_350
+WHOLE = 40_000  # all but tests, C++ included
+TESTS = 26_380
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
 

@@ -31,6 +31,8 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
     At first it passes on the deepest states that it reads, to the target's own norm and head.
     """
     config, layers, model = target.config, target.num_layers, target.model
+    usual = [2, layers // 2, layers - 3]  # which differ from eight layers on
+    depths = usual if layers >= 8 else sorted({1, (layers + 1) // 2, layers})
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     width, heads = config.hidden_size, config.num_attention_heads
@@ -58,7 +60,7 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
             "draft_vocab_size": len(tokens),
             "norm_before_residual": False,
             "target_hidden_size": width,
-            "eagle_aux_hidden_state_layer_ids": [min(2, layers), layers // 2, max(1, layers - 3)],
+            "eagle_aux_hidden_state_layer_ids": depths,
             "tie_word_embeddings": False,
             "transformer_layer_config": shape,
             "speculators_config": {
@@ -79,7 +81,7 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
             weight.copy_(random if weight.dim() > 1 else torch.ones(()))
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             nn.init.zeros_(head.layers[0].get_submodule(name).weight)  # type: ignore[arg-type]
-        head.fc.weight.copy_(torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], 1))
+        nn.init.zeros_(head.fc.weight)[:, -width:].fill_diagonal_(1.0)
         head.norm.weight.copy_(target.decoder.norm(one)[0, 0])  # a Gemma's has 1 added
         head.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
         head.lm_head.weight.copy_(target.unembedding.weight[tokens])
