@@ -62,11 +62,11 @@ class Codes:
             raise ValueError("a code is NaN")
         if self.groups is not None and not ((self.groups >= 0) & (self.groups < shape[1])).all():
             raise ValueError(f"its g_idx must be in 0..{shape[1] - 1}")
-        stored = self._stored(dtype) if packed else None
-        numbers = self.numbers() if stored is None else stored
-        if not (numbers.isfinite().all() if stored is None else stored.finite()):
+        most = self.scales.float().abs().amax() * 512  # than which no number is more
+        if most > torch.finfo(self.scales.dtype).max and not self.numbers().isfinite().all():
             raise ValueError("a number is not finite")
-        return numbers.to(dtype)
+        stored = self._stored(dtype) if packed else None
+        return self.numbers().to(dtype) if stored is None else stored
 
     def numbers(self) -> Tensor:
         """What the codes mean, (R, C), in the dtype of the scales."""
