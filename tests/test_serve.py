@@ -572,6 +572,7 @@ class TestRefusals:
     def test_what_asks_for_nothing_is_taken(self, place):
         idle = {"user": "me", "store": False, "stop": None, "suffix": None, "top_k": -1}
         idle |= {"repetition_penalty": 1.0, "skip_special_tokens": True}
+        idle |= {"max_completion_tokens": 24}  # guidellm sends it beside max_tokens
         got = place.post("completions", {"prompt": STORY, **GREEDY, **idle})
         assert got.json()["choices"][0]["text"] == place.text(STORY, 24)
 

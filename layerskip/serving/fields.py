@@ -228,6 +228,7 @@ class Asked(Fields):
     seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
     max_tokens: int | None = Field(None, ge=0, le=_LARGE)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_LARGE)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: Penalty = 0.0
@@ -258,7 +259,15 @@ class Asked(Fields):
     @property
     def most(self) -> tuple[str, int | None]:
         """The field that limits new tokens, and what it says."""
-        return "max_tokens", self.max_tokens
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        if self.max_tokens not in (None, self.max_completion_tokens):  # some clients send both
+            raise Refusal(
+                400,
+                "max_tokens is the old name of max_completion_tokens; give one of them",
+                param="max_tokens",
+            )
+        return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def told(self) -> int | None:
@@ -269,7 +278,6 @@ class Asked(Fields):
 class ChatAsked(Asked):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=_LARGE)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_LARGE)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] = []
@@ -298,18 +306,6 @@ class ChatAsked(Asked):
         if not self.tools and self.tool_choice != "required":
             return "none"
         return self.tool_choice or "auto"
-
-    @property
-    def most(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is None:
-            return super().most
-        if self.max_tokens is not None:
-            raise Refusal(
-                400,
-                "max_tokens is the old name of max_completion_tokens; give one of them",
-                param="max_tokens",
-            )
-        return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def told(self) -> int | None:
