@@ -74,6 +74,18 @@ def built():
 
 
 @pytest.fixture
+def priced(monkeypatch):
+    """Costs that take no time to measure."""
+    from layerskip.costs.speculation import CostTable
+
+    table = CostTable(0.2, (1.0, 1.1, 1.2))
+    for module in ("decoders", "bench.plans"):
+        monkeypatch.setattr(
+            f"layerskip.{module}.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
+        )
+
+
+@pytest.fixture
 def given(tmp_path):
     """A file of nine prompts of several lengths."""
     draw = random.Random(0)

@@ -14,7 +14,6 @@ from models import lively_model
 from layerskip.checkpoints import load
 from layerskip.cli.benchmark import DEFAULT_METHODS
 from layerskip.cli.inputs import first_in_turn
-from layerskip.costs.speculation import CostTable
 from layerskip.files.records import read_run
 from layerskip.prompts import Prompt
 
@@ -39,14 +38,7 @@ def tasks(tmp_path):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def priced(monkeypatch):
-    """Costs that take no time to measure."""
-    table = CostTable(0.2, (1.0, 1.1, 1.2))
-    for module in ("decoders", "bench.plans"):
-        monkeypatch.setattr(
-            f"layerskip.{module}.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
-        )
+pytestmark = pytest.mark.usefixtures("priced")
 
 
 def words(model, output, *more):

@@ -23,7 +23,6 @@ from layerskip.cli import main as cli
 from layerskip.cli.flags import Decoding, Loading
 from layerskip.cli.terminal import PATIENCE, Talk, TextStream, reading
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.speculation import CostTable
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
 from layerskip.files.records import read_run, read_unfinished
@@ -566,15 +565,6 @@ def test_idle_threads_give_way_soon_where_nobody_says_otherwise(name, monkeypatc
 def bench(folder, prompts, output, *flags):
     few = ("--max-new-tokens", 6, "--repeats", 1, "--warmup", 0)
     return run("benchmark", folder, "--prompts", prompts, *few, "--output", output, *flags)
-
-
-@pytest.fixture
-def priced(monkeypatch):
-    """Costs that take no time to measure."""
-    table = CostTable(0.2, (1.0, 1.1, 1.2))
-    monkeypatch.setattr(
-        "layerskip.decoders.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
-    )
 
 
 def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):

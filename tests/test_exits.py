@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from letters import Letters
 from marks import slow
-from models import VOCABULARY, lively_model, prompt, tiny_model
+from models import lively_model, prompt, tiny_model
 from safetensors.torch import load_file
 from small import small_model
 from transformers import AutoModelForCausalLM
@@ -96,20 +97,6 @@ def test_the_table_tells_what_exits_are_worth():
 
 
 # A training in a folder
-
-
-class Letters:
-    """A tokenizer of letters."""
-
-    chat_template, bos_token_id, eos_token_id = None, 1, 0
-
-    def __call__(self, text, **_):
-        texts = [text] if isinstance(text, str) else text
-        ids = [[2 + ord(letter) % (VOCABULARY - 2) for letter in each] for each in texts]
-        return {"input_ids": ids[0] if isinstance(text, str) else ids}
-
-    def save_pretrained(self, folder):
-        (folder / "tokenizer.json").write_text("{}")
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from letters import Letters
 from marks import thorough
-from models import VOCABULARY, assistant_config, lively_model, tiny_model
+from models import assistant_config, lively_model, tiny_model
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -44,16 +45,6 @@ BEGIN = {
 }
 BLOCKS = tuple(BEGIN)
 HOW = {"skip": BITS, "window": 16, "rows": 2, "vocabulary": 60, "rank": 4}
-
-
-class Letters:
-    """A tokenizer of letters."""
-
-    chat_template = None
-    bos_token_id = 1
-
-    def __call__(self, text, **_):
-        return {"input_ids": [2 + ord(letter) % (VOCABULARY - 2) for letter in text]}
 
 
 # ---- Losses. ----
