@@ -549,13 +549,19 @@ class TestRefusals:
                 "llguidance refuses",
             ),
             ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
+            (
+                "chat/completions",
+                {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+                "messages.0.content.0.type",
+                "Input should be 'text' or 'image_url'",
+            ),
             ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
             ("chat/completions", {"max_completion_tokens": 2}, "max_tokens", "give one"),
             (
                 "chat/completions",
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-                "messages.0.content.0.type",
-                "Input should be 'text'",
+                "messages.0.content.0",
+                "a part of type image_url needs image_url",
             ),
         ],
     )
