@@ -89,7 +89,7 @@ def chat(
     talk = Talk(quiet)
 
     def check(loaded: Loaded) -> None:
-        assert not pictures or loaded.processor is not None  # refuses for a model of text
+        _ = loaded.processor if pictures else None  # which refuses for a model of text
         if not loaded.tokenizer.chat_template:
             raise ValueError(
                 f"{loaded.name} has no chat template, it was not made for conversations; name a "
@@ -201,7 +201,7 @@ class Conversation:
     def show(self, path: Path) -> None:
         """Show a picture with the next message."""
         try:
-            assert self.loaded.processor is not None  # which refuses for a model of text
+            _ = self.loaded.processor  # which refuses for a model of text
             self.pictures += read_pictures([path])
             self.talk.say(f"the next message shows {len(self.pictures)} picture(s)")
         except ValueError as error:
