@@ -85,7 +85,7 @@ def _templated(
     if addresses := [place for each in messages for place in each.pictures]:
         try:
             assert served.eyes is not None
-            assert served.eyes.processor is not None  # which refuses for a model of text
+            _ = served.eyes.processor  # which refuses for a model of text
             seen = served.eyes.encode_pictures(spoken, pictures_in(addresses), **also)
         except ValueError as error:
             raise Refusal(400, f"messages: {error}", param="messages") from error
