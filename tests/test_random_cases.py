@@ -228,7 +228,7 @@ def test_random_cases(count, tmp_path):
         )(given(case=cases(drafts))(lambda case: check(case, tmp_path)))
         (run if count == 100 else seed(number)(run))()
         assert seen[drafts] >= count
-        if count > 2:
+        if count == 100:  # few cases may accept no lookup
             assert 0 < seen[drafts, "accepted"] < seen[drafts, "drafted"], drafts
     drafted, accepted = (
         sum(seen[each, name] for each in DRAFTS) for name in ("drafted", "accepted")

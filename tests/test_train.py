@@ -541,7 +541,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         (["--skip", "exit.json"], "what is healed is what a draft rounds"),
         (["--skip", "exit.json", "--draft", "heads"], "--skip is of --draft healed"),
         (["--draft", "assistant"], "--draft assistant needs --start NAME"),
-        (["--start", "x"], "--start is of --draft assistant; leave it out with healed"),
+        (["--start", "x"], "--start is of --draft assistant or eagle3; leave it out with healed"),
         (["--exit-layer", "2"], "--exit-layer is of --draft exit-block; leave it out with healed"),
         (["--exit-layer", "30", "--draft", "exit-block"], "exit_layer must be in 1..23"),
     ],
