@@ -18,7 +18,7 @@ LLAMA := $(shell $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null && \
 	echo --method llama.cpp --method llama.cpp-flash)
 
 .PHONY: demo test test-gpu test-oldest checkpoints benchmark benchmark-smollm2 benchmark-context
-.PHONY: speed figures lint
+.PHONY: speed figures lint wheels
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -100,6 +100,11 @@ speed: .venv/installed
 # README's figures beside docs/figures.json, which takes up the runs that are there.
 figures: .venv/installed
 	$(BIN)/python scripts/figures.py $(wildcard $(RUNS)/*.jsonl)
+
+# A wheel with the native passes built, into dist/, for this Python, torch and kind of processor: where it
+# is installed beside that torch no compiler is needed.
+wheels: .venv/installed-dev
+	$(BIN)/python scripts/make_wheels.py dist
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

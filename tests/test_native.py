@@ -693,6 +693,35 @@ def test_what_is_built_is_this_users_alone(fresh, own):
     assert extension.status().startswith("built")
 
 
+def test_what_a_wheel_brings_is_loaded_without_a_compiler(fresh, own, monkeypatch):
+    """But for another torch, or after an edit of the source, which its place tells apart."""
+    monkeypatch.setattr(extension, "BUILT", fresh / "brought")
+    place = extension.brought()
+    place.parent.mkdir(parents=True)
+    shutil.copy(own, place)
+    monkeypatch.setenv("CXX", "nothing")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh / "none"))
+    module = SimpleNamespace(tiles_refusal=lambda: None)
+    monkeypatch.setattr(extension, "load", lambda path: module if path == place else None)
+    another_process()
+    assert extension.extension() is module
+    assert extension.status().startswith("brought by the wheel, ")
+    release = torch.__version__.partition("+")[0]
+    with monkeypatch.context() as other:  # with CUDA or without: one C++
+        other.setattr(torch, "__version__", f"{release}+cu130")
+        assert extension.brought() == place
+    monkeypatch.setattr(torch, "__version__", "2.0.0+cpu")
+    another_process()
+    assert "no C++ compiler was found" in extension.refusal()
+
+
+def test_vectors_without_flags_are_the_machines_usual_ones(monkeypatch):
+    """On aarch64 torch may name SVE: headers for it need flags that other machines lack."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
+    assert "-DCPU_CAPABILITY_DEFAULT" in extension.flags()
+    assert not [flag for flag in extension.flags() if "SVE" in flag or flag.startswith("-m")]
+
+
 @pytest.mark.parametrize("place", range(4), ids=["library", "build", "builds", "root"])
 def test_a_library_that_others_can_exchange_is_not_loaded(fresh, own, place, monkeypatch):
     open_to_all = (own, *own.parents)[place]

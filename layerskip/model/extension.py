@@ -1,6 +1,7 @@
 """Builds and loads the C++ module of the native passes, once for a machine.
 
-Torch's extension loader builds it on first use, into the folder where torch keeps such builds
+A wheel of `make wheels` brings it, for one version of Python and torch. Elsewhere torch's extension
+loader builds it on first use, into the folder where torch keeps such builds
 (`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a hash of the source, flags, compiler and
 versions. A child process compiles and tries it. If that fails, the reason is kept, and the fused
 path is used; the build is tried again after an hour, or on request.
@@ -39,6 +40,8 @@ FLAGS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
 
+BUILT = _HERE / "built"
+"""What a wheel brings: a folder for each kind of vectors (see `brought`)."""
 RETRY_AFTER = 3600.0
 """Seconds before a failed build is tried again."""
 WAIT = 180.0
@@ -93,6 +96,8 @@ def rebuild() -> None:
 
 def _opened(*, again: bool) -> Any:
     try:
+        if not again and brought().exists():
+            return load(brought())
         library = library_path()
         if again or not library.exists():
             folder = library.parent
@@ -116,11 +121,11 @@ def status() -> str:
     vectors = torch.backends.cpu.get_cpu_capability()
     try:
         library = library_path()
-        if library.exists():
-            _check_owners(library)
+        if brought().exists() or library.exists():
+            words = "brought by the wheel" if brought().exists() else "built"
             refused = extension().tiles_refusal()
             tiles = "bfloat16 and bytes in tiles" if refused is None else f"no tiles: {refused}"
-            return f"built, {vectors}, {tiles}"
+            return f"{words}, {vectors}, {tiles}"
         _check_failed(library.parent)
         _check_tools()
     except (Unavailable, OSError) as reason:
@@ -137,14 +142,33 @@ def load(library: Path) -> Any:
     return module
 
 
-def flags() -> list[str]:
-    """Compiler flags for the vectors that torch itself uses here."""
-    capability = torch.backends.cpu.get_cpu_capability()
+def flags(capability: str | None = None) -> list[str]:
+    """Compiler flags for vectors, by default those that torch itself uses here.
+
+    Of vectors without flags here (SVE on aarch64) the machine's usual ones are taken (NEON there).
+    """
+    capability = capability or torch.backends.cpu.get_cpu_capability()
+    capability = capability if capability in FLAGS else "DEFAULT"
     vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     # -fopenmp for the compiler only: its functions come from the library that torch has loaded
     openmp = ["-fopenmp"] if platform.system() == "Linux" else []
     stamps = ["-DLAYERSKIP_STAMPS"] if os.environ.get("LAYERSKIP_STAMPS") == "1" else []
     return ["-O3", "-w", *openmp, *vectors, *stamps, *FLAGS.get(capability, ())]
+
+
+def brought(capability: str | None = None) -> Path:
+    """Where a wheel has the library for this Python, torch and source, whether it is there or not.
+
+    Args:
+        capability: the kind of vectors, by default torch's here.
+    """
+    release = torch.__version__.partition("+")[0]  # for CPUs alone or not, it is one C++
+    parts = (release, torch._C._GLIBCXX_USE_CXX11_ABI, platform.machine(), *flags(capability))
+    digest = hashlib.sha256(repr((sys.implementation.cache_tag, *parts)).encode())
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
+    vectors = capability or torch.backends.cpu.get_cpu_capability()
+    return BUILT / f"{vectors.lower()}-{digest.hexdigest()[:16]}" / f"{NAME}.so"
 
 
 def _key() -> str:
@@ -281,12 +305,17 @@ def _passing(done: subprocess.CompletedProcess[str]) -> bool:
     return _PASSING_WORDS.search(done.stdout + done.stderr) is not None
 
 
+def compiled(folder: Path, options: list[str], **how: Any) -> Any:
+    """Compile in a folder; the module."""
+    sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
+    return cpp_extension.load(
+        NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False, **how
+    )
+
+
 def _compile(folder: Path, options: list[str]) -> None:
     """Compile in a folder and try the result. The child process runs this."""
-    sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
-    module = cpp_extension.load(
-        NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False
-    )
+    module = compiled(folder, options)
     plan = module.Plan()
     for dtype in (torch.float32, torch.bfloat16):
         matrix = module.Matrix(torch.eye(40, dtype=dtype), None)
