@@ -161,11 +161,11 @@ class TestServer:
         served = Served.of(loaded, "sees", context=200)
         serving = Serving(loaded.model, **DRAFTS)
         with running(make_app(serving, served)) as address:
-            client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
             how = {"model": "sees", "temperature": 0}
             talk = [asked("w5 w7", picture(1))]
             want = expected(loaded, [user("w5 w7", picture(1))])
-            got = client.chat.completions.create(messages=talk, max_tokens=NEW, **how)
+            with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+                got = client.chat.completions.create(messages=talk, max_tokens=NEW, **how)
             assert got.choices[0].message.content == want
             tokens = httpx.post(f"{address}/tokenize", json={"messages": talk}).json()["tokens"]
             assert tokens.count(PLACEHOLDER) == 4

@@ -17,7 +17,7 @@ WORDS = {
         Entropy Classifier TargetConfidence""",
     "losses and optimisers": '"kl" "tvd++" TVD tvd_plus "muon" Muon',
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
-    "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState EAGLE ProphetNet",
+    "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState ProphetNet",
     "stored logits": "LogitLookup LookupLaws StoredLogits stored_logits logit_lookup",
 }
 
@@ -45,4 +45,4 @@ def test_every_name_stands_for_something():
     assert registry.PLACES["controller"].keys() >= set(registry.CONTROLLERS)
     assert tuple(registry.PLACES["loss"]) == registry.LOSSES
     assert tuple(registry.PLACES["optimizer"]) == registry.OPTIMIZERS
-    assert (*registry.PLACES["student"], "assistant") == registry.STUDENTS
+    assert (*registry.PLACES["student"], "assistant", "eagle3") == registry.STUDENTS
