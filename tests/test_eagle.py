@@ -303,15 +303,21 @@ def test_heads_of_other_models_are_refused(head, tmp_path):
         eagle_config(tmp_path)
 
 
-@torch.no_grad()
-def test_training_unrolls_the_steps_of_decoding():
-    model = lively_model("gemma3")
-    target, ids = sublayers_of(model), prompt(12)
+def shaken_head(target):
+    """A new head whose layer does something."""
     head = new_head(target, torch.arange(5, 60))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         for weight in head.layers.parameters():
             weight.add_(0.2 * torch.randn_like(weight))
+    return head
+
+
+@torch.no_grad()
+def test_training_unrolls_the_steps_of_decoding():
+    model = lively_model("gemma3")
+    target, ids = sublayers_of(model), prompt(12)
+    head = shaken_head(target)
     reading = read(target, head, ids)
     assert torch.allclose(reading.logits, model(ids).logits[..., 5:60].float(), atol=1e-5)
     got = unrolled(head, reading, head.lm_head.weight, 3)
@@ -337,11 +343,7 @@ def test_speculators_reads_what_is_written(family, tmp_path):
     save_checkpoint(tmp_path / "model", lively_model(family, dtype=torch.float32))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     target, ids = sublayers_of(model), prompt(20)
-    head = new_head(target, torch.arange(5, 60))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        for weight in head.layers.parameters():
-            weight.add_(0.2 * torch.randn_like(weight))
+    head = shaken_head(target)
     save_eagle(head, tmp_path / "head")
     config = SpeculatorModelConfig.from_pretrained(tmp_path / "head")
     config.transformer_layer_config._attn_implementation = "eager"
