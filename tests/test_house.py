@@ -14,7 +14,7 @@ ROOMS = {
     "model": 6_735,
     "model/native": 4_300,
     "decoding": 3_420,
-    "decoding/sources": 1_210,
+    "decoding/sources": 1_211,
     "doors": 1_900,
     "serving": 3_595,
     "bench": 1_965,
@@ -26,7 +26,7 @@ ROOMS = {
     "analysis": 2_380,
     "scripts": 795,
 }
-WHOLE = 40_075  # all but tests, C++ included
+WHOLE = 40_091  # all but tests, C++ included
 TESTS = 26_410
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)

@@ -37,12 +37,19 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
     rope = rope.get("full_attention", rope)
     width, heads = config.hidden_size, config.num_attention_heads
     shape = {
-        **{"model_type": "llama", "vocab_size": target.vocabulary, "hidden_size": width},
-        **{"intermediate_size": config.intermediate_size, "num_hidden_layers": 1},
-        **{"num_attention_heads": heads, "num_key_value_heads": config.num_key_value_heads},
+        "model_type": "llama",
+        "vocab_size": target.vocabulary,
+        "hidden_size": width,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or width // heads,
-        **{"hidden_act": "silu", "rms_norm_eps": config.rms_norm_eps},
-        **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
         "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": rope.get("rope_theta", 10_000.0),
     }
@@ -50,8 +57,12 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
         "name_or_path": getattr(model, "name_or_path", None) or None,
         "architectures": [type(model).__name__],
     }
-    method = {"proposal_type": "greedy", "speculative_tokens": AHEAD}
-    method |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": AHEAD,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     head = Eagle(
         {
             "architectures": ["Eagle3DraftModel"],

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.mtp import HeadState, seen_by
+from layerskip.decoding.sources.official import elsewhere, unlike
 from layerskip.model.architecture import read_bytes
 from layerskip.model.eagle import Eagle
 from layerskip.model.library_cache import LibraryCache
@@ -101,18 +102,15 @@ def _misfit(target: Sublayers, module: Eagle) -> str | None:
     """Why a head cannot draft for a model, or None."""
     if isinstance(target, Whole):
         return f"it reads states from inside the model, which is served whole: {target.reason}"
-    made, needed = ((each.dtype, each.device) for each in (module, target))
-    if made != needed or target.spread:
-        where = "on several devices" if target.spread else f"{needed[0]} on {needed[1]}"
-        return f"its weights are {made[0]} on {made[1]}, the model's {where}"
+    if reason := elsewhere(target, module):
+        return reason
     width, vocabulary = module.shape.hidden_size, module.shape.vocab_size
     pairs = [("hidden states of {} numbers", module.target_width, target.config.hidden_size)]
     pairs.append(("{} tokens", vocabulary, target.vocabulary))
     if module.embed_tokens is None or module.lm_head is None:
         pairs.append(("embeddings of {} numbers", width, target.config.hidden_size))
-    for what, of_head, of_model in pairs:
-        if of_head != of_model:
-            return f"it is made for {what.format(of_head)}, the model has {of_model}"
+    if reason := unlike(pairs):
+        return reason
     depths = module.depths_in(target.num_layers)
     if not all(0 < depth <= target.num_layers for depth in depths):
         read = ", ".join(map(str, depths))

@@ -137,10 +137,8 @@ class _State(State):
 
 def _misfit(target: Sublayers, model: Sublayers) -> str | None:
     """Why an assistant cannot draft for a model, or None."""
-    made, needed = ((each.dtype, each.device) for each in (model, target))
-    if made != needed or target.spread:
-        where = "on several devices" if target.spread else f"{needed[0]} on {needed[1]}"
-        return f"its weights are {made[0]} on {made[1]}, the model's {where}"
+    if reason := elsewhere(target, model):
+        return reason
     sources = _sources(target)
     pairs: list[tuple[str, Any, Any]] = [
         (
@@ -155,6 +153,24 @@ def _misfit(target: Sublayers, model: Sublayers) -> str | None:
             return f"it reads keys of {part.kind} layers, the model has none"
         what = f"{part.kind} layers with heads of keys, width of them, and window {{}}"
         pairs.append((what, _shape(part), _shape(sources[part.kind])))
+    return unlike(pairs)
+
+
+def elsewhere(target: Sublayers, draft: Any) -> str | None:
+    """Why a draft with weights of its own is not where its target is, or None."""
+    made, needed = ((each.dtype, each.device) for each in (draft, target))
+    if made == needed and not target.spread:
+        return None
+    where = "on several devices" if target.spread else f"{needed[0]} on {needed[1]}"
+    return f"its weights are {made[0]} on {made[1]}, the model's {where}"
+
+
+def unlike(pairs: Iterable[tuple[str, Any, Any]]) -> str | None:
+    """The first fact that a draft was made for and its target does not have, or None.
+
+    Args:
+        pairs: words with a place for the fact, the draft's fact, the target's.
+    """
     for what, made, there in pairs:
         if made != there:
             return f"it is made for {what.format(made)}, the model has {there}"
