@@ -164,9 +164,17 @@ class TestServer:
             how = {"model": "sees", "temperature": 0}
             talk = [asked("w5 w7", picture(1))]
             want = expected(loaded, [user("w5 w7", picture(1))])
+            parts = [{"type": "input_image", "image_url": url(png(picture(1)))}]
+            parts.append({"type": "input_text", "text": "w5 w7"})
+            how_else = how | {"input": [{"role": "user", "content": parts}]}
+            how_else["max_output_tokens"] = NEW
             with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
                 got = client.chat.completions.create(messages=talk, max_tokens=NEW, **how)
-            assert got.choices[0].message.content == want
+                same = client.responses.create(**how_else)
+                events = list(client.responses.create(**how_else, stream=True))
+            assert got.choices[0].message.content == same.output_text == want
+            assert events[-1].response.output_text == want
+            assert same.usage.input_tokens == got.usage.prompt_tokens
             tokens = httpx.post(f"{address}/tokenize", json={"messages": talk}).json()["tokens"]
             assert tokens.count(PLACEHOLDER) == 4
 
@@ -201,13 +209,18 @@ def test_pictures_that_are_none_are_refused_by_name(content, param, words, seein
         {"type": "image_url"} | ({"image_url": each} if each else {})
         for each in (content if isinstance(content, list) else [content])
     ]
-    body = {"model": "sees", "messages": [{"role": "user", "content": parts}]}
-    got = httpx.post(f"{seeing}/v1/chat/completions", json=body)
-    assert got.status_code == 400
-    error = got.json()["error"]
-    assert error["param"] == param
-    assert words in error["message"]
-    assert "\n" not in error["message"]
+    other = [{**part, "type": "input_image"} for part in parts]
+    for path, name, said in (
+        ("chat/completions", "messages", parts),
+        ("responses", "input", other),
+    ):
+        body = {"model": "sees", name: [{"role": "user", "content": said}]}
+        got = httpx.post(f"{seeing}/v1/{path}", json=body)
+        assert got.status_code == 400
+        error = got.json()["error"]
+        assert error["param"] == param
+        assert words in error["message"]
+        assert "\n" not in error["message"]
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type
 RING = {"$ref": "#"}
 STORY = "Once upon a time there was a little"
 KEY, SITE = "a key", "https://example.org"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 class Place:
@@ -50,8 +51,7 @@ class Place:
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
     def post(self, path, body, **kwargs):
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.post(f"{self.url}/v1/{path}", json=body, headers=headers, **kwargs)
+        return httpx.post(f"{self.url}/v1/{path}", json=body, headers=HEADERS, **kwargs)
 
     def alone(self, prompt, new, **law):
         """The tokens that the library decodes for a prompt alone."""
@@ -479,8 +479,7 @@ class TestEvaluation:
 
     def test_tokens_of_texts_and_chats(self, place):
         def post(path, body):
-            headers = {"Authorization": f"Bearer {KEY}"}
-            return httpx.post(f"{place.url}/{path}", json=body, headers=headers).json()
+            return httpx.post(f"{place.url}/{path}", json=body, headers=HEADERS).json()
 
         tokenizer = place.served.tokenizer
         got = post("tokenize", {"prompt": STORY, "return_token_strs": True})
@@ -488,8 +487,7 @@ class TestEvaluation:
         assert (got["count"], got["max_model_len"]) == (len(got["tokens"]), 512)
         assert got["token_strs"] == tokenizer.convert_ids_to_tokens(got["tokens"])
         assert post("detokenize", {"tokens": got["tokens"]}) == {"prompt": STORY}
-        headers = {"Authorization": f"Bearer {KEY}"}
-        info = httpx.get(f"{place.url}/tokenizer_info", headers=headers).json()
+        info = httpx.get(f"{place.url}/tokenizer_info", headers=HEADERS).json()
         assert info["eos_token"] == tokenizer.eos_token
         assert info["chat_template"] == TOOLS_TEMPLATE
         chat = post("tokenize", {"messages": [{"role": "user", "content": "a"}]})
@@ -609,7 +607,7 @@ class TestRefusals:
         [b"", b"{", b"[]", b"[" * 5000, b'{"model": NaN}', b'{"prompt": "\\ud800"}', b"\xff"],
     )
     def test_bad_json(self, place, body):
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        headers = {**HEADERS, "Content-Type": "application/json"}
         got = httpx.post(f"{place.url}/v1/completions", content=body, headers=headers)
         assert got.status_code == 400
         assert got.json()["error"]["message"]
@@ -617,12 +615,11 @@ class TestRefusals:
     def test_other_models_paths_methods_and_kinds(self, place):
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
             place.client.completions.create(model="gpt", prompt="a")
-        headers = {"Authorization": f"Bearer {KEY}"}
         assert httpx.get(f"{place.url}/v1/nothing").status_code == 404
-        got = httpx.get(f"{place.url}/v1/completions", headers=headers)
+        got = httpx.get(f"{place.url}/v1/completions", headers=HEADERS)
         assert got.status_code == 405
         assert "not served" in got.json()["error"]["message"]
-        got = httpx.post(f"{place.url}/v1/completions", content="{}", headers=headers)
+        got = httpx.post(f"{place.url}/v1/completions", content="{}", headers=HEADERS)
         assert got.status_code == 415
 
     @pytest.mark.parametrize("key", ["x", "another", "a ké"])
@@ -638,7 +635,7 @@ class TestRefusals:
         got = place.post("completions", {"prompt": "a" * 30_000, **GREEDY})
         assert got.status_code == 413
         pieces = (b" " * 5_000 for _ in range(10))  # without a length
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        headers = {**HEADERS, "Content-Type": "application/json"}
         got = httpx.post(f"{place.url}/v1/completions", content=pieces, headers=headers)
         assert got.status_code == 413
 
@@ -656,8 +653,7 @@ class TestEnds:
         stats = place.serving.stats
         before = cancelled(place)
         body = {**LONG, "stream": stream, "n": 8}
-        headers = {"Authorization": f"Bearer {KEY}"}
-        with httpx.Client(headers=headers, timeout=None if stream else 0.2) as client:
+        with httpx.Client(headers=HEADERS, timeout=None if stream else 0.2) as client:
             if stream:
                 with client.stream("POST", f"{place.url}/v1/completions", json=body) as got:
                     next(got.iter_lines())
@@ -762,7 +758,7 @@ class TestEnds:
         assert "_created" not in metrics(place)
 
     def test_heads_sites_and_the_log_of_requests(self, place, capfd):
-        headers = {"Authorization": f"Bearer {KEY}", "Origin": SITE}
+        headers = {**HEADERS, "Origin": SITE}
         for path in ("health", "v1/models", "v1/models/demo-llama", "metrics"):
             got = httpx.head(f"{place.url}/{path}", headers=headers)
             assert (got.status_code, got.content) == (200, b"")
@@ -803,7 +799,7 @@ def counted(place):
 
 
 def metrics(place):
-    return httpx.get(f"{place.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    return httpx.get(f"{place.url}/metrics", headers=HEADERS).text
 
 
 def cancelled(place):

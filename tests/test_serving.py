@@ -218,11 +218,16 @@ def test_trained_modules_draft(kind, model, tmp_path):
     drain(serving)
     assert sorted(told) == lone
     assert sum(accepted for *_, accepted in lone) > 3
-    batch = serving._batch.passes
-    held = [*batch._tapped.values()]
-    for cache in batch._caches:
+    assert held_bytes(serving) == serving.stats.used
+
+
+def held_bytes(serving):
+    """Of keys, values and tapped states."""
+    passes = serving._batch.passes
+    held = [*passes._tapped.values()]
+    for cache in passes._caches:
         held += [*cache.keys.values(), *cache.values.values()]
-    assert sum(each.nbytes for each in held) == serving.stats.used
+    return sum(each.nbytes for each in held)
 
 
 def test_a_second_model_drafts(model):
@@ -235,11 +240,7 @@ def test_a_second_model_drafts(model):
     )
     told = finished(serving, TextRequest([3, 4, 5], 40))
     assert told[-1].counts.accepted > 10
-    places = serving._batch.passes
-    held = [
-        part for cache in places._caches for part in (*cache.keys.values(), *cache.values.values())
-    ]
-    assert sum(each.nbytes for each in held) == serving.stats.used
+    assert held_bytes(serving) == serving.stats.used
 
 
 def test_a_second_model_limits_texts(model):
@@ -311,7 +312,7 @@ def test_layers_with_windows_hold_little_in_every_row(sizes):
     assert cache.bases[0] > 140
     assert cache.bases[1] == 0
     held = [*cache.keys.items(), *cache.values.items()]
-    assert sum(each.nbytes for _, each in held) == serving.stats.used
+    assert held_bytes(serving) == serving.stats.used
     assert {each.shape[2] for layer, each in held if layer in cache.trimmed} == {cache.span}
     assert cache.span < 100 < cache.size
     drain(serving)

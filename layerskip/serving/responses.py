@@ -18,44 +18,52 @@ from layerskip.serving.fields import ChatAsked, Fields, Share, ToolName, read
 
 
 class Part(Fields):
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
-    text: str
+    """A piece of text, or a picture; a chat's part says what is missing."""
+
+    type: Literal["input_text", "input_image", "output_text", "reasoning_text", "summary_text"]
+    text: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high", "original"] = "auto"  # processors have one size
     annotations: list[Any] = Field([])
     logprobs: list[Any] = Field([])
 
+    def of_chat(self) -> dict[str, Any]:
+        told = {"text": self.text, "image_url": self.image_url}
+        kind = "image_url" if self.type == "input_image" else "text"
+        return {"type": kind} | {name: each for name, each in told.items() if each is not None}
 
-class Said(Fields):
+
+class Told(Fields):
+    """An item, perhaps of an earlier answer, which named it."""
+
+    id: str = ""
+    status: str = ""
+
+
+class Said(Told):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
-    id: str = ""
-    status: str = ""
     phase: str = ""
 
 
-class FunctionCall(Fields):
+class FunctionCall(Told):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str = ""
-    status: str = ""
 
 
-class FunctionOutput(Fields):
+class FunctionOutput(Told):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[Part]
-    id: str = ""
-    status: str = ""
 
 
-class Reasoning(Fields):
+class Reasoning(Told):
     type: Literal["reasoning"]
-    id: str = ""
     summary: list[Part] = Field([])
     content: list[Part] = Field([])
-    status: str = ""
 
 
 class FlatTool(Fields):
@@ -140,12 +148,12 @@ def _say(item: Item, messages: list[dict[str, Any]]) -> None:
     """An item of the input as a message, or as a part of the message before it."""
     match item:
         case Said():
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _said(item.content)})
         case FunctionOutput():
-            text = _text(item.output)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+            said = _said(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": said})
         case Reasoning():
-            text = _text(item.content)
+            text = "".join(part.text or "" for part in item.content)
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         case FunctionCall():
             called = {"name": item.name, "arguments": item.arguments}
@@ -155,8 +163,8 @@ def _say(item: Item, messages: list[dict[str, Any]]) -> None:
             messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _text(content: str | list[Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _said(content: str | list[Part]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.of_chat() for part in content]
 
 
 class Response:
@@ -210,10 +218,7 @@ class Response:
 
     def whole(self) -> dict[str, Any]:
         """The response at its end."""
-        message = self._answer.message(0)
-        calls = enumerate(message.get("tool_calls", ()))
-        message["tool_calls"] = [{"index": index, **call} for index, call in calls]
-        events = [*self.add(message), *self.end()]
+        events = [*self.add(self._answer.message(0)), *self.end()]
         return dict(events[-1]["response"])
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -244,20 +249,14 @@ class Response:
 
     def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         """More text of a message, or of reasoning."""
-        part, name = _PARTS[kind]
+        name, item, begun, also = _KINDS[kind]
         if not self._items or self._items[-1]["type"] != kind:
-            also: dict[str, Any] = {"summary": []}
-            if kind == "message":
-                also = {"role": "assistant"}
-            yield from self._open(kind, content=[], **also)
-            begun: dict[str, Any] = {"type": part, "text": ""} | (
-                {"annotations": []} if kind == "message" else {}
-            )
-            self._items[-1]["content"].append(begun)
-            yield self._of_item("response.content_part.added", part=begun, content_index=0)
+            part = {"type": name, "text": "", **begun}
+            yield from self._open(kind, content=[], **item)
+            self._items[-1]["content"].append(part)
+            yield self._of_item("response.content_part.added", part=part, content_index=0)
         self._items[-1]["content"][0]["text"] += text
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._of_item(f"response.{name}.delta", delta=text, content_index=0, **logprobs)
+        yield self._of_item(f"response.{name}.delta", delta=text, content_index=0, **also)
 
     def _open(self, kind: str, **values: Any) -> Iterator[dict[str, Any]]:
         yield from self._close()
@@ -277,11 +276,8 @@ class Response:
             kind = "response.function_call_arguments.done"
             yield self._of_item(kind, arguments=item["arguments"], name=item["name"])
         else:
-            [part], name = item["content"], _PARTS[item["type"]][1]
-            logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._of_item(
-                f"response.{name}.done", text=part["text"], content_index=0, **logprobs
-            )
+            [part], (name, _, _, also) = item["content"], _KINDS[item["type"]]
+            yield self._of_item(f"response.{name}.done", text=part["text"], content_index=0, **also)
             yield self._of_item("response.content_part.done", part=part, content_index=0)
         yield self._event("response.output_item.done", item=item, output_index=self._last)
 
@@ -299,4 +295,8 @@ class Response:
         return deepcopy(event)
 
 
-_PARTS = {"message": ("output_text", "output_text"), "reasoning": ("reasoning_text",) * 2}
+# Of each kind of text: its part's type, and what its item, its part and its events also hold.
+_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "message": ("output_text", {"role": "assistant"}, {"annotations": []}, {"logprobs": []}),
+    "reasoning": ("reasoning_text", {"summary": []}, {}, {}),
+}
