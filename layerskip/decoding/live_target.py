@@ -269,11 +269,6 @@ class LiveTarget:
     def keep(self, rows: Sequence[int]) -> None:
         self.passes.keep(rows)
 
-    def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
-        assert verdict.raw is not None
-        at = on_device([*rows.values()], verdict.raw.device)  # (R,)
-        return on_host(*certainty(verdict.raw[at]))
-
 
 def on_host(*values: Tensor) -> list[list[Any]]:
     """Tensors (n,) as numbers on the host: the only place where it waits for the device.

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from layerskip.costs.speculation import draft_limit, remaining
 from layerskip.decoding.controller import Chooser, Controller, Observer, first_offer, signal_of
-from layerskip.decoding.draws import DraftedTokens
+from layerskip.decoding.draws import DraftedTokens, certainty
 from layerskip.decoding.planning import Plan, chained, in_common, offer_of, trunk_first, usable
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
@@ -127,15 +127,12 @@ class Speculator:
             if trees is not None and plans[row].limit and plans[row].tokens is None:
                 trees.learn(row, tokens)
             self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
-        if self._observer is not None:
-            last = {
-                row: verdict.read[row][len(tokens) - 1]
-                for row, tokens in emitted.items()
-                if not seats[row].finished
-            }
-            if last:
-                for row, *sure in zip(last, *target.certainties(verdict, last), strict=True):
-                    self._observer.see_target(row, *sure)
+        if self._observer is not None and verdict.raw is not None:
+            going = {row: len(each) for row, each in emitted.items() if not seats[row].finished}
+            at = [verdict.read[row][count - 1] for row, count in going.items()]
+            told = (each.tolist() for each in certainty(verdict.raw[at]))
+            for row, *sure in zip(going, *told, strict=True):
+                self._observer.see_target(row, *sure)
         return Outcome(plans, drafts, verdict, emitted, accepted)
 
     def _plan(self, rows: Sequence[int]) -> dict[int, Plan]:

@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
         tokens: of every row, the drafted tokens up to the first rejected one, then the target's
             own, -1 where it has none.
         read: at which of the positions each of these was judged.
-        raw: raw logits of the positions, (N, V), if there are any.
+        raw: raw logits of the positions, (N, V); a recorded target has none.
         scores: processed scores (N, V), if they are kept.
     """
 
@@ -95,9 +95,6 @@ class Target(Protocol):
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
         """Go on behind what a row has emitted."""
-
-    def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
-        """Of the laws of rows' last tokens: the largest probabilities, and the entropies."""
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these (ascending) from further rounds."""

@@ -36,20 +36,6 @@ _TILE = 2**20  # logits that are drawn from at once on a CPU: what is made of th
 REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
 
 
-class ChainDrafts(NamedTuple):
-    """What drafts are, (C, J) each, as a replay has them."""
-
-    tokens: Tensor
-    confidences: Tensor
-    margins: Tensor
-    entropies: Tensor
-
-    @classmethod
-    def nothing(cls, chains: int, steps: int) -> ChainDrafts:
-        sure, margins, entropies = (torch.zeros(chains, steps) for _ in range(3))
-        return cls(torch.zeros(chains, steps, dtype=torch.long), sure, margins, entropies)
-
-
 class Chains:
     """C drafts of J steps that run on from given tokens, through the model together.
 
@@ -91,9 +77,10 @@ class Chains:
         self.row, self.last_row = table[:, 3:5].unbind(1)  # (C,) each: among the P places
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
-    def drafts(self) -> ChainDrafts:
+    def drafts(self) -> Drawn:
         """What is drafted, (C, J) each; chains feed their own tokens."""
-        made = ChainDrafts.nothing(len(self.chains), self.steps)
+        shape = len(self.chains), self.steps
+        made = Drawn(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape))
         fed = self.token[:, None].repeat(1, self.steps + 1)  # (C, J + 1)
         left = self.left.clone()
         for layout in self._layouts():
@@ -102,11 +89,9 @@ class Chains:
                 at = self._places(layout, step, fed)
                 raw = self._raw(step, fed[layout, step], at, layout)
                 drawn = self._draw(raw, at, left[at.chains])
-                tokens = drawn.tokens.cpu()
-                made.tokens[at.chains, step] = tokens
-                made.confidences[at.chains, step] = drawn.confidences.cpu()
-                made.margins[at.chains, step] = drawn.margins.cpu()
-                made.entropies[at.chains, step] = drawn.entropies.cpu()
+                for whole, part in zip(made, drawn, strict=True):
+                    whole[at.chains, step] = part.cpu()
+                tokens = made.tokens[at.chains, step]
                 # behind the last known token of a text no draft is on it
                 following = self.trace.following[at.rows]
                 wrong = (tokens != following) | (following == NOTHING)

@@ -19,8 +19,8 @@ from layerskip.config import SkipConfig
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
 from layerskip.replay.batch import TextBatch
-from layerskip.replay.chains import Chain, ChainDrafts, Chains
-from layerskip.replay.drawing import NOTHING
+from layerskip.replay.chains import Chain, Chains
+from layerskip.replay.drawing import NOTHING, Drawn
 from layerskip.replay.trace import Trace
 
 
@@ -40,7 +40,6 @@ class Replay:
             first False the draft has left the text and it means nothing.
         confidences, margins: of each token, what controllers of the signals "probability" and
             "margin" are told, (N, J) float32 each.
-        entropies: of the laws that each was drawn from, as observers are told, (N, J) float32.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
         matched: of looked-up drafts, how many tokens each start matched, (N,); None of a model's.
         longest: how many tokens a draft has at most, where that is less than J.
@@ -53,7 +52,6 @@ class Replay:
     matches: Tensor
     confidences: Tensor
     margins: Tensor
-    entropies: Tensor
     ends: Tensor
     matched: Tensor | None = None
     longest: int | None = None
@@ -142,9 +140,8 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             proposal = state.offer(0, length)
             offers.append((list(proposal.tokens or ()), proposal.match or 0))
     tokens = [offered + [NOTHING] * (length - len(offered)) for offered, _ in offers]
-    drafts = ChainDrafts.nothing(len(offers), length)  # nobody asks for confidences
-    drafts = drafts._replace(tokens=torch.tensor(tokens))
-    played = _assembled(trace, source, drafts)
+    sure = torch.zeros(len(offers), length)  # nobody asks for confidences
+    played = _assembled(trace, source, Drawn(torch.tensor(tokens), sure, sure))
     return replace(played, matched=torch.tensor([match for _, match in offers]))
 
 
@@ -171,7 +168,7 @@ def all_starts(trace: Trace) -> list[Chain]:
 def _assembled(
     trace: Trace,
     source: Source,
-    drafts: ChainDrafts,
+    drafts: Drawn,
     longest: int = 0,
     allowed: Tensor | None = None,
 ) -> Replay:
@@ -179,10 +176,9 @@ def _assembled(
     most = drafts.tokens.shape[1]
     length = max(most, longest)
     if most < length:
-        rest = (0, length - most)
-        nothing = F.pad(drafts.tokens, rest, value=NOTHING)  # (N, J)
-        sure, margins, entropies = (F.pad(each, rest) for each in drafts[1:4])
-        drafts = ChainDrafts(nothing, sure, margins, entropies)
+        # behind `NOTHING` confidences mean nothing
+        rest = (F.pad(each, (0, length - most), value=NOTHING) for each in drafts)
+        drafts = Drawn(*rest)  # (N, J) each
     texts, wanted, first = [], [], 0
     for text in trace.texts:
         texts.append(slice(first, first + text.starts))

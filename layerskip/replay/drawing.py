@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerskip.decoding.draws import confidence
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import DRAFT, accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import acceptance_probability, largest, residual, with_margin
@@ -30,22 +31,18 @@ Histories = Sequence[Tensor] | None
 
 
 class Drawn(NamedTuple):
-    """Tokens drawn at N places.
+    """Tokens drawn at N places, or of all steps of chains, (C, J) each.
 
     Attributes:
         tokens: `NOTHING` where none can be drawn, (N,) int64.
         confidences: their probability under the raw logits at temperature 1, (N,) float32.
         margins: 1 - exp(-m), m the margin between the two best scores, noise included; under the
             rejection rule the confidences again, as controllers are told, (N,) float32.
-        entropies: of the softmax of the raw logits at temperature 1, in nats, (N,) float32.
-        likeliest: tokens of the largest scores, (N,) int64.
     """
 
     tokens: Tensor
     confidences: Tensor
     margins: Tensor
-    entropies: Tensor
-    likeliest: Tensor
 
 
 class TextPlaces(NamedTuple):
@@ -87,11 +84,8 @@ def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> D
         noise: Gumbel noise of each place, (N, V); None for greedy decoding.
     """
     scores = scores_at(law, raw, histories)  # (N, V)
-    noisy = scores if noise is None else scores + noise
-    tokens, margins = with_margin(noisy)
-    likeliest = tokens.clamp_min(0) if noise is None else scores.argmax(-1)
-    sure, entropies = _certainty(raw, tokens)
-    return Drawn(tokens, sure, margins, entropies, likeliest)
+    tokens, margins = with_margin(scores if noise is None else scores + noise)
+    return Drawn(tokens, confidence(raw, tokens.clamp_min(0)), margins)
 
 
 def propose(
@@ -131,8 +125,8 @@ def propose(
             origin or place for origin, place in zip(left[others].tolist(), places, strict=True)
         ]
         tokens[others] = largest(drawn + stray_noise(keys, origins, places, drawn))
-    sure, entropies = _certainty(raw, tokens)
-    return Drawn(tokens, sure, sure, entropies, scores.argmax(-1))
+    sure = confidence(raw, tokens.clamp_min(0))
+    return Drawn(tokens, sure, sure)
 
 
 def stray_noise(
@@ -144,10 +138,3 @@ def stray_noise(
     """
     keys = list(map(stream_key, keys, origins))
     return gumbel_noise(keys, places, scores.shape[-1], purpose=DRAFT, device=scores.device)
-
-
-def _certainty(raw: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of raw logits (N, V): the probability of tokens (N,), and the entropy, (N,) each."""
-    law = torch.softmax(raw.float(), dim=-1)  # (N, V)
-    chosen = tokens.clamp_min(0)[:, None]  # (N, 1)
-    return law.gather(1, chosen)[:, 0], torch.special.entr(law).sum(-1)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.model.opening import opened_of
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import Trace, chunks, take_trace
 from layerskip.requests import end_tokens, warpers
 
 Progress = Callable[[str, float], None]
@@ -31,7 +32,7 @@ def law_of(settings: Mapping[str, Any]) -> Law:
 
 def exit_sweep(
     model: Any,
-    prompts: Sequence[torch.Tensor],
+    prompts: Sequence[Tensor],
     exits: Sequence[int],
     draft_lengths: Sequence[int],
     *,
@@ -49,8 +50,9 @@ def exit_sweep(
 
     Returns:
         `tokens` of all texts after their first ones, which every cell emits; `draft_lengths`; and
-        `exits`, each with its layer (`exit`), `agreement` and `match`, and `rounds`: by draft
-        length the number of rounds that drafted 0, 1, 2, ... tokens.
+        `exits`, each with its layer (`exit`), `agreement` of its likeliest tokens with the model's,
+        `match` of its drafts with the text (when greedy the same), and `rounds`: by draft length
+        the number of rounds that drafted 0, 1, 2, ... tokens.
     """
     opened = opened_of(model)
     seed = law.get("seed") or 0
@@ -65,30 +67,20 @@ def exit_sweep(
         acceptance=law.get("acceptance") or "coupled",
         progress=progress,
     )
-    shares, entries = agreement(trace), []
+    entries, final = [], likeliest(trace, opened.num_layers)  # (N,)
     for number, layer in enumerate(exits):
         progress("replaying exits", number / len(exits))
         replayed = replay(trace, SkipConfig.early_exit(layer), max(draft_lengths))
         rounds = [count_rounds(replayed, length) for length in draft_lengths]
-        entries.append({"exit": layer, **shares[layer], "rounds": rounds})
+        match = replayed.survival[0]
+        agreement = (likeliest(trace, layer) == final).double().mean().item()
+        shares = {"agreement": agreement if trace.law.do_sample else match, "match": match}
+        entries.append({"exit": layer, **shares, "rounds": rounds})
     return {"tokens": trace.starts, "draft_lengths": list(draft_lengths), "exits": entries}
 
 
-def agreement(trace: Trace) -> dict[int, dict[str, float]]:
-    """By exit 1..L-1, over all starts: agreement of the likeliest tokens, and match.
-
-    Match is with the text, under the trace's law and accept rule: when greedy, agreement.
-    """
-    following = torch.cat([text.following[: text.starts] for text in trace.texts])  # (N,)
-    drafted, _, *_, likeliest = (
-        torch.cat([t[:, : text.starts] for t, text in zip(table, trace.texts, strict=True)], dim=1)
-        for table in zip(*trace.exits, strict=True)  # by kind, then by text
-    )  # (L, N) each
-    matches = drafted == following  # (L, N)
-    agrees = likeliest == likeliest[-1] if trace.law.do_sample else matches  # (L, N)
-    names = ("agreement", "match")
-    rates = zip(*(each.double().mean(1).tolist() for each in (agrees, matches)), strict=True)
-    return {
-        layer: dict(zip(names, rate, strict=True))
-        for layer, rate in zip(range(1, trace.model.num_layers), rates, strict=False)
-    }
+def likeliest(trace: Trace, layer: int) -> Tensor:
+    """The likeliest token behind every start, read off the states behind a layer, (N,)."""
+    states = torch.cat([text.states[layer - 1, : text.starts] for text in trace.texts])  # (N, H)
+    parts = chunks(len(states), trace.model.vocabulary)
+    return torch.cat([trace.model.logits(states[None, some])[0].argmax(-1) for some in parts])

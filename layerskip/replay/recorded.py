@@ -27,7 +27,6 @@ class _TextDraft:
         self.tokens = tokens.masked_fill(unlike, replay.trace.model.vocabulary).tolist()
         self.margins = replay.margins[rows].tolist()
         self.confidences = replay.confidences[rows].tolist()
-        self.entropies = replay.entropies[rows].tolist()
         self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
         self.longest = replay.longest
         self.match = None if replay.matched is None else replay.matched[rows].tolist()
@@ -82,7 +81,6 @@ class RecordedTarget:
         return Said(
             [[draft.tokens[start][step]] for draft, start in places],
             [getattr(draft, told)[start][step] for draft, start in places],
-            [draft.entropies[start][step] for draft, start in places],
         )
 
     def verify(
@@ -104,10 +102,6 @@ class RecordedTarget:
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
         self.batch.commit(row)
-
-    def certainties(self, verdict: Verdict, rows: Mapping[int, int]) -> list[list[float]]:
-        places = [self.trace.offsets[self.texts[row].number] + self._start(row) - 1 for row in rows]
-        return [[numbers[place] for place in places] for numbers in self.trace.certainties]
 
     def keep(self, rows: Sequence[int]) -> None:
         self.batch.rows = {row: place for place, row in enumerate(rows)}

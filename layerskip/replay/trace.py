@@ -1,8 +1,8 @@
-"""The target's texts, and what every exit would draft along them.
+"""The target's texts, along which any draft is replayed.
 
 Prompts are decoded once by the target alone: what is drafted does not change the texts, or, under
 the rejection rule, their law. Then one whole pass over each text leaves the target's keys and
-values, from which any draft is replayed, and what every exit would propose at every place.
+values, and its states behind every layer.
 Letters: N places, P of them in all texts, L layers, T tokens of a text, H hidden width, V
 vocabulary.
 """
@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.config import SkipConfig
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.draws import certainty
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
@@ -30,7 +29,7 @@ from layerskip.model.cache import RowCache
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.beginnings import Beginnings
-from layerskip.replay.drawing import NOTHING, Drawn, Histories, TextPlaces, draw, propose, scores_at
+from layerskip.replay.drawing import NOTHING, Histories, scores_at
 from layerskip.requests import check_tokens
 
 DRAFT_LENGTH = 8
@@ -121,42 +120,6 @@ class Trace:
         """Likelihood of each of `following`, (P,)."""
         return torch.cat([text.likelihoods for text in self.texts])
 
-    @cached_property
-    def exits(self) -> list[Drawn]:
-        """What every exit proposes on each text, (L, T - prompt) each.
-
-        Entry (e - 1, i) is of an exit after layer e that has seen the text up to and with emitted
-        token i; the last row is the target's own. Many products with the head: made when asked for.
-        """
-        return [self._along(text) for text in self.texts]
-
-    @torch.no_grad()
-    def _along(self, text: TraceText) -> Drawn:
-        """What the L exits propose at the N places of a text, (L, N) each."""
-        model, law = self.model, self.law
-        tokens, following, likelihoods = (
-            each.to(model.device) for each in (text.tokens, text.following, text.likelihoods)
-        )
-        drawn: list[list[Tensor]] = [[] for _ in Drawn._fields]  # by kind, by chunk (L, places)
-        for places in _chunks(len(following), model.vocabulary):
-            first = text.prompt + 1
-            seen = range(first + places.start, first + places.stop)  # before the one drawn
-            keys = [text.key] * len(seen)
-            histories = [tokens[:length] for length in seen] if law.reads_history else None
-            raws = (model.logits(states[None, places])[0] for states in text.states)  # (N, V) each
-            if self.rejection:
-                p = softmax_law(scores_at(law, _own(model, text.states, places), histories))
-                beside = TextPlaces(following[places], likelihoods[places], keys, seen)
-                layers = [propose(law, raw, histories, beside, p.__getitem__) for raw in raws]
-            else:
-                noise = None
-                if law.do_sample:
-                    noise = gumbel_noise(keys, seen, model.vocabulary, device=model.device)
-                layers = [draw(law, raw, noise, histories) for raw in raws]
-            for kind, tables in zip(drawn, zip(*layers, strict=True), strict=True):
-                kind.append(torch.stack(tables).cpu())
-        return Drawn(*(torch.cat(kind, dim=1) for kind in drawn))
-
     def rotary(self, slots: int) -> Any:
         """Angles of so many places, for drafts of any text."""
         ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
@@ -166,16 +129,6 @@ class Trace:
         """Law of the token behind each of the P places so numbered, (N, V)."""
         raw = self.model.logits(self._states[rows.to(self.model.device)][None])[0]  # (N, V)
         return softmax_law(scores_at(self.law, raw, histories))
-
-    @cached_property
-    def certainties(self) -> tuple[list[float], list[float]]:
-        """As observers are told of the law behind each of the P places: probability, entropy."""
-        pieces = [
-            certainty(self.model.logits(self._states[None, places])[0])
-            for places in _chunks(len(self._states), self.model.vocabulary)
-        ]
-        sure, entropies = (torch.cat(each).tolist() for each in zip(*pieces, strict=True))
-        return sure, entropies
 
     def noise(self, keys: Sequence[int], places: Sequence[int]) -> Tensor:
         """Gumbel noise of places of texts, (N, V) float32; kept, as every draft asks for the same.
@@ -223,7 +176,7 @@ def take_trace(
     acceptance: str = "coupled",
     progress: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> Trace:
-    """Decode prompts with the target, and read what every exit would have drafted.
+    """Decode prompts with the target, and read its keys, values and states along the texts.
 
     Args:
         model: a causal language model, or one opened as `Sublayers`.
@@ -333,10 +286,11 @@ def _read(
     likelihoods = torch.full((len(tokens) - prompt,), float("nan"))
     if rejection:
         following = F.pad(tokens[prompt + 1 :], (0, 1))  # (N,)
-        for places in _chunks(len(following), model.vocabulary):
+        for places in chunks(len(following), model.vocabulary):
             seen = range(prompt + places.start + 1, prompt + places.stop + 1)
             histories = [tokens[:length] for length in seen] if law.reads_history else None
-            p = softmax_law(scores_at(law, _own(model, states, places), histories))  # (N, V)
+            raw = model.logits(states[-1:, places])[0]
+            p = softmax_law(scores_at(law, raw, histories))  # (N, V)
             likelihoods[places] = p.gather(1, following[places, None])[:, 0].cpu()
     return TraceText(
         number=number,
@@ -349,15 +303,10 @@ def _read(
     )
 
 
-def _chunks(places: int, vocabulary: int) -> Iterator[slice]:
+def chunks(places: int, vocabulary: int) -> Iterator[slice]:
     """So many places in parts, for logits that take little room."""
     size = max(16, LOGITS // vocabulary)
     return (slice(first, min(first + size, places)) for first in range(0, places, size))
-
-
-def _own(model: Sublayers, states: Tensor, places: slice) -> Tensor:
-    """The target's raw logits (N, V) at some places, from the states of all layers."""
-    return model.logits(states[-1:, places])[0]
 
 
 def _stacked(caches: list[RowCache]) -> RowCache:
