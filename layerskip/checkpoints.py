@@ -184,7 +184,7 @@ def load(
             reason = f"{name} drafts for a Gemma 4; name that, and this one as --assistant"
         elif config.is_encoder_decoder and not reads and how != "refused":
             how = "refused"
-            reason = f"{name} is an encoder-decoder: layerskip generate takes it, in Python, too"
+            reason = f"{name} is an encoder-decoder: layerskip generate, run and serve take it"
         if how == "refused":
             raise UnsupportedModelError(reason)
         # the library's two names for models that continue text

@@ -202,6 +202,41 @@ def look(model: Any, inputs: Mapping[str, Tensor]) -> Pictures | None:
     return pictures_of(model, given["input_ids"], model.generation_config, given)
 
 
+@torch.no_grad()
+def read_text(
+    model: Any, tokens: list[int], max_new_tokens: int
+) -> tuple[list[int], EncoderStates | None, list[Any]]:
+    """What an encoder-decoder makes of a text before it decodes; another model keeps the text.
+
+    Returns:
+        The decoder's prompt, what the encoder made of the text, and the processors that the model's
+        generation config asks for.
+
+    Raises:
+        ValueError: the encoder cannot read so many tokens, or the generation config asks for beams.
+    """
+    if not model.config.is_encoder_decoder:
+        return tokens, None, []
+    most = getattr(model.config.get_text_config(encoder=True), "max_position_embeddings", None)
+    if most is not None and len(tokens) > most:
+        raise ValueError(f"the encoder reads {most} tokens at most, got {len(tokens)}")
+    given: dict[str, Any] = {}
+
+    def prepared(_: Any, input_ids: Tensor, **others: Any) -> Tensor:
+        given.update(others, input_ids=input_ids)
+        return input_ids
+
+    read = torch.tensor([tokens], device=model.device)  # (1, E)
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(read), "do_sample": False}
+    model.generate(read, max_new_tokens=max_new_tokens, custom_generate=prepared, **how)
+    prompt, config = given.pop("input_ids"), given.pop("generation_config")
+    processors = [*given.pop("logits_processor")]
+    del given["stopping_criteria"]
+    encoded = encoded_of(prompt, read, given)
+    checked_mask(prompt, config, given)
+    return prompt[0].tolist(), encoded, processors
+
+
 def check_ids(input_ids: Any) -> None:
     """Refuse anything but a batch of prompts in token ids, (B, W)."""
     if not isinstance(input_ids, Tensor):

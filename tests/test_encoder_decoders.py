@@ -2,24 +2,34 @@
 
 import copy
 import functools
+import json
+import random
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from checkpoints import save_checkpoint, tiny_tokenizer
 from commands import PROMPT, document, refused, run
-from marks import slow
-from models import Erratic, prompt, ragged, tiny_model
+from marks import slow, thorough
+from models import VOCABULARY, Erratic, prompt, ragged, tiny_model
+from servers import running
 from small import BATCHES, COSTS, EIGHT, NEW_TOKENS, decoded, every_draft, new_tokens, small_model
 from transformers import AutoConfig
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.checkpoints import load
 from layerskip.config import LowPrecision
 from layerskip.model.opening import sublayers_of
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.replay.trace import take_trace
+from layerskip.requests import read_text
+from layerskip.serving.api import Served
+from layerskip.serving.http import make_app
+from layerskip.serving.requests import TextRequest
+from layerskip.serving.scheduler import Serving
 
 FAMILIES = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus", "marian")]
 
@@ -204,8 +214,43 @@ def test_costs_are_measured_with_what_the_first_row_read():
     assert out.costs.source in ("measured", "analytic")
 
 
+@pytest.mark.parametrize("family", ["t5", "t5gemma", *thorough("bart", "t5gemma2")])
+def test_texts_that_join_and_leave_a_batch_are_those_of_generate(family):
+    """Each beside others with longer and shorter texts read, greedy and sampled."""
+    model, draw = small_model(family), random.Random(1)
+    texts = [[draw.randrange(4, VOCABULARY) for _ in range(n)] for n in (9, 3, 17, 5, 12, 2, 7)]
+    laws = [{"do_sample": number % 2 == 1, "seed": number} for number in range(len(texts))]
+    want = []
+    for text, law in zip(texts, laws, strict=True):
+        how = {"max_new_tokens": NEW_TOKENS, "execution": "auto", "enabled": False, **law}
+        out = layerskip.generate(model, torch.tensor([text]), top_k=0, **how)
+        want.append(out.sequences[0, 1:].tolist())
+        if not law["do_sample"]:
+            plain = model.generate(torch.tensor([text]), max_new_tokens=NEW_TOKENS)
+            assert want[-1] == plain[0, 1:].tolist()
+    drafts = [{"lookup": True}, {"assistant": model}, {"skip": EIGHT}]
+    for number, settings in enumerate([{"enabled": False}, *drafts]):
+        serving = Serving(model, max_rows=3, controller=Erratic(number), **settings)
+        told = [[] for _ in texts]
+        for text, law, pieces in zip(texts, laws, told, strict=True):
+            prompt, encoded, processors = read_text(model, text, NEW_TOKENS)
+            more = {"processors": processors, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+            task = TextRequest(prompt, NEW_TOKENS, encoded=encoded, **law, **more)
+            serving.submit(task, pieces.append)
+            for _ in range(draw.randint(0, 4)):
+                serving.step()
+        while serving.step():
+            pass
+        assert [[t for piece in pieces for t in piece.tokens] for pieces in told] == want
+        drafted = sum(pieces[-1].counts.drafted for pieces in told)
+        assert (drafted > 0) is (number > 0) or number == 1  # where nothing repeats
+        assert not serving._batch.passes.cache.unread
+    with pytest.raises(ValueError, match="needs encoder states"):
+        serving.submit(TextRequest([1], 3), print)
+
+
 @pytest.mark.parametrize("family", ["t5", "t5gemma"])
-def test_generate_takes_them_and_other_commands_refuse_by_name(family, tmp_path):
+def test_commands_take_them_or_refuse_by_name(family, tmp_path):
     model = copy.deepcopy(small_model(family)).float()
     folder = save_checkpoint(tmp_path, model)
     (tmp_path / "asked.txt").write_text(f"{PROMPT}\nw8 w8 w9\n")
@@ -220,6 +265,29 @@ def test_generate_takes_them_and_other_commands_refuse_by_name(family, tmp_path)
         got = document(run("generate", folder, *flags, *how))["results"]
         assert [each["token_ids"] for each in got] == want
         assert (sum(each["num_draft_tokens"] for each in got) > 0) is ("--no-draft" not in how)
-    for command in ("chat", "serve", "check"):
+    answers = tmp_path / "answers.jsonl"
+    given = ("run", folder, tmp_path / "asked.txt", "--output", answers, *own)
+    result = run(*given, "--max-new-tokens", NEW_TOKENS, "--controller", "fixed")
+    assert result.exit_code == 0, result.output
+    rows = sorted(map(json.loads, answers.read_text().splitlines()), key=lambda row: row["id"])
+    assert [row["token_ids"] for row in rows] == want
+    assert [row["prompt_tokens"] for row in rows] == [4, 3]
+    assert sum(row["drafted"] for row in rows) > 0
+    loaded = load(str(folder), reads=True)
+    served = Served.of(loaded, "reads", context=64)
+    with running(make_app(Serving(loaded.model, enabled=False), served)) as url:
+        body = {"model": "reads", "prompt": [PROMPT, "w8 w8 w9"], "temperature": 0}
+        body["max_tokens"] = NEW_TOKENS
+        got = httpx.post(f"{url}/v1/completions", json=body).json()
+        texts = [loaded.tokenizer.decode(each, skip_special_tokens=True) for each in want]
+        assert [choice["text"] for choice in got["choices"]] == texts
+        assert got["usage"]["prompt_tokens"] == 7
+        for wrong, words in (
+            ({"echo": True, "logprobs": 1}, "gives no log-probabilities"),
+            ({"prompt": "w5 " * 65}, "have 64 tokens at most, the prompt has 65"),
+        ):
+            got = httpx.post(f"{url}/v1/completions", json=body | wrong)
+            assert (got.status_code, words in got.json()["error"]["message"]) == (400, True)
+    for command in ("chat", "check"):
         words = refused(command, folder)
-        assert words.endswith("is an encoder-decoder: layerskip generate takes it, in Python, too")
+        assert words.endswith("is an encoder-decoder: layerskip generate, run and serve take it")

@@ -283,11 +283,6 @@ def test_whatever_generate_takes_is_served(model, kind):
         schedule(model, seed, **how)
 
 
-def test_encoder_decoders_are_refused_by_their_reason():
-    with pytest.raises(ValueError, match="encoder-decoder, which reads a text before"):
-        Serving(small_model("t5"))
-
-
 @pytest.mark.parametrize("family", ["gemma3", *thorough("mistral")])
 def test_layers_with_windows(family, sizes):
     sizes(piece=8)

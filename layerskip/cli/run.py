@@ -219,12 +219,13 @@ class _Model:
             processors.extend(self.form.processors(loaded))
 
         loading = replace(self.loading, device=_device(self.loading.device))
-        with open_decoding(self.decoding, self.sampling, loading, talk, check) as opened:
+        how = self.decoding, self.sampling, loading, talk, check
+        with open_decoding(*how, reads=True) as opened:
             from transformers import RepetitionPenaltyLogitsProcessor
 
             from layerskip.checkpoints import encode
             from layerskip.grammars import response_format
-            from layerskip.requests import end_tokens
+            from layerskip.requests import end_tokens, read_text
             from layerskip.serving.files import Answering, Task
             from layerskip.serving.history import StopStrings
             from layerskip.serving.requests import TextRequest
@@ -256,6 +257,7 @@ class _Model:
                 if prompt.body is not None:
                     return self._batched(number, prompt, served(), processors)
                 ids = encode(loaded.tokenizer, prompt)[0].tolist()
+                ids, encoded, also = read_text(loaded.model, ids, limits.max_new_tokens)
                 penalty, stop = self.wording.repetition_penalty, self.wording.stop
                 penalties = [] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)]
                 form = prompt.response_format
@@ -264,7 +266,9 @@ class _Model:
                     limits.max_new_tokens,
                     seed=limits.seed + number,
                     min_p=self.wording.min_p,
+                    encoded=encoded,
                     processors=[
+                        *also,
                         *penalties,
                         *(processors if form is None else kept(json.dumps(form))),
                     ],

@@ -95,7 +95,7 @@ def serve(
             warnings.warn(
                 f"whoever reaches {host} may use this server; give --api-key", stacklevel=2
             )
-        with open_decoding(decoding, Sampling(), loading, talk, described) as opened:
+        with open_decoding(decoding, Sampling(), loading, talk, described, reads=True) as opened:
             from layerskip.serving.connections import configured
             from layerskip.serving.http import make_app
             from layerskip.serving.scheduler import Serving

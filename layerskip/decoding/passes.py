@@ -24,6 +24,7 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.branches import Branches
 from layerskip.model.cache import LINE, RowCache, on_device
+from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -440,10 +441,17 @@ class Passes(Batch):
     def _caches(self) -> list[RowCache]:
         return [self.cache, *(each for state in self.states for each in state.caches)]
 
-    def nbytes(self, rows: int, slots: int) -> int:
+    def nbytes(self, rows: int, slots: int, heard: int = 0) -> int:
+        """Bytes of keys, values and states; those of a token that an encoder read count as one."""
         slots = self._capacity(slots)  # and one more at taps
         inside = min(slots, self._span) * self._window_bytes
-        return round(rows * (slots * self._slot_bytes + inside + self._row_bytes))
+        return round(rows * ((slots + heard) * self._slot_bytes + inside + self._row_bytes))
+
+    @property
+    def heard(self) -> int:
+        """How many tokens of what an encoder read are held of every row."""
+        encoded = getattr(self.cache, "encoded", None)
+        return 0 if encoded is None else encoded.states.shape[1]
 
     def clear(self) -> None:
         self.seated, self.rows, self.slots = [], {}, 0
@@ -475,7 +483,13 @@ class Passes(Batch):
     def place_of(self, row: int) -> int:
         return self.seated.index(row)
 
-    def join(self, row: int, prompt: Sequence[int], pictures: Pictures | None = None) -> None:
+    def join(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        pictures: Pictures | None = None,
+        encoded: EncoderStates | None = None,
+    ) -> None:
         """Seat a row behind all others, with nothing computed yet."""
         self._joined.pop(row, None)
         if pictures is not None:
@@ -484,6 +498,11 @@ class Passes(Batch):
         self.prompt_lengths[row], self.lengths[row] = len(prompt), 0
         self.emitted[row].clear()
         self.seated.append(row)
+        if encoded is not None:
+            assert isinstance(self.cache, LibraryCache)
+            assert encoded.tokens is not None
+            self.cache.join(len(self.seated) - 1, encoded)
+            self.model.read = [*self.model.read[:row], *encoded.tokens, *self.model.read[row + 1 :]]
         for state in self.states:
             state.begin(row)
 

@@ -56,7 +56,7 @@ class Forward(Backend):
             tokens: Tensor, places: Tensor, cache: LibraryCache, rows: Any = None, **more: Any
         ) -> Tensor:
             if cache.encoded is not None:
-                encoded = cache.encoded if rows is None else cache.encoded.of(rows)
+                encoded = cache.heard(rows)
                 more["encoder_hidden_states"] = encoded.states
                 more["encoder_attention_mask"] = encoded.mask
             past = cache.for_library(rows, tokens.shape[1])

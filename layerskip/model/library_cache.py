@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
@@ -54,6 +55,7 @@ class LibraryCache(RowCache):
 
     Attributes:
         crossed: of an encoder-decoder, by layer the keys and values of `encoded`, (B, H, E, D).
+        unread: the rows whose part of `crossed` has not been made.
     """
 
     def __init__(
@@ -67,13 +69,63 @@ class LibraryCache(RowCache):
         self.encoded = encoded
         self.partial = encoded is None
         self.crossed: dict[int, tuple[Tensor, Tensor]] = {}
+        self.unread = {*range(rows)}
 
     def keep(self, places: Sequence[int], length: int) -> int:
-        if self.encoded is not None:
-            self.encoded = self.encoded.of(list(places))
-        for layer, (keys, values) in self.crossed.items():
-            self.crossed[layer] = keys[list(places)], values[list(places)]
+        self._place_encoded(places)
         return super().keep(places, length)
+
+    def resize(self, rows: int, slots: int, kept: int) -> None:
+        self._place_encoded([*range(kept), *[0] * (rows - kept)])
+        super().resize(rows, slots, kept)
+
+    def move(self, source: int, place: int, length: int) -> None:
+        super().move(source, place, length)
+        self._place_encoded([source if row == place else row for row in range(self.rows)])
+
+    def exchange(self, one: int, other: int, length: int) -> None:
+        super().exchange(one, other, length)
+        to = {one: other, other: one}
+        self._place_encoded([to.get(row, row) for row in range(self.rows)])
+
+    def _place_encoded(self, places: Sequence[int]) -> None:
+        """Give each row what the encoder made of the row at such a place."""
+        if self.encoded is None:
+            return
+        self.encoded = self.encoded.of([*places])
+        for layer, crossed in self.crossed.items():
+            keys, values = (each[[*places]] for each in crossed)
+            self.crossed[layer] = keys, values
+        self.unread = {row for row, place in enumerate(places) if place in self.unread}
+
+    def join(self, place: int, encoded: EncoderStates) -> None:
+        """Give a row that joins behind all others what its encoder made of one text without pads.
+
+        What the others read is padded to its length, or cut to their own.
+        """
+        assert self.encoded is not None
+        count = encoded.states.shape[1]
+        others = int(self.encoded.mask[:place].sum(-1).max()) if place else 0
+        more = max(count, others) - self.encoded.mask.shape[1]
+        states = F.pad(self.encoded.states, (0, 0, 0, more))  # (B, E, H)
+        mask = F.pad(self.encoded.mask, (0, more))  # (B, E)
+        states[place, :count], mask[place] = encoded.states[0], 0
+        mask[place, :count] = 1
+        self.encoded = EncoderStates(states, mask)
+        for layer, crossed in self.crossed.items():
+            keys, values = (F.pad(each, (0, 0, 0, more)) for each in crossed)
+            self.crossed[layer] = keys, values
+        self.unread.add(place)
+
+    def heard(self, rows: list[int] | None = None) -> EncoderStates:
+        """What an encoder made of the rows of the pass, or of some of them."""
+        assert self.encoded is not None
+        return self.encoded.of(self.places(rows))
+
+    def places(self, rows: list[int] | None = None) -> Any:
+        """The places of the rows of the pass, a slice, or of some of them."""
+        active = self._active()
+        return slice(active.start, active.stop) if rows is None else [active[row] for row in rows]
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -150,16 +202,26 @@ class _Crossed(DynamicLayer):
 
     def __init__(self, cache: LibraryCache, layer: int, rows: list[int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cache, self.layer, self.rows = cache, layer, rows
-        if layer in cache.crossed:
-            chosen = slice(None) if rows is None else rows
-            self.keys, self.values = (each[chosen] for each in cache.crossed[layer])
+        self.cache, self.layer = cache, layer
+        self.places = cache.places(rows)
+        self.rows = {*range(cache.rows)[self.places]} if rows is None else {*self.places}
+        if layer in cache.crossed and not self.rows & cache.unread:
+            self.keys, self.values = (each[self.places] for each in cache.crossed[layer])
             self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = key_states, value_states
-        if self.rows is None:
-            self.cache.crossed[self.layer] = key_states, value_states
-        return key_states, value_states
+        self.keys, self.values = made = key_states, value_states
+        cache = self.cache
+        if self.places == slice(0, cache.rows):
+            cache.crossed[self.layer] = made
+        else:
+            if self.layer not in cache.crossed:
+                zeros = (each.new_zeros(cache.rows, *each.shape[1:]) for each in made)
+                cache.crossed[self.layer] = next(zeros), next(zeros)
+            for held, new in zip(cache.crossed[self.layer], made, strict=True):
+                held[self.places] = new
+        if self.layer == len(cache.windows) - 1:
+            cache.unread -= self.rows
+        return made

@@ -86,7 +86,7 @@ class Pass:
     @cached_property
     def cross(self) -> tuple[Tensor, Tensor, Any]:
         """What an encoder made of the rows, (B, E, H), its mask, (B, 1, 1, E), and the cache."""
-        encoded = self.cache.encoded  # type: ignore[attr-defined]
+        encoded = self.cache.heard()  # type: ignore[attr-defined]
         mask = encoded.mask.bool()[:, None, None]
         mask = additive(mask, self.model.dtype) if self.model.eager else mask
         return encoded.states, mask, self.cache.for_library()  # type: ignore[attr-defined]

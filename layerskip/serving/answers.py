@@ -217,7 +217,7 @@ class Answer:
         return counted
 
     def usage(self) -> dict[str, Any]:
-        prompts = {id(choice.task.prompt): len(choice.task.prompt) for choice in self.choices}
+        prompts = {id(choice.task.prompt): choice.task.num_prompt for choice in self.choices}
         prompt, new = sum(prompts.values()), sum(choice.tokens for choice in self.choices)
         counts = [choice.counts for choice in self.choices]
         accepted = sum(each.predicted_accepted for each in counts)

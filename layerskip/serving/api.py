@@ -13,9 +13,16 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 
 from layerskip.checkpoints import Loaded
 from layerskip.grammars import lark, response_format
-from layerskip.requests import end_tokens
+from layerskip.requests import end_tokens, read_text
 from layerskip.serving.answers import Answer, Choice
-from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Content, Refusal
+from layerskip.serving.fields import (
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Content,
+    Refusal,
+    refusing,
+)
 from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.reading import Reader
@@ -40,10 +47,10 @@ class Served:
         reasoning: the marks around its reasoning, if it has some.
         longest_token: characters of a token, at most.
         added: tokens that a tokenizer has beside its model's, by their text.
-        eyes: what sees pictures, if it does.
     """
 
     name: str
+    loaded: Loaded
     tokenizer: Any
     vocabulary: int
     context: int
@@ -56,7 +63,6 @@ class Served:
     reasoning: tuple[str, str] | None = None
     longest_token: int = 256
     added: Mapping[str, int] = field(default_factory=dict)
-    eyes: Loaded | None = None
 
     @classmethod
     def of(
@@ -76,7 +82,7 @@ class Served:
             tool_parser, reasoning_parser: names of formats; "auto": as the chat template says.
         """
         model, tokenizer = loaded.model, loaded.tokenizer
-        text, config = model.config.get_text_config(), model.generation_config
+        text, config = model.config.get_text_config(decoder=True), model.generation_config
         longest = getattr(text, "max_position_embeddings", None)
         limits = [limit for limit in (context, longest) if limit is not None]
         if not limits:
@@ -87,6 +93,7 @@ class Served:
         template = template if isinstance(template, str) else json.dumps(template or "")
         return cls(
             name or plain,
+            loaded,
             tokenizer,
             text.vocab_size,
             min(limits),
@@ -99,8 +106,12 @@ class Served:
             reasoning=reasoning_of(reasoning_parser, template),
             longest_token=max(map(len, tokenizer.get_vocab())),
             added=tokenizer.get_added_vocab(),
-            eyes=loaded,
         )
+
+    @property
+    def encoder(self) -> bool:
+        """Whether it reads a prompt before it decodes."""
+        return bool(self.loaded.model.config.is_encoder_decoder)
 
     def marks(self, texts: Sequence[str]) -> frozenset[int]:
         """The tokens that are these marks."""
@@ -123,6 +134,9 @@ def answer_of(asked: Asked, served: Served) -> Answer:
     if isinstance(asked, ChatAsked):
         asked.check()
     told, echo = asked.told, isinstance(asked, CompletionAsked) and asked.echo
+    if served.encoder and echo and told is not None:
+        message = "this model reads its prompt in an encoder, which gives no log-probabilities"
+        raise Refusal(400, message, param="echo")
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
     prompts, seen = prompts_of(asked, served)
     reader = _Readers(asked, served)
@@ -135,8 +149,10 @@ def answer_of(asked: Asked, served: Served) -> Answer:
     }
     before, grammar = _bias(asked, served), reader.grammar() or _grammar(asked, served)
     choices = list[Choice]()
-    for prompt in prompts:
-        limit = _limit(asked, len(prompt), served)
+    for text in prompts:
+        limit = _limit(asked, len(text), served)
+        with refusing("prompt"):
+            prompt, encoded, also = read_text(served.loaded.model, text, max(1, limit))
         pictures = None if seen is None else seen_in(seen, served)
         penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
         stop = StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None
@@ -146,17 +162,18 @@ def answer_of(asked: Asked, served: Served) -> Answer:
                 max(1, limit),
                 seed=seed + (number if asked.same_seed else len(choices)),
                 stop=stop,
-                processors=[*before, *([penalties] if penalties else []), *grammar],
+                processors=[*also, *before, *([penalties] if penalties else []), *grammar],
                 pictures=pictures,
+                encoded=encoded,
                 **shared,
             )
             choice = Choice(
                 served.tokenizer,
                 task,
                 asked.stops,
-                reader=reader(prompt),
+                reader=reader(text),
                 keep=reader.keep,
-                echo=_echoed(asked, prompt, number, served) if echo else None,
+                echo=_echoed(asked, text, served) if echo else None,
                 hidden=limit == 0,
             )
             choices.append(choice)
@@ -193,7 +210,7 @@ def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _echoed(asked: Asked, prompt: list[int], number: int, served: Served) -> str:
+def _echoed(asked: Asked, prompt: list[int], served: Served) -> str:
     """The prompt, to be told before the text."""
     assert isinstance(asked, CompletionAsked)
     given = asked.prompts[0] if len(asked.prompts) == 1 else None
@@ -258,17 +275,16 @@ class _Readers:
 
         several = asked.parallel_tool_calls and not self.named
         ends = sorted(served.ends) or None
-        try:
+        with refusing("tools"):
             rules = self._format.grammar(tools, several, mark)
             return [lark(f"start: calls\n{rules}", served.tokenizer, eos=ends)]
-        except ValueError as error:
-            raise Refusal(400, f"tools: {error}", param="tools") from error
 
 
 def _limit(asked: Asked, prompt: int, served: Served) -> int:
     """The most new tokens behind so many of a prompt."""
     name, wanted = asked.most
-    room = served.context - prompt
+    # a decoder of its own begins with one token
+    room = served.context - (1 if served.encoder and prompt <= served.context else prompt)
     if room < 1 or (wanted or 1) > room:
         more = f" and {wanted} of {name}" if wanted and room > 0 else " and at least one new one"
         raise Refusal(
@@ -286,10 +302,8 @@ def _grammar(asked: Asked, served: Served) -> list[Any]:
     if asked.response_format is None:
         return []
     ends = sorted(served.ends) or None
-    try:
+    with refusing("response_format"):
         return [*response_format(asked.response_format, served.tokenizer, eos=ends)]
-    except ValueError as error:
-        raise Refusal(400, f"response_format: {error}", param="response_format") from error
 
 
 def _bias(asked: Asked, served: Served) -> list[Any]:

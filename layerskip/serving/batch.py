@@ -63,11 +63,10 @@ class Batch:
                 "beside it; use 'coupled'"
             )
         opened = sublayers_of(model, decoding.execution)
-        if opened.encoder:
-            raise ValueError(
-                "serving needs a model of one text, this is an encoder-decoder, which reads a text "
-                "before it decodes; use layerskip.generate"
-            )
+        if opened.encoder:  # places of what texts bring with them
+            nothing = torch.zeros(seats, 1, dtype=torch.long)  # (B, 1)
+            with torch.no_grad():
+                opened = opened.reading(opened.encode(nothing, torch.ones_like(nothing)))
         drafts = choose_drafts(opened, decoding)
         self.model, self._own = drafts.model, drafts.sources
         for source in self._own:
@@ -152,13 +151,15 @@ class Batch:
         passes = self.passes
         going = [*self.texts, *self.joining, text]
         rows, slots = len(going), max(each.slots for each in going)
+        heard = max(each.request.heard for each in going)
         now = passes.cache.rows, passes.slots
         unused = rows == 1 and slots <= now[1] // 4
-        if rows <= now[0] and slots <= now[1] and not unused:
+        fits = rows <= now[0] and slots <= now[1] and passes.nbytes(*now, heard) <= memory
+        if fits and not unused:
             return now
         ample = min(self.num_seats, 1 << (rows - 1).bit_length()), rounded_up(slots)
         for shape in (ample, (rows, slots)):
-            if passes.nbytes(*shape) <= memory:
+            if passes.nbytes(*shape, heard) <= memory:
                 return shape
         return None
 
@@ -169,7 +170,7 @@ class Batch:
         row = self._free.pop()
         self._draws[row] = text.open(row, self.seats, passes.emitted[row], self.model)
         self.seats[row] = text
-        passes.join(row, text.request.prompt, text.request.pictures)
+        passes.join(row, text.request.prompt, text.request.pictures, text.request.encoded)
         self.controller.forget(row)
 
     def leave(self, text: Text) -> None:

@@ -6,7 +6,8 @@ What is not supported is refused by name, never ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -56,6 +57,15 @@ class Refusal(ValueError):
         kind = "rate_limit_error" if self.status == 429 else kind
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+@contextmanager
+def refusing(param: str) -> Iterator[None]:
+    """Refuse a field for what is found wrong inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise Refusal(400, f"{param}: {error}", param=param) from error
 
 
 class Fields(BaseModel):

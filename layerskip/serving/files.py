@@ -280,7 +280,7 @@ class Answering:
             "text": decode_text(self.tokenizer, tokens),
             "token_ids": tokens,
             "finish_reason": last.reason,
-            "prompt_tokens": len(request.prompt),
+            "prompt_tokens": request.num_prompt,
             "new_tokens": len(tokens),
             "seed": request.seed if request.do_sample else None,
             "drafted": last.counts.drafted,
@@ -331,7 +331,7 @@ def answer_all(
                     tasks.append(answering.task_of(number, prompt))
                 except ValueError as error:
                     answers.add(error_row(prompt, error))
-            for task in sorted(tasks, key=lambda each: len(each.request.prompt)):
+            for task in sorted(tasks, key=lambda each: each.request.num_prompt):
                 submit(task)
         answering.serving.step()
         told(progress)

@@ -144,8 +144,8 @@ def make_app(
         return JSONResponse(tokenizer_info(served))
 
     async def encoded(work: Callable[..., Any], asked: Any, served: Served) -> Any:
-        shows = any(each.pictures for each in getattr(asked, "messages", ()))
-        pool = looking if shows else encoding
+        long = served.encoder or any(each.pictures for each in getattr(asked, "messages", ()))
+        pool = looking if long else encoding
         return await asyncio.get_running_loop().run_in_executor(pool, work, asked, served)
 
     def translate(path: str, kind: type[BaseModel], work: Callable[..., Any]) -> None:

@@ -114,7 +114,7 @@ class Metrics(Collector):
         if piece.reason is None:
             return
         self._texts.labels(self._name, piece.reason).inc()
-        sums["prompt_tokens"] += len(task.prompt)
+        sums["prompt_tokens"] += task.num_prompt
         sums["cached_tokens"] += counts.cached
         sums["rounds"] += counts.rounds
         sums["drafts"] += sum(counts.accepted_of.values())

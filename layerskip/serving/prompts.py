@@ -16,6 +16,7 @@ from layerskip.serving.fields import (
     Message,
     Refusal,
     Tokenize,
+    refusing,
 )
 
 if TYPE_CHECKING:
@@ -83,12 +84,9 @@ def _templated(
     characters = sum(len(part.text) for each in messages for part in each.parts)
     _check_length(characters, "messages", served)
     if addresses := [place for each in messages for place in each.pictures]:
-        try:
-            assert served.eyes is not None
-            _ = served.eyes.processor  # which refuses for a model of text
-            seen = served.eyes.encode_pictures(spoken, pictures_in(addresses), **also)
-        except ValueError as error:
-            raise Refusal(400, f"messages: {error}", param="messages") from error
+        with refusing("messages"):
+            _ = served.loaded.processor  # which refuses for a model of text
+            seen = served.loaded.encode_pictures(spoken, pictures_in(addresses), **also)
         return seen["input_ids"][0].tolist(), seen
     try:
         ids: list[int] = tokenizer.apply_chat_template(
@@ -102,11 +100,8 @@ def _templated(
 
 def seen_in(seen: Encoded, served: Served) -> Pictures | None:
     """What the model sees in the pictures of a prompt."""
-    assert served.eyes is not None
-    try:
-        return look(served.eyes.model, seen)
-    except ValueError as error:
-        raise Refusal(400, f"messages: {error}", param="messages") from error
+    with refusing("messages"):
+        return look(served.loaded.model, seen)
 
 
 def tokenized(asked: Tokenize, served: Served) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layerskip.decoding.seats import Reason
+from layerskip.model.library_cache import EncoderStates
 from layerskip.model.pictures import Pictures
 
 
@@ -26,6 +27,8 @@ class TextRequest:
         prompt_logprobs: from which of the prompt's tokens on these are told of them, too, at least
             1; 0: of none.
         pictures: what the prompt's placeholders stand for, one row.
+        encoded: of an encoder-decoder, what its encoder made of a text, one row; the prompt is then
+            the decoder's (see `requests.read_text`).
     """
 
     prompt: Sequence[int]
@@ -43,7 +46,18 @@ class TextRequest:
     top_logprobs: int | None = None
     prompt_logprobs: int = 0
     pictures: Pictures | None = None
+    encoded: EncoderStates | None = None
     speculate: bool = True
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt, as clients count them."""
+        return self.heard or len(self.prompt)
+
+    @property
+    def heard(self) -> int:
+        """Tokens that an encoder read."""
+        return 0 if self.encoded is None else self.encoded.states.shape[1]
 
 
 @dataclass

@@ -64,7 +64,7 @@ class Serving:
         max_queue: tasks that wait, at most.
         max_tokens: tokens of one task, its prompt included, at most.
         session_memory: bytes for keys and values of earlier texts; by default a quarter of what is
-            free; 0: none.
+            free; 0: none. Encoder-decoders keep none, as they depend on what was read, too.
         **settings: as for `LayerSkipDecoding`.
 
     Raises:
@@ -86,9 +86,11 @@ class Serving:
             raise ValueError(
                 f"max_rows and max_queue must be at least 1, got {max_rows} and {max_queue}"
             )
-        free = share(sublayers_of(model, settings.get("execution", "auto")).device)
+        opened = sublayers_of(model, settings.get("execution", "auto"))
+        free = share(opened.device)
         self.memory = 2 * free if memory is None else memory
-        self._cached = CachedTexts(free if session_memory is None else session_memory)
+        kept = free if session_memory is None else session_memory
+        self._cached = CachedTexts(0 if opened.encoder else kept)
         self._batch = Batch(
             model, seats=max_rows, max_tokens=max_tokens, cached=self._cached, settings=settings
         )
@@ -112,7 +114,7 @@ class Serving:
     @property
     def stats(self) -> ServingStats:
         passes = self._batch.passes
-        used = passes.nbytes(passes.cache.rows, passes.slots)
+        used = passes.nbytes(passes.cache.rows, passes.slots, passes.heard)
         cached = self._cached
         return replace(
             self._done,
@@ -147,6 +149,11 @@ class Serving:
         for tokens in {id(each): each for each in given}.values():  # many texts may share them
             check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))
         for request, tell in requests:
+            if batch.model.encoder is not bool(request.heard):
+                raise ValueError(
+                    "a text needs encoder states where, and only where, the model is "
+                    "an encoder-decoder; see layerskip.requests.read_text"
+                )
             text = Text.of(request, batch.model.model, batch.max_tokens, batch.longest, tell)
             longest = 0 if request.pictures is None else request.pictures.longest
             if longest > batch.passes.piece:
@@ -154,7 +161,7 @@ class Serving:
                     f"a picture of {longest} tokens that see each other cannot be read at once "
                     f"beside other texts, at most {batch.passes.piece}; use layerskip.generate"
                 )
-            needed = batch.passes.nbytes(1, text.slots)
+            needed = batch.passes.nbytes(1, text.slots, request.heard)
             if needed > self.memory:
                 raise ValueError(
                     f"the KV cache of {text.slots} tokens takes {needed:,} bytes, and may take "

@@ -110,6 +110,13 @@ class _State(Following):
         self.head = model.weights.head()
         self.blocks = [*model.blocks, self.head]
 
+    def begin(self, row: int) -> None:
+        super().begin(row)
+        if self.model.encoder:
+            text = self.batch.model.read[row][None]  # (1, E)
+            encoded = self.model.encode(text, torch.ones_like(text))
+            self.cache.join(self.batch.seated.index(row), encoded)  # type: ignore[attr-defined]
+
     def resized(self) -> None:
         self.rotary = self.model.rotary(self.batch.slots, self.batch.total)
 
