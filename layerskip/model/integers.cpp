@@ -17,7 +17,9 @@
 namespace integers {
 namespace {
 
-constexpr int BLOCKS = 2;  // that are read side by side
+// Blocks that are read side by side. With several tokens two take more registers than some CPUs have.
+constexpr int BLOCKS = 2;
+constexpr int blocks_of(int64_t tokens) { return MANY_REGISTERS || tokens == 1 ? BLOCKS : 1; }
 constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;  // tokens of a step, where vectors are multiplied
 
 constexpr int parts_of(int bits) { return bits == 8 ? 1 : 2; }  // of a unit, with sums of their own
@@ -90,12 +92,12 @@ void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, voi
 // ---------------------------------------------------------------------------------------------
 // Products.
 
-// Of BLOCKS blocks, `stride` bytes apart.
+// Of some blocks, `stride` bytes apart.
 template <int BITS, int TOKENS, bool DOTS>
 inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inputs& x,
                  const uint8_t* fetch, float* out) {
   constexpr int64_t SIZE = unit_bytes(BITS);
-  constexpr int PARTS = parts_of(BITS);
+  constexpr int PARTS = parts_of(BITS), BLOCKS = blocks_of(TOKENS);
   Floats sums[TOKENS][BLOCKS];
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
@@ -225,19 +227,19 @@ tiles::Shapes shapes_of(int bits, int64_t tokens) {
 // of one step, whose first token is `before`; `then` is what is read after them.
 template <typename Tile>
 void few(int64_t size, const uint8_t* weight, int64_t first, int64_t last, int64_t tokens,
-         int64_t before, const uint8_t* then, Write write, const Tile& tile) {
+         int64_t before, const uint8_t* then, Write write, int64_t side, const Tile& tile) {
   const int64_t blocks = (last - first + BLOCK - 1) / BLOCK;
   const int64_t ahead = std::max<int64_t>(1, AHEAD / size);
   alignas(64) float sums[tiles::MOST * BLOCKS * BLOCK];
-  for (int64_t block = 0; block < blocks; block += BLOCKS) {
-    const int64_t here = std::min<int64_t>(BLOCKS, blocks - block), later = block + ahead;
+  for (int64_t block = 0; block < blocks; block += side) {
+    const int64_t here = std::min(side, blocks - block), later = block + ahead;
     const uint8_t* fetch = later < blocks ? weight + later * size : then + (later - blocks) * size;
     // a single block stands for two
-    const int64_t stride = here == BLOCKS ? size : 0;
+    const int64_t stride = here == side ? size : 0;
     tile(weight + block * size, stride, fetch, sums);
     for (int64_t t = 0; t < tokens; ++t)
       for (int64_t b = 0; b < here; ++b)
-        write(before + t, first + (block + b) * BLOCK, sums + (t * BLOCKS + b) * BLOCK);
+        write(before + t, first + (block + b) * BLOCK, sums + (t * side + b) * BLOCK);
   }
 }
 
@@ -260,10 +262,12 @@ void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64
     for (int64_t step = 0; step < steps.count; ++step) {
       const int64_t before = steps.first(step), length = steps.length(step);
       const Inputs x(room, units, before, length);
+      const bool by_unit = most_tokens == tiles::MOST;
       const auto with = [&](const auto& tile) {
-        few(units * unit_bytes(bits), from, row, end, length, before, next, write, tile);
+        few(units * unit_bytes(bits), from, row, end, length, before, next, write,
+            by_unit ? BLOCKS : blocks_of(length), tile);
       };
-      if (most_tokens == tiles::MOST) {
+      if (by_unit) {
         if (length != configured) tiles::configure(shapes_of(bits, configured = length));
         with([&](const uint8_t* at, int64_t stride, const uint8_t* fetch, float* sums) {
           if (bits == 8) tile_by_unit<8>(at, stride, units, length, x, fetch, sums);

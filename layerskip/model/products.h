@@ -64,6 +64,9 @@ constexpr int64_t NEAR = 24 << 10;   // bytes of inputs in a cut
 constexpr int64_t AHEAD = 16 << 10;  // bytes of weights between a load and its prefetch
 constexpr int64_t GROUP = 240;       // rows whose sums are kept aside
 constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further tokens
+// Bytes of a row, at most, that is fetched in the order of memory: what a CPU fetches by itself
+// behind each of some short rows is soon beyond its end. Wide vectors were not timed so.
+constexpr int64_t SHORT = MANY_REGISTERS ? 0 : 2 << 10;
 
 // A vector that is loaded once: compilers fold loads into every use, which costs as many loads.
 inline Vec held(Vec x) {
@@ -140,11 +143,12 @@ inline void store_rounded_pairs(Vec, BFloat16*) {}
 inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
 #endif
 
-// Weights that are fetched meanwhile: a line of each row after every so many vectors.
+// Weights that are fetched meanwhile: after every so many vectors a line for each row of a tile.
+// These lines are `apart` numbers from each other, and `on` numbers from the next ones.
 template <typename S>
 struct Fetch {
   const S* at;
-  int64_t every;
+  int64_t every, apart, on;
 };
 
 // Products of a tile with `span` columns are added to its sums. Inputs x lie vector by vector, in
@@ -153,7 +157,7 @@ template <typename S, bool PAIRS, int ROWS, int TOKENS>
 [[gnu::always_inline]] inline void accumulate(const S* weight, int64_t columns, int64_t span,
                                               const float* x, Fetch<S> fetch,
                                               Vec (&sums)[TOKENS][ROWS]) {
-  constexpr int64_t STEP = PARTS<S> * LANES, LINE = 64 / sizeof(S);
+  constexpr int64_t STEP = PARTS<S> * LANES;
   const int64_t whole = span / STEP * STEP;
   S rest[ROWS][STEP];
   if (whole < span)  // here, since a call behind the loop would move its sums to memory
@@ -183,8 +187,8 @@ template <typename S, bool PAIRS, int ROWS, int TOKENS>
   for (int64_t k = 0; k < whole; k += STEP) {
     if (--left == 0) {
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) __builtin_prefetch(fetch.at + r * columns, 0, 2);
-      fetch.at += LINE;
+      for (int r = 0; r < ROWS; ++r) __builtin_prefetch(fetch.at + r * fetch.apart, 0, 2);
+      fetch.at += fetch.on;
       left = fetch.every;
     }
     step(weight + k, columns);
@@ -311,18 +315,24 @@ inline void finish(const float* sums, const S* bias, int64_t count, O* out) {
     out[i] = static_cast<O>(rounded<S>(bias ? sums[i] + static_cast<float>(bias[i]) : sums[i]));
 }
 
+template <typename S>
+bool short_rows(int64_t columns) {
+  return columns * static_cast<int64_t>(sizeof(S)) <= SHORT;
+}
+
 // Rows first to last, at most GROUP, with the TOKENS packed inputs of one of several steps; `then`
 // is what is read after them.
-template <typename S, bool PAIRS, typename O, int TOKENS>
+template <typename S, bool PAIRS, typename O, int TOKENS, int ROWS = ROWS_WITH<S, TOKENS>>
 void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts<S>& cuts,
          const float* packed, O* out, int64_t out_stride, const S* then, int64_t step,
          int64_t steps) {
-  constexpr int ROWS = ROWS_WITH<S, TOKENS>;
+  constexpr int64_t LINE = 64 / sizeof(S);
   constexpr int64_t VECTORS = std::max<int64_t>(1, 64 / (PARTS<S> * LANES * sizeof(S)));
   const int64_t columns = cuts.columns;
   const int64_t bytes = ROWS * cuts.span * static_cast<int64_t>(sizeof(S));
   // rows; of several steps each fetches its part of the same rows of the next group
   const int64_t ahead = steps == 1 ? std::max<int64_t>(1, AHEAD / bytes) * ROWS : last - first;
+  const bool in_order = steps == 1 && short_rows<S>(columns);
   alignas(64) float sums[TOKENS * GROUP] = {};
   for (int64_t cut = 0; cut < cuts.count; ++cut) {
     const int64_t k = cut * cuts.span, here = std::min(cuts.span, columns - k);
@@ -334,8 +344,9 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts
     for (int64_t row = first; row < last;) {
       const int64_t later = row + ahead;
       const S* from = weight + row * columns + k;
-      const Fetch<S> fetch{
-          later < last ? from + ahead * columns : next + (later - last) * columns, VECTORS * steps};
+      const Fetch<S> fetch{later < last ? from + ahead * columns : next + (later - last) * columns,
+                           VECTORS * steps, in_order ? LINE : columns,
+                           in_order ? ROWS * LINE : LINE};
       float* to = sums + row - first;
       if (row + ROWS <= last) {
         tile<S, PAIRS, ROWS, TOKENS>(from, columns, here, x, fetch, to);
@@ -370,6 +381,10 @@ void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64
     few<S, PAIRS, O, N>(weight, bias, row, end, cuts, packed, here, out_stride, next, step,  \
                         steps.count);                                                        \
     break;
+      if (tokens == 1 && short_rows<S>(columns)) {
+        few<S, PAIRS, O, 1, 4>(weight, bias, row, end, cuts, packed, here, out_stride, next, 0, 1);
+        continue;
+      }
       switch (steps.length(step)) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
 #undef FEW
     }

@@ -421,7 +421,7 @@ inline void add_tile(const float* weight, int64_t columns, const float* x, float
   for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 8
     for (int r = 0; r < TILE; ++r) some[t][r] = Vec::loadu(sums + (t * BLOCK + r) * LANES);
-  accumulate<float, false, TILE, TOKENS>(weight, PIECE, columns, x, {weight, 1 << 30}, some);
+  accumulate<float, false, TILE, TOKENS>(weight, PIECE, columns, x, {weight, 1 << 30, 0, 0}, some);
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 8
