@@ -12,7 +12,7 @@ ROOMS = {
     "costs": 455,
     "timing": 765,
     "model": 6_785,
-    "model/native": 4_300,
+    "model/native": 4_320,
     "decoding": 3_412,
     "decoding/sources": 1_217,
     "doors": 1_922,
@@ -26,7 +26,7 @@ ROOMS = {
     "analysis": 2_380,
     "scripts": 795,
 }
-WHOLE = 40_147  # all but tests, C++ included
+WHOLE = 40_167  # all but tests, C++ included
 TESTS = 26_464
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
