@@ -200,7 +200,8 @@ class SkipConfig:
         if self.exit_layer is not None:
             if self.exit_layer >= num_layers:
                 raise ValueError(
-                    f"exit_layer must be in 1..{num_layers - 1} for {model}, got {self.exit_layer}"
+                    f"exit_layer must be in 1..{num_layers - 1} for {model}, got "
+                    f"{shown(self.exit_layer)}"
                 )
             beyond_exit = frozenset(range(self.exit_layer, num_layers))
         attention = beyond_exit.union(self.attention)

@@ -84,7 +84,13 @@ def model_folder(name: str) -> Path | None:
         folder = made(name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            raise ValueError(f"folder {name} holds no checkpoint: it has no config.json")
+            what = "it has no config.json"
+            if (folder / "adapter_config.json").exists():
+                what = (
+                    f"it is an adapter: serve its base model with --lora NAME={name}, or merge the "
+                    "two by peft's merge_and_unload() and name the result"
+                )
+            raise ValueError(f"folder {name} holds no checkpoint: {what}")
         for path in folder.iterdir():  # reading a pipe waits for ever
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise ValueError(f"checkpoint {name}: {path.name} is a pipe or a device, no file")

@@ -30,7 +30,6 @@ from layerskip.model.pictures import Pictures
 
 # The library's defaults of sampling.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-_MOST = 2**31 - 1  # of a top-k: more than any vocabulary has
 _OTHER_MEDIA = {
     "video": "video",
     "pixel_values_videos": "video",
@@ -325,7 +324,7 @@ def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -
     """The library's processors of sampling, in its order; None leaves one out."""
     processors: list[Any] = []
     processors += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
-    processors += [TopKLogitsWarper(min(top_k, _MOST))] if top_k else []
+    processors += [TopKLogitsWarper(top_k)] if top_k else []
     processors += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
     return processors
 

@@ -774,6 +774,7 @@ FILES = {  # what lies in the folder that commands run in
 REFUSED = {  # by command
     f"generate MODEL --prompt {PROMPT[:2]} ": [
         ("--exit-layer 6", "exit_layer must be in 1..5 for a 6-layer model, got 6"),
+        (f"--exit-layer {'9' * 400}", "got 999999999999999999...9999999999999999999"),
         ("--skip nowhere.json", "cannot read skip config nowhere.json"),
         ("--exit-layer 3 --skip x.json", "give --skip or --exit-layer, not both"),
         ("--skip torn.json", "not valid JSON"),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import layerskip
 from layerskip.checkpoints import DTYPES, encode, load
 from layerskip.config import SkipConfig
-from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.model.wrappers import UnsupportedModelError, merge_adapter
 from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS
 from layerskip.prompts import Prompt
 
@@ -49,17 +49,36 @@ def test_the_skip_config_beside_the_checkpoint(folder):
 
 
 def test_what_is_not_there(tmp_path, folder):
-    (tmp_path / "empty").mkdir()
+    for kind in ("empty", "lora"):
+        (tmp_path / kind).mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     for name, words in [
         (str(tmp_path / "missing"), "there is no folder"),
         ("./missing", "there is no folder ./missing"),
         (str(tmp_path / "empty"), "holds no checkpoint: it has no config.json"),
+        (str(tmp_path / "lora"), "holds no checkpoint: it is an adapter: serve its base"),
         (str(folder / "config.json"), "is a file; give a GGUF file, or"),
         (" ", "name is empty"),
         ("nobody/nothing", "cannot load model 'nobody/nothing' from the Hub"),
     ]:
         with pytest.raises(ValueError, match=words):
             load(name)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks the library for an old name
+def test_an_adapter_is_merged(tmp_path, folder):
+    peft = pytest.importorskip("peft")
+    model = load(str(folder)).model
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    for name, weight in adapted.named_parameters():
+        weight.data += 0.1 if "lora_B" in name else 0
+    adapted.save_pretrained(tmp_path / "lora")
+    want = adapted.eval()(torch.tensor([[5, 6, 7]])).logits
+    merged = load(str(folder)).model
+    merge_adapter(merged, tmp_path / "lora")
+    torch.testing.assert_close(merged(torch.tensor([[5, 6, 7]])).logits, want)
+    with pytest.raises(ValueError, match="cannot be merged into this model"):
+        merge_adapter(tiny_model("llama", hidden_size=64), tmp_path / "lora")
 
 
 def test_unknown_dtypes_and_devices(folder):

@@ -179,6 +179,7 @@ def test_what_cannot_be_run_is_refused(given, tmp_path, monkeypatch):
     for shard in ("1", "2/2", "a/b", "-1/2", "0/0"):
         assert "--shard must be I/N" in run(given, output, f"--shard={shard}").stderr
     assert "is the file of the prompts" in run(given, given).stderr
+    assert "/dev/full is a folder, a pipe or a device" in run(given, Path("/dev/full")).stderr
     with open_answers(output, {}):
         assert "another run writes" in run(given, output).stderr
     given.write_text(given.read_text() + '{"id": "a0", "prompt": "again"}\n')
@@ -241,25 +242,25 @@ def test_rows_that_came_from_something_else_are_refused_before_a_model_is_loaded
     before = settled(output)
     monkeypatch.setattr("layerskip.cli.run.open_decoding", lambda *_: pytest.fail("loaded"))
     for changed, what in (
-        (["--temperature", "0.8"], "settings"),
-        (["--stop", "x"], "settings"),
-        (["--regex", "a+"], "settings"),
-        (["--seed", "6"], "prompt"),
-        (["--chat"], "prompt"),
-        (["--dtype", "bfloat16"], "model"),
+        (["--temperature", "0.8"], "other settings"),
+        (["--stop", "x"], "other settings"),
+        (["--regex", "a+"], "other settings"),
+        (["--seed", "6"], "another prompt"),
+        (["--chat"], "another prompt"),
+        (["--dtype", "bfloat16"], "another model"),
         (["--max-rows", "2", "--no-lookup"], None),  # no text depends on these
     ):
         result = run(given, output, *SAMPLED, *changed)
         if what is None:
             assert result.exit_code == 0
         else:
-            assert "9 rows that came from something else" in result.stderr
-            assert f"from another {what}; give another --output" in result.stderr
+            assert "rows (9) that came from something else" in result.stderr
+            assert f"from {what}; give another --output" in result.stderr
     assert settled(output) == before
     monkeypatch.undo()
     lines = given.read_text().splitlines(keepends=True)
     given.write_text("".join(lines[:3]).replace("return 1", "return 11") + "".join(lines[3:]))
-    words = "1 rows that came from something else, the first of prompt a1, from another prompt"
+    words = "rows (1) that came from something else, the first of prompt a1, from another prompt"
     assert words in run(given, output, *SAMPLED).stderr
     assert run(given, output, *SAMPLED, "--force").exit_code == 0
     after = settled(output)

@@ -520,6 +520,7 @@ class TestRefusals:
             ("completions", {"top_k": 2**63}, "top_k", "less than"),
             ("completions", {"prompt": "a" * 24_000}, "prompt", "24000 characters, more than"),
             ("completions", {"seed": "5"}, "seed", "valid integer"),
+            ("completions", {"stop_token_ids": [-1]}, "stop_token_ids", "token ids must be"),
             ("completions", {"temperature": 1e-9}, "temperature", "0 or at least"),
             ("completions", {"temperature": 3}, "temperature", "less than or equal"),
             ("completions", {"stop": [""]}, "stop.0", "at least 1 character"),
@@ -811,6 +812,7 @@ def cancelled(place):
     [
         (["--host", "192.0.2.1"], "cannot listen at --host 192.0.2.1 --port 8000"),
         (["--api-key", " "], "--api-key is empty"),
+        (["--lora", "mine=nowhere"], "--lora must be NAME=FOLDER, with an adapter_config.json"),
         (["--port", "0", "no-such-folder/a/b"], "no-such-folder/a/b"),
     ],
 )

@@ -14,11 +14,12 @@ from kinds import BLOCKS, weights_of
 from marks import thorough
 from models import VOCABULARY, Fickle, Growing, lively_model, near, pure
 from small import small_model
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 import layerskip
 from layerskip import Proposal, SkipConfig, Source, State
 from layerskip.checkpoints import load
+from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.research.logit_lookup import LogitLookup
 from layerskip.research.stored_logits import StoredLogits
@@ -364,6 +365,8 @@ def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model):
         for top_k in (0, 2**70)
     ]
     assert texts[0] == texts[1]
+    law = Law([TopKLogitsWarper(2**70)], do_sample=True, rows=1)
+    assert law.warp.top_k < 2**31  # as native passes read it
 
 
 def test_scores_of_a_prompts_end_start_from_what_is_known(model):

@@ -108,6 +108,8 @@ def run(
         warn_idle({"ray_address": ray_address, "ray_workers": ray_workers}, "without --ray")
     if prompts.exists() and output.exists() and prompts.samefile(output):
         raise ValueError(f"--output {output} is the file of the prompts; give another")
+    if output.exists() and not output.is_file():  # a device may be read without an end
+        raise ValueError(f"--output {output} is a folder, a pipe or a device; give a file")
     chosen = spoken(read_given(prompts), chat, wording.system)
     sampling.check()
     wording.check(sampling.do_sample)

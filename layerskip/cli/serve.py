@@ -5,9 +5,20 @@ from __future__ import annotations
 import ipaddress
 import socket
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerskip.cli.flags import Decoding, Loading, MaxRows, Memory, Quiet, Sampling, flag, switch
+from layerskip.cli.flags import (
+    Decoding,
+    Loading,
+    MaxRows,
+    Memory,
+    Quiet,
+    Sampling,
+    flag,
+    switch,
+    warn_idle,
+)
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 
@@ -29,6 +40,9 @@ def serve(
         show_envvar=False,
     ),
     name: str | None = flag("What clients call the model.  [default: its own name]", "NAME"),
+    lora: str | None = flag(
+        "Merge this adapter of peft's into the model, which is then called NAME.", "NAME=FOLDER"
+    ),
     context: int | None = flag(
         "Longest prompt and text together, in tokens.  [default: the model's own limit]", "N", min=2
     ),
@@ -65,12 +79,19 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
     decoding.refuse_keeping("serve")
+    adapter = None if lora is None else _adapter(lora)
+    if adapter is not None:
+        warn_idle({"name": name}, "with --lora, which says the name")
+        name = adapter[0]
     talk = Talk(quiet)
     described_as: list[Served] = []
 
     def described(loaded: Loaded) -> None:
+        from layerskip.model.wrappers import merge_adapter
         from layerskip.serving.api import Served
 
+        if adapter is not None:
+            merge_adapter(loaded.model, adapter[1])
         described_as.append(
             Served.of(
                 loaded,
@@ -123,6 +144,16 @@ def serve(
             shown = f"[{where}]" if ":" in where else where
             talk.say(f"serving {served.name} at http://{shown}:{number}/v1 until Ctrl-C")
             uvicorn.Server(configured(app, log=access_log)).run(sockets=[listener])
+
+
+def _adapter(given: str) -> tuple[str, Path]:
+    """The name and the folder that --lora says."""
+    name, _, folder = given.partition("=")
+    if not name or not (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(
+            "--lora must be NAME=FOLDER, with an adapter_config.json in the folder, got " + given
+        )
+    return name, Path(folder)
 
 
 def _listening(host: str, port: int) -> socket.socket:

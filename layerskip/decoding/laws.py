@@ -191,7 +191,7 @@ class Law:
             if kind is logits_process.TemperatureLogitsWarper:
                 warp, place = warp._replace(temperature=float(warper.temperature)), 0
             elif kind is logits_process.TopKLogitsWarper:
-                warp, place = warp._replace(top_k=int(warper.top_k)), 1
+                warp, place = warp._replace(top_k=min(int(warper.top_k), _MOST)), 1
             elif kind is logits_process.TopPLogitsWarper:
                 least = max(1, warper.min_tokens_to_keep)
                 warp, place = warp._replace(top_p=float(warper.top_p), least=least), 2
@@ -309,6 +309,7 @@ class Law:
         return out
 
 
+_MOST = 2**31 - 1  # of a top-k: more than any vocabulary has
 _LARGE = 2**14  # vocabulary from which on a CPU uses `_nucleus`
 # Unlikely tokens have less than (1 - top_p) over one of these, or over twice the vocabulary.
 _SHARES = (2**9, 2**13)

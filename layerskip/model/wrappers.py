@@ -6,7 +6,9 @@ way to the decoder lies outside of the layers, would be lost, and is refused.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -47,6 +49,33 @@ def unwrapped(model: Any) -> Any:
             "remove it, or leave out layerskip"
         )
     return model
+
+
+def peft() -> Any:
+    """The library of adapters.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("--lora needs peft, which is not installed: pip install peft") from error
+    return peft
+
+
+def merge_adapter(model: Any, folder: Path) -> None:
+    """Add an adapter of peft's to the weights of a model.
+
+    Raises:
+        ValueError: peft is not installed, or it cannot load the adapter or merge it here.
+    """
+    library = peft()
+    try:
+        library.PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)
+    except Exception as error:  # whatever goes wrong here is about the adapter
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(f"--lora {folder} cannot be merged into this model: {reason}") from error
 
 
 def _check_adapters(configs: Any) -> None:

@@ -27,7 +27,7 @@ from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
-from layerskip.serving.prompts import prompts_of, seen_in
+from layerskip.serving.prompts import check_tokens, prompts_of, seen_in
 from layerskip.serving.requests import TextRequest
 from layerskip.text import decode_text
 
@@ -138,6 +138,7 @@ def answer_of(asked: Asked, served: Served) -> Answer:
         message = "this model reads its prompt in an encoder, which gives no log-probabilities"
         raise Refusal(400, message, param="echo")
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
+    check_tokens(asked.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(asked, served)
     reader = _Readers(asked, served)
     shared = {

@@ -31,7 +31,7 @@ Asked = tuple[int, Prompt]
 """A prompt and its number among all."""
 _BEGIN = b'{"id": "'  # of every row
 _WAIT = 60.0  # seconds for a lock that others hold while they add a row
-_PARTS = ("model", "settings", "prompt")  # of a fingerprint
+_PARTS = ("another model", "other settings", "another prompt")  # what a fingerprint tells apart
 
 
 @dataclass
@@ -117,8 +117,8 @@ def _refusal(path: Path, rows: Mapping[str, Row], fingerprints: Mapping[str, str
     )
     what = " and ".join(name for name, old, new in pairs if old != new)
     return (
-        f"{path} has {len(rows)} rows that came from something else, the first of prompt {first}, "
-        f"from another {what}; give another --output, or --force to answer these prompts again"
+        f"{path} has rows ({len(rows)}) that came from something else, the first of prompt "
+        f"{first}, from {what}; give another --output, or --force to answer these prompts again"
     )
 
 

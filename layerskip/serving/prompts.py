@@ -42,11 +42,12 @@ def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded |
     if not prompts or not all(prompts):
         raise Refusal(400, f"{param} must hold at least one token", param=param)
     for prompt in prompts:
-        _check_tokens(prompt, param, served)
+        check_tokens(prompt, param, served)
     return prompts, seen
 
 
-def _check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
+def check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
+    """Refuse token ids outside of the vocabulary."""
     strange = next((token for token in tokens if not 0 <= token < served.vocabulary), None)
     if strange is not None:
         message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange}"
@@ -131,5 +132,5 @@ def tokenizer_info(served: Served) -> dict[str, Any]:
 
 def detokenized(asked: Detokenize, served: Served) -> dict[str, str]:
     """The text of token ids, special ones included."""
-    _check_tokens(asked.tokens, "tokens", served)
+    check_tokens(asked.tokens, "tokens", served)
     return {"prompt": served.tokenizer.decode(asked.tokens)}

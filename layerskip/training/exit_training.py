@@ -27,6 +27,7 @@ from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
 from layerskip.files.writing import write_text
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
+from layerskip.model.wrappers import peft
 from layerskip.registry import named
 from layerskip.training import data, processes, token_files
 from layerskip.training.drafts import half_is_fast
@@ -140,7 +141,7 @@ class ExitTraining(Stages):
         self.recipe = recipe = recipe.for_model(self.layers)
         self.model, self.tokenizer, self.corpus, self.texts = model, tokenizer, corpus, texts
         if recipe.lora is not None:
-            _peft()
+            peft()
             if processes.count() > 1:
                 raise ValueError("--lora trains in one process; leave out torchrun, or --lora")
         if recipe.rows % processes.count():
@@ -434,21 +435,12 @@ def check_empty(folder: Path) -> None:
             raise ValueError(f"--output {folder} is not empty, and holds no training; name another")
 
 
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError("--lora needs peft, which is not installed: pip install peft") from error
-    return peft
-
-
 def _adapted(model: Any, recipe: ExitRecipe) -> Any:
     """The model with low-rank adapters beside all linears of its layers; only those train."""
-    peft = _peft()
     torch.manual_seed(recipe.seed)
     rank = recipe.lora
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * (rank or 1), target_modules="all-linear")
-    return peft.get_peft_model(model, config)
+    config = peft().LoraConfig(r=rank, lora_alpha=2 * (rank or 1), target_modules="all-linear")
+    return peft().get_peft_model(model, config)
 
 
 def _shard(module: ExitModel, device: torch.device) -> None:
