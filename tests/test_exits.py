@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from layerskip.cli.main import app
 from layerskip.config import SkipConfig
 from layerskip.files.trainings import rise
-from layerskip.training import exit_training, judging
+from layerskip.training import exit_training, judging, stages
 from layerskip.training.exit_results import best_exit, card
 from layerskip.training.exit_training import ExitRecipe, ExitTraining
 from layerskip.training.exits import (
@@ -136,14 +136,13 @@ def training(folder, texts, stop="never", **changes):
     return ExitTraining(model, Letters(), None, texts, recipe, folder, progress=progress)
 
 
-FIVE = ("training: step 1,", "training: step 4,", "training: step 5,", "training: step 9,",
-        "judging exits after")  # fmt: skip
+FIVE = (*(f"training: {step * 32} tokens" for step in (1, 4, 5, 9)), "judging exits after")
 
 
 @pytest.mark.parametrize("kills", [FIVE[2:3], *slow((FIVE,))])
 def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkeypatch):
     whole = training(tmp_path / "whole", texts).run()
-    monkeypatch.setattr(exit_training, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(stages, "SAVE_SECONDS", 0.0)
     for kill in kills:
         with pytest.raises(Stopped):
             training(tmp_path / "parts", texts, stop=kill).run()
@@ -196,9 +195,9 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_exits
-from layerskip.training import exit_training, processes
+from layerskip.training import exit_training, processes, stages
 exit_training.clock = lambda *_, **__: test_exits.FASTER
-exit_training.SAVE_SECONDS = 0.0
+stages.SAVE_SECONDS = 0.0
 with processes.process_group():
     try:
         test_exits.training(Path(sys.argv[2]), Path(sys.argv[3]), stop=sys.argv[4]).run()

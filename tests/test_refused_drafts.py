@@ -17,7 +17,7 @@ from safetensors.torch import save
 from layerskip import SkipConfig
 from layerskip.checkpoints import load
 from layerskip.model.trained import save_trained
-from layerskip.training import data, drafts, features, judging
+from layerskip.training import data, features, judging, stages
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def small(monkeypatch):
     """Few texts, and a verdict that ends the command."""
     monkeypatch.setattr(data, "BATCH", 8)
     monkeypatch.setattr(features, "CHUNK", 4)
-    monkeypatch.setattr(drafts, "half_is_fast", lambda device: False)
+    monkeypatch.setattr(stages, "half_is_fast", lambda device: False)
 
     def judge(*_, **__):
         raise ValueError("trained")

@@ -159,7 +159,7 @@ def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path
     how = {"kind": kind, "skip": BITS if kind == "healed" else None}
     whole = training(tmp_path / "whole", **how)
     whole.run()
-    monkeypatch.setattr("layerskip.training.drafts.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("layerskip.training.stages.SAVE_SECONDS", 0.0)
     with pytest.raises(Stopped):
         training(tmp_path / "parts", progress=stop_at(stage, share), **how).run()
     assert not (tmp_path / "parts" / "draft.safetensors").exists()
@@ -205,11 +205,11 @@ THE_OTHER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from layerskip.training import data, drafts, features
+from layerskip.training import data, features, stages
 import test_train
 test_train.small()
 data.BATCH, data.LONGEST_ANSWER, features.CHUNK = 4, 20, 8
-drafts.half_is_fast = lambda _: False
+stages.half_is_fast = lambda _: False
 test_train.together(Path(sys.argv[1]))
 """
 LARGE = {"tokens": 160, "rows": 4, "rate": 0.1}  # to be seen in float16
@@ -235,7 +235,7 @@ def apart(*folders):
 @pytest.mark.thorough
 def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
     """But for rounding; the negative control is one that has half of the rows."""
-    monkeypatch.setattr("layerskip.training.drafts.half_is_fast", lambda _: False)
+    monkeypatch.setattr("layerskip.training.stages.half_is_fast", lambda _: False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

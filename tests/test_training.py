@@ -42,7 +42,7 @@ def learner(folder, total_steps=30, **options):
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     optimizers = [
-        torch.optim.AdamW(matrices, lr=3e-3),
+        torch.optim.AdamW(matrices, lr=1e-2),
         torch.optim.SGD(vectors, lr=1e-2, momentum=0.9),
     ]
     run = loop.train(
@@ -50,7 +50,6 @@ def learner(folder, total_steps=30, **options):
         optimizers,
         step_loss,
         total_steps,
-        schedule=lambda step, _: min(1.0, (step + 1) / 5, (total_steps - step) / 10),
         checkpoint=folder / "checkpoint.pt",
         **options,
     )
@@ -86,7 +85,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         [torch.optim.SGD(model.parameters(), lr=0.1)],
         lambda step, share: sum(p.sum() for p in model.parameters()) * math.nan,
         3,
-        schedule=lambda step, share: 1.0,
         checkpoint=tmp_path / "checkpoint.pt",
     )
     with pytest.raises(FloatingPointError, match="at step 0"):

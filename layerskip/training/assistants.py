@@ -210,7 +210,7 @@ class AssistantTraining(Training):
             return distance(*self._unrolled(assistant, ids, numbers), temperature)
 
         tokens = 0
-        for tokens, _ in self._steps(assistant, ids, loss_of, judging):  # noqa: B007
+        for tokens, _ in self._trained(assistant, ids, loss_of, judging):  # noqa: B007
             pass
         after = self._judged(assistant, ids)
         if not processes.first():
@@ -236,7 +236,7 @@ class AssistantTraining(Training):
     @torch.no_grad()
     def _judged(self, assistant: Any, ids: Tensor) -> list[float]:
         """The overlap of each step on held-out windows."""
-        with self._precision():
+        with self.precision():
             return means(
                 [
                     overlaps(*self._unrolled(assistant, ids, [number]), self.recipe.temperature)

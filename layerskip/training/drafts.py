@@ -22,17 +22,16 @@ from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
-from layerskip.registry import OPTIMIZERS, named
+from layerskip.registry import named
 from layerskip.training import data, features, processes
-from layerskip.training.loop import schedule, train, windows_of
+from layerskip.training.loop import windows_of
 from layerskip.training.losses import Judge, TrainingBatch
-from layerskip.training.stages import Stages
+from layerskip.training.stages import BaseRecipe, Stages
 from layerskip.training.students import Student
 from layerskip.vocabulary import ranked
 
 TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether it pays or not."""
-SAVE_SECONDS = 60.0
 RANK = 16
 PASSES = 2  # over the texts, where tokens are asked for
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the minutes that are asked for
@@ -49,50 +48,30 @@ the head. It is trained with exact weights, which makes hardly a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The settings of a training.
+class Recipe(BaseRecipe):
+    """The settings of a draft's training.
 
     Attributes:
-        kind, loss, optimizer: names of `layerskip.registry`.
+        kind: a name of `layerskip.registry`.
         skip: what the draft runs of the model; by default what the student's `skip_for` says.
         tokens: to train on, over all passes; None: as many as `minutes` allow.
-        minutes: of texts, features, training and judging together.
         vocabulary: how many of the target's most frequent tokens the loss looks at.
-        rate: of learning, at most; by default the kind's own.
-        window: tokens of a sequence; `rows` of them are a step.
+        rate: by default the kind's own.
 
     Raises:
         ValueError: a value is out of range, or neither tokens nor minutes are given.
     """
 
     kind: str = "healed"
-    loss: str = "lk"
     skip: SkipConfig | None = None
     tokens: int | None = None
-    minutes: float | None = None
-    seed: int = 0
-    temperature: float = 0.8
-    optimizer: str = "adamw"
-    rate: float | None = None
     rank: int = RANK
     vocabulary: int = 8192
-    window: int = 256
-    rows: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("minutes", "temperature"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        if self.rate is not None and not 0 <= self.rate < math.inf:
-            raise ValueError(f"rate must be 0 or more and finite, got {self.rate}")
+        super().__post_init__()
         if self.tokens is None and self.minutes is None:
             raise ValueError("say how long to train: tokens or minutes")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
-            )
-        named("optimizer", self.optimizer)([nn.Parameter(torch.ones(1, 1))], 0.0)  # if torch has it
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values; initial weights by their hash, not by their path."""
@@ -121,6 +100,8 @@ class Training(Stages):
         ValueError: the folder holds another training, or the recipe's skip does not suit its kind.
     """
 
+    recipe: Recipe
+
     def __init__(
         self, opened: Sublayers, corpus: data.Corpus, recipe: Recipe, folder: Path, **said: Any
     ) -> None:
@@ -136,12 +117,9 @@ class Training(Stages):
         self.tap = self.skip.shared_prefix() if self.student.tapped else None
         self.opened, self.corpus = opened, corpus
         stages = ("texts", "features", "training")
-        super().__init__(folder, self._identity(), stages, minutes=recipe.minutes, **said)
+        super().__init__(folder, self._identity(), stages, opened.device, **said)
         opened.model.requires_grad_(False)
-        self.half = half_is_fast(opened.device)
-        self.curve: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
-        self._checkpoint = self.work / "checkpoint.pt"
 
     def _identity(self) -> dict[str, Any]:
         """What makes a training this one."""
@@ -180,27 +158,20 @@ class Training(Stages):
     def clear(self) -> None:
         """Remove the files that only training needs; texts and times stay."""
         shutil.rmtree(self.work / "features", ignore_errors=True)
-        self._checkpoint.unlink(missing_ok=True)
+        self.checkpoint.unlink(missing_ok=True)
 
     def _make_texts(self) -> None:
         recipe = self.recipe
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
         of_texts = FOR_TEXTS_OF_MODULES if self.student.module else FOR_TEXTS
-        left, spent = self.until - time.monotonic(), self.seconds["texts"]
-        limit = of_texts * max(1.0, left + spent)
+        left = self.until - time.monotonic() + self.seconds["texts"]
+        limit = of_texts * max(1.0, left)
         if recipe.minutes is not None and self.corpus.answers:
             self._foresee(limit)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
         if self.half:  # faster, and nearly the model's law
             self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
-        folder = self.work / "texts"
-        made = data.collect(
-            self.corpus, folder, tokens=enough, more=lambda: self.seconds["texts"] < limit
-        )
-        with self.corpus.short_after(time.monotonic() + limit - spent):
-            for total in self.timed("texts", made):
-                share = min(1.0, max(total / enough, self.seconds["texts"] / limit))
-                self.progress(f"texts: {total:,} tokens", share)
+        self.collect(self.corpus, enough, limit)
         self.corpus.drawn_by = self.opened.model
 
     def _foresee(self, seconds: float) -> None:
@@ -260,11 +231,11 @@ class Training(Stages):
             batch = self._batch(judge, ids, numbers)
             return judge.distance(student(batch), batch)
 
-        if not self._checkpoint.exists():
+        if not self.checkpoint.exists():
             self._measure(0, student, judge, ids)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
-        for tokens, share in self._steps(student, ids, loss_of, judging):
+        for tokens, share in self._trained(student, ids, loss_of, judging):
             if min(share, 1.0) * POINTS >= len(self.curve):
                 self._measure(tokens, student, judge, ids)
         self.facts |= {
@@ -277,7 +248,7 @@ class Training(Stages):
         if processes.first():
             self._write(student, frequent)
 
-    def _steps(
+    def _trained(
         self, module: nn.Module, ids: Tensor, loss_of: Callable[[list[int]], Tensor], judging: float
     ) -> Iterator[tuple[int, float]]:
         """Train a module on windows (N, T), but for those kept apart.
@@ -293,46 +264,23 @@ class Training(Stages):
 
         def step_loss(step: int, _: float) -> Tensor:
             numbers = windows_of(self._apart(ids).start, recipe.rows, step, recipe.seed)
-            with self._precision():
+            with self.precision():
                 return loss_of(numbers[processes.rank() :: processes.count()])
 
-        steps = train(
-            module,
-            named("optimizer", recipe.optimizer)(module.parameters(), recipe.rate),
-            step_loss,
-            math.ceil((recipe.tokens or 1 << 50) / a_step),
-            schedule=schedule,
-            checkpoint=self._checkpoint,
-            total_seconds=self.budget(judging),
-            save_seconds=SAVE_SECONDS,
-            log=self.curve,
-        )
-        for step, loss, share in self.timed("training", steps):
-            yield step * a_step, share
-            left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
-            self.progress(
-                f"training: {step * a_step:,} tokens, loss {loss:.3f}, {left / 60:.0f} min left",
-                share,
-            )
-
-    def budget(self, judging: float) -> float:
-        """Seconds of training over all starts, that leave so many for judging."""
-        left = self.until - time.monotonic() + self.seconds["training"]
-        return max(1.0, left - judging)
+        total = math.ceil((recipe.tokens or 1 << 50) / a_step)
+        for tokens, _, share in self.steps(module, step_loss, total, a_step, judging):
+            yield tokens, share
 
     def _apart(self, ids: Tensor) -> range:
         """The numbers of the windows (N, T) that are not trained on."""
         count = len(ids) - max(1, min(APART, len(ids) // 16))
         return range(max(self.recipe.rows, count), len(ids))
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.opened.device.type, torch.bfloat16, enabled=self.half)
-
     @torch.no_grad()
     def _measure(self, tokens: int, student: Student, judge: Judge, ids: Tensor) -> None:
         """Add a point to the curve after so many tokens, from held-out windows."""
         losses, overlaps = [], []
-        with self._precision():
+        with self.precision():
             for number in self._apart(ids):
                 batch = self._batch(judge, ids, [number])
                 steps = student(batch)
@@ -375,10 +323,3 @@ class Training(Stages):
 def means(overlaps: list[list[float]]) -> list[float]:
     """The mean of each step, over windows."""
     return [sum(step) / len(overlaps) for step in zip(*overlaps, strict=True)]
-
-
-def half_is_fast(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32 there."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())

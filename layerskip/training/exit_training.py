@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, takewhile
@@ -30,13 +30,11 @@ from layerskip.model.opening import open_model
 from layerskip.model.wrappers import peft
 from layerskip.registry import named
 from layerskip.training import data, processes, token_files
-from layerskip.training.drafts import half_is_fast
 from layerskip.training.exit_results import best_exit, card, curve, judged_exits
 from layerskip.training.exits import ExitModel, enabled, exit_table, exit_weights, kept_layers
 from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock
-from layerskip.training.loop import schedule, train
 from layerskip.training.losses import divergences
-from layerskip.training.stages import Stages
+from layerskip.training.stages import BaseRecipe, Stages, StepLoss
 
 RECORD = "train.json"
 APART = 16
@@ -45,12 +43,11 @@ FEW = 80_000
 """Tokens in which demo-gemma2's exits made most of their gain; fewer are told as few."""
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.05
 """Shares of the minutes: for all texts, and for judging once."""
-SAVE_SECONDS = 60.0
 QUESTION = 64  # tokens of a timed prompt, at most
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitRecipe:
+class ExitRecipe(BaseRecipe):
     """The settings of a training of exits.
 
     Attributes:
@@ -64,32 +61,23 @@ class ExitRecipe:
             end; None: all weights are trained.
         init: "checkpoint", or "random" weights, which nothing of the model is kept of.
         steps: to train; None: as many as `minutes` allow.
-        minutes: of texts, training and judging together.
-        rate: of learning, at most.
-        window: tokens of a sequence; `rows` of them are a step.
 
     Raises:
         ValueError: a value is out of range, or neither steps nor minutes are given.
     """
 
     exits: tuple[int, ...] = ()
-    loss: str = "lk"
     keep: float = 1.0
     dropout: float = 0.1
     curriculum: str = "rotational"
     lora: int | None = None
     init: str = "checkpoint"
     steps: int | None = None
-    minutes: float | None = None
     rate: float = 3e-4
-    optimizer: str = "adamw"
-    temperature: float = 0.8
-    seed: int = 0
-    window: int = 256
-    rows: int = 4
 
     def __post_init__(self) -> None:
-        for name, most in (("keep", math.inf), ("dropout", 1), ("rate", math.inf)):
+        super().__post_init__()
+        for name, most in (("keep", math.inf), ("dropout", 1)):
             value = getattr(self, name)
             if not 0 <= value < most:
                 raise ValueError(f"{name} must be 0 or more and less than {most}, got {value}")
@@ -126,6 +114,8 @@ class ExitTraining(Stages):
             else, or peft is missing.
     """
 
+    recipe: ExitRecipe
+
     def __init__(
         self,
         model: Any,
@@ -152,12 +142,9 @@ class ExitTraining(Stages):
         if corpus is None:
             token_files.check_length(self._given(), recipe.rows, recipe.window)
         check_empty(folder)
-        self.dtype, self.device = model.dtype, model.device
-        self.base = fingerprint(model)
+        self.dtype, self.base = model.dtype, fingerprint(model)
         stages = ("texts", "training", "judging")
-        super().__init__(folder, self._identity(), stages, minutes=recipe.minutes, **said)
-        self.half = half_is_fast(self.device)
-        self.losses: list[float] = []
+        super().__init__(folder, self._identity(), stages, model.device, **said)
 
     def _identity(self) -> dict[str, Any]:
         """What makes a training this one."""
@@ -225,17 +212,7 @@ class ExitTraining(Stages):
         )
         if self.corpus is not None:
             part = 1 if self.texts is None else 2  # the file gets the other half
-            need_now, late = need / part, limit / part
-            made = data.collect(
-                self.corpus,
-                work / "texts",
-                tokens=need_now,
-                more=lambda: self.seconds["texts"] < late,
-            )
-            with self.corpus.short_after(time.monotonic() + late - self.seconds["texts"]):
-                for total in self.timed("texts", made):
-                    done = max(total / need_now, self.seconds["texts"] / late)
-                    self.progress(f"texts: {total:,} tokens of answers", min(1.0, done))
+            self.collect(self.corpus, need / part, limit / part)
             answers = (text.ids for text in data.all_texts(work / "texts"))
             texts = chain(answers, texts)
         written = token_files.write_tokens(
@@ -250,7 +227,7 @@ class ExitTraining(Stages):
         if not path.exists():
             self.progress(f"judging exits {name} training", 0.0)
             exits, at = judged_exits(self.recipe.exits, self.layers), self.recipe.temperature
-            with self._precision():
+            with self.precision():
                 made = (exit_table(self.module, some, exits, at) for some in self._apart())
                 rows = [*self.timed("judging", made)][-1]
             if processes.first():
@@ -278,15 +255,11 @@ class ExitTraining(Stages):
             processes.wait()
         yield windows[: parse(path.read_bytes())]
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
-
     def _train(self, tokens: Any, frozen: ExitModel | None, adapted: Any) -> None:
         """Train on a file of tokens (N,)."""
         recipe, last = self.recipe, self.layers
         loss_of, towards_text = named("loss", recipe.loss), recipe.loss == "ce"
         at = 1.0 if towards_text else recipe.temperature
-        weights = [each for each in self.module.parameters() if each.requires_grad]
 
         @torch.no_grad()
         def original(ids: Tensor) -> Tensor | None:
@@ -308,7 +281,7 @@ class ExitTraining(Stages):
             kept = kept[:, processes.rank() :: processes.count()].to(self.device)
             exits = enabled(recipe.exits, recipe.curriculum, step, share)
             counts = exit_weights(exits, last, final=towards_text)
-            with self._precision():
+            with self.precision():
                 target = original(ids)  # (B, T, V)
                 logits = self.module(ids, (*exits, last), kept)
                 like = logits[last] if target is None else target  # `ce` does not look at it
@@ -323,44 +296,21 @@ class ExitTraining(Stages):
         a_step = recipe.rows * recipe.window
         if recipe.minutes is not None:
             self._foresee(step_loss, a_step, len(tokens))
-        steps = train(
-            self.module,
-            named("optimizer", recipe.optimizer)(weights, recipe.rate),
-            step_loss,
-            recipe.steps or 1 << 40,
-            schedule=schedule,
-            checkpoint=self.work / "checkpoint.pt",
-            total_seconds=self._budget(),
-            save_seconds=SAVE_SECONDS,
-            log=self.losses,
-        )
-        for step, loss, share in self.timed("training", steps):
-            self.losses.append(loss)
-            left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
-            self.progress(
-                f"training: step {step:,}, {step * a_step:,} tokens, loss {loss:.3f}, "
-                f"{max(0.0, left) / 60:.0f} min left",
-                min(1.0, share),
-            )
+        total, judging = recipe.steps or 1 << 40, 1.5 * self.seconds["judging"]
+        for _, loss, _ in self.steps(self.module, step_loss, total, a_step, judging):
+            self.curve.append(loss)
 
-    def _foresee(
-        self, step_loss: Callable[[int, float], Tensor], a_step: int, text_tokens: int
-    ) -> None:
+    def _foresee(self, step_loss: StepLoss, a_step: int, text_tokens: int) -> None:
         """Say what the minutes suffice for, after a step that is taken back."""
         began = time.monotonic()
         torch.autograd.backward(step_loss(0, 0.0))
         self.module.zero_grad()
-        steps = self._budget() / (time.monotonic() - began)
+        steps = self.budget(1.5 * self.seconds["judging"]) / (time.monotonic() - began)
         few = " That is few: expect little of it." if steps * a_step < FEW else ""
         self.say(
             f"{self.recipe.minutes:g} minutes suffice for about {steps:,.0f} steps of {a_step:,} "
             f"tokens, {steps * a_step / text_tokens:.0%} of the texts.{few}"
         )
-
-    def _budget(self) -> float:
-        """Seconds of training over all starts, that leave as many for judging as it took before."""
-        left = self.until - time.monotonic() + self.seconds["training"]
-        return max(1.0, left - 1.5 * self.seconds["judging"])
 
     def _finish(self, before: list[dict[str, float]], text_tokens: int) -> None:
         """Write the checkpoint and what came of it."""
@@ -384,11 +334,11 @@ class ExitTraining(Stages):
             "recipe": asdict(recipe),
             "model": base,
             "base": self.base,
-            "steps": len(self.losses),
-            "tokens": len(self.losses) * recipe.rows * recipe.window,
+            "steps": len(self.curve),
+            "tokens": len(self.curve) * recipe.rows * recipe.window,
             "text_tokens": text_tokens,
             "seconds": self.seconds,
-            "curve": curve(self.losses),
+            "curve": curve(self.curve),
             "before": before,
             "after": after,
             "best": best,

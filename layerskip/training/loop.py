@@ -42,10 +42,9 @@ def train(
     step_loss: Callable[[int, float], Tensor],
     total_steps: int,
     *,
-    schedule: Callable[[int, float], float],
     checkpoint: Path,
     total_seconds: float = math.inf,
-    save_seconds: float = 120.0,
+    save_seconds: float = 60.0,
     log: list[Any] | None = None,
 ) -> Iterator[tuple[int, float, float]]:
     """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss, share done).

@@ -1,4 +1,4 @@
-"""The folder of a training: what it was begun with, and the seconds that its stages took.
+"""What trainings share: settings, a folder, the seconds that stages took, and the steps themselves.
 
 A training that was killed is started again by the same command, and goes on after the last file
 that is complete.
@@ -10,30 +10,77 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor, nn
+
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
-from layerskip.training import processes
+from layerskip.registry import OPTIMIZERS, named
+from layerskip.training import data, processes
+from layerskip.training.loop import train
 
 T = TypeVar("T")
+StepLoss = Callable[[int, float], Tensor]
+"""Of a step of that number, when such a share of the training is done."""
+SAVE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRecipe:
+    """The settings of any training.
+
+    Attributes:
+        loss, optimizer: names of `layerskip.registry`.
+        minutes: of all stages together; None: as long as they take.
+        rate: of learning, at most.
+        window: tokens of a sequence; `rows` of them are a step.
+
+    Raises:
+        ValueError: a value is out of range, or this torch lacks the optimizer.
+    """
+
+    loss: str = "lk"
+    minutes: float | None = None
+    seed: int = 0
+    temperature: float = 0.8
+    optimizer: str = "adamw"
+    rate: float | None = None
+    window: int = 256
+    rows: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("minutes", "temperature"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        if self.rate is not None and not 0 <= self.rate < math.inf:
+            raise ValueError(f"rate must be 0 or more and finite, got {self.rate}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
+            )
+        named("optimizer", self.optimizer)([nn.Parameter(torch.ones(1, 1))], 0.0)
 
 
 class Stages:
-    """The stages of a training in a folder.
+    """The stages of a training in a folder; each kind of training sets its `recipe` first.
 
     Args:
         folder: empty, or of the same training.
         identity: JSON values that make the training this one.
-        stages: their names.
-        minutes: for all of them, over all starts; None: as long as they take.
+        stages: their names, "texts" and "training" among them.
         progress: called with a stage in words and the share of it that is done.
         say: called with notes for the user.
         started: of `time.monotonic`, when the minutes began; by default they do now.
 
     Attributes:
         work: the folder of files that only the training needs.
+        half: whether it computes in bfloat16, which is faster there.
+        curve: plain numbers that are kept beside the module in training.
         seconds: by stage, over all starts.
         until: of `time.monotonic`, when all should be done.
 
@@ -41,27 +88,31 @@ class Stages:
         ValueError: the folder holds another training.
     """
 
+    recipe: BaseRecipe
+
     def __init__(
         self,
         folder: Path,
         identity: dict[str, Any],
         stages: Iterable[str],
+        device: torch.device,
         *,
-        minutes: float | None = None,
         progress: Callable[[str, float], None] = lambda _what, _share: None,
         say: Callable[[str], None] = lambda _text: None,
         started: float | None = None,
     ) -> None:
         started = time.monotonic() if started is None else started
+        self.device, self.half = device, half_is_fast(device)
+        self.curve: list[Any] = []
         self.folder, self.work, self.progress, self.say = folder, folder / "work", progress, say
         self._check_same(identity)
-        self._clock = self.work / "seconds.json"
+        self._clock, self.checkpoint = self.work / "seconds.json", self.work / "checkpoint.pt"
         self.seconds: dict[str, float] = dict.fromkeys(stages, 0.0)
         if self._clock.exists():
             self.seconds |= parse(self._clock.read_bytes())
         self.until = math.inf
-        if minutes is not None:  # those of earlier starts count
-            self.until = started + 60 * minutes - sum(self.seconds.values())
+        if self.recipe.minutes is not None:  # those of earlier starts count
+            self.until = started + 60 * self.recipe.minutes - sum(self.seconds.values())
 
     def _check_same(self, identity: dict[str, Any]) -> None:
         path, now = self.work / "recipe.json", json.loads(json.dumps(identity))
@@ -88,3 +139,61 @@ class Stages:
             if processes.first():
                 write_text(self._clock, json.dumps(self.seconds))
             yield part
+
+    def collect(self, corpus: data.Corpus, tokens: float, limit: float) -> None:
+        """Have a corpus write texts of so many tokens, within so many seconds over all starts."""
+        made = data.collect(
+            corpus, self.work / "texts", tokens=tokens, more=lambda: self.seconds["texts"] < limit
+        )
+        with corpus.short_after(time.monotonic() + limit - self.seconds["texts"]):
+            for total in self.timed("texts", made):
+                share = max(total / tokens, self.seconds["texts"] / limit)
+                self.progress(f"texts: {total:,} tokens", min(1.0, share))
+
+    def precision(self) -> torch.autocast:
+        """Inside, products are in the training's precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
+
+    def budget(self, judging: float) -> float:
+        """Seconds of training over all starts, that leave so many for judging."""
+        left = self.until - time.monotonic() + self.seconds["training"]
+        return max(1.0, left - judging)
+
+    def steps(
+        self, module: nn.Module, step_loss: StepLoss, total: int, tokens: int, judging: float
+    ) -> Iterator[tuple[int, float, float]]:
+        """Train a module from its checkpoint on, in so many steps (see `loop.train`).
+
+        Args:
+            tokens: of a step.
+            judging: seconds to leave for it.
+
+        Yields:
+            After each step, the tokens trained on, the loss, and the share that is done.
+        """
+        weights = [each for each in module.parameters() if each.requires_grad]
+        steps = train(
+            module,
+            named("optimizer", self.recipe.optimizer)(weights, self.recipe.rate),
+            step_loss,
+            total,
+            checkpoint=self.checkpoint,
+            total_seconds=self.budget(judging),
+            save_seconds=SAVE_SECONDS,
+            log=self.curve,
+        )
+        for step, loss, share in self.timed("training", steps):
+            yield step * tokens, loss, share
+            left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
+            self.progress(
+                f"training: {step * tokens:,} tokens, loss {loss:.3f}, "
+                f"{max(0.0, left) / 60:.0f} min left",
+                min(1.0, share),
+            )
+
+
+def half_is_fast(device: torch.device) -> bool:
+    """Whether products in bfloat16 are faster than in float32 there."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
