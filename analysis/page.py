@@ -56,7 +56,6 @@ HEADINGS = {
     "bound": "gain at most",
     "category": "kind of prompt",
     "context": "tokens of context",
-    "copy_of": "copy of trial",
     "decode": "decoding alone",
     "draft_cost": "cost of a draft step",
     "gigabytes_per_second": "GB/s read",

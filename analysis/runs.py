@@ -164,31 +164,21 @@ class Run:
             each
             for number, record in enumerate(self.records)
             if record["method"] in drafting
-            for each in rounds_of(record, number, self.sources(record["method"]))
+            for each in rounds_of(record, number)
         ]
         table = pd.DataFrame(rounds, columns=Round._fields)
         refused = (table["accepted"] < table["depth"]) & (table["emitted"] > table["accepted"])
         return table.assign(rejected=refused)
 
 
-def rounds_of(record: dict[str, Any], number: int, sources: Sequence[str]) -> Iterator[Round]:
-    """The rounds of all rows of a record; a row that had finished is left out.
-
-    Where draft steps are not told, as in old records, there are as many as tokens of the row that
-    drafts most; tokens that were looked up take none.
-    """
+def rounds_of(record: dict[str, Any], number: int) -> Iterator[Round]:
+    """The rounds of all rows of a record; a row that had finished is left out."""
     rounds = record["rounds"] or {"drafted": ()}
     place = record["batch_size"], record["category"] or "other", record["method"]
     for turn, drafted in enumerate(rounds["drafted"]):
         source = rounds["sources"][turn]
         by_row = source if isinstance(source, list) else [source] * len(drafted)
-        if rounds.get("steps") is not None:
-            steps = rounds["steps"][turn]
-        else:
-            steps = max(
-                0 if each is not None and sources[each] in FREE else count
-                for count, each in zip(drafted, by_row, strict=True)
-            )
+        steps = rounds["steps"][turn]
         depths = rounds["depths"][turn] if rounds.get("depths") else drafted
         for row, count in enumerate(drafted):
             accepted, emitted = (rounds[name][turn][row] for name in ("accepted", "emitted"))

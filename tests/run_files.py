@@ -113,6 +113,7 @@ def rounds(*triples):
         "accepted": [[a] for _, a, _ in triples],
         "emitted": [[e] for _, _, e in triples],
         "confidences": [[[0.5] * d] for d, _, _ in triples],
+        "steps": [d for d, _, _ in triples],
     }
 
 

@@ -193,7 +193,7 @@ def test_several_runs_on_one_page(tmp_path):
         for name in ("prompt_tokens", "new_tokens", "first_tokens", "repeated_4grams", "loops"):
             twice[name] = line[name] * 2
         twice["equal"] = line["equal"] and line["equal"] * 2
-        twice["rounds"] = {k: v if k == "sources" else [row * 2 for row in v]
+        twice["rounds"] = {k: v if k in ("sources", "steps") else [row * 2 for row in v]
                            for k, v in line["rounds"].items()}  # fmt: skip
         batched.append(twice)
     files = [

@@ -163,6 +163,7 @@ def test_finished_rows_of_a_batch_count_for_nothing(tmp_path):
         "emitted": [[2, 2], [2, 0]],
         "confidences": [[[0.5] * 2, [0.5]], [[0.5], []]],
         "sources": [0, 0],
+        "steps": [2, 1],
     }
     both = {"batch_size": 2, "prompts": ["code-1", "code-2"], "prompt_tokens": [5, 5],
             "first_tokens": [1, 1], "new_tokens": [5, 3], "repeated_4grams": [0.0, 1.0],
@@ -305,7 +306,7 @@ def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
     own = next(method for method in head["methods"] if method["kind"] == "self")
     own["sources"] = ["lookup", "sublayers"]
     found = made.rounds((2, 2, 3), (2, 0, 1), (2, 1, 2), (1, 1, 2), (1, 0, 1), (0, 0, 1))
-    found["sources"] = [0, 0, 0, 1, 1, None]
+    found |= {"sources": [0, 0, 0, 1, 1, None], "steps": [0, 0, 0, 1, 1, 0]}
     lines = [
         made.record("plain", new_tokens=[11]),
         made.record(own["name"], new_tokens=[11], rounds=found),
@@ -328,12 +329,10 @@ def test_a_round_may_have_a_source_for_each_row():
         "accepted": [[2, 0, 0], [1, 0, 0]],
         "emitted": [[3, 1, 1], [2, 1, 0]],
         "sources": [[0, 1, None], 1],
+        "steps": [3, 1],  # of trees there may be more, or fewer
     }
     record = {"batch_size": 3, "category": None, "method": "self", "rounds": rounds}
-    for told, steps in (({}, [1, 1]), ({"steps": [3, 1]}, [3, 1])):
-        record["rounds"] = rounds | told  # of trees there may be more, or fewer
-        found = list(rounds_of(record, 0, ["lookup", "sublayers"]))
-        assert [each.source for each in found] == [0, 1, None, 1, 1]
-        assert [each.drafted for each in found] == [2, 1, 0, 1, 0]
-        of_rounds = {each.number: each.steps for each in found}
-        assert list(of_rounds.values()) == steps
+    found = list(rounds_of(record, 0))
+    assert [each.source for each in found] == [0, 1, None, 1, 1]
+    assert [each.drafted for each in found] == [2, 1, 0, 1, 0]
+    assert {each.number: each.steps for each in found} == {0: 3, 1: 1}

@@ -55,7 +55,7 @@ def path(tmp_path):
 def test_what_is_written_is_read_back(path):
     plain = changed(RECORD, method="plain", rounds=None, equal=None)
     with RunWriter(path, HEADER, None) as writer:
-        for line in (RECORD, SWEEP, {"kind": "trace"}, plain):
+        for line in (RECORD, SWEEP, plain):
             writer.write(line)
             assert path.read_text().endswith(json.dumps(line) + "\n")  # at once
     run = read_run(path)

@@ -44,7 +44,7 @@ class Controller:
     """
 
     needs_confidence: bool = True  # else the engine may draft `limit` tokens at once
-    trees: Any = None  # what has trees verified (see `speculator.Trees`), if anything
+    trees: Any = None  # what has trees verified, if anything (see `layerskip/research/trees.py`)
 
     def reset(self, rows: int) -> None:
         """Starts a call with `rows` rows and forgets everything learned before."""

@@ -112,19 +112,12 @@ def make_controller(
 
     `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
     starts (whose default depends on `sampling`), and `adaptive` are further settings of the latter;
-    of others see their classes. Only `expected-gain`
+    of others see their classes. `DecodingOptions` says what may be given. Only `expected-gain`
     reads `costs` and `priors`, one of each source, `ahead`, `branches` and `now`. Raises ValueError
-    for an unknown name and for settings out of range; warns where one has no effect.
+    for an unknown name; warns where a setting has no effect.
     """
     if name not in CONTROLLERS:
         raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")
-    if max_draft_length is not None and max_draft_length < 1:
-        raise ValueError(
-            f"max_draft_length must be at least 1, got {max_draft_length}; "
-            "to decode without drafts, turn drafting off"
-        )
-    if threshold is not None and not 0.0 <= threshold <= 1.0:
-        raise ValueError(f"threshold must be in [0, 1], got {threshold}")
     if threshold is not None and name not in WITH_THRESHOLD:
         warnings.warn(f"threshold has no effect on the controller {name!r}", stacklevel=2)
     if adaptive and name != "adaptive-threshold":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from layerskip.costs.speculation import draft_limit, remaining
 from layerskip.decoding.controller import Chooser, Controller, Observer, first_offer, signal_of
@@ -27,36 +27,6 @@ class Outcome(NamedTuple):
 
     def source(self, row: int) -> int | None:
         return self.plans[row].source if row in self.plans and self.drafts.tokens[row] else None
-
-
-class Trees(Protocol):
-    """A controller's `trees`, if it wants more tokens verified than those of chains.
-
-    A round asks it if a source takes steps and drafts may have branches.
-    """
-
-    def begin(self, ends: Sequence[frozenset[int]], longest: int, state: State) -> None:
-        """A round begins in which rows take steps of a source.
-
-        Args:
-            ends: by row, tokens behind which nothing is drafted.
-            longest: the most tokens of a row that are verified.
-        """
-
-    def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
-        """Told the best tokens of a row's next place, the first of which it has drafted."""
-
-    def choose(
-        self, chains: Mapping[int, int]
-    ) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
-        """What rows verify once all steps are done: tokens, and what each one follows.
-
-        Args:
-            chains: by row, how many tokens of its chain are verified in any case.
-        """
-
-    def learn(self, row: int, tokens: Sequence[int]) -> None:
-        """Told which tokens the target has accepted of a row that took steps, and its own next."""
 
 
 class Speculator:
@@ -172,7 +142,7 @@ class Speculator:
             branches=self._branches,
         )
 
-    def _draft(self, plans: Mapping[int, Plan], trees: Trees | None) -> DraftedTokens:
+    def _draft(self, plans: Mapping[int, Plan], trees: Any) -> DraftedTokens:
         """Tokens that need no step, up to each row's limit, and steps for the other rows."""
         drafts = DraftedTokens.of(len(self.seats))
         stepping: dict[int, list[int]] = {}  # by source, the rows of its steps
@@ -244,7 +214,7 @@ class Speculator:
         return drafts.num_steps
 
     def _branch_out(
-        self, drafts: DraftedTokens, rows: Sequence[int], state: State, trees: Trees
+        self, drafts: DraftedTokens, rows: Sequence[int], state: State, trees: Any
     ) -> None:
         """Put what a controller's trees choose in the place of rows' chains."""
         # branches come behind all steps of a shared prefix; without one all tokens are fed anew

@@ -125,8 +125,6 @@ def _run(path: Path, data: bytes) -> Run | None:
             kind = line.get("kind")
             if kind == "header":
                 raise ValueError("a second header: two runs in one file; each needs its own file")
-            if kind in ("trace", "cost"):
-                continue  # of older releases, which nothing reads any more
             if kind not in by_kind:
                 allowed = ", ".join(by_kind)
                 raise ValueError(f"kind must be one of {allowed}, got {shown(kind)}")
@@ -240,7 +238,7 @@ def _rounds(line: Line, sources: int) -> None:
         **dict.fromkeys(("drafted", "accepted", "emitted"), by_turn_and_row(COUNT)),
         confidences=optional(items(items(items(NUMBER), rows))),
         sources=items(one_or_by_row, turns),
-        steps=Maybe(items(COUNT, turns)),
+        steps=items(COUNT, turns),
         depths=Maybe(by_turn_and_row(COUNT)),
     )(rounds, "rounds")
     for turn, row in product(range(turns), range(rows)):

@@ -65,27 +65,22 @@ class _WholeTexts:
 class Layer(nn.Module):
     """An extra decoder layer, built like one of a model's.
 
-    It attends like the model's layers with full attention, if there are any.
-
-    Args:
-        model: whose layers it is like.
-        like: the layer whose weights it begins with; the last one by default.
+    It attends like the model's layers with full attention, if there are any, and begins with the
+    weights of the last of these.
     """
 
-    def __init__(self, model: Architecture, like: int | None = None) -> None:
+    def __init__(self, model: Architecture) -> None:
         super().__init__()
         self.architecture = model
         # one with keys and values of its own, in the way of the full layers if there are any
         writing = [part for part in model.parts if part.writes]
         full = [part for part in writing if part.kind == "full_attention"]
         part = (full or [each for each in writing if each.kind == writing[-1].kind])[-1]
-        built = deepcopy(part.module)  # what a layer computes may depend on its kind
-        begin = built if like is None else model.layers[like]
-        values = dict(begin.named_parameters())
-        for name, parameter in built.named_parameters():
+        built = deepcopy(part.module)
+        for name, parameter in [*built.named_parameters()]:
             # storage of its own: the model's may hold several weights together
             owner = built.get_submodule(name.rpartition(".")[0])
-            value = nn.Parameter(values[name].detach().clone(), parameter.dtype.is_floating_point)
+            value = nn.Parameter(parameter.detach().clone(), parameter.dtype.is_floating_point)
             setattr(owner, name.rpartition(".")[2], value)
         built.self_attn.layer_idx = 0  # in a cache of its own
         self.built = built.eval()
@@ -125,20 +120,16 @@ class _Layered(DraftModule):
     def like(cls, model: Architecture, weights: dict[str, Tensor]) -> Self:
         return cls(model)
 
-    def __init__(self, model: Architecture, like: int | None = None) -> None:
+    def __init__(self, model: Architecture) -> None:
         super().__init__()
-        self.layer = Layer(model, like)
+        self.layer = Layer(model)
 
     def sublayers(self, backend: Backend, bits: int | None = None) -> tuple[Block, ...]:
         return self.layer.sublayers(backend, bits)
 
 
 class ExitBlock(_Layered):
-    """A decoder layer behind an early exit, with keys and values of its own.
-
-    Args:
-        like: the layer whose weights it begins with; the last one by default.
-    """
+    """A decoder layer behind an early exit, with keys and values of its own."""
 
     behind_exit = True
 
@@ -156,15 +147,12 @@ class FeatureBlock(_Layered):
 
     Its output predicts the token's own last hidden state (before the final norm), so that it can
     be fed with its output instead of the model's. At first it passes the state on unchanged: on
-    demo-gemma2 that gains .04 of overlap after 100,000 tokens, on SmolLM2 nothing.
-
-    Args:
-        like: the layer whose weights it begins with, except the outputs of attention and MLP,
-            which begin as zeros; the last one by default.
+    demo-gemma2 that gains .04 of overlap after 100,000 tokens, on SmolLM2 nothing. So the outputs
+    of its layer's attention and MLP begin as zeros.
     """
 
-    def __init__(self, model: Architecture, like: int | None = None) -> None:
-        super().__init__(model, like)
+    def __init__(self, model: Architecture) -> None:
+        super().__init__(model)
         self.fuse = linear_of(model, 2, 1)
         with torch.no_grad():
             self.fuse.weight.copy_(torch.eye(*self.fuse.weight.shape))
@@ -196,11 +184,10 @@ class Streams(FeatureBlock):
 
     Args:
         count: K.
-        like: the layer whose weights it begins with; the last one by default.
     """
 
-    def __init__(self, model: Architecture, count: int = 4, like: int | None = None) -> None:
-        super().__init__(model, like)
+    def __init__(self, model: Architecture, count: int = 4) -> None:
+        super().__init__(model)
         self.ahead = linear_of(model, 2, count - 1)
         nn.init.zeros_(self.ahead.weight)  # copies of the token would pull its weights away
         self.count = count

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from heapq import heappop, heappush, nlargest
-from itertools import count, groupby
+from collections.abc import Iterator, Sequence
+from heapq import nlargest
+from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.model.branches import along
 from layerskip.research.stored_logits import SUFFIX, StoredLogits, best_of
+from layerskip.research.trees import best_first
 
 _LEAST = 0.02  # chance of a token to be accepted
 OF_A_TEXT = 2**12  # places that each text keeps where texts come and go
@@ -112,45 +113,36 @@ class _State(State):
         self.ends = [prompt[-SUFFIX:].tolist() for prompt in batch.prompts]
 
     def offer(self, row: int, most: int) -> Proposal:
-        tree, chances = _Tree([], [], {}), list[float]()
-        # the most promising first: chance, order, parent, token, the context behind it, its depth
-        waiting: list[tuple[float, int, int, int, list[int], int]] = []
+        bests: dict[int, _Best] = {}
         copied = NOTHING if self.copies is None or not most else self.copies.offer(row, most)
         self._copied[row] = copied
         copy, match = list(copied.tokens or ()), copied.match or 0
-        trunk = 0  # the last node of the tree that is of the copy's beginning
 
-        def grow(node: int, chance: float, context: list[int], depth: int) -> None:
+        def behind(
+            node: int, chance: float, here: tuple[list[int], int, bool]
+        ) -> Iterator[tuple[bool, float, int, tuple[list[int], int, bool]]]:
+            context, depth, copies = here  # the last tokens, how many, whether they are the copy's
             rates: dict[int, float] = {}
             best = self._best(row, depth, context)
             if best is not None:
-                tree.best[node] = best
+                bests[node] = best
                 rates.update(zip(best.tokens, self.acceptance.chances(best), strict=False))
-            if node == trunk and depth < len(copy):
+            if copies and depth < len(copy):
                 rate = self.copy_acceptance.acceptance(match + depth)
                 rates[copy[depth]] = max(rate, rates.get(copy[depth], 0.0))
             for token, rate in rates.items():
                 if chance * rate >= _LEAST:
-                    after = [*context, token][-SUFFIX:]
-                    heappush(waiting, (-chance * rate, next(order), node, token, after, depth + 1))
+                    there = [*context, token][-SUFFIX:], depth + 1
+                    goes_on = copies and copy[depth : depth + 1] == [token]
+                    yield False, chance * rate, token, (*there, goes_on)
 
-        order = count()
-        if most:
-            grow(0, 1.0, self.ends[row], 0)
-        while waiting and len(chances) < min(most, self.source.nodes):
-            less, _, parent, token, context, depth = heappop(waiting)
-            tree.parents.append(parent)
-            tree.tokens.append(token)
-            chances.append(-less)
-            if parent == trunk and copy[depth - 1 : depth] == [token]:
-                trunk = len(chances)
-            if len(chances) < most:
-                grow(len(chances), -less, context, depth)
+        nodes = best_first(min(most, self.source.nodes), behind, (self.ends[row], 0, True))
+        tree = _Tree([each.parent for each in nodes], [each.token for each in nodes], bests)
         self._trees[row] = tree
-        if not chances:
+        if not nodes:
             return NOTHING
-        common = max(match, tree.best[0].suffix if 0 in tree.best else 0)
-        return Proposal.of(tree.tokens, common, tree.parents, chances)
+        common = max(match, bests[0].suffix if 0 in bests else 0)
+        return Proposal.of(tree.tokens, common, tree.parents, [each.chance for each in nodes])
 
     def _best(self, row: int, depth: int, context: list[int]) -> _Best | None:
         tables = [self.stored[row], *self.source.fixed]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -36,6 +36,10 @@ class Place:
     rates: Sequence[float]
     behind: dict[int, Place] = field(default_factory=dict)
 
+    @property
+    def pairs(self) -> Iterable[tuple[int, float]]:
+        return zip(self.tokens, self.rates, strict=False)
+
     def precede(self, said: Place, *, everywhere: bool) -> None:
         """Attach the next place behind the best token; with `everywhere`, behind each token."""
         self.behind.update(dict.fromkeys(self.tokens if everywhere else self.tokens[:1], said))
@@ -49,42 +53,58 @@ class Node(NamedTuple):
     token: int
 
 
-def grown(
-    root: Place, most: int, *, chain: int = 0, ends: frozenset[int] = frozenset()
+def best_first(
+    most: int,
+    behind: Callable[[int, float, Any], Iterable[tuple[bool, float, int, Any]]],
+    here: Any,
 ) -> list[Node]:
     """The likeliest tokens of a tree, in falling order, each behind its parent.
 
     Args:
-        root: the place behind the row's last token.
         most: how many.
+        behind: what may follow a node, told its number, its chance, and its place. Of each token:
+            whether those without it come first, its chance, itself, and its place.
+        here: the place of the row's last token.
+    """
+    nodes, chance, order = list[Node](), 1.0, count()
+    waiting: list[tuple[bool, float, int, int, int, Any]] = []
+    while len(nodes) < most:
+        for later, likely, token, place in behind(len(nodes), chance, here):
+            heappush(waiting, (later, -likely, next(order), len(nodes), token, place))
+        if not waiting:
+            break
+        _, less, _, parent, token, here = heappop(waiting)
+        chance = -less
+        nodes.append(Node(chance, parent, token))
+    return nodes
+
+
+def grown(
+    root: Place, most: int, *, chain: int = 0, ends: frozenset[int] = frozenset()
+) -> list[Node]:
+    """`best_first` of what a draft has said.
+
+    Args:
+        root: the place behind the row's last token.
         chain: so many best tokens, one behind the other, come first, whatever their chances.
         ends: tokens behind which nothing follows.
     """
-    nodes: list[Node] = []
-    order = count()
-    # whether outside of the chain, -chance, order, parent, token, the place behind it
-    waiting: list[tuple[bool, float, int, int, int, Place | None]] = []
-    place: Place | None = root
-    chance = 1.0
-    while True:
-        pairs = () if place is None else zip(place.tokens, place.rates, strict=False)
-        for rank, (token, rate) in enumerate(pairs):
-            beside = rank > 0 or len(nodes) >= chain
-            behind = None if place is None else place.behind.get(token)
-            if token >= 0 and (not beside or behind is not None or chance * rate >= LEAST):
-                key = beside, -chance * rate, next(order)
-                heappush(waiting, (*key, len(nodes), token, behind))
-        if not waiting or len(nodes) == most:
-            return nodes
-        _, less, _, parent, token, place = heappop(waiting)
-        chance = -less
-        nodes.append(Node(chance, parent, token))
-        if token in ends:
-            place = None
+
+    def behind(
+        node: int, chance: float, place: Place | None
+    ) -> Iterator[tuple[bool, float, int, Place | None]]:
+        for rank, (token, rate) in enumerate(place.pairs if place else ()):
+            beside, there = rank > 0 or node >= chain, place and place.behind.get(token)
+            if token >= 0 and (not beside or there is not None or chance * rate >= LEAST):
+                yield beside, chance * rate, token, None if token in ends else there
+
+    return best_first(most, behind, root)
 
 
 class GrownTrees:
-    """The `Trees` of a controller that tells chances of tokens, and how many to verify.
+    """A controller's `trees`, whose rounds ask it where a source takes steps.
+
+    The controller tells chances of tokens, and how many to verify.
 
     Args:
         gains: the controller, with the methods of `TreeGain`.
@@ -95,11 +115,13 @@ class GrownTrees:
         self.said: dict[int, Place] = {}  # by row, of the place behind its last token
 
     def begin(self, ends: Sequence[frozenset[int]], longest: int, state: State) -> None:
+        """A round begins, with the ends of text by row, and the most tokens of a row verified."""
         self.ends, self.longest, self.everywhere = ends, longest, state.everywhere
         self.said = {}
         self._latest: dict[int, Place] = {}  # by row, of the last place of its chain
 
     def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
+        """Told the best tokens of a row's next place, the first of which it has drafted."""
         said = Place(confidence, tokens, self.gains.rates(confidence, len(tokens)))
         if row in self._latest:
             self._latest[row].precede(said, everywhere=self.everywhere)
@@ -110,7 +132,11 @@ class GrownTrees:
     def choose(
         self, chains: Mapping[int, int]
     ) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
-        """The likeliest of the tokens that steps have ranked."""
+        """What rows verify once all steps are done: tokens, and what each one follows.
+
+        Args:
+            chains: by row, how many tokens of its chain are verified in any case.
+        """
         trees = {
             row: grown(self.said[row], self.longest, chain=chain, ends=self.ends[row])
             for row, chain in chains.items()
@@ -128,7 +154,7 @@ class GrownTrees:
         }
 
     def learn(self, row: int, tokens: Sequence[int]) -> None:
-        """Tell the controller which of the best tokens were right."""
+        """Told the tokens that the target has accepted of a row, and its own next one."""
         said = self.said.get(row)
         for token in tokens:
             if said is None:

@@ -127,22 +127,15 @@ def _replayed(
     return acceptance
 
 
-def answers(
-    opened: Sublayers,
-    prompts: Sequence[Tensor],
-    temperature: float | None,
-    *,
-    new_tokens: int = NEW_TOKENS,
-    draft_length: int = DEEPEST,
-) -> Trace:
+def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | None) -> Trace:
     """The target's answers to prompts (1, T), to replay drafts along; None is greedy."""
     return take_trace(
         opened,
         prompts,
-        max_new_tokens=new_tokens,
+        max_new_tokens=NEW_TOKENS,
         law=law_of({"do_sample": temperature is not None, "temperature": temperature}),
         eos=end_tokens(opened.model),
-        draft_length=draft_length,
+        draft_length=DEEPEST,
     )
 
 
