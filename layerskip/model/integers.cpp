@@ -120,7 +120,7 @@ inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inp
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; ++b) {
           w[b] = load(at + b * stride + line * 64);
-          __builtin_prefetch(fetch + b * stride + u * SIZE + line * 64, 0, 2);
+          fetch_line(fetch + b * stride + u * SIZE + line * 64);
         }
 #pragma GCC unroll 8
         for (int t = 0; t < TOKENS; ++t) {
@@ -155,7 +155,7 @@ inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inp
     if constexpr (BITS == 4)
 #pragma GCC unroll 8
       for (int b = 0; b < BLOCKS; ++b)
-        __builtin_prefetch(fetch + b * stride + (u + 1) * SIZE - 64, 0, 2);
+        fetch_line(fetch + b * stride + (u + 1) * SIZE - 64);
   }
 #pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
@@ -196,7 +196,7 @@ void tile_by_unit(const uint8_t* weight, int64_t stride, int64_t units, int64_t 
       add(std::integral_constant<int, 1>(), std::integral_constant<int, 5>());
       for (int64_t b = 0; b < BLOCKS; ++b) {
         for (int64_t line = 0; line < SIZE; line += 64 * PARTS)
-          __builtin_prefetch(fetch + b * stride + u * SIZE + line + 64 * part, 0, 2);
+          fetch_line(fetch + b * stride + u * SIZE + line + 64 * part);
         const Floats scales = BITS == 8
             ? same(1.0f)
             : widened(at + b * stride + SIZE - 64 + part * 32);

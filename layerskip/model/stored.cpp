@@ -337,7 +337,7 @@ template <typename F, int ROWS, typename Take>
     for (int r = 0; r < ROWS; ++r) {
       const int64_t below = r * layout.row_bytes;
       const Place at{layout, row + below, block + below, column, j};
-      __builtin_prefetch(fetch + below, 0, 2);
+      fetch_line(fetch + below);
       if (entered) F::pairs(at, by[r], to[r]);
 #pragma GCC unroll 2
       for (int part = 0; part < PER_UNIT; ++part) {
