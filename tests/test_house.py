@@ -12,7 +12,7 @@ ROOMS = {
     "costs": 455,
     "timing": 765,
     "model": 6_808,
-    "model/native": 4_320,
+    "model/native": 4_328,
     "decoding": 3_385,
     "decoding/sources": 1_217,
     "doors": 1_922,
@@ -26,7 +26,7 @@ ROOMS = {
     "analysis": 2_370,
     "scripts": 795,
 }
-WHOLE = 40_162  # all but tests, C++ included
+WHOLE = 40_171  # all but tests, C++ included
 TESTS = 26_474
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
