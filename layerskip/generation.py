@@ -24,6 +24,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from layerskip import requests
 from layerskip.costs.speculation import CostTable
 from layerskip.decoders import law_of, make_decoder, prepare
 from layerskip.decoding.engine import Request
@@ -32,19 +33,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.drafts import explain_drafts
 from layerskip.model.wrappers import unwrapped
-from layerskip.requests import (
-    check_ids,
-    check_tokens,
-    checked_mask,
-    dropped_by_the_call,
-    encoded_of,
-    end_tokens,
-    ending,
-    padded,
-    per_step,
-    pictures_of,
-    stop_of,
-)
+from layerskip.requests import check_ids, check_tokens, checked_mask, end_tokens
 from layerskip.settings import Settings, Skips
 from layerskip.vocabulary import check_vocabularies
 
@@ -156,14 +145,14 @@ class LayerSkipDecoding(Settings):
         Raises:
             ValueError: an argument cannot be served; the message names it.
         """
-        streamer = streamer or dropped_by_the_call(self, "streamer")  # it has the prompt
-        if dropped_by_the_call(self, "assistant_model") is not None:
+        streamer = streamer or requests.dropped_by_the_call(self, "streamer")  # it has the prompt
+        if requests.dropped_by_the_call(self, "assistant_model") is not None:
             warnings.warn(
                 "assistant_model has no effect beside custom_generate: give the second model to "
                 "LayerSkipDecoding(assistant=...)",
                 stacklevel=2,
             )
-        with ending(streamer):
+        with requests.ending(streamer):
             prepared |= {"streamer": streamer, "inputs_tensor": inputs_tensor}
             return self._decode(model, input_ids, **prepared)
 
@@ -180,8 +169,8 @@ class LayerSkipDecoding(Settings):
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
         config = generation_config  # the library's name for it, as of the others
-        encoded = encoded_of(input_ids, inputs_tensor, model_kwargs)
-        pictures = pictures_of(model, input_ids, config, model_kwargs)
+        encoded = requests.encoded_of(input_ids, inputs_tensor, model_kwargs)
+        pictures = requests.pictures_of(model, input_ids, config, model_kwargs)
         attention_mask = checked_mask(input_ids, config, model_kwargs)
         check_tokens(model, input_ids)
         rows, width = input_ids.shape
@@ -199,7 +188,7 @@ class LayerSkipDecoding(Settings):
             keys=[stream_key(*seed) for seed in seeds],
             rejection=self.acceptance == "rejection",
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
-            stop=stop_of(others) if others else None,
+            stop=requests.stop_of(others) if others else None,
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             pictures=pictures,
@@ -214,7 +203,7 @@ class LayerSkipDecoding(Settings):
             if streamer is not None:
                 streamer.put(torch.tensor(round_.tokens[0]))  # (n,)
         decoder.stats.seeds = tuple(seed[0] for seed in seeds)
-        sequences = padded(input_ids, decoder.emitted, config)  # (B, W + n)
+        sequences = requests.padded(input_ids, decoder.emitted, config)  # (B, W + n)
         if not config.return_dict_in_generate:
             return sequences
         costs = None
@@ -222,8 +211,8 @@ class LayerSkipDecoding(Settings):
             costs = all_costs.at(int(attention_mask.sum()) // rows, rows)
         return GenerationOutput(
             sequences=sequences,  # type: ignore[arg-type]  # the library says LongTensor
-            scores=per_step(rounds, "scores", rows) if config.output_scores else None,  # type: ignore[arg-type]
-            logits=per_step(rounds, "logits", rows) if config.output_logits else None,  # type: ignore[arg-type]
+            scores=requests.per_step(rounds, "scores", rows) if config.output_scores else None,  # type: ignore[arg-type]
+            logits=requests.per_step(rounds, "logits", rows) if config.output_logits else None,  # type: ignore[arg-type]
             stats=decoder.stats,
             rounds=[replace(round_, scores=None, logits=None) for round_ in rounds],
             costs=costs,
@@ -255,7 +244,7 @@ def generate(
         assistant_tokenizer: that of the second model, which is then compared with `tokenizer`.
         **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
     """
-    with ending(streamer):
+    with requests.ending(streamer):
         settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
         decoding = LayerSkipDecoding(skip, **settings)
         if assistant_tokenizer is not None:

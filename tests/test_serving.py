@@ -92,7 +92,6 @@ def any_task(draw, starts):
         seed=draw.randrange(1000),
         eos=frozenset(draw.sample(range(VOCABULARY), draw.randint(0, 4))),
         processors=penalty,
-        speculate=draw.random() < 0.9,
         top_logprobs=draw.choice([None, 2]),
     )
 

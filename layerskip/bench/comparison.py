@@ -139,8 +139,11 @@ def along(
     computed, asked = [torch.cat(values)], torch.cat(picks)
     usual, another = _attentions(model)
     for width, attention in ((WIDTH, usual), (WIDTH if another else OTHER_WIDTH, another or usual)):
+        wide, done = list[Tensor](), 0
         with _attending(model, attention):
-            wide = list(_gathered(_scored(model, ids, first, width, scores), asked))
+            for part in _scored(model, ids, first, width, scores):  # (N, V)
+                wide.append(part.gather(-1, asked[done : done + len(part)]))  # (N, K + 3)
+                done += len(part)
         computed.append(torch.cat(wide))
     # on the CPU: not every device has float64
     logits = torch.stack([each.cpu().double() for each in computed])  # (3, n, K + 3)
@@ -179,14 +182,6 @@ def _scored(
         if count:
             yield scores(out.logits[0, -count:], done)
         done += count
-
-
-def _gathered(parts: Iterator[Tensor], picks: Tensor) -> Iterator[Tensor]:
-    """Of scores (N, V), pass by pass, those of the tokens (n, P) that are picked: (N, P)."""
-    done = 0
-    for part in parts:
-        yield part.gather(-1, picks[done : done + len(part)])
-        done += len(part)
 
 
 def _attentions(model: Any) -> tuple[str, str | None]:

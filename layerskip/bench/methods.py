@@ -143,11 +143,6 @@ class Engine:
             return names + [f"sublayers {number}" for number, _ in enumerate(self.skips, 1)]
         return [*names, "sublayers"] if self.skips else names
 
-    @property
-    def _rejects(self) -> bool:
-        """Whether texts depend on what is drafted, so that no clock may decide what is."""
-        return self.task.do_sample and self.task.acceptance == "rejection"
-
     def describe(self) -> dict[str, Any]:
         if self.kind == "plain":
             return {"name": self.name, "kind": self.kind}
@@ -185,7 +180,8 @@ class Engine:
         configs have costs of their own, they serve predictions only.
         """
         brought = self.skip is not None and self.skip.costs is not None
-        if not brought and not self._rejects and len(self.skips) < 2:
+        rejects = self.task.do_sample and self.task.acceptance == "rejection"
+        if not brought and not rejects and len(self.skips) < 2:
             self.costs[key] = costs
 
     def decode(

@@ -8,12 +8,12 @@ import json
 import statistics
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -96,14 +96,6 @@ def make_header(
     }
 
 
-class Talk(Protocol):
-    """Where words for the person who waits go: lines that stay, and one that is replaced."""
-
-    def say(self, text: str) -> None: ...
-
-    def progress(self, text: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Plan:
     """From what was asked for to methods; what a run to go on with has decided stays as it is."""
@@ -114,7 +106,10 @@ class Plan:
     """For sweeps, not joined to long ones."""
     batches: Sequence[PromptBatch]
     earlier: Run | None
-    talk: Talk
+    say: Callable[[str], None]
+    """Told what a person reads in lines that stay."""
+    progress: Callable[[str], None]
+    """The same in a line that is replaced."""
 
     def engines(
         self,
@@ -236,9 +231,9 @@ class Plan:
             second = {"assistant_model": assistant.model}
             details = {"assistant": assistant.name}
             if isinstance(assistant.model, Eagle):
-                self.talk.say(f"{name} is left out: transformers reads no EAGLE-3 heads")
+                self.say(f"{name} is left out: transformers reads no EAGLE-3 heads")
             elif is_assistant(assistant.model.config) and not hands_over_keys(model.config):
-                self.talk.say(f"{name} is left out: transformers hands over no keys of this model")
+                self.say(f"{name} is left out: transformers hands over no keys of this model")
             else:
                 methods.append(Peer(model, task, name, options=second, details=details))
         if kinds & {*LLAMAS}:
@@ -248,7 +243,7 @@ class Plan:
             methods += open_llama(self.loaded, task, chosen, context)
         alone = [m.name for m in methods if m.one_row]
         if alone and any(batch.rows > 1 for batch in self.batches):
-            self.talk.say(f"{', '.join(alone)}: batch size 1 only, larger batches are refused")
+            self.say(f"{', '.join(alone)}: batch size 1 only, larger batches are refused")
         return methods
 
     def _checked(self, skip: SkipConfig) -> SkipConfig:
@@ -272,7 +267,7 @@ class Plan:
             for key, costs in decided.items():
                 method.use(key, CostTable.from_dict({name: costs[name] for name in names}))
             return
-        self.talk.progress(f"measuring what drafting costs: {method.name}")
+        self.progress(f"measuring what drafting costs: {method.name}")
         price(method, self.batches)
 
     @cached_property
@@ -300,7 +295,7 @@ class Plan:
             draft_lengths,
             law=law,
             max_new_tokens=min(self.task.max_new_tokens, SWEEP_TOKENS),
-            progress=lambda what, share: self.talk.progress(f"{what}, {share:.0%}"),
+            progress=lambda what, share: self.progress(f"{what}, {share:.0%}"),
         )
         request = Request(
             input_ids=prompts[0].ids,

@@ -11,32 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerskip.cli.flags import (
-    AsJson,
-    Chat,
-    Entry,
-    Loading,
-    MaxNewTokens,
-    Pace,
-    Prompts,
-    Quiet,
-    Sampling,
-    Seed,
-    Sources,
-    flag,
-    load_skips,
-    switch,
-    warn_idle,
-)
+from layerskip.cli import flags, opening
+from layerskip.cli.flags import flag, load_skips, switch, warn_idle
 from layerskip.cli.inputs import first_in_turn, first_of_each, given_prompts, read_tasks, spoken
-from layerskip.cli.opening import (
-    kept_laws,
-    looked_up,
-    open_model,
-    open_passes,
-    own_draft,
-    second_model,
-)
+from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.config import SkipConfig
 from layerskip.files.records import Run, RunWriter, key_of, read_unfinished
@@ -60,20 +38,20 @@ def benchmark(
     output: Path = flag(
         "File of records; the same command continues it.", "RUN.jsonl", default=...
     ),
-    prompts: Prompts = None,
+    prompts: flags.Prompts = None,
     tasks: Path | None = flag("Folder with a JSONL file of prompts for each task.", "FOLDER"),
-    chat: Chat = False,
+    chat: flags.Chat = False,
     skip: list[str] | None = flag("JSON file of a skip config; repeatable.", "FILE"),
-    entry: Entry = None,
+    entry: flags.Entry = None,
     exit_layer: list[int] | None = flag("Draft with layers 0 to E-1; repeatable.", "E"),
-    sources: Sources,
+    sources: flags.Sources,
     method: list[str] | None = flag(
         f"Method to measure, one of {_METHODS}; repeatable.  [default: the first three]", "NAME"
     ),
     controller: list[str] | None = flag(
         f"Controller of self: {_CONTROLLERS}; repeatable.  [default: expected-gain]", "NAME"
     ),
-    pace: Pace,
+    pace: flags.Pace,
     sweep: str | None = flag(
         "Replay early exits at fixed draft lengths, as exits=2..12,lengths=1..8, and time the best "
         "three.",
@@ -84,17 +62,17 @@ def benchmark(
     warmup: int = flag("Untimed calls before them.", "N", default=1, min=0),
     batch_size: list[int] | None = flag("Rows of a call; repeatable.  [default: 1]", "N", min=1),
     context: list[int] | None = flag("Join or cut prompts to N tokens; repeatable.", "N", min=1),
-    max_new_tokens: MaxNewTokens = 128,
-    sampling: Sampling,
-    seed: Seed = 0,
+    max_new_tokens: flags.MaxNewTokens = 128,
+    sampling: flags.Sampling,
+    seed: flags.Seed = 0,
     limit: int | None = flag("Use at most N prompts, from each category in turn.", "N", min=1),
     per_category: int | None = flag(
         "Use at most N prompts of each category, task or context.", "N", min=1
     ),
     save_text: bool = switch("--save-text", "Keep prompts and texts in the records."),
-    loading: Loading,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    loading: flags.Loading,
+    quiet: flags.Quiet = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Measure methods side by side on the same prompts: time, acceptance, and whether texts agree.
 
@@ -128,7 +106,7 @@ def benchmark(
         warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
     if sources.keep_laws:
         raise ValueError("--keep-laws would let calls learn from each other's texts; leave it out")
-    text, laws = sources.text(), kept_laws(sources)
+    text, laws = sources.text(), opening.kept_laws(sources)
     sizes = sorted(set(batch_size or [1]))
     earlier = read_unfinished(output)
     if earlier is not None and not (earlier.records or earlier.sweeps):
@@ -139,7 +117,7 @@ def benchmark(
         chosen = first_in_turn(first_of_each(chosen, per_category), limit)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
-    second = second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
+    second = opening.second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
 
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
     from layerskip.bench.plans import Plan, make_header
@@ -172,12 +150,12 @@ def benchmark(
                 "--batch-size"
             )
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
-        plan = Plan(loaded, task, short, batches, earlier, talk)
+        plan = Plan(loaded, task, short, batches, earlier, talk.say, talk.progress)
         if not given and (beside := loaded.skip_config()) is not None:
             given = [("layerskip", beside)]
         default = head = None
         if "self" in kinds and not given:
-            default, reason = own_draft(sources, opened)
+            default, reason = opening.own_draft(sources, opened)
             head, _ = own_head(opened, sources.memory)
             if reason is not None:
                 drafting = "drafts are looked up only" if head is None else "no drafts in 8 bits"
@@ -185,7 +163,7 @@ def benchmark(
         engines = plan.engines(
             kinds,
             [(name, sources.changed(each)) for name, each in given],
-            looked_up(sources, text, loaded, talk),
+            opening.looked_up(sources, text, loaded, talk),
             default,
             second,
             controller or [None],

@@ -14,17 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli.flags import (
-    Decoding,
-    DrawnSeed,
-    Form,
-    Images,
-    Loading,
-    MaxNewTokens,
-    Quiet,
-    Sampling,
-    Wording,
-)
+from layerskip.cli import flags
 from layerskip.cli.inputs import read_pictures
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, unsplit, write_out
@@ -68,15 +58,15 @@ def _shown(source: str) -> tuple[str, str]:
 
 def chat(
     *,
-    image: Images = None,
-    wording: Wording,
-    form: Form,
-    decoding: Decoding,
-    max_new_tokens: MaxNewTokens = 1024,
-    sampling: Sampling,
-    seed: DrawnSeed = None,
-    loading: Loading,
-    quiet: Quiet = False,
+    image: flags.Images = None,
+    wording: flags.Wording,
+    form: flags.Form,
+    decoding: flags.Decoding,
+    max_new_tokens: flags.MaxNewTokens = 1024,
+    sampling: flags.Sampling,
+    seed: flags.DrawnSeed = None,
+    loading: flags.Loading,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Talk with a model in the terminal; /help shows what may be typed beside messages.
 

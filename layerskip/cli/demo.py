@@ -7,20 +7,11 @@ from typing import Any
 
 import typer
 
+from layerskip.cli import terminal
 from layerskip.cli.flags import AsJson, DraftFlags, Loading, MaxNewTokens, Quiet, Seed
 from layerskip.cli.inputs import shipped_prompts
 from layerskip.cli.opening import open_checked_drafts
-from layerskip.cli.terminal import (
-    Talk,
-    TextStream,
-    by_source,
-    counts,
-    same_texts,
-    title,
-    to_json,
-    two_columns,
-    write_out,
-)
+from layerskip.cli.terminal import Talk, TextStream, title, write_out
 from layerskip.text import decode_text
 
 TEMPERATURE, REPEATS = 0.8, 3
@@ -83,7 +74,7 @@ def demo(
     names = {"generate": "transformers generate", "plain": "plain, this engine"}
     speed = {name: rows[sampled][name]["tokens_per_second"] for name in (*names, "self")}
     assert shown.stats is not None
-    why = counts(shown.stats, opened.names)
+    why = terminal.counts(shown.stats, opened.names)
     cost = shown.costs.draft if shown.costs is not None and skip is not None else None
     tokens = shown.sequences[0, batches[0].input_ids.shape[1] :].tolist()
     document = {
@@ -104,18 +95,18 @@ def demo(
         **why,
     }
     print(title("The same text?"))
-    words = [f"texts equal: {same_texts(each)}" for each in same.values()]
+    words = [f"texts equal: {terminal.same_texts(each)}" for each in same.values()]
     laws = ("sampled = plain", "greedy = transformers")
-    print(two_columns(list(zip(laws, words, strict=True))))
+    print(terminal.two_columns(list(zip(laws, words, strict=True))))
     print(title(f"How fast? ({len(prompts)} prompts of different kinds, interleaved)"))
     lines = [(names.get(n, "self-speculative"), f"{s:.1f} tokens/s") for n, s in speed.items()]
     lines.append(("speedup over plain", f"{document['speedup']:.2f}x"))
     lines.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
-    print(two_columns(lines))
+    print(terminal.two_columns(lines))
     print(title("Why? (of the text above)"))
     lines = [("drafts", opened.words)]
     if why["num_drafts"]:
-        lines.append(("drafts by source", by_source(why)))
+        lines.append(("drafts by source", terminal.by_source(why)))
         lines.append(("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"))
         lines.append(("tokens per verify", f"{why['mean_acceptance_length']:.2f}"))
     else:
@@ -123,11 +114,11 @@ def demo(
     if cost is not None:
         lines.append(("draft step, c", f"{cost:.3f} target steps"))
         lines.append(("its own drafts gain", f"at most 1/c = {1 / cost:.1f}x"))
-    print(two_columns(lines))
+    print(terminal.two_columns(lines))
     print(title("What next?"))
     for command in ("generate {} --prompt TEXT", "check {}", "benchmark {} --output FILE"):
         print(f"layerskip {command.format(loaded.name)}")
     if as_json:
-        print(to_json(document))
+        print(terminal.to_json(document))
     if not document["passed"]:
         raise typer.Exit(1)

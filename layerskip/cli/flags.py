@@ -179,8 +179,6 @@ class Sources(Flags):
         """The flags for `warn_idle`."""
         values = {each.name: getattr(self, each.name) for each in fields(Sources)}
         del values["keep_laws"]  # refused without --laws
-        if self.lookup is False:
-            values |= {"lookup": None, "no_lookup": True}
         return values
 
     @property
@@ -284,12 +282,6 @@ class Decoding(Pace, DraftFlags):
     @property
     def settings(self) -> dict[str, Any]:
         return {"controller": self.controller, **super().settings}
-
-    @property
-    def pace(self) -> dict[str, Any]:
-        """The settings for `warn_idle`."""
-        values = self.settings
-        return values | ({"branches": None, "no_branches": True} if self.branches is False else {})
 
 
 @dataclass(frozen=True)
@@ -447,7 +439,8 @@ def text_in(name: str, path: Path) -> str:
 
 
 def warn_idle(flags: dict[str, Any], reason: str) -> None:
-    """Warn about each flag that was given and has no effect."""
+    """Warn about each flag that was given and has no effect; False is that of `--no-`."""
     for name, value in flags.items():
         if value is not None:
-            warnings.warn(f"--{name.replace('_', '-')} has no effect {reason}", stacklevel=2)
+            told = f"{'no-' if value is False else ''}{name.replace('_', '-')}"
+            warnings.warn(f"--{told} has no effect {reason}", stacklevel=2)

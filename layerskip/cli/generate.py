@@ -5,38 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli.flags import (
-    AsJson,
-    Chat,
-    Decoding,
-    DrawnSeed,
-    Form,
-    Images,
-    Loading,
-    MaxNewTokens,
-    Quiet,
-    Sampling,
-    Wording,
-    flag,
-    switch,
-)
+from layerskip.cli import flags, terminal
+from layerskip.cli.flags import flag, switch
 from layerskip.cli.inputs import read_given, read_pictures, spoken
 from layerskip.cli.opening import open_decoding
-from layerskip.cli.terminal import (
-    Talk,
-    TextStream,
-    by_source,
-    counts,
-    reading,
-    title,
-    to_json,
-    write_out,
-)
+from layerskip.cli.terminal import Talk, TextStream, title, write_out
 from layerskip.prompts import Prompt
 from layerskip.text import decode_text
 
@@ -57,18 +34,18 @@ def generate(
         "--prompts",
         "--prompt-file",
     ),
-    chat: Chat = False,
-    image: Images = None,
-    wording: Wording,
-    form: Form,
-    decoding: Decoding,
-    max_new_tokens: MaxNewTokens = 128,
-    sampling: Sampling,
-    seed: DrawnSeed = None,
+    chat: flags.Chat = False,
+    image: flags.Images = None,
+    wording: flags.Wording,
+    form: flags.Form,
+    decoding: flags.Decoding,
+    max_new_tokens: flags.MaxNewTokens = 128,
+    sampling: flags.Sampling,
+    seed: flags.DrawnSeed = None,
     stream: bool = switch("--stream", "Write the text as it is generated."),
-    loading: Loading,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    loading: flags.Loading,
+    quiet: flags.Quiet = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Continue a prompt: faster than plain decoding, with the same text."""
     began = time.perf_counter()
@@ -109,7 +86,7 @@ def generate(
                 given,
                 streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
                 seed=own_seed,
-                progress=reading(talk),
+                progress=terminal.reading(talk),
                 clock=time.perf_counter,
                 max_new_tokens=max_new_tokens,
                 **settings,
@@ -123,7 +100,7 @@ def generate(
                 talk.progress("")
                 write_out(text + "\n")
             stopped = len(token_ids) < max_new_tokens or token_ids[-1] in ends
-            stopped = stopped or _holds(text, wording.stop or ())
+            stopped = stopped or any(end in text for end in wording.stop or ())
             result = {
                 "text": text,
                 "token_ids": token_ids,
@@ -138,7 +115,7 @@ def generate(
                     (len(token_ids) - 1) / (seconds - first) if len(token_ids) > 1 else None
                 ),
                 "num_known_tokens": stats.num_known_tokens,
-                **counts(stats, opened.names),
+                **terminal.counts(stats, opened.names),
                 "seed": own_seed,
             }
             talk.say(_summary(result))
@@ -150,7 +127,7 @@ def generate(
     )
     if as_json:
         whole = {"results": results} if len(chosen) > 1 else results[0]
-        print(to_json({**whole, "total_seconds": total}))
+        print(terminal.to_json({**whole, "total_seconds": total}))
 
 
 def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
@@ -174,10 +151,6 @@ def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
     return [Prompt(id="1", text=prompt)]
 
 
-def _holds(text: str, ends: Iterable[str]) -> bool:
-    return any(end in text for end in ends)
-
-
 def _summary(result: dict[str, Any]) -> str:
     words = (
         f"{result['new_tokens']} tokens in {result['seconds']:.2f} s: the first after "
@@ -191,7 +164,7 @@ def _summary(result: dict[str, Any]) -> str:
     if result["num_known_tokens"]:
         words += f"; {result['num_known_tokens']} tokens known from earlier prompts"
     if result["num_drafts"]:
-        by = f" ({by_source(result)})" if len(result["sources"]) > 1 else ""
+        by = f" ({terminal.by_source(result)})" if len(result["sources"]) > 1 else ""
         words += (
             f"; {result['num_drafts']} drafts{by} of {result['num_draft_tokens']} tokens, accepted "
             f"{result['num_accepted_tokens']} ({result['acceptance_rate']:.2f}), mean acceptance "

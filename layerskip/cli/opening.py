@@ -280,7 +280,7 @@ def open_decoding(
 
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     law["do_sample"] = sampling.do_sample
-    idle = flags.pace | {"acceptance": sampling.acceptance}
+    idle = flags.settings | {"acceptance": sampling.acceptance}
     if flags.no_draft:
         warn_idle(flags.idle | idle, "with --no-draft")
     with open_drafts(flags, loading, talk, checked, plain=flags.no_draft, reads=reads) as opened:

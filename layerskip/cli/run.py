@@ -16,23 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerskip.cli.flags import (
-    Chat,
-    Decoding,
-    Flags,
-    Form,
-    Loading,
-    MaxNewTokens,
-    MaxRows,
-    Memory,
-    Quiet,
-    Sampling,
-    Seed,
-    Wording,
-    flag,
-    switch,
-    warn_idle,
-)
+from layerskip.cli import flags
+from layerskip.cli.flags import flag, switch, warn_idle
 from layerskip.cli.inputs import read_given, spoken
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
@@ -43,7 +28,6 @@ if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
     from layerskip.serving.api import Served
     from layerskip.serving.files import Answering, Progress, Task
-    from layerskip.serving.scheduler import Serving
 
 _AHEAD = 4  # times as many prompts as run at once are sorted by length
 _READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # of a checkpoint's files
@@ -51,18 +35,18 @@ _SAMPLES, _SAMPLED = 64, 1 << 12  # places in each file, and bytes of each
 
 
 @dataclass(frozen=True)
-class Limits(Flags):
+class Limits(flags.Flags):
     """How much is answered at once, and from which seed on."""
 
-    max_new_tokens: MaxNewTokens = 128
-    max_rows: MaxRows = 16
-    memory: Memory = None
-    seed: Seed = 0
+    max_new_tokens: flags.MaxNewTokens = 128
+    max_rows: flags.MaxRows = 16
+    memory: flags.Memory = None
+    seed: flags.Seed = 0
 
 
 def run(
     *,
-    loading: Loading,
+    loading: flags.Loading,
     prompts: Annotated[
         Path, typer.Argument(metavar="PROMPTS", help="JSON lines, or text, one prompt a line.")
     ],
@@ -91,13 +75,13 @@ def run(
         "Answer again prompts whose rows came from another model, other settings or another "
         "prompt, instead of refusing the file.",
     ),
-    chat: Chat = False,
-    wording: Wording,
-    form: Form,
+    chat: flags.Chat = False,
+    wording: flags.Wording,
+    form: flags.Form,
     limits: Limits,
-    sampling: Sampling,
-    decoding: Decoding,
-    quiet: Quiet = False,
+    sampling: flags.Sampling,
+    decoding: flags.Decoding,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Answer a file of prompts, many at once; goes on where an earlier run ended."""
     rank, ranks = _rank()
@@ -176,11 +160,11 @@ class _Model:
     """
 
     limits: Limits
-    wording: Wording
-    form: Form
-    sampling: Sampling
-    decoding: Decoding
-    loading: Loading
+    wording: flags.Wording
+    form: flags.Form
+    sampling: flags.Sampling
+    decoding: flags.Decoding
+    loading: flags.Loading
     templated: Prompt | None
 
     def fingerprint(self, number: int, prompt: Prompt) -> str:
@@ -249,7 +233,13 @@ class _Model:
                 **settings,
             )
             ends = sorted(end_tokens(loaded.model)) or None
-            served = lru_cache(1)(lambda: self._served(loaded, serving))
+
+            @lru_cache(1)
+            def served() -> Served:
+                from layerskip.serving.api import Served
+
+                most = limits.max_new_tokens
+                return Served.of(loaded, context=serving.max_tokens, max_new_tokens=most)
 
             @lru_cache(16)
             def kept(form: str) -> Sequence[Any]:
@@ -281,12 +271,6 @@ class _Model:
 
             yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
 
-    def _served(self, loaded: Loaded, serving: Serving) -> Served:
-        from layerskip.serving.api import Served
-
-        most = self.limits.max_new_tokens
-        return Served.of(loaded, context=serving.max_tokens, max_new_tokens=most)
-
     def _batched(
         self, number: int, prompt: Prompt, served: Served, processors: Sequence[Any]
     ) -> Task:
@@ -296,12 +280,12 @@ class _Model:
         from layerskip.serving.files import Task
 
         sampling, wording = self.sampling, self.wording
-        flags: dict[str, Any] = {"seed": self.limits.seed + number, "stop": wording.stop}
-        flags |= {"repetition_penalty": wording.repetition_penalty}
-        flags |= sampling.settings | {"min_p": wording.min_p} if sampling.do_sample else {}
-        flags["temperature"] = sampling.temperature if sampling.do_sample else 0
+        given: dict[str, Any] = {"seed": self.limits.seed + number, "stop": wording.stop}
+        given |= {"repetition_penalty": wording.repetition_penalty}
+        given |= sampling.settings | {"min_p": wording.min_p} if sampling.do_sample else {}
+        given["temperature"] = sampling.temperature if sampling.do_sample else 0
         said = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
-        body = flags | (prompt.body or {}) | said | {"model": served.name}
+        body = given | (prompt.body or {}) | said | {"model": served.name}
         if body.pop("stream", False) or body.get("n", 1) != 1:
             raise ValueError("a line of a file is one text: leave out stream and n")
         kind = CompletionAsked if prompt.messages is None else ChatAsked

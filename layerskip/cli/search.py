@@ -19,22 +19,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from layerskip.cli.flags import (
-    AsJson,
-    Chat,
-    Entry,
-    Loading,
-    MaxNewTokens,
-    Prompts,
-    Quiet,
-    Sampling,
-    Seed,
-    flag,
-    load_skips,
-    seconds_given,
-    switch,
-    warn_idle,
-)
+from layerskip.cli import flags
+from layerskip.cli.flags import flag, load_skips, seconds_given, switch, warn_idle
 from layerskip.cli.inputs import given_prompts, make_folder, spoken
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
@@ -71,8 +57,8 @@ def search(
     output: Path = flag(
         "Folder of all results; the same command continues its study.", "DIR", default=...
     ),
-    prompts: Prompts = None,
-    chat: Chat = False,
+    prompts: flags.Prompts = None,
+    chat: flags.Chat = False,
     space: str = flag(
         "What drafts may leave out: exit (every layer behind one), layer (any layers) or sublayer "
         "(any attentions and MLPs); after commas, which of bits, experts, window, vocabulary, "
@@ -104,7 +90,7 @@ def search(
         "Skip config to try first; repeatable. The search keeps the weights of a healed one.",
         "FILE",
     ),
-    entry: Entry = None,
+    entry: flags.Entry = None,
     storage: str | None = flag(
         "Database of the study, or a journal file.  [default: a journal in DIR]", "URL"
     ),
@@ -117,12 +103,12 @@ def search(
     ),
     repeats: int = flag("Timed calls of each finalist, per prompt.", default=2, min=1),
     no_confirm: bool = switch("--no-confirm", "Do not time the finalists; trust the predictions."),
-    max_new_tokens: MaxNewTokens = 64,
-    sampling: Sampling,
-    seed: Seed = 0,
-    loading: Loading,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    max_new_tokens: flags.MaxNewTokens = 64,
+    sampling: flags.Sampling,
+    seed: flags.Seed = 0,
+    loading: flags.Loading,
+    quiet: flags.Quiet = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Search what a draft should leave out or round, and confirm the best on the clock.
 

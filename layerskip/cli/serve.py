@@ -8,17 +8,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerskip.cli.flags import (
-    Decoding,
-    Loading,
-    MaxRows,
-    Memory,
-    Quiet,
-    Sampling,
-    flag,
-    switch,
-    warn_idle,
-)
+from layerskip.cli import flags
+from layerskip.cli.flags import flag, switch, warn_idle
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 
@@ -49,9 +40,9 @@ def serve(
     max_new_tokens: int = flag(
         "Generate at most N tokens, where a client does not say.", "N", default=1024, min=1
     ),
-    max_rows: MaxRows = 16,
+    max_rows: flags.MaxRows = 16,
     max_queue: int = flag("Let N texts wait; more get a 429.", "N", default=128, min=1),
-    memory: Memory = None,
+    memory: flags.Memory = None,
     max_body: float = flag("Largest request; larger ones get a 413.", "MB", default=4.0, min=0),
     timeout: float = flag("Longest time for a request.", "SECONDS", default=600.0, min=1),
     cors: list[str] | None = flag(
@@ -71,9 +62,9 @@ def serve(
         "NAME",
         default="auto",
     ),
-    decoding: Decoding,
-    loading: Loading,
-    quiet: Quiet = False,
+    decoding: flags.Decoding,
+    loading: flags.Loading,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Serve a model to OpenAI's clients: many texts at once, each as if it were alone."""
     if api_key is not None and not api_key.strip():
@@ -116,7 +107,9 @@ def serve(
             warnings.warn(
                 f"whoever reaches {host} may use this server; give --api-key", stacklevel=2
             )
-        with open_decoding(decoding, Sampling(), loading, talk, described, reads=True) as opened:
+        with open_decoding(
+            decoding, flags.Sampling(), loading, talk, described, reads=True
+        ) as opened:
             from layerskip.serving.connections import configured
             from layerskip.serving.http import make_app
             from layerskip.serving.scheduler import Serving

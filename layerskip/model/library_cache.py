@@ -68,7 +68,7 @@ class LibraryCache(RowCache):
         super().__init__(rows, slots, windows)
         self.encoded = encoded
         self.partial = encoded is None
-        self.crossed: dict[int, tuple[Tensor, Tensor]] = {}
+        self.crossed: dict[int, list[Tensor]] = {}
         self.unread = {*range(rows)}
 
     def keep(self, places: Sequence[int], length: int) -> int:
@@ -94,8 +94,7 @@ class LibraryCache(RowCache):
             return
         self.encoded = self.encoded.of([*places])
         for layer, crossed in self.crossed.items():
-            keys, values = (each[[*places]] for each in crossed)
-            self.crossed[layer] = keys, values
+            self.crossed[layer] = [each[[*places]] for each in crossed]
         self.unread = {row for row, place in enumerate(places) if place in self.unread}
 
     def join(self, place: int, encoded: EncoderStates) -> None:
@@ -113,8 +112,7 @@ class LibraryCache(RowCache):
         mask[place, :count] = 1
         self.encoded = EncoderStates(states, mask)
         for layer, crossed in self.crossed.items():
-            keys, values = (F.pad(each, (0, 0, 0, more)) for each in crossed)
-            self.crossed[layer] = keys, values
+            self.crossed[layer] = [F.pad(each, (0, 0, 0, more)) for each in crossed]
         self.unread.add(place)
 
     def heard(self, rows: list[int] | None = None) -> EncoderStates:
@@ -214,14 +212,9 @@ class _Crossed(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         self.keys, self.values = made = key_states, value_states
         cache = self.cache
-        if self.places == slice(0, cache.rows):
-            cache.crossed[self.layer] = made
-        else:
-            if self.layer not in cache.crossed:
-                zeros = (each.new_zeros(cache.rows, *each.shape[1:]) for each in made)
-                cache.crossed[self.layer] = next(zeros), next(zeros)
-            for held, new in zip(cache.crossed[self.layer], made, strict=True):
-                held[self.places] = new
+        zeros = [each.new_zeros(cache.rows, *each.shape[1:]) for each in made]
+        for held, new in zip(cache.crossed.setdefault(self.layer, zeros), made, strict=True):
+            held[self.places] = new
         if self.layer == len(cache.windows) - 1:
             cache.unread -= self.rows
         return made

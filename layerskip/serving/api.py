@@ -15,14 +15,7 @@ from layerskip.checkpoints import Loaded
 from layerskip.grammars import lark, response_format
 from layerskip.requests import end_tokens, read_text
 from layerskip.serving.answers import Answer, Choice
-from layerskip.serving.fields import (
-    Asked,
-    ChatAsked,
-    CompletionAsked,
-    Content,
-    Refusal,
-    refusing,
-)
+from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Refusal, refusing
 from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.reading import Reader
@@ -202,13 +195,9 @@ def _predicted(asked: Asked, served: Served) -> list[int]:
     """Tokens of the prediction, no more than a text may have."""
     if asked.prediction is None:
         return []
-    text = _text(asked.prediction.content)[: _PREDICTED * served.context]
-    tokens: list[int] = served.tokenizer(text, add_special_tokens=False)["input_ids"]
+    text, most = asked.prediction.text, _PREDICTED * served.context
+    tokens: list[int] = served.tokenizer(text[:most], add_special_tokens=False)["input_ids"]
     return tokens[: served.context]
-
-
-def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _echoed(asked: Asked, prompt: list[int], served: Served) -> str:
@@ -249,15 +238,11 @@ class _Readers:
         if not isinstance(self._asked, ChatAsked):
             return None
         several = self._asked.parallel_tool_calls and not self.named
-        inside = self._begins_inside(prompt)
+        inside = False
+        if self._reasoning is not None:  # the template may have begun it
+            text: str = self._served.tokenizer.decode(prompt[-16:]).rstrip()
+            inside = text.endswith(self._reasoning[0].rstrip())
         return Reader(self._format, self._reasoning, inside=inside, several=several)
-
-    def _begins_inside(self, prompt: list[int]) -> bool:
-        """Whether the template has begun the reasoning."""
-        if self._reasoning is None:
-            return False
-        text: str = self._served.tokenizer.decode(prompt[-16:]).rstrip()
-        return text.endswith(self._reasoning[0].rstrip())
 
     def grammar(self) -> list[Any]:
         """Calls that are asked for, required or by name, as a processor."""

@@ -91,9 +91,6 @@ class TextPart(Fields):
     text: str
 
 
-Content = str | list[TextPart]
-
-
 class ImageUrl(Fields):
     url: str
     detail: Literal["auto", "low", "high"] = "auto"  # processors have one size
@@ -216,7 +213,12 @@ class StreamOptions(Fields):
 
 class Prediction(Fields):
     type: Literal["content"]
-    content: Content
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -18,17 +18,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
+from layerskip.serving import fields
 from layerskip.serving.answers import Answer
 from layerskip.serving.api import Served, answer_of
-from layerskip.serving.fields import (
-    Asked,
-    ChatAsked,
-    CompletionAsked,
-    Detokenize,
-    Refusal,
-    Tokenize,
-    read,
-)
+from layerskip.serving.fields import Asked, ChatAsked, Refusal, read
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.prompts import detokenized, tokenized, tokenizer_info
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
@@ -154,38 +147,34 @@ def make_app(
             asked = read(kind, await _body(request, max_body))
             return JSONResponse(await encoded(work, asked, served))
 
-    translate("/tokenize", Tokenize, tokenized)
-    translate("/detokenize", Detokenize, detokenized)
+    translate("/tokenize", fields.Tokenize, tokenized)
+    translate("/detokenize", fields.Detokenize, detokenized)
 
-    def answer(path: str, kind: type[Asked | ResponseAsked]) -> None:
+    def answering(path: str, kind: type[Asked | ResponseAsked]) -> None:
         @app.post(path, dependencies=keyed)
-        async def asked(request: Request) -> Response:
-            return await answered(request, kind)
+        async def answered(request: Request) -> Response:
+            with metrics.counting(path):
+                deadline = asyncio.get_running_loop().time() + timeout
+                given = read(kind, await _body(request, max_body))
+                asked = given.chat() if isinstance(given, ResponseAsked) else given
+                with _refusing():
+                    serving.check_room(asked.texts)  # before anything is encoded
+                answer = await encoded(answer_of, asked, served)
+                running = _Running(serving, metrics.told)
+                await running.submit([choice.task for choice in answer.choices])
+                told = AsResponse(given, answer) if isinstance(given, ResponseAsked) else None
+                if asked.stream:
+                    events = _chunks(running, answer, asked)
+                    if told is not None:
+                        events = _response_events(running, answer, told)
+                    return _Events(running, events, deadline)
+                with running.cancelled_at_last():
+                    await _unless_gone(request, running, answer, deadline)
+                return JSONResponse(answer.whole() if told is None else told.whole())
 
-    answer("/v1/chat/completions", ChatAsked)
-    answer("/v1/completions", CompletionAsked)
-    answer("/v1/responses", ResponseAsked)
-
-    async def answered(request: Request, kind: type[Asked | ResponseAsked]) -> Response:
-        with metrics.counting(request.url.path):
-            deadline = asyncio.get_running_loop().time() + timeout
-            given = read(kind, await _body(request, max_body))
-            asked = given.chat() if isinstance(given, ResponseAsked) else given
-            with _refusing():
-                serving.check_room(asked.texts)  # before anything is encoded
-            answer = await encoded(answer_of, asked, served)
-            running = _Running(serving, metrics.told)
-            await running.submit([choice.task for choice in answer.choices])
-            told = AsResponse(given, answer) if isinstance(given, ResponseAsked) else None
-            if asked.stream:
-                events = _chunks(running, answer, asked)
-                if told is not None:
-                    events = _response_events(running, answer, told)
-                return _Events(running, events, deadline)
-            with running.cancelled_at_last():
-                await _unless_gone(request, running, answer, deadline)
-            return JSONResponse(answer.whole() if told is None else told.whole())
-
+    answering("/v1/chat/completions", ChatAsked)
+    answering("/v1/completions", fields.CompletionAsked)
+    answering("/v1/responses", ResponseAsked)
     return app
 
 

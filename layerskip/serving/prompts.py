@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Any
 from layerskip.model.pictures import Pictures
 from layerskip.pictures import pictures_in
 from layerskip.requests import look
-from layerskip.serving.fields import (
-    Asked,
-    ChatAsked,
-    CompletionAsked,
-    Detokenize,
-    Message,
-    Refusal,
-    Tokenize,
-    refusing,
-)
+from layerskip.serving import fields
+from layerskip.serving.fields import Asked, ChatAsked, Refusal, refusing
 
 if TYPE_CHECKING:
     from layerskip.serving.api import Served
@@ -29,10 +21,15 @@ def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded |
     """Token ids of each prompt; of a chat with pictures, all that its processor says."""
     seen: Encoded | None = None
     if isinstance(asked, ChatAsked):
-        ids, seen = _chat(asked, served)
+        also = dict(asked.chat_template_kwargs)
+        if asked.tools and asked.choice != "none":
+            also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
+        if asked.reasoning_effort is not None:
+            also["reasoning_effort"] = asked.reasoning_effort
+        ids, seen = _templated(asked.messages, also, served)
         param, prompts = "messages", [ids]
     else:
-        assert isinstance(asked, CompletionAsked)
+        assert isinstance(asked, fields.CompletionAsked)
         param, prompts = "prompt", []
         for prompt in asked.prompts:
             if isinstance(prompt, str):
@@ -65,17 +62,8 @@ def _check_length(characters: int, param: str, served: Served) -> None:
         raise Refusal(400, message, param=param, code="context_length_exceeded")
 
 
-def _chat(asked: ChatAsked, served: Served) -> tuple[list[int], Encoded | None]:
-    also = dict(asked.chat_template_kwargs)
-    if asked.tools and asked.choice != "none":
-        also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
-    if asked.reasoning_effort is not None:
-        also["reasoning_effort"] = asked.reasoning_effort
-    return _templated(asked.messages, also, served)
-
-
 def _templated(
-    messages: Sequence[Message], also: Mapping[str, Any], served: Served
+    messages: Sequence[fields.Message], also: Mapping[str, Any], served: Served
 ) -> tuple[list[int], Encoded | None]:
     """Messages through the chat template, with what else it is told; as of `prompts_of`."""
     tokenizer = served.tokenizer
@@ -105,7 +93,7 @@ def seen_in(seen: Encoded, served: Served) -> Pictures | None:
         return look(served.loaded.model, seen)
 
 
-def tokenized(asked: Tokenize, served: Served) -> dict[str, Any]:
+def tokenized(asked: fields.Tokenize, served: Served) -> dict[str, Any]:
     """Token ids of a text or a chat, in vLLM's shape.
 
     Raises:
@@ -130,7 +118,7 @@ def tokenizer_info(served: Served) -> dict[str, Any]:
     return {name: getattr(served.tokenizer, name, None) for name in names}
 
 
-def detokenized(asked: Detokenize, served: Served) -> dict[str, str]:
+def detokenized(asked: fields.Detokenize, served: Served) -> dict[str, str]:
     """The text of token ids, special ones included."""
     check_tokens(asked.tokens, "tokens", served)
     return {"prompt": served.tokenizer.decode(asked.tokens)}

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 try:
     import ray
@@ -22,11 +22,8 @@ except ImportError as missing:
 from layerskip.environment import cores
 from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, error_row
 
-
-class Opening(Protocol):
-    """Opens a model that answers; can be sent to another process."""
-
-    def __call__(self, *, beside: int) -> AbstractContextManager[Answering]: ...
+Opening = Callable[..., AbstractContextManager[Answering]]
+"""Opens a model that answers, `beside=` so many; can be sent to another process."""
 
 
 @contextmanager

@@ -47,7 +47,6 @@ class TextRequest:
     prompt_logprobs: int = 0
     pictures: Pictures | None = None
     encoded: EncoderStates | None = None
-    speculate: bool = True
 
     @property
     def num_prompt(self) -> int:

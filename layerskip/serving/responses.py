@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from layerskip.serving.answers import Answer
-from layerskip.serving.fields import ChatAsked, Fields, Share, ToolName, read
+from layerskip.serving.fields import ChatAsked, Fields, Share, ToolFunction, ToolName, read
 
 
 class Part(Fields):
@@ -66,12 +66,8 @@ class Reasoning(Told):
     content: list[Part] = Field([])
 
 
-class FlatTool(Fields):
+class FlatTool(ToolFunction):
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] = Field({})
-    strict: bool = False
 
 
 class NamedFlatTool(ToolName):

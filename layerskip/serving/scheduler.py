@@ -216,7 +216,8 @@ class Serving:
             except Exception as error:
                 _log.exception("a pass has failed")
                 self._batch.clear()
-                self._fail(self._going, error)
+                for text in self._going:
+                    text.fail(error)
             self._tell()
         return True
 
@@ -246,8 +247,8 @@ class Serving:
                 self._waiting.clear()
             everyone = [*self._going, *waiting]
             self._going.clear()
-            self._fail(everyone, error)
             for text in everyone:
+                text.fail(error)
                 self._say(text, "error")
 
     def stop(self) -> None:
@@ -261,11 +262,6 @@ class Serving:
             for text in (*self._going, *self._waiting):
                 text.cancelled = True
         self._drop_cancelled()
-
-    @staticmethod
-    def _fail(texts: Sequence[Text], error: BaseException) -> None:
-        for text in texts:
-            text.fail(error)
 
     def _drop_cancelled(self) -> None:
         with self._changed:

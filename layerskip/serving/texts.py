@@ -100,10 +100,6 @@ class Text(Seat):
         self.width = len(prompt)
         return Draws(self.law, seats, native=model.drawn, failed=self.fail)
 
-    @property
-    def left(self) -> int:
-        return super().left if self.request.speculate else 0
-
     def fail(self, error: BaseException) -> None:
         """What its processors and stop raise ends this text only."""
         self.reason = "error"

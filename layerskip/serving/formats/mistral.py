@@ -6,17 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from layerskip.serving.formats.base import (
-    IN_A_LINE,
-    Call,
-    Format,
-    JsonCall,
-    Mark,
-    NamedCall,
-    Tool,
-    json_calls,
-    schema_of,
-)
+from layerskip.serving.formats import base
+from layerskip.serving.formats.base import Call, Format, JsonCall, Mark, Tool
 
 
 class _Call(Call):
@@ -34,7 +25,7 @@ class _Call(Call):
                 return
             named = not begun.lstrip().startswith("{")
             pattern = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
-            self._inner = NamedCall(pattern) if named else JsonCall()
+            self._inner = base.NamedCall(pattern) if named else JsonCall()
             self._taken = len(self.text) - len(begun)
         taken, self._taken = self._taken, len(self.text)
         self._inner.feed(self.text[taken:])
@@ -66,10 +57,10 @@ class Mistral(Format):
         begin = mark(self.begin)
         if not self._named:
             more = '(", " call)*' if several else ""
-            return f'calls: {begin} "[" call {more} "]"\n{json_calls(tools, "arguments")}'
+            return f'calls: {begin} "[" call {more} "]"\n{base.json_calls(tools, "arguments")}'
         args, lines = mark("[ARGS]"), []
         for number, tool in enumerate(tools):
-            schema = json.dumps({"x-guidance": IN_A_LINE} | schema_of(tool))
+            schema = json.dumps({"x-guidance": base.IN_A_LINE} | base.schema_of(tool))
             lines.append(f'call{number}: {begin} "{tool["name"]}" {args} arguments{number}')
             lines.append(f"arguments{number}: %json {schema}")
         names = " | ".join(f"call{number}" for number in range(len(tools)))
