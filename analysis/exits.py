@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from layerskip.analysis.drawing import Plot, finished, lines, listed, new_axes
-from layerskip.analysis.labels import printable, slug_of
+from layerskip.analysis.labels import printable, slug_of, told_apart
 from layerskip.analysis.verdict import Verdict
 from layerskip.files.trainings import LARGEST_RISE, read_exit_training, rise
 
@@ -35,12 +34,7 @@ def load_exit_trainings(files: Sequence[Path]) -> list[ExitTraining]:
         ValueError: a file is not what it must be; says which and why, in one line.
     """
     records = [printable(read_exit_training(file)) for file in files]
-    labels = [f"Exits of {record['model'] or record['base']}" for record in records]
-    times = Counter(labels)
-    labels = [
-        f"{label}, file {number}" if times[label] > 1 else label
-        for number, label in enumerate(labels, 1)
-    ]
+    labels = told_apart([f"Exits of {record['model'] or record['base']}" for record in records])
     return [
         ExitTraining(label, slug_of(label, number), record)
         for number, (label, record) in enumerate(zip(labels, records, strict=True))

@@ -60,6 +60,15 @@ def slug_of(label: str, number: int) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
 
 
+def told_apart(labels: Sequence[str]) -> list[str]:
+    """The labels, with a file's number behind those that several files have."""
+    times = Counter(labels)
+    return [
+        f"{label}, file {number}" if times[label] > 1 else label
+        for number, label in enumerate(labels, 1)
+    ]
+
+
 def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
     """Model and law; the machine, then the file too where those do not tell runs apart."""
     labels = [f"{header['model']['name']}, {law_words(header['law'])}" for header in headers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,19 +50,9 @@ SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 
 
 def run_plots(run: Run) -> list[Plot]:
-    return _existing(
-        [*(contexts(run, size) for size in run.batch_sizes),
-         *(speedups(run, size) for size in run.batch_sizes), positions(run), phases(run),
-         run_skip_map(run), *heat_maps(run)]
-    )  # fmt: skip
-
-
-def training_plots(of: Trainings) -> list[Plot]:
-    return [training_curve(of)]
-
-
-def _existing(plots: Iterable[Plot | None]) -> list[Plot]:
-    return [plot for plot in plots if plot is not None]
+    drawn = [plot(run, size) for plot in (contexts, speedups) for size in run.batch_sizes]
+    drawn += [positions(run), phases(run), run_skip_map(run), *heat_maps(run)]
+    return [plot for plot in drawn if plot is not None]
 
 
 def _named(run: Run, name: str, title: str, batch_size: int) -> tuple[str, str]:

@@ -76,7 +76,7 @@ def kinds() -> dict[str, Subject]:
             lambda files: [trainings.load_trainings(files)],
             verdict.judge_trainings,
             lambda of: {"Model": ", ".join(trainings.trainings(of)["model"].unique())},
-            plots.training_plots,
+            lambda of: [plots.training_curve(of)],
             {"trainings": trainings.trainings, "training-curves": trainings.curves},
         ),
         "exits": Subject(

@@ -5,7 +5,6 @@ Overlap is the share that two distributions have in common, 1 - TV.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis.labels import printable
+from layerskip.analysis.labels import printable, told_apart
 from layerskip.config import SkipConfig
 from layerskip.files.trainings import read_training
 
@@ -46,19 +45,13 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
     labels = []
     for number, recipe in enumerate(recipes):
         setting = {name: values[number] for name, values in differing.items()}
-        words = [_word(name, value) for name, value in setting.items() if value not in (None, "")]
+        words = [
+            f"{value}" if name in ("of", "loss", "optimizer") else f"{name} {value}"
+            for name, value in setting.items()
+            if value not in (None, "")
+        ]
         labels.append(f"{recipe['kind']} ({', '.join(words)})" if words else recipe["kind"])
-    times = Counter(labels)
-    return Trainings(
-        {
-            f"{label}, file {number}" if times[label] > 1 else label: record
-            for number, (label, record) in enumerate(zip(labels, records, strict=True), 1)
-        }
-    )
-
-
-def _word(name: str, value: Any) -> str:
-    return f"{value}" if name in ("of", "loss", "optimizer") else f"{name} {value}"
+    return Trainings(dict(zip(told_apart(labels), records, strict=True)))
 
 
 def base_of(recipe: Mapping[str, Any]) -> str:

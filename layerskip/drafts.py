@@ -109,8 +109,10 @@ def choose_drafts(
         sources += [] if head is None else [head]
         chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
         skips, reason = () if chosen.skip is None else (chosen.skip,), chosen.reason
-        if warn and sources == [settings.lookup]:
-            _warn_of_loading(model, chosen)
+        silent = not warn or sources != [settings.lookup] or model.model in _warned
+        if chosen.loading and not silent:  # once for each model
+            _warned.add(model.model)
+            warnings.warn(f"lookups are the only drafts: {reason}", stacklevel=2)
     if skips and settings.draft_vocabulary is not None:
         model = model.trimmed(settings.draft_vocabulary)
     for number, skip in enumerate(skips, 1):
@@ -275,13 +277,6 @@ def _too_large(nbytes: int, memory: int | None, *, by_memory: bool) -> str | Non
         return None
     whose = "the limit" if free is None else "half of what is free"
     return f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
-
-
-def _warn_of_loading(model: Sublayers, chosen: AutomaticDraft) -> None:
-    """Say, once for each model, what to load differently for drafts in 8 bits."""
-    if chosen.loading and model.model not in _warned:
-        _warned.add(model.model)
-        warnings.warn(f"lookups are the only drafts: {chosen.reason}", stacklevel=2)
 
 
 def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:

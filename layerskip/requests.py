@@ -38,6 +38,7 @@ _OTHER_MEDIA = {
 }
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
 _HARMLESS |= {"cache_params"}  # what Mamba calls its cache
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def checked_mask(
@@ -81,7 +82,9 @@ def checked_mask(
     unknown = sorted(
         name
         for name, value in model_kwargs.items()
-        if value is not None and name not in _HARMLESS and not _empty(name, value)
+        if value is not None
+        and name not in _HARMLESS
+        and (name not in _TOKEN_TYPES or value.any())  # where all are text they have no effect
     )
     if unknown:
         raise ValueError(f"model arguments {', '.join(unknown)} are not supported; leave them out")
@@ -102,11 +105,6 @@ def checked_mask(
     if model_kwargs.get("use_cache") is False:
         warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
     return mask
-
-
-def _empty(name: str, value: Any) -> bool:
-    """Whether an argument has no effect: token types that are all text."""
-    return name in ("token_type_ids", "mm_token_type_ids") and not bool(value.any())
 
 
 def encoded_of(

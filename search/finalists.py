@@ -223,7 +223,7 @@ def choose(
     finalists = []
     for number, mask in within(chosen, until):
         progress("the best drafts, replayed whole", number / len(chosen))
-        trial, size = trials[mask], space.vocabulary(mask)
+        trial, size = trials[mask], space.number("vocabulary", mask)
         skip, costs = space.skip_config(mask), objective.costs(mask)
         drafts = replay(trace, skip, allowed=objective.allowed(size))
         ways = choices(drafts, costs, looked_up, all_controllers="controller" in parts)

@@ -152,7 +152,7 @@ class Objective:
                 value=1.0, acceptance=1.0, draft_cost=costs.draft, draft_length=1, positions=0
             )
         skip: SkipConfig = self.space.skip_config(mask)
-        allowed = self.allowed(self.space.vocabulary(mask))
+        allowed = self.allowed(self.space.number("vocabulary", mask))
         right, twice, once = torch.zeros(0), 0.0, 0.0  # (N,)
         for number, starts in enumerate(self.parts):
             if time.monotonic() > self.until:

@@ -242,7 +242,7 @@ class Search:
         """1/c of the cheapest draft of the space: no config of it can be faster, times plain."""
         space, shallow = self.space, self.space.exit_mask(1)
         masks = [shallow, *([space.low_mask(shallow)] if space.bits else [])]
-        for bits in (space.fewer_experts, space.narrower, space.smaller):
+        for bits in space.numbers.values():
             masks = [mask | each for mask in masks for each in (0, *bits.values())]
         return speedup_bound(min(self.objective.costs(mask).draft for mask in masks))
 

@@ -50,13 +50,13 @@ class Prices:
     """
 
     def __init__(self, space: Space, record: Mapping[str, Any], context: float) -> None:
-        for number in space.fewer_experts:
+        for number in space.numbers["experts"]:
             if str(number) not in record.get("experts", {}):
                 raise ValueError(
                     f"these costs do not price drafts of {number} experts; measure them again on "
                     "this model"
                 )
-        if space.smaller and "vocabulary" not in record:
+        if space.numbers["vocabulary"] and "vocabulary" not in record:
             raise ValueError(
                 "these costs have no trimmed head, so that a draft vocabulary has no price; "
                 "measure them again, on a model whose head is a plain weight"
@@ -106,18 +106,18 @@ class Prices:
         kept, low, low_head = 1 - bits[:, :n], bits[:, n : 2 * n], bits[:, 2 * n]
         changed = np.maximum(1 - kept, low)  # (M, n)
         read = np.ones((len(masks), n))
-        for number, bit in space.fewer_experts.items():
+        for number, bit in space.numbers["experts"].items():
             rows = np.array([bool(mask & bit) for mask in masks])
             read[rows, 1::2] = record["experts"][str(number)]
             changed[rows, 1] = 1.0
         keys = np.tile(self._keys(None), (len(masks), 1))
-        for number, bit in space.narrower.items():
+        for number, bit in space.numbers["window"].items():
             rows = np.array([bool(mask & bit) for mask in masks])
             keys[rows] = self._keys(number)
             changed[rows, 0] = 1.0
         prefix = np.where(changed.any(1), changed.argmax(1), n)
         head = np.where(low_head > 0, record.get("low_head", record["head"]), record["head"])
-        for number, bit in space.smaller.items():
+        for number, bit in space.numbers["vocabulary"].items():
             share = number / record["vocabulary"]
             head = head * [share if mask & bit else 1.0 for mask in masks]
         sublayers = (kept * read * (self.exact * (1 - low) + self.low * low)).sum(1)

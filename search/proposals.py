@@ -28,9 +28,12 @@ def warm_starts(space: Space, influence: Sequence[float]) -> dict[str, int]:
     everything = space.low_mask(0) if space.bits else 0
     bits = f"{space.bits}-bits"
     masks = {bits: everything}
-    masks |= {f"window-{n}": everything | bit for n, bit in space.narrower.items()}
-    masks |= {f"experts-{n}": everything | bit for n, bit in space.fewer_experts.items()}
-    switches = sorted(space.leaving_out, key=lambda mask: _sum(mask, influence))
+    masks |= {f"window-{n}": everything | bit for n, bit in space.numbers["window"].items()}
+    masks |= {f"experts-{n}": everything | bit for n, bit in space.numbers["experts"].items()}
+    switches = sorted(
+        space.leaving_out,
+        key=lambda mask: sum(value for n, value in enumerate(influence) if mask >> n & 1),
+    )
     for depth, share in zip(DEPTHS, SHARES, strict=True):
         exit_layer = min(space.num_layers - 1, max(1, round(depth * space.num_layers)))
         count = max(1, round(share * len(switches)))
@@ -46,10 +49,6 @@ def warm_starts(space: Space, influence: Sequence[float]) -> dict[str, int]:
         if mask and mask in space:
             names.setdefault(mask, name)
     return {name: mask for mask, name in [*names.items()][:WARM_STARTS]}
-
-
-def _sum(mask: int, influence: Sequence[float]) -> float:
-    return sum(value for place, value in enumerate(influence) if mask >> place & 1)
 
 
 def given(space: Space, configs: Mapping[str, SkipConfig]) -> dict[str, int]:

@@ -31,7 +31,7 @@ def trials_table(study: Study, space: Space) -> list[dict[str, Any]]:
                 **row,
                 "state": "complete",
                 **_sets(space.skip_config(mask)),
-                "draft_vocabulary": space.vocabulary(mask),
+                "draft_vocabulary": space.number("vocabulary", mask),
                 "speedup": value_of(trial),
                 **{name: worth[name] for name in ("acceptance", "draft_cost", "draft_length")},
                 "positions": worth["positions"],

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, reduce
-from itertools import combinations, product
+from itertools import combinations, count, product
 from operator import or_
 from typing import Any, Literal
 
@@ -80,10 +80,15 @@ class Space:
     @cached_property
     def switches(self) -> dict[str, dict[Any, int]]:
         """Parameter names, and by choice the bits of each, in layer order."""
+        numbers: dict[str, dict[Any, int]] = {
+            name: {ALL: 0, **{str(number): bit for number, bit in bits.items()}}
+            for name, bits in self.numbers.items()
+            if bits
+        }
         if self.kind == "exit":
             exits = {str(e): self.exit_mask(e) for e in range(self.num_layers, 0, -1)}
             low = {f"{name} {LOW}": self.low_mask(m) for name, m in exits.items() if self.bits}
-            return {"exit": exits | low} | self._numbers
+            return {"exit": exits | low} | numbers
         last = self.num_layers - 1
         switches: dict[str, dict[Any, int]] = {}
         for layer in range(self.num_layers):
@@ -101,40 +106,19 @@ class Space:
                     switches[name] = {False: 0, **out}
         if self.bits:
             switches["head"] = {EXACT: 0, LOW: self.low_head}
-        return switches | self._numbers
+        return switches | numbers
 
-    @property
-    def _numbers(self) -> dict[str, dict[Any, int]]:
-        """The switches that choose a number, or all."""
-        named = {"experts": self.fewer_experts, "window": self.narrower, "vocabulary": self.smaller}
-        return {
-            name: {ALL: 0, **{str(number): bit for number, bit in bits.items()}}
-            for name, bits in named.items()
-            if bits
-        }
+    @cached_property
+    def numbers(self) -> dict[str, dict[int, int]]:
+        """Of experts, window and vocabulary, by number the mask of a draft of so many, all else."""
+        named = {"experts": self.experts, "window": self.windows, "vocabulary": self.vocabularies}
+        bits = (self.low_head << place for place in count(1))
+        masks = {name: dict(zip(numbers, bits, strict=False)) for name, numbers in named.items()}
+        return masks | ({"experts": {}, "window": {}} if self.kind == "exit" else {})
 
-    @property
-    def fewer_experts(self) -> dict[int, int]:
-        """By number of experts, the mask that runs as many, and all else."""
-        return self._one_of(() if self.kind == "exit" else self.experts, 1)
-
-    @property
-    def narrower(self) -> dict[int, int]:
-        """By window that a draft may have, the mask of that one, and all else."""
-        return self._one_of(() if self.kind == "exit" else self.windows, 1 + len(self.experts))
-
-    @property
-    def smaller(self) -> dict[int, int]:
-        """By draft vocabulary, the mask of that one, and all else."""
-        return self._one_of(self.vocabularies, 1 + len(self.experts) + len(self.windows))
-
-    def vocabulary(self, mask: int) -> int | None:
-        """How many tokens a mask's draft is limited to; None: all."""
-        return next((number for number, bit in self.smaller.items() if mask & bit), None)
-
-    def _one_of(self, numbers: tuple[int, ...], first: int) -> dict[int, int]:
-        """A bit for each of some numbers, so many above the head's."""
-        return {number: self.low_head << place for place, number in enumerate(numbers, first)}
+    def number(self, name: str, mask: int) -> int | None:
+        """The number of these that a mask chose; None: all."""
+        return next((number for number, bit in self.numbers[name].items() if mask & bit), None)
 
     @cached_property
     def fields(self) -> dict[str, int]:
@@ -166,8 +150,8 @@ class Space:
     def enumerate(self) -> Iterator[int]:
         """Every mask of the space once, those of few switches first."""
         others = [[value for value in each.values() if value] for each in self.switches.values()]
-        for count in range(len(others) + 1):
-            for chosen in combinations(others, count):
+        for several in range(len(others) + 1):
+            for chosen in combinations(others, several):
                 for values in product(*chosen):
                     if sum(values) in self:  # disjoint, so that the sum is the union
                         yield sum(values)
@@ -239,10 +223,11 @@ class Space:
         mask = sum(1 << sublayer for sublayer in skip.skipped())
         mask |= sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
         mask |= self.low_head if skip.low is not None and skip.low.head else 0
-        for number, fewer, words in (
-            (skip.experts, self.fewer_experts, "it runs {} experts"),
-            (skip.window, self.narrower, "it sees {} slots"),
+        for name, number, words in (
+            ("experts", skip.experts, "it runs {} experts"),
+            ("window", skip.window, "it sees {} slots"),
         ):
+            fewer = self.numbers[name]
             if number is not None and number not in fewer:
                 allowed = f"{', '.join(map(str, fewer))} or all" if fewer else "all only"
                 raise ValueError(f"{words.format(number)}, and the space has {allowed}")
@@ -256,10 +241,6 @@ class Space:
             return tuple(layer for layer in range(self.num_layers) if bits >> 2 * layer & 1)
 
         rounded = mask >> 2 * self.num_layers
-        experts, window = (
-            next((number for number, bit in fewer.items() if mask & bit), None)
-            for fewer in (self.fewer_experts, self.narrower)
-        )
         skip = SkipConfig(
             attention=layers(mask),
             mlp=layers(mask >> 1),
@@ -270,8 +251,8 @@ class Space:
                 head=(self.head or True) if mask & self.low_head else False,
             ),
             trained=self.trained if rounded & self._every else None,
-            experts=experts,
-            window=window,
+            experts=self.number("experts", mask),
+            window=self.number("window", mask),
         )
         return skip.resolve(self.num_layers)
 
@@ -311,9 +292,9 @@ class Space:
         words = f"the {self.kind} space of {self.num_layers} layers"
         if self.bits:
             words += f", in {self.bits} bits{', healed,' if self.trained else ''} or exactly"
-        if self.fewer_experts:
+        if self.numbers["experts"]:
             words += f", with {', '.join(map(str, self.experts))} or all experts"
-        if self.narrower:
+        if self.numbers["window"]:
             words += f", seeing {', '.join(map(str, self.windows))} or all slots"
         if self.vocabularies:
             words += f", drawing from {', '.join(map(str, self.vocabularies))} or all tokens"

@@ -21,7 +21,8 @@ def prices_of(record, skip, context=40, size=None):
         trained=skip.trained,
         **{name: (number,) for name, number in some.items() if number is not None},
     )
-    return Prices(space, record, context), space.mask(skip) | space.smaller.get(size, 0)
+    smaller = space.numbers["vocabulary"].get(size, 0)
+    return Prices(space, record, context), space.mask(skip) | smaller
 
 
 def cost_table(record, skip, context=40, size=None):

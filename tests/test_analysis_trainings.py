@@ -88,7 +88,7 @@ def test_a_training_in_numbers(tmp_path):
 def test_trainings_in_pictures(tmp_path):
     of = loaded(tmp_path, made.training(), made.training(recipe={"kind": "heads", "loss": "kl"}))
     with rc_context(STYLE):
-        [curve] = plots.training_plots(of)
+        curve = plots.training_curve(of)
         curve.figure.draw_without_rendering()  # warns where there is no room
     (axes,) = curve.figure.axes
     lines = {line.get_label(): line for line in axes.lines}

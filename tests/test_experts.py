@@ -386,7 +386,7 @@ def test_spaces_hold_every_draft_with_every_number_of_experts(kind, bits):
         assert space.from_params(space.params(mask)) == mask
         if len(skip.mlp) < 2:  # else no experts run, and no number of them is left
             assert space.mask(skip) == mask
-    assert space.mask(SkipConfig(experts=1)) == space.fewer_experts[1]
+    assert space.mask(SkipConfig(experts=1)) == space.numbers["experts"][1]
     assert tuple(space.switches["experts"]) == ("all", "2", "1", "0")
     assert Space(**space.to_dict()).size == space.size
     with pytest.raises(ValueError, match="it runs 5 experts, and the space has 2, 1, 0 or all"):

@@ -214,7 +214,7 @@ def test_sets_are_priced_by_the_parts_that_they_run(name):
     draft, verify = prices(masks)
     for mask, c, passes in zip(masks, draft, verify, strict=True):
         step, *expected = part_by_part(
-            record, space.skip_config(mask), space.vocabulary(mask), 40.0
+            record, space.skip_config(mask), space.number("vocabulary", mask), 40.0
         )
         assert prices.step == pytest.approx(step)
         assert c == pytest.approx(expected[0] / step)
@@ -307,6 +307,6 @@ def test_a_text_does_not_rank_its_own_tokens():
         assert objective.vocabulary(size) == tuple(ranked(texts, 97)[:size].tolist())
     assert objective.allowed(None) is None
     mask = SPACE.exit_mask(4)
-    whole, limited = objective(mask), objective(mask | space.smaller[6])
+    whole, limited = objective(mask), objective(mask | space.numbers["vocabulary"][6])
     assert limited.acceptance < whole.acceptance
     assert limited.draft_cost < whole.draft_cost

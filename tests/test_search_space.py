@@ -140,10 +140,10 @@ def test_numbers_are_switches_with_a_bit_each():
     assert sets.size == 9
     masks = list(sets.enumerate())
     assert len(set(masks)) == 9
-    assert sorted({sets.vocabulary(mask) or 0 for mask in masks}) == [0, 10, 40]
+    assert sorted({sets.number("vocabulary", mask) or 0 for mask in masks}) == [0, 10, 40]
     assert sets.skip_config(masks[-1]) == sets.skip_config(masks[-1] & 0b111111)
     both = space("sublayer", 3, windows=(8,), vocabularies=(40,))
-    mask = both.narrower[8] | both.smaller[40]
+    mask = both.numbers["window"][8] | both.numbers["vocabulary"][40]
     assert both.params(mask)["window"] == "8"
     assert both.params(mask)["vocabulary"] == "40"
     assert json.loads(json.dumps(both.to_dict()))["vocabularies"] == [40]

@@ -33,7 +33,6 @@ class Replay:
 
     Attributes:
         source: what drafts.
-        allowed: the draft vocabulary of each text, (texts, V) bool; None: all tokens.
         tokens: what each step drafts, (N, J) int64; `NOTHING` where nothing could be drawn, and
             what stands behind that means nothing.
         matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
@@ -55,11 +54,6 @@ class Replay:
     ends: Tensor
     matched: Tensor | None = None
     longest: int | None = None
-    allowed: Tensor | None = None
-
-    @property
-    def skip(self) -> SkipConfig | None:
-        return self.source.skip
 
     @property
     def draft_length(self) -> int:
@@ -93,7 +87,7 @@ def replay(
     if source.step_free:
         return _look_up(trace, source, length)
     drafts = Chains(trace, source, all_starts(trace), length, allowed).drafts()
-    return _assembled(trace, source, drafts, length, allowed)
+    return _assembled(trace, source, drafts, length)
 
 
 @torch.no_grad()
@@ -165,13 +159,7 @@ def all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(
-    trace: Trace,
-    source: Source,
-    drafts: Drawn,
-    longest: int = 0,
-    allowed: Tensor | None = None,
-) -> Replay:
+def _assembled(trace: Trace, source: Source, drafts: Drawn, longest: int = 0) -> Replay:
     """The replay of drafts (N, any) from every start, of J tokens where `longest` is J."""
     most = drafts.tokens.shape[1]
     length = max(most, longest)
@@ -196,6 +184,5 @@ def _assembled(
         matches=matches,
         ends=ends,
         longest=limit,
-        allowed=allowed,
         **drafts._asdict(),
     )
