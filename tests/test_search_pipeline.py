@@ -366,10 +366,9 @@ class TestResult:
             assert result.skip.low is None
 
     def test_where_nothing_pays_nothing_is_drafted(self, llama, tmp_path):
-        result = find(llama, cost=HOPELESS, trials=25)
-        assert result.winner is None
+        result = find(llama, cost=HOPELESS, trials=14)
+        assert result.winner is result.record["winner"] is None
         assert result.skip.decoding.enabled is False
-        assert result.record["winner"] is None
         assert result.record["bound"] < 1
         assert all(row["speedup"] < 1.0 for row in result.record["trials"])
         # expected-gain would not draft
@@ -396,10 +395,10 @@ class TestResult:
     def test_given_costs_it_is_the_same_again(self, llama, law):
         shares = []
         first, again = (
-            find(llama, trials=20, seed=5, **law, progress=lambda _, share: shares.append(share))
+            find(llama, trials=14, seed=5, **law, progress=lambda _, share: shares.append(share))
             for _ in range(2)
         )
-        assert len(shares) > 40
+        assert len(shares) > 28
         assert all(0 <= share <= 1 for share in shares)
         assert story(first) == story(again)
         assert first.skip == again.skip
