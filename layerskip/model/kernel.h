@@ -84,10 +84,9 @@ inline Vec power(const Vec& x) {
 
 // The pieces of 4 numbers of LANES / 4 rows: one vector holds the first piece of every row, the next
 // one the second.
-inline void pieces(const float* const* rows, float* to, int64_t stride) {
+inline void pieces(const Vec* rows, float* to, int64_t stride) {
 #if defined(CPU_CAPABILITY_AVX512)
-  const __m512 a = _mm512_loadu_ps(rows[0]), b = _mm512_loadu_ps(rows[1]);
-  const __m512 c = _mm512_loadu_ps(rows[2]), d = _mm512_loadu_ps(rows[3]);
+  const __m512 a = rows[0], b = rows[1], c = rows[2], d = rows[3];
   const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x44), ba = _mm512_shuffle_f32x4(a, b, 0xee);
   const __m512 cd = _mm512_shuffle_f32x4(c, d, 0x44), dc = _mm512_shuffle_f32x4(c, d, 0xee);
   _mm512_storeu_ps(to, _mm512_shuffle_f32x4(ab, cd, 0x88));
@@ -95,12 +94,14 @@ inline void pieces(const float* const* rows, float* to, int64_t stride) {
   _mm512_storeu_ps(to + 2 * stride, _mm512_shuffle_f32x4(ba, dc, 0x88));
   _mm512_storeu_ps(to + 3 * stride, _mm512_shuffle_f32x4(ba, dc, 0xdd));
 #elif defined(CPU_CAPABILITY_AVX2)
-  const __m256 a = _mm256_loadu_ps(rows[0]), b = _mm256_loadu_ps(rows[1]);
-  _mm256_storeu_ps(to, _mm256_permute2f128_ps(a, b, 0x20));
-  _mm256_storeu_ps(to + stride, _mm256_permute2f128_ps(a, b, 0x31));
+  _mm256_storeu_ps(to, _mm256_permute2f128_ps(rows[0], rows[1], 0x20));
+  _mm256_storeu_ps(to + stride, _mm256_permute2f128_ps(rows[0], rows[1], 0x31));
 #else
-  for (int64_t k = 0; k < LANES / 4; ++k)
-    for (int64_t r = 0; r < LANES / 4; ++r) std::copy_n(rows[r] + 4 * k, 4, to + k * stride + 4 * r);
+  float some[LANES];
+  for (int64_t r = 0; r < LANES / 4; ++r) {
+    rows[r].store(some);
+    for (int64_t k = 0; k < LANES / 4; ++k) std::copy_n(some + 4 * k, 4, to + k * stride + 4 * r);
+  }
 #endif
 }
 
@@ -158,6 +159,15 @@ inline void store_pieces(const Vec& x, int64_t count, float* to) {
 #endif
 }
 
+// Fetch a line into the second cache. In a loop with `__builtin_prefetch` GCC keeps sums in memory.
+inline void fetch_line(const void* from) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 (%0)" : : "r"(from));
+#else
+  __builtin_prefetch(from, 0, 2);
+#endif
+}
+
 // The kernels, for keys and values of S, by pairs or widened.
 template <typename S, bool PAIRS>
 struct Kernel {
@@ -185,27 +195,27 @@ struct Kernel {
   // `rest` is room for them as rows.
   static void pack_keys(const S* keys, int64_t count, int64_t width, float* rest, float* to) {
     const int64_t deep = depth(width);
-    const float* from = reinterpret_cast<const float*>(keys);
-    int64_t stride = width / PACK;
-    if (count < LINE || stride != deep || deep % LANES || !(PAIRS || std::is_same_v<S, float>)) {
-      stride = padded(deep);
-      std::fill_n(rest, LINE * stride, 0.0f);
-      for (int64_t s = 0; s < count; ++s) {
-        const S* key = keys + s * width;
-        if constexpr (PAIRS)
-          std::memcpy(rest + s * stride, key, width * sizeof(S));
-        else
-          for (int64_t i = 0; i < width; i += LANES)
-            widened(key + i, width - i).store(rest + s * stride + i);
-      }
-      from = rest;
+    const auto turn = [&](const auto* from, int64_t stride) {
+      for (int64_t i = 0; i < deep; i += LANES)
+        for (int64_t g = 0; g < GROUPS; ++g) {
+          Vec rows[LANES / 4];
+          for (int64_t r = 0; r < LANES / 4; ++r) rows[r] = widened(from + (4 * r + g) * stride + i);
+          pieces(rows, to + (i * GROUPS / 4 + g) * LANES, GROUPS * LANES);
+        }
+    };
+    if (count == LINE && width == deep * PACK && deep % LANES == 0)
+      return turn(reinterpret_cast<const std::conditional_t<PAIRS, float, S>*>(keys), deep);
+    const int64_t stride = padded(deep);
+    std::fill_n(rest, LINE * stride, 0.0f);
+    for (int64_t s = 0; s < count; ++s) {
+      const S* key = keys + s * width;
+      if constexpr (PAIRS)
+        std::memcpy(rest + s * stride, key, width * sizeof(S));
+      else
+        for (int64_t i = 0; i < width; i += LANES)
+          widened(key + i, width - i).store(rest + s * stride + i);
     }
-    for (int64_t i = 0; i < deep; i += LANES)
-      for (int64_t g = 0; g < GROUPS; ++g) {
-        const float* rows[LANES / 4];
-        for (int64_t r = 0; r < LANES / 4; ++r) rows[r] = from + (4 * r + g) * stride + i;
-        pieces(rows, to + (i * GROUPS / 4 + g) * LANES, GROUPS * LANES);
-      }
+    turn(rest, stride);
   }
 
   // Values (count, width): (count / PACK, padded width), of pairs in the order of `place`.
@@ -253,15 +263,14 @@ struct Kernel {
 #pragma GCC unroll 4
       for (int g = 0; g < GROUPS; ++g) sums[j][g] = Vec(0.0f);
     for (int64_t i = 0; i < deep; i += 4) {
-      Vec some[GROUPS];
-#pragma GCC unroll 4
-      for (int g = 0; g < GROUPS; ++g)
-        some[g] = held(Vec::loadu(keys + (i * GROUPS / 4 + g) * LANES));
+      Vec x[COUNT];
 #pragma GCC unroll 6
-      for (int j = 0; j < COUNT; ++j) {
-        const Vec x = repeated(q + j * deep + i);
+      for (int j = 0; j < COUNT; ++j) x[j] = repeated(q + j * deep + i);
 #pragma GCC unroll 4
-        for (int g = 0; g < GROUPS; ++g) sums[j][g] = add(sums[j][g], some[g], x);
+      for (int g = 0; g < GROUPS; ++g) {
+        const Vec some = held(Vec::loadu(keys + (i * GROUPS / 4 + g) * LANES));
+#pragma GCC unroll 6
+        for (int j = 0; j < COUNT; ++j) sums[j][g] = add(sums[j][g], some, x[j]);
       }
     }
 #pragma GCC unroll 6
@@ -275,9 +284,9 @@ struct Kernel {
 
   // At most FEW packed queries piece by piece: a vector has the same one of each.
   static void pack_few(const float* q, int64_t count, int64_t deep, float* to) {
-    const float* rows[FEW];
+    Vec rows[FEW];
     for (int64_t i = 0; i < deep; i += LANES) {
-      for (int64_t r = 0; r < FEW; ++r) rows[r] = q + std::min(r, count - 1) * deep + i;
+      for (int64_t r = 0; r < FEW; ++r) rows[r] = Vec::loadu(q + std::min(r, count - 1) * deep + i);
       pieces(rows, to + i * FEW, LANES);
     }
   }
@@ -294,8 +303,8 @@ struct Kernel {
 #pragma GCC unroll 8
       for (int k = 0; k < SLOTS; ++k) sums[k / GROUPS][k % GROUPS] = Vec(0.0f);
       for (int64_t i = 0; i < deep; i += 4, fetched += 128) {
-        __builtin_prefetch(fetched, 0, 2);
-        __builtin_prefetch(fetched + 64, 0, 2);
+        fetch_line(fetched);
+        fetch_line(fetched + 64);
         const Vec x = held(Vec::loadu(q + i * FEW));
 #pragma GCC unroll 8
         for (int k = 0; k < SLOTS; ++k) {
@@ -340,7 +349,7 @@ struct Kernel {
       if constexpr (AHEAD) {
         const S* next = ahead.at(s * PACK);
 #pragma GCC unroll 4
-        for (int v = 0; v < WIDE; ++v) __builtin_prefetch(next + v * LANES * PACK, 0, 2);
+        for (int v = 0; v < WIDE; ++v) fetch_line(next + v * LANES * PACK);
       }
       if constexpr (LIE) {
         paired<WIDE>(reinterpret_cast<const S*>(values + s * stride), stride, some);
@@ -406,35 +415,24 @@ struct Kernel {
       if (known) some = some / Vec(known[1]);
       // probabilities are rounded before they weigh values
       if constexpr (PAIRS)
-        store_rounded(some, reinterpret_cast<S*>(scores) + s);
+        store_rounded_pairs(some, reinterpret_cast<S*>(scores) + s);
       else
         in_s(some).store(scores + s);
     }
     return {largest, sum(sums)};
   }
 
+  // Numbers rounded to S: to the nearest, of two to the even one.
   static Vec in_s(const Vec& x) {
-    if constexpr (std::is_same_v<S, float>) {
-      return x;
-    } else {
-      S some[LANES];
-      store_rounded(x, some);
-      return widened(some);
-    }
-  }
-
-  static void store_rounded(const Vec& x, S* to) {
-    if constexpr (std::is_same_v<S, float>) {
-      x.store(to);
-    } else if constexpr (PAIRS) {
-      store_rounded_pairs(x, to);
-    } else {
-      at::vec::convert_from_float<S>(x, x).store(to, static_cast<int>(LANES));
-    }
+    if constexpr (std::is_same_v<S, float>) return x;
+    using Ints = at::vec::Vectorized<int32_t>;
+    const Ints bits = at::vec::cast<int32_t>(x), odd = (bits >> Ints(16)) & Ints(1);
+    const Vec near = at::vec::cast<float>((bits + odd + Ints(0x7fff)) & Ints(-0x10000));
+    return Vec::blendv(Vec(NAN), near, x == x);
   }
 
   static void fetch(const S* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / sizeof(S)) __builtin_prefetch(from + i, 0, 2);
+    for (int64_t i = 0; i < count; i += 64 / sizeof(S)) fetch_line(from + i);
   }
 
   // Parts of a block of queries at slots begin to end of one segment, which begin a line of it.
