@@ -11,38 +11,18 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from layerskip.analysis import tables, trainings
-from layerskip.analysis.drawing import (
-    BLUE,
-    GREEN,
-    INK,
-    LINE,
-    MUTED,
-    ORANGE,
-    PAPER,
-    PURPLE,
-    SKY,
-    Plot,
-    clipped,
-    colour_of,
-    error_bars,
-    finished,
-    lines,
-    listed,
-    marker_of,
-    new_axes,
-    note_at_the_side,
-)
+from layerskip.analysis import drawing, tables, trainings
+from layerskip.analysis.drawing import BLUE, GREEN, ORANGE, PAPER, Plot, clipped, finished, new_axes
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.runs import ALL, Run
 from layerskip.analysis.trainings import Trainings
 
 PHASES = {
-    "prefill": ("prefill", SKY, ""),
+    "prefill": ("prefill", drawing.SKY, ""),
     "draft": ("drafting", ORANGE, "///"),
     "verify": ("verifying", BLUE, "\\\\\\"),
-    "other": ("accepting and other", PURPLE, "xxx"),
-    "rest": ("not measured apart", LINE, ""),
+    "other": ("accepting and other", drawing.PURPLE, "xxx"),
+    "rest": ("not measured apart", drawing.LINE, ""),
 }
 """How a phase looks: its word, colour and hatch."""
 SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
@@ -80,23 +60,25 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
     axes = new_axes(1.3 + 0.16 * lanes * len(methods))
     for place, category in enumerate(categories):
         rows = table[table["category"] == category]
-        colour = colour_of(place)
+        colour = drawing.colour_of(place)
         axes.errorbar(
             rows["speedup"], [methods.index(name) * lanes + place for name in rows["method"]],
-            xerr=error_bars(rows, "speedup"), fmt=marker_of(place), color=colour,
+            xerr=drawing.error_bars(rows, "speedup"), fmt=drawing.marker_of(place), color=colour,
             markerfacecolor=PAPER if rows["low"].isna().any() else colour, markersize=6.5,
             elinewidth=1.6, capsize=2.5, label=category,
         )  # fmt: skip
     for number, text in enumerate(table[table["category"] == ALL]["words"]):
-        note_at_the_side(axes, text, number * lanes)
-    axes.axvline(1, color=INK, linewidth=1.2)
+        drawing.note_at_the_side(axes, text, number * lanes)
+    axes.axvline(1, color=drawing.INK, linewidth=1.2)
     middle = (len(categories) - 1) / 2
     labels = [textwrap.fill(clipped(name, 80), 22) for name in methods]
     axes.set_yticks([n * lanes + middle for n in range(len(methods))], labels)
     axes.set_ylim(len(methods) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
     by_group = table.groupby("category", sort=False)
-    said = "; ".join(f"{name}: {listed(rows, '{method} {words}')}" for name, rows in by_group)
+    said = "; ".join(
+        f"{name}: {drawing.listed(rows, '{method} {words}')}" for name, rows in by_group
+    )
     return finished(
         axes,
         *_named(run, "speedup", f"Speedup over {run.baseline}", batch_size),
@@ -114,11 +96,11 @@ def contexts(run: Run, batch_size: int) -> Plot | None:
     table = table.sort_values("context", kind="stable")
     axes = new_axes(4.2)
     form = "{tokens_per_second:.1f} at {context:,.0f}"
-    words = lines(axes, table, "method", "context", "tokens_per_second", form)
+    words = drawing.lines(axes, table, "method", "context", "tokens_per_second", form)
     for method, rows in table.groupby("method", sort=False):
         if run.methods[str(method)]["kind"] == "plain" and rows["share"].notna().all():
             axes.plot(
-                rows["context"], rows["tokens_per_second"] / rows["share"], color=MUTED,
+                rows["context"], rows["tokens_per_second"] / rows["share"], color=drawing.MUTED,
                 linestyle="--", linewidth=1.2, label="what memory allows plain",
             )  # fmt: skip
     places = sorted(table["context"].unique())
@@ -142,7 +124,9 @@ def positions(run: Run) -> Plot | None:
     if not len(table):
         return None
     axes = new_axes(3.6)
-    words = lines(axes, table, "method", "position", "acceptance", "{acceptance:.2f}", most=4)
+    words = drawing.lines(
+        axes, table, "method", "position", "acceptance", "{acceptance:.2f}", most=4
+    )
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     alt = f"Acceptance of the first, second, ... drafted token: {words}."
@@ -161,8 +145,8 @@ def phases(run: Run) -> Plot:
         values = table[phase].fillna(0.0).to_numpy()
         if values.any():
             axes.barh(
-                places, values, left=left, label=word, color=colour, hatch=hatch, edgecolor=INK,
-                linewidth=0.5,
+                places, values, left=left, label=word, color=colour, hatch=hatch,
+                edgecolor=drawing.INK, linewidth=0.5,
             )  # fmt: skip
         left += values
     axes.set_yticks(places, [clipped(method, 30) for method in table["method"]])
@@ -245,10 +229,10 @@ def skip_map(name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], la
         low = draft.get("low")
         for left, width in [(0.0, 2.0 * layers), *([(head, column)] if bits else [])]:
             axes.add_patch(
-                Rectangle((left, height - 0.4), width, 0.8, facecolor=PAPER, edgecolor=LINE)
+                Rectangle((left, height - 0.4), width, 0.8, facecolor=PAPER, edgecolor=drawing.LINE)
             )
         if not np.isnan(speedup):
-            note_at_the_side(axes, f"{speedup:.2f}", height)
+            drawing.note_at_the_side(axes, f"{speedup:.2f}", height)
         for kind, colour, place in SIDES:
             for sets, fill, bottom, tall in (
                 (draft["skipped"], colour, height - 0.4, 0.8),
@@ -295,11 +279,11 @@ def training_curve(of: Trainings) -> Plot:
     table = trainings.curves(of).query("step == 1")
     names = table["draft"].unique()
     axes = new_axes(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
-    lines(axes, table, "draft", "tokens", "overlap", "")
+    drawing.lines(axes, table, "draft", "tokens", "overlap", "")
     ends = table.groupby("draft", sort=False).agg(
         begin=("overlap", "first"), end=("overlap", "last"), tokens=("tokens", "last")
     ).reset_index()  # fmt: skip
-    words = listed(ends, "{draft} {begin:.3f} to {end:.3f} after {tokens:,} tokens", "; ")
+    words = drawing.listed(ends, "{draft} {begin:.3f} to {end:.3f} after {tokens:,} tokens", "; ")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))

@@ -9,22 +9,8 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from layerskip.analysis import searches
-from layerskip.analysis.drawing import (
-    BLUE,
-    GREEN,
-    INK,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    WIDTH,
-    Plot,
-    colour_of,
-    finished,
-    listed,
-    marker_of,
-    new_axes,
-)
+from layerskip.analysis import drawing, searches
+from layerskip.analysis.drawing import BLUE, GREEN, INK, MUTED, ORANGE, Plot, finished, new_axes
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.plots import skip_map
 from layerskip.analysis.searches import Search
@@ -35,7 +21,7 @@ PROPOSERS = {
     "ours": ("our Gaussian process", BLUE, "o"),
     "gp": ("Optuna's Gaussian process", GREEN, "^"),
     "tpe": ("Optuna's TPE", ORANGE, "v"),
-    "random": ("random", PURPLE, "x"),
+    "random": ("random", drawing.PURPLE, "x"),
 }
 """How trials look by what proposed them: words, colour and marker."""
 LINES = ("--", ":", "-.")
@@ -53,7 +39,7 @@ def search_progress(search: Search) -> Plot | None:
     table = searches.progress(search.document)
     if not len(table):
         return None
-    axes = Figure(figsize=(WIDTH, 4.2), layout="constrained").subplots(1, 2, sharey=True)
+    axes = Figure(figsize=(drawing.WIDTH, 4.2), layout="constrained").subplots(1, 2, sharey=True)
     for number, (each, x) in enumerate(zip(axes, ("trial", "seconds"), strict=True)):
         for kind, rows in table.groupby("proposer", sort=False):
             words, colour, marker = PROPOSERS.get(str(kind), (str(kind), MUTED, "."))
@@ -141,11 +127,11 @@ def search_front(search: Search) -> Plot | None:
     )  # fmt: skip
     for number, row in enumerate(best.to_dict("records")):
         axes.plot(
-            row["draft_cost"], row["alpha"], marker_of(number), color=colour_of(number),
-            markersize=9, markeredgecolor=INK, label=_name(row), zorder=4,
+            row["draft_cost"], row["alpha"], drawing.marker_of(number), label=_name(row), zorder=4,
+            color=drawing.colour_of(number), markersize=9, markeredgecolor=INK,
         )  # fmt: skip
     axes.set_xlim(left=0)
-    names = listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
+    names = drawing.listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
     alt = (
         f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
         f"dominated; the best has a priced speedup of {table['speedup'].max():.2f}. "

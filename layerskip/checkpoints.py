@@ -13,17 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoProcessor,
-    AutoTokenizer,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.utils import logging as chatter
 
@@ -189,8 +182,8 @@ def load(
             raise UnsupportedModelError(reason)
         # the library's two names for models that continue text
         causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
-        auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
-        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto
+        auto: Any = AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+        auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto
         if is_packed(config) and how == "opened" and causal and place.type == "cpu":
             return _load_packed(name, folder, config, dtype, packed)
         loading = auto.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
@@ -278,7 +271,7 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
         head = load_eagle(source, dtype=like.model.dtype).to(like.model.device)
         return Loaded(name, head, like.tokenizer, folder)
     try:
-        kind = PretrainedConfig.get_config_dict(source)[0].get("model_type")
+        kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
     except OSError:
         return None  # `load` says what is wrong
     if kind not in ASSISTANTS:

@@ -22,23 +22,9 @@ from reprlib import repr as shown
 from typing import Any, Literal
 
 from layerskip.draft_weights import LowPrecision, Trained
+from layerskip.files import schema
 from layerskip.files.reading import read_file
-from layerskip.files.schema import (
-    POSITIVE,
-    anything,
-    flag,
-    has,
-    index_set,
-    integer,
-    items,
-    mapping,
-    name_text,
-    number,
-    optional,
-    parse_characters,
-    token_list,
-    version,
-)
+from layerskip.files.schema import flag, has, integer, mapping, name_text, number, optional, version
 from layerskip.files.writing import write_text
 from layerskip.registry import ADAPTIVE
 
@@ -94,7 +80,7 @@ class DecodingOptions:
                 f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
             )
         if self.draft_vocabulary is not None:
-            tokens = token_list(self.draft_vocabulary, "draft_vocabulary")
+            tokens = schema.token_list(self.draft_vocabulary, "draft_vocabulary")
             object.__setattr__(self, "draft_vocabulary", tokens)
 
 
@@ -142,7 +128,7 @@ class SkipConfig:
 
     def __post_init__(self) -> None:
         for name in ("attention", "mlp"):
-            object.__setattr__(self, name, index_set(getattr(self, name), name))
+            object.__setattr__(self, name, schema.index_set(getattr(self, name), name))
         smallest = {"exit_layer": 1, "num_layers": 1, "experts": 0, "window": 1}
         for name, least in smallest.items():
             object.__setattr__(self, name, optional(integer(least))(getattr(self, name), name))
@@ -167,7 +153,7 @@ class SkipConfig:
     @classmethod
     def layers(cls, indices: Iterable[int]) -> SkipConfig:
         """The draft leaves out whole layers: the attention and the MLP of each index."""
-        indices = index_set(indices, "layers")
+        indices = schema.index_set(indices, "layers")
         return cls(attention=indices, mlp=indices)
 
     @classmethod
@@ -307,7 +293,7 @@ class SkipConfig:
         """
         folder = Path(path).absolute().parent
         try:
-            content = _entry(parse_characters(read_file(path)), entry)
+            content = _entry(schema.parse_characters(read_file(path)), entry)
             return cls.from_dict(content)._weights_at(lambda name: folder / name)
         except OSError as error:
             raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error
@@ -361,7 +347,7 @@ class SkipConfig:
         for name, block in blocks.items():
             if values.get(name) is not None:
                 _check_keys(name, mapping(values[name], name), block)
-                has(**{f.name: anything for f in fields(block) if f.default is MISSING})(
+                has(**{f.name: schema.anything for f in fields(block) if f.default is MISSING})(
                     values[name], name
                 )
                 values[name] = block(**values[name])
@@ -388,7 +374,7 @@ class SkipConfig:
         return num_layers
 
 
-check_costs = has(draft=POSITIVE, verify=items(POSITIVE, least=1))
+check_costs = has(draft=schema.POSITIVE, verify=schema.items(schema.POSITIVE, least=1))
 """Check of a cost table, in whatever file it comes: c, and v from one token on."""
 
 

@@ -9,17 +9,9 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from layerskip.files import schema
 from layerskip.files.reading import read_text
-from layerskip.files.schema import (
-    anything,
-    has,
-    items,
-    mapping,
-    name_text,
-    optional,
-    parse,
-    parse_characters,
-)
+from layerskip.files.schema import anything, has, items, mapping, name_text, optional, parse
 from layerskip.pictures import showing
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -119,7 +111,7 @@ def _is_json_object(line: str) -> bool:
 
 
 def _parse(line: str, number: int) -> Prompt:
-    values = mapping(parse_characters(line), "a line")
+    values = mapping(schema.parse_characters(line), "a line")
     if "body" in values:
         return _parse_body(values)
     kinds = [kind for kind in ("prompt", "messages", "turns") if kind in values]

@@ -28,16 +28,8 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import take_trace
 from layerskip.requests import check_tokens, end_tokens, sampling_of
-from layerskip.search import study
-from layerskip.search.finalists import (
-    Finalist,
-    Progress,
-    choose,
-    confirm,
-    keeps_default,
-    silent,
-    winner,
-)
+from layerskip.search import finalists, study
+from layerskip.search.finalists import Finalist, Progress, choose, confirm, silent, winner
 from layerskip.search.fitting import Bits, influence, parts_of, space_for, typical_context
 from layerskip.search.objective import Objective
 from layerskip.search.proposals import given, warm_starts
@@ -309,7 +301,7 @@ class Search:
     def result(self) -> SearchResult:
         """What was found, and the config to decode with; after `judge`."""
         self.winner = winner(self.finalists)
-        self.keep_default = keeps_default(self.winner, self.default)
+        self.keep_default = finalists.keeps_default(self.winner, self.default)
         return SearchResult(
             self._config(), self.winner, tuple(self.finalists), self.study, search_record(self)
         )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerskip.decoding import rules
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import (
     DRAFT,
@@ -27,15 +28,7 @@ from layerskip.decoding.noise import (
     stream_key,
 )
 from layerskip.decoding.passes import Position
-from layerskip.decoding.rules import (
-    acceptance_probability,
-    ahead,
-    largest,
-    residual,
-    runners_up,
-    with_margin,
-    without,
-)
+from layerskip.decoding.rules import acceptance_probability, ahead, largest, residual, without
 from layerskip.decoding.seats import Seat
 from layerskip.model.backend import Draw
 from layerskip.model.branches import ROOT, path_to
@@ -235,13 +228,13 @@ class Draws:
         for scores, some in self._pieces(raw, positions):  # (n, V)
             noisy = self._noisy(scores, some, DRAFT if self.rejection else TARGET)
             if signal == "margin":
-                token, margin = with_margin(noisy)
+                token, margin = rules.with_margin(noisy)
                 margins.append(margin)
             else:
                 token = largest(noisy)
             drawn.append(token)
             if best > 1:
-                others.append(runners_up(noisy, token, best - 1))
+                others.append(rules.runners_up(noisy, token, best - 1))
             if self.rejection:
                 laws += softmax_law(scores).unbind()
         tokens = torch.cat(drawn)

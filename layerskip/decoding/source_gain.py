@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
+from layerskip.costs import speculation
 from layerskip.costs.correction import CorrectedCosts
-from layerskip.costs.speculation import (
-    Costs,
-    CostTable,
-    expected_tokens,
-    optimal_draft_length,
-    speedup,
-)
+from layerskip.costs.speculation import Costs, CostTable, optimal_draft_length, speedup
 from layerskip.decoding.acceptance import Acceptance, CopyAcceptance
 from layerskip.decoding.controller import Offer
 
@@ -60,7 +55,7 @@ class SourceGain:
         """Tokens and target steps of a round of the best length, if the prior is right."""
         assert self.costs is not None
         length = optimal_draft_length(self.prior, self.costs, self.most)
-        return expected_tokens(self.prior, length), self.round_costs[length]
+        return speculation.expected_tokens(self.prior, length), self.round_costs[length]
 
     def cost(self, steps: int, looked_up: int) -> float:
         """The cost of a round of `steps` steps in which other rows verify `looked_up` tokens."""

@@ -18,27 +18,9 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
+from layerskip.files import schema
 from layerskip.files.reading import read_file
-from layerskip.files.schema import (
-    COUNT,
-    NUMBER,
-    POSITIVE,
-    SECONDS,
-    SHARE,
-    Check,
-    Maybe,
-    anything,
-    flag,
-    has,
-    integer,
-    items,
-    low_sets,
-    mapping,
-    optional,
-    parse,
-    text,
-    version,
-)
+from layerskip.files.schema import COUNT, Check, Maybe, flag, has, integer, items, optional, text
 
 SCHEMA = 1
 
@@ -118,7 +100,7 @@ def _run(path: Path, data: bytes) -> Run | None:
         if not raw.strip():
             continue
         try:
-            line = mapping(parse(raw), "a line")
+            line = schema.mapping(schema.parse(raw), "a line")
             if header is None:
                 header = _header(line)
                 continue
@@ -142,9 +124,9 @@ def _run(path: Path, data: bytes) -> Run | None:
     return Run(path, header, records, sweeps, whole_bytes, bool(rest))
 
 
-_METHOD = has(name=text, kind=text, low=Maybe(low_sets))
+_METHOD = has(name=text, kind=text, low=Maybe(schema.low_sets))
 _HEADER = has(
-    schema=version(SCHEMA),
+    schema=schema.version(SCHEMA),
     created=text,
     model=has(name=text, architecture=text, num_layers=COUNT, parameters=COUNT),
     **dict.fromkeys(("device", "dtype"), text),
@@ -152,7 +134,7 @@ _HEADER = has(
     batch_sizes=items(COUNT),
     law=has(do_sample=flag),
     prompts=has(count=COUNT),
-    environment=mapping,
+    environment=schema.mapping,
     methods=items(_METHOD),
     baseline=text,
     passes=Maybe(text),
@@ -177,13 +159,13 @@ def _header(line: Line) -> Line:
 _DIFFERENCE = has(
     **dict.fromkeys(("row", "position"), COUNT),
     near_tie=flag,
-    **dict.fromkeys(("margin", "resolution"), optional(NUMBER)),
+    **dict.fromkeys(("margin", "resolution"), optional(schema.NUMBER)),
 )
 
 
 def _record(line: Line, header: Line) -> None:
     names = [method["name"] for method in header["methods"]]
-    if has(method=anything)(line, "")["method"] not in names:
+    if has(method=schema.anything)(line, "")["method"] not in names:
         raise ValueError(
             f"method must be one of the header's ({', '.join(names)}), got {shown(line['method'])}"
         )
@@ -192,21 +174,21 @@ def _record(line: Line, header: Line) -> None:
     def by_row(check: Check) -> Check:
         return items(check, line["batch_size"])
 
-    phases = dict.fromkeys(("draft", "verify", "other"), optional(SECONDS))
+    phases = dict.fromkeys(("draft", "verify", "other"), optional(schema.SECONDS))
     has(
         **dict.fromkeys(("repeat", "order"), COUNT),
         prompts=by_row(text),
         category=optional(text),
         context=Maybe(integer(1)),
         **dict.fromkeys(("prompt_tokens", "new_tokens", "first_tokens"), by_row(COUNT)),
-        repeated_4grams=by_row(SECONDS),
+        repeated_4grams=by_row(schema.SECONDS),
         loops=by_row(flag),
-        seconds=has(total=POSITIVE, first=SECONDS, **phases),
+        seconds=has(total=schema.POSITIVE, first=schema.SECONDS, **phases),
         equal=optional(by_row(flag)),
         differences=items(_DIFFERENCE),
         peak_memory=optional(COUNT),
-        rounds=optional(mapping),
-        **dict.fromkeys(("bytes_read", "read_bandwidth"), Maybe(POSITIVE)),
+        rounds=optional(schema.mapping),
+        **dict.fromkeys(("bytes_read", "read_bandwidth"), Maybe(schema.POSITIVE)),
     )(line, "")
     parts = sum(line["seconds"][name] or 0.0 for name in ("first", "draft", "verify", "other"))
     total = line["seconds"]["total"]
@@ -219,7 +201,7 @@ def _record(line: Line, header: Line) -> None:
 
 def _rounds(line: Line, sources: int) -> None:
     """Check the rounds of a record whose method drafts from so many sources."""
-    rounds = has(drafted=items(anything))(line["rounds"], "rounds")
+    rounds = has(drafted=items(schema.anything))(line["rounds"], "rounds")
     turns, rows = len(rounds["drafted"]), line["batch_size"]
 
     def source(value: Any, name: str) -> Any:
@@ -236,7 +218,7 @@ def _rounds(line: Line, sources: int) -> None:
 
     has(
         **dict.fromkeys(("drafted", "accepted", "emitted"), by_turn_and_row(COUNT)),
-        confidences=optional(items(items(items(NUMBER), rows))),
+        confidences=optional(items(items(items(schema.NUMBER), rows))),
         sources=items(one_or_by_row, turns),
         steps=items(COUNT, turns),
         depths=Maybe(by_turn_and_row(COUNT)),
@@ -255,12 +237,12 @@ def _rounds(line: Line, sources: int) -> None:
             )
 
 
-_COSTS = has(draft=POSITIVE, verify=items(POSITIVE, least=1), source=text)
+_COSTS = has(draft=schema.POSITIVE, verify=items(schema.POSITIVE, least=1), source=text)
 _SWEEP = has(
     prompts=items(text, least=1),
     tokens=integer(1),
     draft_lengths=items(integer(1), least=1),
-    exits=items(has(exit=COUNT, agreement=SHARE, match=SHARE, costs=_COSTS), least=1),
+    exits=items(has(exit=COUNT, agreement=schema.SHARE, match=schema.SHARE, costs=_COSTS), least=1),
 )
 
 

@@ -11,28 +11,9 @@ from itertools import product
 from reprlib import repr as shown
 from typing import Any
 
+from layerskip.files import schema
 from layerskip.files.documents import read
-from layerskip.files.schema import (
-    COUNT,
-    NUMBER,
-    POSITIVE,
-    SECONDS,
-    SHARE,
-    Check,
-    Maybe,
-    flag,
-    has,
-    integer,
-    items,
-    low_sets,
-    mapping,
-    model_facts,
-    named,
-    optional,
-    text,
-    version,
-    word,
-)
+from layerskip.files.schema import COUNT, POSITIVE, SHARE, Maybe, flag, has, items, optional, text
 
 SCHEMA = 2
 
@@ -49,7 +30,7 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _trial(value: Any, name: str) -> None:
     """A complete trial says all; one that failed may know no more than its number."""
-    has(number=COUNT, state=text, low=Maybe(low_sets))(value, name)
+    has(number=COUNT, state=text, low=Maybe(schema.low_sets))(value, name)
     if value["state"] not in ("complete", "failed"):
         raise ValueError(f"{name}.state must be complete or failed, got {shown(value['state'])}")
     if value["state"] == "complete":
@@ -59,11 +40,11 @@ def _trial(value: Any, name: str) -> None:
 
 
 _SKIPPED = has(attention=items(COUNT), mlp=items(COUNT))
-_DECODING: Mapping[str, Check] = {
+_DECODING: Mapping[str, schema.Check] = {
     "controller": text,
     "max_draft_length": optional(COUNT),
     "threshold": optional(SHARE),
-    "adaptive": Maybe(named(SHARE)),
+    "adaptive": Maybe(schema.named(SHARE)),
 }
 _TRIAL = has(
     origin=text,
@@ -73,9 +54,9 @@ _TRIAL = has(
     acceptance=SHARE,
     draft_cost=POSITIVE,
     **dict.fromkeys(("draft_length", "positions"), COUNT),
-    seconds=optional(SECONDS),
+    seconds=optional(schema.SECONDS),
 )
-_RATIO: Mapping[str, Check] = {
+_RATIO: Mapping[str, schema.Check] = {
     "speedup": POSITIVE,
     **dict.fromkeys(("low", "high"), optional(POSITIVE)),
 }
@@ -83,8 +64,8 @@ _CONFIRMED = has(
     **_RATIO,
     over_default=has(**_RATIO),
     tokens_per_second=POSITIVE,
-    prompts=integer(1),
-    repeats=integer(1),
+    prompts=schema.integer(1),
+    repeats=schema.integer(1),
     acceptance_rate=optional(SHARE),
     **dict.fromkeys(("compared", "equal", "near_ties", "faults"), COUNT),
 )
@@ -93,7 +74,7 @@ _FINALIST = has(
     trial=optional(COUNT),
     skipped=_SKIPPED,
     decoding=has(**_DECODING, lookup=Maybe(flag)),
-    low=Maybe(low_sets),
+    low=Maybe(schema.low_sets),
     experts=Maybe(COUNT),
     window=Maybe(COUNT),
     trained=Maybe(text),
@@ -105,23 +86,23 @@ _FINALIST = has(
 )
 _ENVIRONMENT = has(
     layerskip=text,
-    packages=named(optional(text)),
+    packages=schema.named(optional(text)),
     cpu=has(model=optional(text)),
     devices=items(has(name=text)),
     git=optional(has(revision=text, dirty=flag)),
 )
 _LAW = has(
     do_sample=flag,
-    **dict.fromkeys(("temperature", "top_p", "top_k"), optional(NUMBER)),
+    **dict.fromkeys(("temperature", "top_p", "top_k"), optional(schema.NUMBER)),
     acceptance=optional(text),
 )
 _SEARCH = has(
-    kind=word("search"),
-    schema=version(SCHEMA),
+    kind=schema.word("search"),
+    schema=schema.version(SCHEMA),
     created=text,
     argv=items(text),
     environment=_ENVIRONMENT,
-    model=model_facts,
+    model=schema.model_facts,
     **dict.fromkeys(("device", "dtype", "execution"), text),
     threads=optional(COUNT),
     law=_LAW,
@@ -130,16 +111,16 @@ _SEARCH = has(
         name=text,
         sha256=text,
         count=COUNT,
-        categories=named(COUNT),
+        categories=schema.named(COUNT),
         traced=items(text),
         held_out=items(text),
     ),
-    space=has(kind=text, num_layers=integer(1), allow_ends=flag, switches=COUNT, size=COUNT),
+    space=has(kind=text, num_layers=schema.integer(1), allow_ends=flag, switches=COUNT, size=COUNT),
     study=has(name=text, storage=optional(text)),
     trace=has(**dict.fromkeys(("texts", "starts", "draft_length"), COUNT)),
     sampler=text,
-    influence=items(NUMBER),
-    cost=mapping,
+    influence=items(schema.NUMBER),
+    cost=schema.mapping,
     step_seconds=POSITIVE,
     bound=POSITIVE,
     trials=items(_trial),
@@ -149,7 +130,10 @@ _SEARCH = has(
     keep_default=flag,
     best_exit=optional(text),
     winner=optional(text),
-    seconds=has(**dict.fromkeys(("trace", "cost", "trials"), SECONDS), confirm=optional(SECONDS)),
+    seconds=has(
+        **dict.fromkeys(("trace", "cost", "trials"), schema.SECONDS),
+        confirm=optional(schema.SECONDS),
+    ),
 )
 
 

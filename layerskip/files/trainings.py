@@ -9,24 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from layerskip.files import schema
 from layerskip.files.documents import read
-from layerskip.files.schema import (
-    COUNT,
-    NUMBER,
-    POSITIVE,
-    SECONDS,
-    SHARE,
-    Maybe,
-    flag,
-    has,
-    integer,
-    items,
-    name_text,
-    named,
-    optional,
-    version,
-    word,
-)
+from layerskip.files.schema import COUNT, NUMBER, POSITIVE, SHARE, has, items, name_text, named
 
 SCHEMA = 1
 _DRAFT = has(
@@ -37,21 +22,26 @@ _DRAFT = has(
     bytes=COUNT,
 )
 _TIMED = has(
-    speedup=POSITIVE, low=optional(NUMBER), high=optional(NUMBER), tokens_per_second=POSITIVE
+    speedup=POSITIVE,
+    low=schema.optional(NUMBER),
+    high=schema.optional(NUMBER),
+    tokens_per_second=POSITIVE,
 )
 _RECORD = has(
-    schema=version(SCHEMA),
-    recipe=has(kind=name_text, loss=name_text, seed=integer(-(1 << 63)), temperature=POSITIVE),
+    schema=schema.version(SCHEMA),
+    recipe=has(
+        kind=name_text, loss=name_text, seed=schema.integer(-(1 << 63)), temperature=POSITIVE
+    ),
     base=name_text,
-    model=Maybe(name_text),
+    model=schema.Maybe(name_text),
     **dict.fromkeys(("tokens", "text_tokens", "parameters"), COUNT),
     covered=SHARE,
-    seconds=named(SECONDS),
+    seconds=named(schema.SECONDS),
     curve=items(has(tokens=COUNT, loss=NUMBER, overlap=items(SHARE, least=1)), least=1),
     held_out=has(prompts=COUNT, new_tokens=COUNT),
     drafts=named(_DRAFT),
     timed=named(_TIMED),
-    pays=flag,
+    pays=schema.flag,
 )
 
 
@@ -71,17 +61,17 @@ _EXITS = items(
     has(exit=NUMBER, loss=NUMBER, agreement=SHARE, accepted=SHARE, overlap=SHARE), least=2
 )
 _EXIT_RECORD = has(
-    kind=word("exits"),
-    schema=version(EXITS_SCHEMA),
-    recipe=has(exits=items(integer(1), least=1), init=name_text, loss=name_text),
+    kind=schema.word("exits"),
+    schema=schema.version(EXITS_SCHEMA),
+    recipe=has(exits=items(schema.integer(1), least=1), init=name_text, loss=name_text),
     base=name_text,
-    model=Maybe(name_text),
+    model=schema.Maybe(name_text),
     **dict.fromkeys(("steps", "tokens", "text_tokens"), COUNT),
-    seconds=named(SECONDS),
+    seconds=named(schema.SECONDS),
     curve=items(NUMBER),
     before=_EXITS,
     after=_EXITS,
-    best=integer(1),
+    best=schema.integer(1),
     promised=POSITIVE,
     timed=named(_TIMED),
 )

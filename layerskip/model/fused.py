@@ -18,17 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.model.backend import (
-    EXACT,
-    Backend,
-    Block,
-    Step,
-    Tables,
-    Variant,
-    adding,
-    finishing,
-    in_turn,
-)
+from layerskip.model import backend
+from layerskip.model.backend import EXACT, Backend, Block, Step, Tables, Variant, adding, in_turn
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
 from layerskip.model.family import LayerParts
@@ -84,7 +75,7 @@ class Fused(Backend):
         return self.linear if variant.bits is None else partial(self.product, variant=variant)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        norm, after = self.norm_of(self.model.decoder.norm), finishing(self.model)
+        norm, after = self.norm_of(self.model.decoder.norm), backend.finishing(self.model)
         linear = self._linear(Variant(bits))
         if rows is not None:
             return in_turn(norm, linear(rows.weight, rows.bias), after, rows.spread)

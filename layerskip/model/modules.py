@@ -15,18 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from layerskip.model import backend
 from layerskip.model.architecture import Architecture, device_of
-from layerskip.model.backend import (
-    EXACT,
-    Backend,
-    Block,
-    Step,
-    Tables,
-    Variant,
-    adding,
-    finishing,
-    in_turn,
-)
+from layerskip.model.backend import EXACT, Backend, Block, Step, Tables, Variant, adding, finishing
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
@@ -101,7 +92,7 @@ class Modules(Backend):
             chain[0] = _on(device_of(norm), norm)
             chain[1] = _on(device_of(whole), project)
             chain.append(_on(self.model.device))
-        return in_turn(*chain)
+        return backend.in_turn(*chain)
 
     def rotary(self, tables: Tables) -> TableRotary:
         return TableRotary(tables)
