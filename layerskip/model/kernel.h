@@ -159,15 +159,6 @@ inline void store_pieces(const Vec& x, int64_t count, float* to) {
 #endif
 }
 
-// Fetch a line into the second cache. In a loop with `__builtin_prefetch` GCC keeps sums in memory.
-inline void fetch_line(const void* from) {
-#if defined(__x86_64__)
-  asm volatile("prefetcht1 (%0)" : : "r"(from));
-#else
-  __builtin_prefetch(from, 0, 2);
-#endif
-}
-
 // The kernels, for keys and values of S, by pairs or widened.
 template <typename S, bool PAIRS>
 struct Kernel {
