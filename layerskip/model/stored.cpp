@@ -326,6 +326,9 @@ template <typename F, int ROWS, typename Take>
                                                int64_t first, int64_t count, const uint8_t* fetch,
                                                const Take& take) {
   constexpr int PAIRS = F::NUMBERS / F::SAME, PER_UNIT = UNIT / F::SAME;
+  constexpr int64_t UNIT_BYTES = F::BYTES * UNIT / F::NUMBERS;
+  const bool in_order = count == layout.columns && layout.row_bytes <= SHORT;
+  const int64_t apart = in_order ? UNIT_BYTES : layout.row_bytes;
   float by[ROWS][PAIRS], to[ROWS][PAIRS];
   const int64_t begin = first / F::NUMBERS * F::BYTES;
   const uint8_t* block = row + begin;
@@ -337,7 +340,7 @@ template <typename F, int ROWS, typename Take>
     for (int r = 0; r < ROWS; ++r) {
       const int64_t below = r * layout.row_bytes;
       const Place at{layout, row + below, block + below, column, j};
-      fetch_line(fetch + below);
+      fetch_line(fetch + r * apart);
       if (entered) F::pairs(at, by[r], to[r]);
 #pragma GCC unroll 2
       for (int part = 0; part < PER_UNIT; ++part) {
@@ -347,7 +350,7 @@ template <typename F, int ROWS, typename Take>
           take(column - first + i, r, F::numbers(at, i, scale, offset));
       }
     }
-    fetch += F::BYTES * UNIT / F::NUMBERS;
+    fetch += in_order ? ROWS * UNIT_BYTES : UNIT_BYTES;
     entered = ++j == F::NUMBERS / UNIT;
     if (entered) block += F::BYTES, j = 0;
   }
