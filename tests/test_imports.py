@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -55,6 +56,7 @@ ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may imp
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
 
 
+@cache
 def modules():
     """Every module of the three packages and its file."""
     found = {}
@@ -106,9 +108,14 @@ def allowed(module):
     return below | doors | ({"analysis"} if own == "cli" else set())
 
 
-def upward(source, module, *, is_package=False):
+@cache
+def imports_of(module):
+    path = modules()[module]
+    return imported(path.read_text(encoding="utf-8"), module, is_package=path.stem == "__init__")
+
+
+def climbing(names, module):
     """The imports that `module` may not make."""
-    names = imported(source, module, is_package=is_package)
     ours = {name for name in names if name.partition(".")[0] == "layerskip"}
     ours.discard("layerskip.__version__")
     return {name for name in ours if room(name) not in allowed(module)}
@@ -121,20 +128,14 @@ def test_every_room_has_a_floor():
 
 
 def test_no_upward_imports():
-    climbs, paths = {}, modules()
-    for module in paths.keys() - {"layerskip"}:
-        path = paths[module]
-        is_package = path.name == "__init__.py"
-        climbs[module] = upward(path.read_text(encoding="utf-8"), module, is_package=is_package)
+    climbs = {m: climbing(imports_of(m), m) for m in modules().keys() - {"layerskip"}}
     assert {module: names for module, names in climbs.items() if names} == {}
 
 
 def test_no_two_packages_import_each_other():
     edges = set()
-    for module, path in modules().items():
-        is_package = path.name == "__init__.py"
-        names = imported(path.read_text(encoding="utf-8"), module, is_package=is_package)
-        ours = {room(name) for name in names if name.startswith("layerskip.")}
+    for module in modules():
+        ours = {room(name) for name in imports_of(module) if name.startswith("layerskip.")}
         edges |= {(room(module), other) for other in ours if other != room(module)}
     rooms = {room for floor in FLOORS for room in floor} | {"analysis"}
     both = {pair for pair in edges if pair[::-1] in edges and set(pair) <= rooms}
@@ -175,13 +176,12 @@ LAWS = "layerskip.decoding.laws"
 )
 def test_the_check_catches_upward_imports(module, source, expected):
     is_package = module in ("layerskip.search", "layerskip.analysis")
-    assert upward(source, module, is_package=is_package) == expected
+    assert climbing(imported(source, module, is_package=is_package), module) == expected
 
 
 def third_party(module):
-    path = modules()[module]
-    names = imported(path.read_text(encoding="utf-8"), module, is_package=path.stem == "__init__")
-    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"layerskip"}
+    names = {name.partition(".")[0] for name in imports_of(module)}
+    return names - sys.stdlib_module_names - {"layerskip"}
 
 
 def test_the_words_need_no_torch():
