@@ -1,8 +1,15 @@
 """Made-up "cost" records: what sublayers would cost on machines that drafts like, or do not."""
 
 from layerskip.config import SkipConfig
+from layerskip.costs.model import Rates
 from layerskip.search.prices import Prices
 from layerskip.search.space import Space
+from layerskip.timing.tables import traffic_of
+
+
+def analytic(model, draft, rows=1):
+    """Costs by bytes where no keys are read yet."""
+    return Rates().table(traffic_of(model, draft), None, 0, rows)
 
 
 def prices_of(record, skip, context=40, size=None):

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from cost_records import analytic
 from looped import decoded, model_of, prompts, second_of, traced
 from marks import thorough
 from models import Fickle, lively_model
@@ -19,7 +20,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
-from layerskip.timing.tables import analytic, cost_tables
+from layerskip.timing.tables import cost_tables
 from layerskip.vocabulary import check_vocabularies, warn_of_vocabularies
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from cost_records import cost_record, cost_table, prices_of, step_seconds
+from cost_records import analytic, cost_record, cost_table, prices_of, step_seconds
 from machines import MACHINES, Machine
 from models import lively_model, prompt, pure, ragged
 from torch import Tensor
@@ -31,7 +31,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.timing import tables as timing_tables
 from layerskip.timing.sublayers import disturbed, low_facts, measure
-from layerskip.timing.tables import analytic, cost_tables
+from layerskip.timing.tables import cost_tables
 
 LAYERS = 6
 SKIP = SkipConfig.early_exit(2).resolve(LAYERS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cost_records import cost_record, cost_table, step_seconds
+from cost_records import analytic, cost_record, cost_table, step_seconds
 from kinds import several
 from marks import thorough
 from models import WINDOW, Erratic, Fickle, lively_model, prompt, ragged, tiny_model
@@ -25,7 +25,6 @@ from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
 from layerskip.timing.sublayers import measure
-from layerskip.timing.tables import analytic
 
 MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral")
 EXECUTIONS = ("modules", "fused")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cost_records import analytic
 from guesses import Guesses
 from kinds import BLOCKS, weights_of
 from looped import ENDS, decoded, model_of, prompts, second_of
@@ -24,7 +25,7 @@ from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.research import block_states as states
-from layerskip.timing.tables import analytic, cost_tables
+from layerskip.timing.tables import cost_tables
 
 LOW = {
     f"{kind} in {bits} bits": LowPrecision(bits=bits, attention=(), mlp=(), head=head)

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from cost_records import analytic
 from models import (
     FAMILIES,
     FEW_FAMILIES,
@@ -30,7 +31,7 @@ from layerskip.config import DecodingOptions, LowPrecision
 from layerskip.costs.speculation import CostTable
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.tables import analytic, place, stored
+from layerskip.timing.tables import place, stored
 from layerskip.vocabulary import ranked
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here

@@ -62,7 +62,6 @@ def measure(
     model: Any,
     prompts: Sequence[Tensor],
     *,
-    batch_size: int = 1,
     contexts: Sequence[int] = CONTEXTS,
     law: Law | None = None,
     low: SkipConfig | None = None,
@@ -114,15 +113,15 @@ def measure(
         attention_mask=torch.ones_like(ids),
         max_new_tokens=1,
         law=law or Law(do_sample=False, rows=1),
-        keys=[stream_key(0, row) for row in range(batch_size)],
+        keys=[stream_key(0)],
     )
     layers = opened.num_layers
     skips = {"plain": SkipConfig(), "mlps": SkipConfig(attention=tuple(range(layers)))}
     skips |= {f"exit {n}": SkipConfig.early_exit(n) for n in {layers // 8, layers // 2} if n}
     skips |= {} if low is None else {"low": low}
     sources = {name: source_of(opened, skip.resolve(layers)) for name, skip in skips.items()}
-    places = [Place(batch_size, CONTEXT)]
-    places += [Place(batch_size, fitting[-1])] if fitting[-1] >= _FAR else []
+    places = [Place(1, CONTEXT)]
+    places += [Place(1, fitting[-1])] if fitting[-1] >= _FAR else []
     times: dict[Place, Times] = {place: {} for place in places}
     for number, place in enumerate(places):
         progress("costs of the sublayers", number / len(places))
@@ -142,7 +141,7 @@ def measure(
     return {
         "kind": "cost",
         "place": machine(opened),
-        "batch_size": batch_size,
+        "batch_size": 1,
         "contexts": fitting,
         "gap": max(second / first - 1.0 for first, second in quickest),
         **_parts(opened, sources, times),

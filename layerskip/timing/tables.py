@@ -73,11 +73,6 @@ def by_bytes(model: Sublayers, draft: DraftOrSkip) -> ContextCosts:
     return ContextCosts(lambda context, rows: Rates().table(traffic, None, context, rows))
 
 
-def analytic(model: Sublayers, draft: DraftOrSkip, rows: int = 1) -> CostTable:
-    """The table of `by_bytes` where no keys are read yet."""
-    return Rates().table(traffic_of(model, draft), None, 0, rows)
-
-
 class _Calibration:
     """What was timed of one kind of calls on one model, and what rounds have corrected."""
 
