@@ -8,7 +8,6 @@ from layerskip.timing.tables import traffic_of
 
 
 def analytic(model, draft, rows=1):
-    """Costs by bytes where no keys are read yet."""
     return Rates().table(traffic_of(model, draft), None, 0, rows)
 
 

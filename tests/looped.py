@@ -10,6 +10,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.model.sublayers import Sublayers
+from layerskip.replay.simulation import SimulatedRound
 from layerskip.replay.trace import take_trace
 
 LENGTHS = (13, 3, 6)
@@ -70,3 +71,8 @@ def traced(sample, ended, family="llama"):
         eos=ENDS if ended else frozenset(),
         draft_length=6,
     )
+
+
+def simulated(rounds):
+    """Rounds of decoding as `simulate` has them."""
+    return [SimulatedRound(r.drafted, r.accepted, (*map(len, r.tokens),), r.source) for r in rounds]

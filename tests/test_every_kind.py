@@ -57,7 +57,7 @@ from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.replay.drafts import follow, replay
-from layerskip.replay.simulation import SimulatedRound, simulate
+from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.research.logit_lookup import LogitLookup
 
@@ -313,10 +313,7 @@ def test_simulated_rounds_are_those_of_decoding(number, mixture, folder):
         trace = looped.traced(sample, ended, family)
         replays = [replay(trace, draft) for draft in drafts]
         run = looped.decoded(drafts, make(), model=model, sample=sample, eos=trace.eos)
-        real = [
-            SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
-            for r in run.played[1:]
-        ]
+        real = looped.simulated(run.played[1:])
         controller = make()
         assert list(simulate(replays, controller, range(len(trace.texts)))) == real
         if isinstance(controller, Fickle):

@@ -11,7 +11,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.generation import generate
 from layerskip.replay.drafts import replay
-from layerskip.replay.simulation import SimulatedRound, simulate
+from layerskip.replay.simulation import simulate
 
 EXITS = [SkipConfig.early_exit(2), SkipConfig.early_exit(4)]
 SETS = [*EXITS, SkipConfig(attention=(1, 3), mlp=(5,)), SkipConfig.low_precision(8)]
@@ -40,10 +40,7 @@ def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(tables):
     trace = looped.traced(True, False)
     drafts = [skip.resolve(6) for skip in EXITS]
     run = looped.decoded(drafts, ExpectedGain(tables), sample=True, eos=trace.eos)
-    real = [
-        SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source)
-        for r in run.played[1:]
-    ]
+    real = looped.simulated(run.played[1:])
     replays = [replay(trace, draft) for draft in drafts]
     assert [*simulate(replays, ExpectedGain(tables), range(len(trace.texts)))] == real
     drafted = [each.num_drafts for each in run.stats.sources]

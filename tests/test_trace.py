@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from covering import covering
+from looped import simulated
 from models import Erratic, lively_model, pure, ragged
 from transformers import (
     MinLengthLogitsProcessor,
@@ -108,10 +109,7 @@ def sampled(model, ids, mask=None, **settings):
 
 def decoded(model, case, texts, **settings):
     """What real decoding does, round by round."""
-    rounds = real(model, case, texts, **{"costs": COSTS} | settings)[1:]
-    return [
-        SimulatedRound(r.drafted, r.accepted, tuple(map(len, r.tokens)), r.source) for r in rounds
-    ]
+    return simulated(real(model, case, texts, **{"costs": COSTS} | settings)[1:])
 
 
 def assert_counts(played, length, rounds, text=0):
