@@ -167,4 +167,8 @@ def _cpu_model() -> str:
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
+    if platform.system() == "Darwin":
+        with suppress(OSError, subprocess.CalledProcessError):
+            asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     return platform.processor() or platform.machine()

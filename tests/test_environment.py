@@ -12,6 +12,7 @@ import torch
 from commands import run
 
 import layerskip
+import layerskip.environment as environment_module
 from layerskip.environment import environment, git_revision, render
 from layerskip.model import extension
 
@@ -82,7 +83,39 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
         monkeypatch.setattr(extension, "extension", lambda module=module: module)
         assert extension.status() == f"built, {vectors}, {tiles}"
     monkeypatch.setattr(platform, "system", lambda: "Windows")
-    assert extension.status() == "none: native passes are built on Linux and macOS, not Windows"
+    refused = "none: native passes are built on Linux and macOS, not Windows"
+    assert extension.status() == f"{refused}. Without them passes are torch's, and slower"
+
+
+def test_a_mac_is_told_what_it_gets(tmp_path, monkeypatch):
+    """Its c++ is there before the tools are, and then fails; OpenMP's header is torch's."""
+    for name, value in (("PATH", tmp_path), ("TORCH_EXTENSIONS_DIR", tmp_path), ("CXX", "mac-c++")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(environment_module, "Path", lambda place: tmp_path / place.strip("/"))
+    environment_module._cpu_model.cache_clear()
+    for name, line in (("mac-c++", "exit 1"), ("sysctl", "echo Apple M2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    assert environment_module._cpu_model() == "Apple M2"
+    environment_module._cpu_model.cache_clear()
+    assert extension.status().startswith(
+        "none: no C++ compiler works (mac-c++); run xcode-select --install. Without them"
+    )
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    for compiler, header in (("one", False), ("other", True)):
+        (tmp_path / compiler).write_text("#!/bin/sh\necho Apple clang version 17\n")
+        (tmp_path / compiler).chmod(0o755)
+        monkeypatch.setenv("CXX", compiler)
+        if header:
+            (tmp_path / "include").mkdir()
+            (tmp_path / "include" / "omp.h").touch()
+        assert ("-fopenmp" in extension.flags()) == header
+        thread = "" if header else ", one thread (torch brings no omp.h)"
+        words = f"not built yet, NEON{thread}: the first use does, in half a minute"
+        assert extension.status() == words
 
 
 def test_env_builds_anew_when_asked(monkeypatch):

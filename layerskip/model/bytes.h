@@ -27,6 +27,7 @@ constexpr int VECTORS = 4;
 #endif
 
 constexpr int BYTES = 64 / VECTORS;  // of a vector
+constexpr bool KNOWS_DOTS = VECTORS < 4;  // whether there may be an instruction for them
 typedef int32_t Int [[gnu::vector_size(BYTES)]];
 typedef int16_t Short [[gnu::vector_size(BYTES)]];
 typedef uint16_t Unsigned [[gnu::vector_size(BYTES)]];

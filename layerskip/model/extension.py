@@ -38,6 +38,9 @@ _SOURCES = sorted((*_HERE.glob("*.cpp"), *_HERE.glob("*.h")))
 FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    # where multiplying and adding is one instruction (ARM), a compiler must not choose where it is
+    # one: a number would depend on the code around it
+    "DEFAULT": ("-ffp-contract=off",),
 }
 
 BUILT = _HERE / "built"
@@ -119,6 +122,10 @@ def _opened(*, again: bool) -> Any:
 def status() -> str:
     """Whether the native module is there and what it makes of the CPU, in words. Builds nothing."""
     vectors = torch.backends.cpu.get_cpu_capability()
+    if vectors == "DEFAULT" and platform.machine() in ("aarch64", "arm64"):
+        vectors = "NEON"
+    if not _openmp():
+        vectors += ", one thread (torch brings no omp.h)"
     try:
         library = library_path()
         if brought().exists() or library.exists():
@@ -129,7 +136,7 @@ def status() -> str:
         _check_failed(library.parent)
         _check_tools()
     except (Unavailable, OSError) as reason:
-        return f"none: {reason}"
+        return f"none: {reason}. Without them passes are torch's, and slower"
     return f"not built yet, {vectors}: the first use does, in half a minute"
 
 
@@ -150,10 +157,16 @@ def flags(capability: str | None = None) -> list[str]:
     capability = capability or torch.backends.cpu.get_cpu_capability()
     capability = capability if capability in FLAGS else "DEFAULT"
     vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
-    # -fopenmp for the compiler only: its functions come from the library that torch has loaded
-    openmp = ["-fopenmp"] if platform.system() == "Linux" else []
     stamps = ["-DLAYERSKIP_STAMPS"] if os.environ.get("LAYERSKIP_STAMPS") == "1" else []
-    return ["-O3", "-w", *openmp, *vectors, *stamps, *FLAGS.get(capability, ())]
+    return ["-O3", "-w", *_openmp(), *vectors, *stamps, *FLAGS[capability]]
+
+
+def _openmp() -> list[str]:
+    """For the compiler only: OpenMP's functions come from the library that torch has loaded."""
+    if platform.system() != "Darwin":
+        return ["-fopenmp"]
+    header = Path(torch.__file__).parent / "include" / "omp.h"  # Apple's compiler has none
+    return ["-Xpreprocessor", "-fopenmp"] if header.exists() else []
 
 
 def brought(capability: str | None = None) -> Path:
@@ -246,7 +259,11 @@ def _check_failed(folder: Path) -> None:
 
 def _check_tools() -> None:
     compiler = cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
+    path = shutil.which(compiler)
+    if platform.system() == "Darwin" and (path is None or _version(path) is None):
+        # a Mac's c++ is there from the start, and says so until the tools are
+        raise Unavailable(f"no C++ compiler works ({compiler}); run xcode-select --install")
+    if path is None:
         raise Unavailable(f"no C++ compiler was found ({compiler}); install g++ or set CXX")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         raise Unavailable("Python's headers are missing; on Debian install python3-dev")

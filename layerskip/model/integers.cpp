@@ -3,11 +3,13 @@
 #include "integers.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "bytes.h"
@@ -20,7 +22,10 @@ namespace {
 // Blocks that are read side by side. With several tokens two take more registers than some CPUs have.
 constexpr int BLOCKS = 2;
 constexpr int blocks_of(int64_t tokens) { return MANY_REGISTERS || tokens == 1 ? BLOCKS : 1; }
-constexpr int64_t MOST = MANY_REGISTERS ? 8 : 6;  // tokens of a step, where vectors are multiplied
+// Tokens of a step, where vectors are multiplied, and lines whose code is written one after another:
+// with vectors of 16 bytes a tile has many, and compilers take minutes for what is unrolled.
+constexpr int MOST = VECTORS == 1 ? 8 : VECTORS == 2 ? 6 : 4;
+constexpr int UNROLLED = VECTORS == 4 ? 1 : 16;
 
 constexpr int parts_of(int bits) { return bits == 8 ? 1 : 2; }  // of a unit, with sums of their own
 
@@ -94,8 +99,8 @@ void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, voi
 
 // Of some blocks, `stride` bytes apart.
 template <int BITS, int TOKENS, bool DOTS>
-inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inputs& x,
-                 const uint8_t* fetch, float* out) {
+void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inputs& x,
+          const uint8_t* fetch, float* out) {
   constexpr int64_t SIZE = unit_bytes(BITS);
   constexpr int PARTS = parts_of(BITS), BLOCKS = blocks_of(TOKENS);
   Floats sums[TOKENS][BLOCKS];
@@ -113,7 +118,7 @@ inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inp
 #pragma GCC unroll 8
         for (int b = 0; b < BLOCKS; ++b) some[t][b] = all(x.starts[(u * PARTS + part) * TOKENS + t]);
       constexpr int LINES = BITS == 8 ? 16 : 4;
-#pragma GCC unroll 16
+#pragma GCC unroll UNROLLED
       for (int l = 0; l < LINES; ++l) {
         const int line = part * LINES + l;
         Ints w[BLOCKS];
@@ -162,6 +167,16 @@ inline void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inp
 #pragma GCC unroll 8
     for (int b = 0; b < BLOCKS; ++b) store(sums[t][b], out + (t * BLOCKS + b) * BLOCK);
 }
+
+using Tile = void (*)(const uint8_t*, int64_t, int64_t, const Inputs&, const uint8_t*, float*);
+
+// By the tokens of a step.
+template <int BITS, bool DOTS, int... TOKENS>
+constexpr std::array<Tile, sizeof...(TOKENS)> tiles_of(std::integer_sequence<int, TOKENS...>) {
+  return {tile<BITS, TOKENS + 1, DOTS>...};
+}
+template <int BITS, bool DOTS>
+constexpr auto TILES = tiles_of<BITS, DOTS>(std::make_integer_sequence<int, MOST>());
 
 // The same with any number of tokens up to those of a tile, by the matrix unit: the products of a
 // part of a unit with all tokens at once, exact as well. It is configured for `shapes_of`.
@@ -275,20 +290,11 @@ void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64
         });
         continue;
       }
-#define SOME(BITS, N, DOTS)                                                                \
-  with([&](const uint8_t* at, int64_t stride, const uint8_t* fetch, float* sums) {         \
-    tile<BITS, N, DOTS>(at, stride, units, x, fetch, sums);                                \
-  })
-#define FEW(N)                                        \
-  case N:                                             \
-    if (bits == 8 && dots) SOME(8, N, true);          \
-    else if (bits == 8) SOME(8, N, false);            \
-    else if (dots) SOME(4, N, true);                  \
-    else SOME(4, N, false);                           \
-    break;
-      switch (length) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
-#undef FEW
-#undef SOME
+      const auto& some = bits == 8 ? (dots ? TILES<8, KNOWS_DOTS> : TILES<8, false>)
+                                   : (dots ? TILES<4, KNOWS_DOTS> : TILES<4, false>);
+      with([&](const uint8_t* at, int64_t stride, const uint8_t* fetch, float* sums) {
+        some[length - 1](at, stride, units, x, fetch, sums);
+      });
     }
   }
   if (configured) tiles::release();

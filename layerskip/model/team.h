@@ -84,6 +84,8 @@ struct alignas(64) Meeting {
         idle();
 #if defined(__x86_64__)
         _mm_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
 #endif
       }
     } while (Clock::now() - start < PATIENCE);
