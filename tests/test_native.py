@@ -720,6 +720,7 @@ def test_vectors_without_flags_are_the_machines_usual_ones(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
     assert "-DCPU_CAPABILITY_DEFAULT" in extension.flags()
     assert not [flag for flag in extension.flags() if "SVE" in flag or flag.startswith("-m")]
+    assert extension.brought() == extension.brought("DEFAULT")  # the library of a wheel
 
 
 @pytest.mark.parametrize("place", range(4), ids=["library", "build", "builds", "root"])

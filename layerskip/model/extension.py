@@ -149,16 +149,21 @@ def load(library: Path) -> Any:
     return module
 
 
-def flags(capability: str | None = None) -> list[str]:
-    """Compiler flags for vectors, by default those that torch itself uses here.
+def _kind(capability: str | None) -> str:
+    """A kind of vectors that has flags here, by default torch's.
 
-    Of vectors without flags here (SVE on aarch64) the machine's usual ones are taken (NEON there).
+    Of those without (SVE on aarch64) the machine's usual ones are taken (NEON there).
     """
     capability = capability or torch.backends.cpu.get_cpu_capability()
-    capability = capability if capability in FLAGS else "DEFAULT"
-    vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    return capability if capability in FLAGS else "DEFAULT"
+
+
+def flags(capability: str | None = None) -> list[str]:
+    """Compiler flags for vectors, by default those that torch itself uses here."""
+    kind = _kind(capability)
+    vectors = [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
     stamps = ["-DLAYERSKIP_STAMPS"] if os.environ.get("LAYERSKIP_STAMPS") == "1" else []
-    return ["-O3", "-w", *_openmp(), *vectors, *stamps, *FLAGS[capability]]
+    return ["-O3", "-w", *_openmp(), *vectors, *stamps, *FLAGS[kind]]
 
 
 def _openmp() -> list[str]:
@@ -180,8 +185,7 @@ def brought(capability: str | None = None) -> Path:
     digest = hashlib.sha256(repr((sys.implementation.cache_tag, *parts)).encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())
-    vectors = capability or torch.backends.cpu.get_cpu_capability()
-    return BUILT / f"{vectors.lower()}-{digest.hexdigest()[:16]}" / f"{NAME}.so"
+    return BUILT / f"{_kind(capability).lower()}-{digest.hexdigest()[:16]}" / f"{NAME}.so"
 
 
 def _key() -> str:
