@@ -14,13 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -255,7 +251,7 @@ def generate(
         if stop_strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
-            ends.append(StopStringCriteria(tokenizer, stop_strings))
+            ends.append(transformers.StopStringCriteria(tokenizer, stop_strings))
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         if "input_ids" in given:  # the library checks the rest
             check_ids(given["input_ids"])

@@ -5,33 +5,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
 
+import engines
+import models
 import pytest
 import torch
 from covering import covering
-from engines import (
-    LENGTHS,
-    SKIPS,
-    check_cache,
-    check_caches,
-    decoder,
-    greedy_text,
-    held,
-    play,
-    prefilled,
-    request,
-)
+from engines import LENGTHS, SKIPS, check_cache, decoder, greedy_text, held, play, request
 from marks import slow, thorough
-from models import (
-    FAMILIES,
-    FEW_FAMILIES,
-    VOCABULARY,
-    Erratic,
-    lively_model,
-    prompt,
-    pure,
-    ragged,
-    side_by_side,
-)
+from models import FAMILIES, FEW_FAMILIES, VOCABULARY, Erratic, lively_model, prompt, pure, ragged
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SkipConfig
@@ -92,7 +73,7 @@ ROUNDS = [
     ],
 )
 def test_cache_after_every_round_equals_a_fresh_prefill(family, skip, execution):
-    check_caches(family, skip, execution)
+    engines.check_caches(family, skip, execution)
 
 
 def test_cache_differs_where_verification_does_not_overwrite(llama):
@@ -105,7 +86,7 @@ def test_cache_differs_where_verification_does_not_overwrite(llama):
         run.emitted[0].append(5)
         passes.commit(0, [5])  # as if the draft's own keys and values were exact
         with pytest.raises(AssertionError, match="not close"):
-            check_cache(run, prefilled(run))
+            check_cache(run, engines.prefilled(run))
 
 
 def test_a_short_text_holds_little_whatever_its_limit_is():
@@ -158,7 +139,7 @@ def test_texts_across_growing_buffers(family, execution):
     edges = 0  # rounds that fell back across the slots that buffers had before
     run = decoder(model, asked, skip="scattered", controller=Erratic(), execution=execution)
     play(want)
-    fresh = prefilled(want)
+    fresh = engines.prefilled(want)
     for _ in run.rounds():
         size = run.passes.cache.size
         if sizes and size > sizes[-1]:
@@ -566,7 +547,7 @@ def test_two_threads_on_one_model(llama, execution):
     for one in alone:
         play(one)
     together = [run(sample) for sample in (False, True, False, True)]
-    side_by_side(*(partial(play, one) for one in together))
+    models.side_by_side(*(partial(play, one) for one in together))
     assert [one.emitted for one in together] == [one.emitted for one in alone] * 2
 
 

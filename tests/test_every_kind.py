@@ -7,6 +7,7 @@ from itertools import cycle, product
 
 import looped
 import pytest
+import sampling
 import torch
 from covering import covering
 from kinds import (
@@ -31,16 +32,7 @@ from kinds import (
 from marks import slow, thorough
 from models import Erratic, Fickle, Growing
 from official import TARGETS
-from sampling import (
-    LEVEL,
-    PROCESSORS,
-    SKIP,
-    accept_always,
-    p_value,
-    redraw_from_the_target,
-    sample_texts,
-    small_model,
-)
+from sampling import LEVEL, PROCESSORS, SKIP, accept_always, p_value, redraw_from_the_target
 from transformers import TemperatureLogitsWarper
 
 from layerskip import Lookup, SkipConfig
@@ -198,7 +190,7 @@ EXECUTIONS = [
 def sampled(source, processors, rejection, execution, folder):
     """The p-value of many texts under the target's law; drafted and accepted tokens by draft."""
     family = family_of(source)
-    drafts = drafts_of(SOURCES[source], small_model(family), folder)
+    drafts = drafts_of(SOURCES[source], sampling.small_model(family), folder)
     how = {"drafts": drafts, "execution": execution, "family": family}
     if source.endswith("3 tokens"):
         how |= {"vocabulary": [0, 2, 3]}
@@ -208,7 +200,7 @@ def sampled(source, processors, rejection, execution, folder):
         how |= {"rows": 100}
     if execution == "native":  # whose passes are short
         how |= {"dtype": torch.float32, "rows": 10}
-    counts, tokens = sample_texts(processors, rejection=rejection, **how)
+    counts, tokens = sampling.sample_texts(processors, rejection=rejection, **how)
     return p_value(counts, processors, family), tokens
 
 

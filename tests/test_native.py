@@ -17,24 +17,14 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import models
 import pytest
 import torch
 from agreement import BOUNDS, DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
 from marks import thorough
-from models import (
-    EVERY,
-    FAMILIES,
-    MODULES_ONLY,
-    SKIPS,
-    WINDOW,
-    lively_model,
-    prompt,
-    ragged,
-    side_by_side,
-    tiny_model,
-)
+from models import EVERY, FAMILIES, SKIPS, WINDOW, lively_model, prompt, ragged, tiny_model
 from ties import partings
 from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
@@ -52,7 +42,7 @@ from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.requests import warpers
 
 DTYPES = (torch.float32, torch.bfloat16)
-SERVED = [family for family in EVERY if family not in MODULES_ONLY]
+SERVED = [family for family in EVERY if family not in models.MODULES_ONLY]
 MIXTURES = ("gemma4_mixture", "mixtral", "qwen3_moe")
 COUSINS = (
     "gemma4",
@@ -795,7 +785,7 @@ def test_starts_at_once_build_once(built, fresh, monkeypatch):
     compiler = Compiler(0, library)
     monkeypatch.setattr(subprocess, "run", compiler)
     found = []
-    side_by_side(*4 * [lambda: found.append(extension.extension())])
+    models.side_by_side(*4 * [lambda: found.append(extension.extension())])
     assert compiler.calls == 1
     assert [hasattr(module, "Plan") for module in found] == 4 * [True]
 

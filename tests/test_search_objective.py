@@ -19,14 +19,8 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.replay.drafts import all_starts, follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
-from layerskip.search.finalists import (
-    TOLERANCE,
-    Choice,
-    LookedUp,
-    best_choice,
-    choices,
-    controllers,
-)
+from layerskip.search import finalists
+from layerskip.search.finalists import TOLERANCE, Choice, LookedUp, best_choice, choices
 from layerskip.search.objective import PARTS, PIECES, SECONDS, Objective, best_length, extended
 from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space
@@ -268,7 +262,7 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
         assert (changed is None) == (tuned in published)
         names = {way.decoding.controller for way in ways}
         assert names == {"fixed", "confidence", "adaptive-threshold", "expected-gain"}
-        assert [way.decoding for way in ways[:-1]] == controllers(8)
+        assert [way.decoding for way in ways[:-1]] == finalists.controllers(8)
         assert ways[-1].decoding == replace(ways[-2].decoding, lookup=True)
         if case != "rejection":  # whose drafts are drawn for themselves
             for way in ways[:3]:

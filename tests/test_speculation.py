@@ -4,18 +4,9 @@ import json
 
 import pytest
 
+from layerskip.costs import speculation
 from layerskip.costs.model import Rates, Traffic
-from layerskip.costs.speculation import (
-    ContextCosts,
-    CostTable,
-    draft_limit,
-    expected_tokens,
-    optimal_draft_length,
-    remaining,
-    rising,
-    speedup,
-    speedup_bound,
-)
+from layerskip.costs.speculation import ContextCosts, CostTable, expected_tokens, remaining, speedup
 
 LEVIATHAN = {  # tables 1 and 4; c: alpha (rounded in table 4), draft length, expected speedup
     0.0: [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 10, 6.86)],
@@ -43,7 +34,7 @@ def test_speedups_of_the_tables_of_leviathan(cost):
 def test_integer_optimal_draft_length(cost):
     costs = CostTable(cost, (1.0,))
     for alpha, (length, value) in zip(OPTIMA_ALPHAS, OPTIMA[cost], strict=True):
-        assert optimal_draft_length(alpha, costs) == length
+        assert speculation.optimal_draft_length(alpha, costs) == length
         assert speedup(alpha, length, cost) == pytest.approx(value, abs=0.006)
         one_more = 0
         while alpha ** (one_more + 1) / cost > speedup(alpha, one_more, cost):
@@ -53,7 +44,7 @@ def test_integer_optimal_draft_length(cost):
 
 def test_no_alpha_and_length_exceed_the_bound():
     for cost in (0.05, 0.3, 0.9):
-        bound = speedup_bound(cost)
+        bound = speculation.speedup_bound(cost)
         assert bound == pytest.approx(1 / cost)
         assert max(speedup(1.0, length, cost) for length in (1, 10, 1000)) < bound
 
@@ -71,7 +62,7 @@ def test_expected_tokens_matches_the_quotient_and_its_limits():
     [(5, 100, 100, 5), (5, 4, 100, 3), (5, 100, 3, 2), (5, 1, 100, 0), (5, 0, 0, 0), (0, 9, 9, 0)],
 )
 def test_draft_limit(asked, tokens_left, free_slots, limit):
-    assert draft_limit(asked, tokens_left, free_slots) == limit
+    assert speculation.draft_limit(asked, tokens_left, free_slots) == limit
 
 
 def test_cost_table_reads_and_extrapolates():
@@ -99,7 +90,7 @@ def test_analytic_costs_are_shares_of_the_weights():
     assert costs.source == "analytic"
     without_half_the_mlps = [sublayers[i] for i in range(32) if i % 4 != 1]
     scattered = Rates().table(Traffic((whole,), {}, sum(without_half_the_mlps) + head), None, 0, 1)
-    assert speedup_bound(scattered.draft) == pytest.approx(1.48, abs=0.01)
+    assert speculation.speedup_bound(scattered.draft) == pytest.approx(1.48, abs=0.01)
 
 
 def test_the_nearest_rising_values():
@@ -109,7 +100,7 @@ def test_the_nearest_rising_values():
         ([1, 5, 3, 4, 9], [1, 4, 4, 4, 9]),
         ([1, 4, 4, 1, 3], [1, 3, 3, 3, 3]),
     ):
-        assert rising(values) == pytest.approx(nearest)
+        assert speculation.rising(values) == pytest.approx(nearest)
 
 
 def test_similar_contexts_share_a_table():

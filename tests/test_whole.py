@@ -6,20 +6,11 @@ import re
 import weakref
 
 import pytest
+import small
 import torch
 from marks import slow
 from models import Erratic, LowRank, prompt, ragged, tiny_model
-from small import (
-    BATCHES,
-    COSTS,
-    EIGHT,
-    NEW_TOKENS,
-    alone,
-    decoded,
-    every_draft,
-    new_tokens,
-    small_model,
-)
+from small import BATCHES, COSTS, EIGHT, NEW_TOKENS, alone, decoded, new_tokens, small_model
 from transformers import AutoConfig
 
 import layerskip
@@ -55,7 +46,7 @@ def decode(family, batch, **settings):
 def drafts_of(family):
     """Products of GPT-2's and Falcon's own classes stay exact."""
     model = small_model(family)
-    return every_draft(model, *([EIGHT] if [*linears(open_model(model).base)] else []))
+    return small.every_draft(model, *([EIGHT] if [*linears(open_model(model).base)] else []))
 
 
 @pytest.mark.parametrize("batch", BATCHES)

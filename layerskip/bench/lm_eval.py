@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from lm_eval.api.registry import register_model
+from lm_eval.models import utils
 from lm_eval.models.huggingface import HFLM, tqdm
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from layerskip.checkpoints import load
 from layerskip.serving.history import StopStrings
@@ -96,7 +93,7 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
         told = self._ask(tasks, "generate_until", disable_tqdm)
         for request, pieces, strings in zip(requests, told, stops, strict=True):
             text = self.tok_decode([token for piece in pieces for token in piece.tokens])
-            texts.append(postprocess_generated_text(text, strings, self.think_end_token))
+            texts.append(utils.postprocess_generated_text(text, strings, self.think_end_token))
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 

@@ -18,13 +18,9 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    GenerationMixin,
-    PretrainedConfig,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 from transformers.cache_utils import DynamicCache
 
 from layerskip.config import SkipConfig
@@ -69,7 +65,7 @@ def level(model: Any) -> tuple[str, str]:
     Args:
         model: a model, or the config of a causal language model or an encoder-decoder.
     """
-    config = model if isinstance(model, PretrainedConfig) else config_of(model)
+    config = model if isinstance(model, transformers.PretrainedConfig) else config_of(model)
     kind = config.model_type
     if kind not in _NAMED and unopened(config) is None:
         return "opened", "its sublayers are known"
@@ -88,7 +84,7 @@ def _refusal(model: Any, config: Any) -> str | None:
         return "it is an encoder-decoder that reads something other than text"
     if kind is None and type(config) in classes:
         kind = classes[type(config)]
-    if kind is None or not issubclass(kind, GenerationMixin):
+    if kind is None or not issubclass(kind, transformers.GenerationMixin):
         return "it is not a language model of transformers that generates text"
     recurrent = config.get_text_config().model_type in recurrents.SERVED
     if recurrent and isinstance(model, nn.Module) and config.get_text_config() is not config:
