@@ -106,12 +106,12 @@ class Lookup(Source):
                 f"texts to look drafts up in must hold token ids of the model's vocabulary, 0.."
                 f"{batch.model.vocabulary - 1}, got {self._largest}; encode them with its tokenizer"
             )
+        model, prompts = batch.model, batch.prompts  # not the batch, which holds this state
 
         def start(row: int) -> LookupRow:
             # what a row's encoder has read comes first, in its place
-            read = batch.model.read
-            before = read[row].tolist() if row < len(read) else []
-            return self.row([*before, *batch.prompts[row].tolist()])
+            before = model.read[row].tolist() if row < len(model.read) else []
+            return self.row([*before, *prompts[row].tolist()])
 
         return RowsState(batch, start)
 
