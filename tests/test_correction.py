@@ -139,19 +139,6 @@ def test_right_costs_stay_whatever_the_machine_does():
     assert own.at(200, 4) == TRUE
 
 
-def test_noise_corrects_little():
-    """Times that other work lengthens at random, some of them many times (Pareto)."""
-    (lookups, own), draws = corrected([replace(TRUE, draft=0.0), TRUE]), random.Random(0)
-    kinds, off = [(lookups, 1, 1.0), (own, 0, TRUE.draft), (own, 3, TRUE.verify_cost(3))], []
-    for _ in range(200):
-        for costs, tokens, cost in kinds:
-            noise = 1.0 + 0.3 * min(20.0, draws.paretovariate(1.2) - 1.0)
-            costs.see(200, 1, tokens, STEP * cost * noise)
-        now = own.at(200)
-        off += [now.draft / TRUE.draft, now.verify_cost(3) / TRUE.verify_cost(3)]
-    assert sum(abs(each - 1.0) > 0.1 for each in off) < 0.05 * len(off)
-
-
 def test_a_table_is_the_same_object_until_it_changes():
     lookups, own = corrected([replace(TRUE, draft=0.0), TRUE])
     first = own.at(200)

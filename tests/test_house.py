@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {
     "words: configs, drafts' weights, prompts, text": 1_044,
     "files": 1_058,
-    "costs": 454,
+    "costs": 455,
     "timing": 761,
     "model": 6_808,
     "model/native": 4_327,

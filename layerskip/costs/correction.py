@@ -3,7 +3,7 @@
 A calibration may meet other work on the machine, and no model of costs is right everywhere. Of
 every kind of work (a plain step, a draft step of a source, a pass over 2, 3 to 4, 5 to 8, 9 or more
 tokens) the last times are kept, over those expected and over the pace of the machine at that
-moment. A kind is corrected by what three of four times exceed or fall short of, not by noise.
+moment. A kind that is further off than a plain step is corrected by as much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median
 
 from layerskip.costs.speculation import Costs, CostTable
 
-_KEPT = 11  # times of a kind
+_KEPT = 15  # times of a kind
 _FEW = 5  # fewer only tell that a kind is cheaper: other work on the machine adds to times
 _PACE = 4  # times of any kind that tell how fast the machine is
 _MOVED = 0.03  # by which logarithm a correction has to change, so that tables are made anew
@@ -69,9 +69,7 @@ class Corrections:
             ratios.append(over - median(self._pace))
             if len(ratios) > _FEW:
                 self._pace.append(over - before)
-            ordered, quarter = sorted(ratios), len(ratios) // 4
-            new = min(max(0.0, ordered[quarter]), ordered[-1 - quarter])
-            new = ordered[0] if work == plain and len(ratios) < _FEW else new
+            new = min(ratios) if work == plain and len(ratios) < _FEW else median(ratios)
             if abs(new - before) > _MOVED or len(ratios) == _FEW:
                 self._typical[work] = new
                 self.version += 1
