@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 
 from layerskip.costs import speculation
 from layerskip.costs.correction import CorrectedCosts
-from layerskip.costs.speculation import Costs, CostTable, optimal_draft_length, speedup
 from layerskip.decoding.acceptance import Acceptance, CopyAcceptance
 from layerskip.decoding.controller import Offer
 
@@ -25,10 +24,10 @@ class SourceGain:
         unused: rounds since the last one that drafted from it.
     """
 
-    def __init__(self, costs: Costs, most: int, prior: float) -> None:
+    def __init__(self, costs: speculation.Costs, most: int, prior: float) -> None:
         self.all_costs, self.most, self.prior = costs, most, prior
         self.corrected = costs if isinstance(costs, CorrectedCosts) else None
-        self.costs: CostTable | None = None
+        self.costs: speculation.CostTable | None = None
 
     def begin(self, context: int, rows: int) -> None:
         """Take the costs of a round with so many rows and tokens before it."""
@@ -39,8 +38,8 @@ class SourceGain:
         self.round_costs = [costs.round_cost(drafted) for drafted in range(self.most + 1)]
         self.step_costs = [after - before for before, after in pairwise(self.round_costs)]
         self.step = costs.draft
-        length = optimal_draft_length(_HOPE, costs, self.most)
-        hope = speedup(_HOPE, length, costs.draft, costs.verify_cost)
+        length = speculation.optimal_draft_length(_HOPE, costs, self.most)
+        hope = speculation.speedup(_HOPE, length, costs.draft, costs.verify_cost)
         self.longest = self.most if hope >= _LEAST_GAIN else 0
 
     def reset(self, others: float) -> None:
@@ -54,7 +53,7 @@ class SourceGain:
     def first_rate(self) -> tuple[float, float]:
         """Tokens and target steps of a round of the best length, if the prior is right."""
         assert self.costs is not None
-        length = optimal_draft_length(self.prior, self.costs, self.most)
+        length = speculation.optimal_draft_length(self.prior, self.costs, self.most)
         return speculation.expected_tokens(self.prior, length), self.round_costs[length]
 
     def cost(self, steps: int, looked_up: int) -> float:
