@@ -212,8 +212,10 @@ class _Crossed(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         self.keys, self.values = made = key_states, value_states
         cache = self.cache
-        zeros = [each.new_zeros(cache.rows, *each.shape[1:]) for each in made]
-        for held, new in zip(cache.crossed.setdefault(self.layer, zeros), made, strict=True):
+        if self.layer not in cache.crossed:
+            zeros = [each.new_zeros(cache.rows, *each.shape[1:]) for each in made]
+            cache.crossed[self.layer] = zeros
+        for held, new in zip(cache.crossed[self.layer], made, strict=True):
             held[self.places] = new
         if self.layer == len(cache.windows) - 1:
             cache.unread -= self.rows
