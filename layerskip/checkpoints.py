@@ -206,10 +206,18 @@ def load(
             f"checkpoint {name!r} is not whole: {len(lacking)} weights are missing or of another "
             f"shape, {lacking[0]} first"
         )
-    model = model.to(place).eval()
+    model = _on_lines(model.to(place).eval())
     if folder is not None and name in SHIPPED + MADE:
         model.name_or_path = name  # what its skip config calls it, wherever it is installed
     return Loaded(name, model, tokenizer, folder)
+
+
+def _on_lines(model: Any) -> Any:
+    """Copies weights that lie across lines of a CPU's caches, as files map them: slow to read."""
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.data_ptr() % 64:
+            weight.data = weight.data.clone()
+    return model
 
 
 def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed: bool) -> Loaded:
@@ -239,15 +247,14 @@ def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed
 def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loaded:
     """A model of a GGUF file; activations are in float32 by default, as the file says nothing."""
     numbers = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    served = place.type == "cpu" and numbers in _SERVED
-    served = served and extension.refusal() is None
-    model = gguf_model(path, numbers, packed=packed and served)
+    packed = packed and place.type == "cpu" and numbers in _SERVED and extension.refusal() is None
+    model = gguf_model(path, numbers, packed=packed)
     try:
         tokenizer = gguf_tokenizer(path)
     except Exception as error:  # whatever goes wrong here is about the file
         reason = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(f"{path} describes no tokenizer that can be read: {reason}") from error
-    return Loaded(str(path), model if packed and served else model.to(place), tokenizer, None)
+    return Loaded(str(path), model if packed else model.to(place), tokenizer, None)
 
 
 def load_official(name: str, like: Loaded) -> Loaded | None:

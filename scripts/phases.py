@@ -12,8 +12,8 @@ import statistics
 import time
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from layerskip.checkpoints import load
 from layerskip.decoding.passes import Passes
 from layerskip.model.extension import stamps
 from layerskip.model.opening import sublayers_of
@@ -29,9 +29,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=100)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype).eval()
-    show(model, args.context, args.passes)
+    show(load(args.checkpoint, dtype=args.dtype).model, args.context, args.passes)
 
 
 def show(model: torch.nn.Module, context: int, passes: int) -> None:
@@ -50,17 +48,15 @@ def show(model: torch.nn.Module, context: int, passes: int) -> None:
         start = time.perf_counter()
         batch.verify(token, [(0, 0)])
         times.append(time.perf_counter() - start)
-    taken, threads = stamps(), torch.get_num_threads()
-    whole = statistics.median(times[8:])
+    taken, threads, whole = stamps(), torch.get_num_threads(), statistics.median(times[8:])
     read = sum(count for _, count in taken.values()) / passes
     print(f"pass {whole * 1e3:.2f} ms, {read / whole / 1e9:.1f} GB/s of weights", end="")
     print(f" = {read / whole / statistics.median(reads):.2f} of the sweeps' bandwidth")
-    total = sum(seconds for seconds, _ in taken.values())
+    total, each = sum(seconds for seconds, _ in taken.values()), 1e3 / passes / threads
     for phase, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
         if seconds:
             speed = f"{count / seconds * threads / 1e9:8.1f}" if count else ""
-            spent = seconds / passes / threads * 1e3
-            print(f"{phase:10} {spent:8.3f} ms {seconds / total:6.1%} {speed}")
+            print(f"{phase:10} {seconds * each:8.3f} ms {seconds / total:6.1%} {speed}")
 
 
 if __name__ == "__main__":

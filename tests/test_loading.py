@@ -38,6 +38,7 @@ def test_dtype_auto_is_the_checkpoints_own(tmp_path):
     model = tiny_model("llama", dtype=torch.bfloat16)
     folder = str(save_checkpoint(tmp_path, model))
     assert load(folder).model.dtype == torch.bfloat16
+    assert not any(weight.data_ptr() % 64 for weight in load(folder).model.parameters())
     assert load(folder, dtype="float32").model.dtype == torch.float32
     assert load(folder, dtype="float64").model.dtype == torch.float64
 
