@@ -80,7 +80,7 @@ def test_tasks_are_told_apart(model, tasks, tmp_path):
     }  # fmt: skip
     (tmp_path / "none").mkdir()
     line = refused(*words(model, tmp_path / "no.jsonl", "--tasks", tmp_path / "none"))
-    assert "must be a folder with a .jsonl file for each task" in line
+    assert "must be a folder with one .jsonl file per task" in line
 
 
 def test_a_sweep_replays_a_grid_and_times_its_best(model, tasks, tmp_path):

@@ -121,7 +121,7 @@ def test_a_conversation_is_saved_as_a_prompt(folder, tmp_path):
         {"role": "user", "content": "w5"},
         {"role": "assistant", "content": result.stdout.splitlines()[0]},
     )
-    assert "name a file, as in /save chat.jsonl" in result.stderr
+    assert "give a file name, for example /save chat.jsonl" in result.stderr
     assert f"cannot write {tmp_path}/no/a: No such file" in result.stderr
 
 
@@ -148,7 +148,7 @@ def test_commands_say_what_they_did(folder):
     for words in (
         "a seed must be a whole number, got x",
         "a temperature must be 0 or above, got '-1'",
-        "no command /sing; /help shows them",
+        "there is no command /sing; see /help",
         "there is no answer yet",
     ):
         assert words in result.stderr
@@ -180,7 +180,7 @@ def test_an_interrupt_ends_the_answer_and_what_is_written_stays(
     result = talk(folder, "w5 w7", "w96", tokens=100)
     assert result.exit_code == 0
     first, second = result.stdout.splitlines()
-    assert "(ended)" in result.stderr
+    assert "(stopped)" in result.stderr
     assert 0 < len(first.split()) < 100
     assert len(outputs[1][1].rounds) > 3  # the second went on to its end
     assert first in tiny_tokenizer().decode(outputs[1][0])
@@ -199,7 +199,7 @@ def test_an_interrupt_before_the_answer_drops_the_message(folder, outputs, monke
     monkeypatch.setattr(chatting, "reading", read)
     result = talk(folder, "w5 w7")
     assert result.exit_code == 0
-    assert "(ended; your message is dropped)" in result.stderr
+    assert "(stopped; your message is dropped)" in result.stderr
     assert outputs == []
 
 
@@ -218,9 +218,9 @@ def test_drafts_are_shown_with_what_they_gained(folder, outputs):
     assert re.sub(r"[][]", "", shown).split() == answer.split()
     marked = " ".join(re.findall(r"\[(.*?)\]", shown)).split()
     assert len(marked) == stats.num_accepted_tokens
-    assert "[drafted], the rest is the model's own" in legend
+    assert "[drafted], the rest comes from the model" in legend
     assert f"{stats.num_new_tokens} tokens in {len(output.rounds)} passes" in gain
-    assert f"{stats.tokens_per_round:.2f} tokens a pass" in gain
+    assert f"{stats.tokens_per_round:.2f} tokens per pass" in gain
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_answers_are_kept_to_a_grammar(spelling):
     first, second, shown, _, legend, _ = result.stdout.splitlines()
     assert {first, second} <= {"yes, indeed", "no, indeed"}
     assert re.fullmatch(r"(yes|no)\[, inde.*\].*", shown)
-    assert "left no choice about" in legend
+    assert "the only allowed token" in legend
     schema = spelling / "schema.json"
     schema.write_text('{"enum": [7]}')
     assert talk(spelling, "a", flags=("--json-schema", schema)).stdout == "7\n"

@@ -94,7 +94,7 @@ def test_greedy_text_is_that_of_transformers(folder, expected):
     for words in (
         "16 tokens in",
         f"the first after {found['time_to_first_token']:.2f} s (prefill, ",
-        f"the others at {found['decode_tokens_per_second']:.1f} tokens/s",
+        f"the rest at {found['decode_tokens_per_second']:.1f} tokens/s",
         "mean acceptance length",
         f"{found['total_seconds']:.1f} s in all",
     ):
@@ -274,7 +274,7 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         ([], ["lookup", "sublayers"], "looked up in the text so far, or whole model, in 8 "),
         (["--low-precision", 4], ["lookup", "sublayers"], "or whole model, in 4 bits ("),
         (["--no-lookup"], ["sublayers"], "drafts: whole model, in 8 bits ("),
-        (["--draft-memory", 0], ["lookup"], "so far; none of the model in 8 bits: copies of its "),
+        (["--draft-memory", 0], ["lookup"], "so far; the model does not draft in 8 bits: copies"),
         (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
         (["--execution", "modules"], ["lookup"], "native passes, and these are modules"),
@@ -670,7 +670,7 @@ def test_benchmark_at_lengths_of_context(folder, two_prompts, tmp_path, priced):
         (1, 12), (1, 30), (2, 12), (2, 30),
     ]  # fmt: skip
     assert all((row["compared"], row["faults"]) == (4, 0) for row in rows)  # of both batch sizes
-    assert result.stderr.count("prompts are repeated from a context of 12 tokens on") == 1
+    assert result.stderr.count("prompts repeat for contexts of 12 tokens and more") == 1
     assert "context" in result.stdout.splitlines()[0]
     found = read_run(output)
     assert found.header["contexts"] == [12, 30]
@@ -747,7 +747,7 @@ def test_interrupting_a_benchmark_keeps_what_it_measured(folder, two_prompts, tm
     finally:
         child.kill()
     assert child.returncode == 130
-    assert "keeps what was measured" in err
+    assert "keeps the measurements" in err
     assert err.splitlines()[-1] == "layerskip: interrupted"
     assert len(read_unfinished(output).records) >= 1
 
@@ -792,7 +792,7 @@ REFUSED = {  # by command
         ("--repetition-penalty 0", "--repetition-penalty must be positive and finite"),
         ("--stop=", "--stop is empty"),
         ("--device cuda:77", "device must be auto or one that this torch can use (cpu"),
-        ("--prompt-file p.txt", "--prompt TEXT or --prompts FILE, one of them; got both"),
+        ("--prompt-file p.txt", "--prompt TEXT or --prompts FILE; got both"),
         ("--lookup-file some --no-lookup", "give --lookup-file or --no-lookup, not both"),
         ("--lookup-file empty", "is empty"),
         ("--lookup-file bytes", "is not UTF-8"),
@@ -804,7 +804,7 @@ REFUSED = {  # by command
         ("--colour", "No such option"),
     ],
     "generate MODEL ": [
-        ("", "got neither"),
+        ("", "got none of them"),
         ("--prompt=", "--prompt is empty"),
         ("--prompt-file no", "cannot read prompts"),
         ("--prompt-file chat.jsonl", "no chat template"),
@@ -812,11 +812,11 @@ REFUSED = {  # by command
     ],
     "check ": [
         ("MODEL --exit-layer 2 --prompts torn.jsonl", "torn.jsonl, line 1"),
-        ("MODEL --low-precision none --no-lookup", "name a skip config"),
+        ("MODEL --low-precision none --no-lookup", "give a skip config"),
         ("./missing", "there is no folder"),
     ],
     "demo ": [
-        ("MODEL --low-precision none --no-lookup", "name a skip config"),
+        ("MODEL --low-precision none --no-lookup", "give a skip config"),
         ("./missing", "there is no folder"),
     ],
     "benchmark MODEL --prompts two.txt --output run.jsonl ": [
@@ -827,11 +827,11 @@ REFUSED = {  # by command
         ("--batch-size 3 --exit-layer 3", "no 3 prompts share a category"),
         ("--repeats 0", "'--repeats': "),
         ("--context 9 --explain", "replay prompts as they are; leave out --context"),
-        ("--explain --sweep x", "--explain is a --sweep of every exit; give one of the two"),
+        ("--explain --sweep x", "--explain is a --sweep of every exit; give only one of them"),
     ],
     "benchmark MODEL ": [
         ("--prompts two.txt --output diary --exit-layer 3", "is no file of records"),
-        ("--output other.jsonl", "--prompts FILE is needed for a model of your own"),
+        ("--output other.jsonl", "a model of your own needs --prompts FILE"),
         ("", "Missing option"),
     ],
     "report ": [

@@ -48,7 +48,7 @@ def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(g
     _, said = process.communicate()
     assert process.returncode == 1
     first, *_, failed = said.splitlines()
-    assert first.endswith("of 40 prompts have a row already")
+    assert first.endswith("of 40 prompts already have a row")
     assert "Ray: machines 1, models 2," in said
     assert "prompts failed" in failed
     assert output.read_bytes().startswith(kept)

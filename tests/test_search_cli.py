@@ -284,7 +284,7 @@ def test_ctrl_c_keeps_finished_trials(tmp_path, searched, monkeypatch):
         result = searched("--trials", 8)
     assert result.exit_code == 130
     assert result.stderr.endswith("layerskip: interrupted\n")
-    assert "4 finished trials are kept; the same command goes on with them\n" in result.stderr
+    assert "4 finished trials are kept; the same command resumes the search\n" in result.stderr
     output = tmp_path / "out"
     with (output / "trials.csv").open(newline="") as lines:
         assert [row["state"] for row in csv.DictReader(lines)] == ["complete"] * 4 + ["failed"]

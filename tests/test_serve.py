@@ -812,7 +812,7 @@ def cancelled(place):
     [
         (["--host", "192.0.2.1"], "cannot listen at --host 192.0.2.1 --port 8000"),
         (["--api-key", " "], "--api-key is empty"),
-        (["--lora", "mine=nowhere"], "--lora must be NAME=FOLDER, with an adapter_config.json"),
+        (["--lora", "mine=nowhere"], "--lora must be NAME=FOLDER with an adapter_config.json"),
         (["--port", "0", "no-such-folder/a/b"], "no-such-folder/a/b"),
     ],
 )

@@ -168,7 +168,7 @@ def test_the_command_line_makes_keeps_and_refuses_them(tmp_path):
     for args, words in (
         (["generate", "demo-gemma2", *ask[1:], laws], "belong to a model with other weights"),
         ([*ask, fresh + "x"], "cannot read the logits"),
-        ([*ask[:-1], "--keep-laws"], "--keep-laws has nowhere to keep them"),
+        ([*ask[:-1], "--keep-laws"], "--keep-laws needs a file to add to"),
         (["serve", "--laws", laws, "--keep-laws"], "serve may run in several processes"),
         (["laws", "--text", laws, "--output", fresh], "is not UTF-8"),
     ):

@@ -119,7 +119,7 @@ def test_commands_measure_the_number_unless_it_is_known(built, tmp_path, monkeyp
         again = run(*command)
         assert measured == [2]  # a run that goes on stays with its own
         assert json.loads(output.read_text().splitlines()[0])["threads"] == 1
-        told = "1 thread); more gain nothing here (--threads 2 takes all)\n"
+        told = "1 thread); more threads gain nothing here (--threads 2 uses all)\n"
         assert told in first.stderr
         assert again.exit_code == first.exit_code == 0
         said = ["generate", folder, "--prompt", "w5", "--max-new-tokens", "2", "--no-draft"]

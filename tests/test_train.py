@@ -539,10 +539,10 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         (["--minutes", "1", "--timeout", "60"], "give --timeout SECONDS or --minutes M, not both"),
         (["--rate", "-1"], "rate must be 0 or more and finite, got -1"),
         (["--skip", "exit.json"], "what is healed is what a draft rounds"),
-        (["--skip", "exit.json", "--draft", "heads"], "--skip is of --draft healed"),
+        (["--skip", "exit.json", "--draft", "heads"], "--skip needs --draft healed"),
         (["--draft", "assistant"], "--draft assistant needs --start NAME"),
-        (["--start", "x"], "--start is of --draft assistant or eagle3; leave it out with healed"),
-        (["--exit-layer", "2"], "--exit-layer is of --draft exit-block; leave it out with healed"),
+        (["--start", "x"], "--start needs --draft assistant or eagle3; leave it out with healed"),
+        (["--exit-layer", "2"], "--exit-layer needs --draft exit-block; leave it out with healed"),
         (["--exit-layer", "30", "--draft", "exit-block"], "exit_layer must be in 1..23"),
     ],
 )

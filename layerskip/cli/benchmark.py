@@ -1,4 +1,4 @@
-"""The benchmark command: methods measured side by side, and the table of what came of it."""
+"""The benchmark command: measures methods side by side and prints a table of the results."""
 
 from __future__ import annotations
 
@@ -30,53 +30,53 @@ ASSISTED = ("self-assistant", "generate-assistant")
 PEERS = ("generate-early-exit", "generate-prompt-lookup", "llama.cpp", "llama.cpp-flash")
 METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-together", *ASSISTED, *PEERS)
 _METHODS, _CONTROLLERS = ", ".join(METHODS), ", ".join(CONTROLLERS)
-LONGEST = 8  # tokens that --explain drafts at most
+LONGEST = 8  # longest draft of --explain, in tokens
 
 
 def benchmark(
     *,
     output: Path = flag(
-        "File of records; the same command continues it.", "RUN.jsonl", default=...
+        "File for the records. Repeating the command resumes it.", "RUN.jsonl", default=...
     ),
     prompts: flags.Prompts = None,
-    tasks: Path | None = flag("Folder with a JSONL file of prompts for each task.", "FOLDER"),
+    tasks: Path | None = flag("Folder with one JSONL file of prompts per task.", "FOLDER"),
     chat: flags.Chat = False,
     skip: list[str] | None = flag("JSON file of a skip config; repeatable.", "FILE"),
     entry: flags.Entry = None,
     exit_layer: list[int] | None = flag("Draft with layers 0 to E-1; repeatable.", "E"),
     sources: flags.Sources,
     method: list[str] | None = flag(
-        f"Method to measure, one of {_METHODS}; repeatable.  [default: the first three]", "NAME"
+        f"Method to measure: {_METHODS}. Repeatable.  [default: the first three]", "NAME"
     ),
     controller: list[str] | None = flag(
-        f"Controller of self: {_CONTROLLERS}; repeatable.  [default: expected-gain]", "NAME"
+        f"Controller of self: {_CONTROLLERS}. Repeatable.  [default: expected-gain]", "NAME"
     ),
     pace: flags.Pace,
     sweep: str | None = flag(
-        "Replay early exits at fixed draft lengths, as exits=2..12,lengths=1..8, and time the best "
-        "three.",
+        "Replay early exits at fixed draft lengths, such as exits=2..12,lengths=1..8, and time the "
+        "best three.",
         "GRID",
     ),
-    explain: bool = switch("--explain", "Also replay every exit; takes minutes."),
-    repeats: int = flag("Timed calls of each method, per prompt.", "N", default=2, min=1),
-    warmup: int = flag("Untimed calls before them.", "N", default=1, min=0),
-    batch_size: list[int] | None = flag("Rows of a call; repeatable.  [default: 1]", "N", min=1),
+    explain: bool = switch("--explain", "Also replay every early exit. This takes minutes."),
+    repeats: int = flag("Timed calls of each method per prompt.", "N", default=2, min=1),
+    warmup: int = flag("Untimed calls before the timed ones.", "N", default=1, min=0),
+    batch_size: list[int] | None = flag("Batch size; repeatable.  [default: 1]", "N", min=1),
     context: list[int] | None = flag("Join or cut prompts to N tokens; repeatable.", "N", min=1),
     max_new_tokens: flags.MaxNewTokens = 128,
     sampling: flags.Sampling,
     seed: flags.Seed = 0,
     limit: int | None = flag("Use at most N prompts, from each category in turn.", "N", min=1),
     per_category: int | None = flag(
-        "Use at most N prompts of each category, task or context.", "N", min=1
+        "Use at most N prompts per category, task or context length.", "N", min=1
     ),
-    save_text: bool = switch("--save-text", "Keep prompts and texts in the records."),
+    save_text: bool = switch("--save-text", "Store prompts and texts in the records."),
     loading: flags.Loading,
     quiet: flags.Quiet = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Measure methods side by side on the same prompts: time, acceptance, and whether texts agree.
+    """Compare methods on the same prompts: time, acceptance, texts.
 
-    All methods run in one process, interleaved prompt by prompt. The same command continues a run
+    All methods run in one process, interleaved prompt by prompt. The same command resumes a run
     that was stopped.
     """
     for name, names, allowed in (
@@ -88,11 +88,11 @@ def benchmark(
     kinds, how = _kinds(method, sources.assistant), pace.settings
     sampling.check()
     if sweep and explain:
-        raise ValueError("--explain is a --sweep of every exit; give one of the two")
+        raise ValueError("--explain is a --sweep of every exit; give only one of them")
     if context and (sweep or explain):
         raise ValueError("--sweep and --explain replay prompts as they are; leave out --context")
     if tasks and (prompts or context):
-        raise ValueError("--tasks FOLDER goes without --prompts and --context")
+        raise ValueError("--tasks cannot be combined with --prompts or --context")
     loaded_skips = load_skips(skip, entry)
     given = [(entry or Path(path).stem, each) for path, each in loaded_skips.items()]
     given += [(f"exit-{layer}", SkipConfig.early_exit(layer)) for layer in exit_layer or ()]
@@ -110,7 +110,7 @@ def benchmark(
     sizes = sorted(set(batch_size or [1]))
     earlier = read_unfinished(output)
     if earlier is not None and not (earlier.records or earlier.sweeps):
-        earlier = None  # it was refused or stopped before it measured: its settings bind nobody
+        earlier = None  # it stopped before any measurement, so its settings bind nothing
     read = read_tasks(tasks) if tasks else given_prompts(prompts, loading.model)
     chosen = spoken(read, chat)
     if not context:
@@ -124,7 +124,7 @@ def benchmark(
     from layerskip.bench.runner import try_out
     from layerskip.drafts import choose_drafts, own_head
 
-    threads = earlier.header["threads"] if earlier else None  # a run goes on as it began
+    threads = earlier.header["threads"] if earlier else None  # as when the run began
     with open_passes(loaded, loading, talk, threads) as opened:
         grid = f"exits=1..{opened.num_layers - 1},lengths=1..{LONGEST}" if explain else sweep
         cells = grid and _grid(grid, opened.num_layers)
@@ -137,7 +137,7 @@ def benchmark(
             )
             asked = asked[:limit]
             if again is not None:
-                talk.say(f"the prompts are repeated from a context of {again:,} tokens on")
+                talk.say(f"prompts repeat for contexts of {again:,} tokens and more")
         batches, words = make_batches(asked, sizes, loaded.tokenizer.pad_token_id or 0)
         for batch in batches:
             lengths = batch.attention_mask.sum(-1).tolist()
@@ -158,7 +158,7 @@ def benchmark(
             default, reason = opening.own_draft(sources, opened)
             head, _ = own_head(opened, sources.memory)
             if reason is not None:
-                drafting = "drafts are looked up only" if head is None else "no drafts in 8 bits"
+                drafting = "drafts are only looked up" if head is None else "no drafts in 8 bits"
                 talk.say(f"{drafting}: {reason}")
         engines = plan.engines(
             kinds,
@@ -197,12 +197,12 @@ def benchmark(
     if as_json:
         print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
     if any(row["faults"] for row in summary if row["kind"] in ("plain", "self")):
-        talk.say("texts differ beyond rounding: look at the differences in the records")
+        talk.say("texts differ by more than rounding: see the differences in the records")
         raise typer.Exit(1)
 
 
 def _grid(text: str, layers: int) -> tuple[range, range]:
-    """The exits and draft lengths of --sweep."""
+    """Parse the exits and draft lengths of --sweep."""
     match = re.fullmatch(r"exits=(\d+)\.\.(\d+),lengths=(\d+)\.\.(\d+)", text)
     first, last, least, most = map(int, match.groups()) if match else (0,) * 4
     if not (1 <= first <= last < layers and 1 <= least <= most):
@@ -225,7 +225,7 @@ def _record(
     lines: Sequence[dict[str, Any]],
     text: Callable[[Sequence[int]], str] | None,
 ) -> list[dict[str, Any]]:
-    """Measure methods into a run file, behind some lines, and print the table; returns its rows."""
+    """Write `lines`, then measurements, to a run file. Prints and returns the table's rows."""
     from layerskip.analysis.runs import load_runs
     from layerskip.analysis.tables import headlines
     from layerskip.bench.runner import benchmark as run_benchmark
@@ -253,27 +253,27 @@ def _record(
                 note=partial(_note, talk, time.monotonic()),
             )
         except KeyboardInterrupt:
-            talk.say(f"{output} keeps what was measured; the same command goes on with it")
+            talk.say(f"{output} keeps the measurements; the same command resumes the run")
             raise
     talk.progress("")
     (run,) = load_runs([output])
     summary = headlines(run)
     print(_table(summary))
     if compile_seconds():
-        talk.say(f"compiling took {compile_seconds():.0f} s, which are in no time above")
+        talk.say(f"compiling took {compile_seconds():.0f} s, not included in the times above")
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
     return summary
 
 
 def _note(talk: Talk, began: float, what: str, share: float) -> None:
-    """Say what is measured, and how long the rest will take at this pace."""
+    """Show what is being measured and an estimate of the time left."""
     left = (time.monotonic() - began) * (1 - share) / share if share else 0.0
     told = f", {left / 60:.0f} min left" if left > 90 else f", {left:.0f} s left" if left else ""
     talk.progress(f"{share:4.0%}{told}: {what}")
 
 
 def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
-    """The kinds of methods to measure; plain decoding always is one."""
+    """The kinds of methods to measure. Plain decoding is always one."""
     kinds = set(given or DEFAULT_METHODS) | {"plain"}
     if assistant is not None:
         if given is None:
@@ -286,7 +286,7 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """A benchmark's headline numbers: speedups with their 95% intervals, one line per method."""
+    """Format the main numbers: one line per method, speedups with their 95% intervals."""
     places = {"batch": "batch_size", "context": "context", "task": "task"}
     told = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))

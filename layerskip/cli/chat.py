@@ -1,4 +1,4 @@
-"""The chat command: a conversation in a terminal, or a message a line from standard input."""
+"""The chat command: a conversation in a terminal, or one message per line of standard input."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     from layerskip.session import Session
 
 COMMANDS = {
-    "/seed N": "seed of the next answer, N + 1 of the one behind it, and so on; alone: new ones",
-    "/temperature T": "sample with this temperature; 0: take the likeliest tokens",
-    "/system TEXT": "another system message; alone: none; the conversation begins anew",
-    "/draft": "what of the last answer was drafted, and what that gained",
-    "/retry": "another answer to the last message",
+    "/seed N": "seed of the next answer; later ones use N + 1, N + 2, ...; alone: random seeds",
+    "/temperature T": "sample at this temperature; 0: take the most likely tokens",
+    "/system TEXT": "change the system message (alone: none) and start a new conversation",
+    "/draft": "show which tokens of the last answer were drafted, and the gain",
+    "/retry": "answer the last message again",
     "/image FILE": "show this picture with the next message",
-    "/save FILE": "write the conversation to a file, as a line for layerskip run or generate",
-    "/reset": "forget the conversation, and begin again at the seed",
-    "/help": "this",
-    "/quit": "end, as Ctrl-D does; Ctrl-C ends an answer",
+    "/save FILE": "write the conversation to a file that layerskip run and generate can read",
+    "/reset": "forget the conversation and return to the first seed",
+    "/help": "show these commands",
+    "/quit": "quit, like Ctrl-D; Ctrl-C only ends an answer",
 }
-_SHOWN = {  # by source: the colour of its tokens, and what they are
-    "forced": ("yellow", "left no choice about"),
-    "lookup": ("green", "looked up"),
-    "laws": ("blue", "drawn from laws that were looked up"),
+_SHOWN = {  # by source: the colour of its tokens, and a description
+    "forced": ("yellow", "the only allowed token"),
+    "lookup": ("green", "looked up in the text"),
+    "laws": ("blue", "drawn from stored likely tokens"),
     "sublayers": ("cyan", "drafted by the model itself"),
     "assistant": ("magenta", "drafted by the second model"),
     "mtp": ("cyan", "drafted by the checkpoint's own head"),
@@ -52,7 +52,7 @@ _SHOWN = {  # by source: the colour of its tokens, and what they are
 
 
 def _shown(source: str) -> tuple[str, str]:
-    """Colour and meaning of a source; several sets of sublayers are numbered."""
+    """Colour and description of a source. Several sets of sublayers have numbered names."""
     return _SHOWN[source.partition(" ")[0]]
 
 
@@ -68,9 +68,9 @@ def chat(
     loading: flags.Loading,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Talk with a model in the terminal; /help shows what may be typed beside messages.
+    """Talk with a model in the terminal; /help lists the commands.
 
-    Where standard input is no terminal, every line of it is a message, and answers are plain text.
+    If standard input is not a terminal, each line is a message, and answers are plain text.
     """
     pictures = read_pictures(image)
     sampling.check(seed)
@@ -79,11 +79,11 @@ def chat(
     talk = Talk(quiet)
 
     def check(loaded: Loaded) -> None:
-        _ = loaded.processor if pictures else None  # which refuses for a model of text
+        _ = loaded.processor if pictures else None  # raises for a model without vision
         if not loaded.tokenizer.chat_template:
             raise ValueError(
-                f"{loaded.name} has no chat template, it was not made for conversations; name a "
-                "model that was, as smollm2, or continue text with layerskip generate"
+                f"{loaded.name} has no chat template: it was not made for conversations; choose "
+                "one that was, such as smollm2, or use layerskip generate"
             )
 
     with open_decoding(decoding, sampling, loading, talk, check, form) as opened:
@@ -98,7 +98,7 @@ def chat(
         conversation.pictures += pictures
         typed = sys.stdin.isatty()
         if typed:
-            talk.say("/help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation")
+            talk.say("/help shows the commands; Ctrl-C ends an answer, Ctrl-D the conversation")
         for line in typed_lines() if typed else (line.rstrip("\n") for line in sys.stdin):
             if line.startswith("/"):
                 if not _command(conversation, line, opened.names):
@@ -108,7 +108,7 @@ def chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """What a person types, with a history; several lines by Alt-Enter or pasted."""
+    """Yield typed messages, with a history. Alt-Enter or pasting gives several lines."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -130,22 +130,22 @@ def typed_lines() -> Iterator[str]:
         try:
             yield typing.prompt("> ")
         except KeyboardInterrupt:
-            continue  # what was typed is dropped, as in a shell
+            continue  # drop the typed text, as a shell does
         except EOFError:
             return
 
 
 @dataclass
 class Conversation:
-    """Messages so far, and how the next answer is made.
+    """The messages so far, and the settings of the next answer.
 
     Attributes:
-        system: the system message, if there is one.
-        seed: of the first answer; the next ones have the next numbers; None draws each.
-        answers: how many there were since the seed was set or the conversation forgotten.
-        temperature: None is the model's setting.
-        last: how the last answer came about.
-        pictures: those that the next message shows.
+        system: the system message, or None.
+        seed: seed of the first answer; later answers count up from it. None: random seeds.
+        answers: number of answers since the seed was set or the conversation was forgotten.
+        temperature: None stands for the model's setting.
+        last: the result of the last answer.
+        pictures: shown with the next message.
     """
 
     loaded: Loaded
@@ -162,12 +162,12 @@ class Conversation:
     pictures: list[Any] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget all messages."""
         self.messages.clear()
         self.last, self.answers = None, 0
 
     def retry(self) -> None:
-        """Answer the last message again; the answer that was there stays if this one fails."""
+        """Answer the last message again. The old answer stays if the new one fails."""
         if not self.messages:
             self.talk.say("there is no message yet")
             return
@@ -178,7 +178,7 @@ class Conversation:
             self.messages += [message, answer]
 
     def save(self, path: Path) -> None:
-        """Write what was said so far."""
+        """Write the conversation so far to a file."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         said = [{**each, "content": parts_of(each)[-1]["text"]} for each in system + self.messages]
         try:
@@ -191,17 +191,17 @@ class Conversation:
     def show(self, path: Path) -> None:
         """Show a picture with the next message."""
         try:
-            _ = self.loaded.processor  # which refuses for a model of text
+            _ = self.loaded.processor  # raises for a model without vision
             self.pictures += read_pictures([path])
             self.talk.say(f"the next message shows {len(self.pictures)} picture(s)")
         except ValueError as error:
             self.talk.say(str(error))
 
     def say(self, text: str) -> None:
-        """Say something to the model and write its answer as it comes.
+        """Send a message to the model, and write its answer as it comes.
 
-        If it is ended by Ctrl-C, what was written is the answer. A message that cannot be answered
-        is dropped, and the reason is told.
+        After Ctrl-C, the text written so far is the answer. A message that cannot be answered is
+        dropped with a warning.
         """
         pictures, self.pictures = self.pictures, []
         self._say(showing({"role": "user", "content": text}, pictures))
@@ -209,8 +209,8 @@ class Conversation:
     def _say(self, message: dict[str, Any]) -> None:
         try:
             output, ended = self._answer([*self.messages, message])
-        except KeyboardInterrupt:  # before there was a token, or pressed again
-            self.talk.say("(ended; your message is dropped)")
+        except KeyboardInterrupt:  # before the first token, or pressed twice
+            self.talk.say("(stopped; your message is dropped)")
             return
         except ValueError as error:
             warnings.warn(f"{error}; /reset forgets the conversation", stacklevel=2)
@@ -221,10 +221,10 @@ class Conversation:
         self.messages += [message, {"role": "assistant", "content": answer}]
         self.last = output
         if ended:
-            self.talk.say("(ended)")
+            self.talk.say("(stopped)")
 
     def _answer(self, messages: Sequence[dict[str, Any]]) -> tuple[GenerationOutput, bool]:
-        """The answer, written, and whether somebody ended it."""
+        """Write the answer; returns it, and whether the user stopped it."""
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         prompt = Prompt(id="1", messages=(*before, *messages))
         inputs = self.loaded.inputs(prompt)
@@ -242,7 +242,7 @@ class Conversation:
             output = self.session.generate(
                 inputs,
                 streamer=TextStream(self.loaded.tokenizer, unsplit(write_out)),
-                stopping_criteria=[lambda *_: interrupted()],  # the answer ends behind a token
+                stopping_criteria=[lambda *_: interrupted()],  # end the answer after this token
                 seed=self._next_seed(),
                 progress=progress,
                 clock=time.perf_counter,
@@ -261,7 +261,7 @@ class Conversation:
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; it stops nothing by itself, but the second time."""
+    """Yield a function that tells whether Ctrl-C was pressed. Only a second press raises."""
     pressed: list[int] = []
 
     def press(number: int, frame: Any) -> None:
@@ -281,18 +281,18 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _command(conversation: Conversation, line: str, names: Sequence[str]) -> bool:
-    """Do what a line says that begins with a slash; False ends the conversation."""
+    """Run a line that begins with a slash. Returns False to end the conversation."""
     name, _, rest = line.partition(" ")
     rest, talk = rest.strip(), conversation.talk
     if name == "/quit":
         return False
     if name == "/seed":
         if rest and not rest.removeprefix("-").isdecimal():
-            talk.say(f"a seed must be a whole number, got {rest}; as in /seed 7")
+            talk.say(f"a seed must be a whole number, got {rest}; for example /seed 7")
             return True
         conversation.seed, conversation.answers = int(rest) if rest else None, 0
-        words = f"of the next answer is {rest}" if rest else "is drawn for each answer"
-        idle = "" if conversation.do_sample else ", once there is a /temperature to sample with"
+        words = f"of the next answer is {rest}" if rest else "is random for each answer"
+        idle = "" if conversation.do_sample else ", but it takes a /temperature to sample"
         talk.say(f"the seed {words}{idle}")
     elif name == "/temperature":
         try:
@@ -300,10 +300,10 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            talk.say(f"a temperature must be 0 or above, got {rest!r}; as in /temperature .7")
+            talk.say(f"a temperature must be 0 or above, got {rest!r}; for example /temperature .7")
             return True
         conversation.do_sample, conversation.temperature = value > 0, value or None
-        words = f"sampled at temperature {value:g}" if value else "of the likeliest tokens"
+        words = f"sampled at temperature {value:g}" if value else "the most likely tokens"
         talk.say(f"answers are now {words}")
     elif name == "/system":
         conversation.system = rest or None
@@ -319,19 +319,19 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         if rest:
             conversation.save(Path(rest))
         else:
-            talk.say("name a file, as in /save chat.jsonl")
+            talk.say("give a file name, for example /save chat.jsonl")
     elif name == "/reset":
         conversation.reset()
         talk.say("the conversation is forgotten")
     elif name == "/help":
         write_out(two_columns(list(COMMANDS.items())) + "\n")
     else:
-        talk.say(f"no command {name}; /help shows them (a message may begin with a space)")
+        talk.say(f"there is no command {name}; see /help (a message may begin with a space)")
     return True
 
 
 def _draft(conversation: Conversation, names: Sequence[str]) -> None:
-    """Show the last answer with its drafted tokens marked, and what they gained."""
+    """Show the last answer with drafted tokens marked, and what drafting gained."""
     from rich.console import Console
     from rich.text import Text
 
@@ -354,9 +354,9 @@ def _draft(conversation: Conversation, names: Sequence[str]) -> None:
     for colour, meaning in dict.fromkeys(map(_shown, names)):
         legend.append(meaning, colour).append("; ")
     if not names:
-        legend.append("nothing drafts here")
+        legend.append("there are no draft sources")
     else:
-        legend.append("" if coloured else "[drafted], ").append("the rest is the model's own")
+        legend.append("" if coloured else "[drafted], ").append("the rest comes from the model")
     console.print(legend)
     console.print(Text(_gain(output)))
 
@@ -364,8 +364,8 @@ def _draft(conversation: Conversation, names: Sequence[str]) -> None:
 def pieces(
     rounds: Sequence[Round], tokenizer: Any, names: Sequence[str]
 ) -> Iterator[tuple[str, str | None]]:
-    """The text of an answer in pieces, each with the name of what drafted it, if anything did."""
-    decoder = Detokenizer(tokenizer)  # a character waits for the last of its bytes
+    """Yield pieces of an answer's text, each with the source that drafted it, if any."""
+    decoder = Detokenizer(tokenizer)  # holds a character back until all its bytes are there
     for each in rounds:
         emitted, accepted, source = each.tokens[0], each.accepted[0], each.source_of(0)
         for part, drafter in ((emitted[:accepted], source), (emitted[accepted:], None)):
@@ -376,7 +376,7 @@ def pieces(
 
 
 def _gain(output: GenerationOutput) -> str:
-    """What drafts gained, and how fast the answer was."""
+    """Describe what drafts gained, and the speed of the answer."""
     stats, rounds = output.stats, output.rounds
     assert stats is not None
     assert rounds is not None
@@ -388,9 +388,9 @@ def _gain(output: GenerationOutput) -> str:
     if stats.num_rounds:
         seconds = times[-1][-1] - times[0][-1]
         words += (
-            f"; {stats.tokens_per_round:.2f} tokens a pass (1 without drafts), "
-            f"{(stats.num_new_tokens - 1) / seconds:.1f} tokens/s behind the first"
+            f"; {stats.tokens_per_round:.2f} tokens per pass (1 without drafts), "
+            f"{(stats.num_new_tokens - 1) / seconds:.1f} tokens/s after the first"
         )
     if stats.num_known_tokens:
-        words += f"; {stats.num_known_tokens} tokens were known from earlier turns"
+        words += f"; {stats.num_known_tokens} tokens were cached from earlier turns"
     return words + (f"; seed {stats.seeds[0]}" if stats.seeds else "")

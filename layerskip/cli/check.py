@@ -1,4 +1,4 @@
-"""The check command: whether drafting is lossless on this model and machine."""
+"""The check command: tests whether drafting is lossless on this model and machine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def check(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check on your model and machine that drafting changes nothing but the speed.
+    """Check that drafting changes only the speed of a model here.
 
-    Greedy text against plain decoding and transformers' own; sampled text against plain decoding;
-    tokens drawn by both accept rules against the model's law; the cache; and the model, which must
-    stay as it was.
+    It compares greedy text with plain decoding and with transformers, sampled text with plain
+    decoding, and tokens drawn by both acceptance rules with the model's distribution. It also
+    checks the cache, and that the model is left unchanged.
     """
     if len(draft.given()) > 1:
         raise ValueError("check takes one --skip or --exit-layer; run it once for each")
@@ -84,6 +84,6 @@ def _table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
     ):
         lines += [wrap(f"{what}: {x}") for x in differences(comparison, ids, tokenizer)]
     if not report.laws_passed:
-        lines.append("the sampled law is WRONG: p-values are below the level of the test")
+        lines.append("the sampled distribution is WRONG: p-values are below the test's level")
     lines.append("passed" if report.passed else "FAILED")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The demo command: a small benchmark, a text that a person watches, and what it all means."""
+"""The demo command: a small benchmark, a streamed text, and an explanation of the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerskip.cli.terminal import Talk, TextStream, title, write_out
 from layerskip.text import decode_text
 
 TEMPERATURE, REPEATS = 0.8, 3
-GREEDY_TOKENS = 48  # of each prompt: so that the demo stays short
+GREEDY_TOKENS = 48  # per prompt, to keep the demo short
 
 
 def demo(
@@ -27,7 +27,7 @@ def demo(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decode plainly and self-speculatively: the same tokens, the speedup, and why."""
+    """Show that self-speculative decoding is exact, and how fast."""
     talk, prompts = Talk(quiet), shipped_prompts(1)
     with open_checked_drafts(draft, loading, talk) as opened:
         from layerskip.analysis.runs import ALL, Run
@@ -42,12 +42,12 @@ def demo(
         batches, _ = make_batches(encoded, [1], 0)
         sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
         greedy = Task(min(max_new_tokens, GREEDY_TOKENS), execution=loading.execution)
-        print(title("A prompt, held out from training"))
+        print(title("A prompt that was not used in training"))
         print(textwrap.dedent(prompts[0].text or "").rstrip())
         print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
         ours = Engine(model, sampled, "self", skip, **opened.sources)
         shown = ours.generate(batches[0], streamer=TextStream(loaded.tokenizer, write_out))
-        rows = {}  # what records say, by method, sampled and greedy
+        rows = {}  # headline numbers by method, for sampled and greedy decoding
         for task in (sampled, greedy):
             ours = Engine(model, task, "self", skip, **opened.sources)
             methods: list[Method] = [Peer(model, task), Engine(model, task), ours]
@@ -103,7 +103,7 @@ def demo(
     lines.append(("speedup over plain", f"{document['speedup']:.2f}x"))
     lines.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
     print(terminal.two_columns(lines))
-    print(title("Why? (of the text above)"))
+    print(title("Why? (for the text above)"))
     lines = [("drafts", opened.words)]
     if why["num_drafts"]:
         lines.append(("drafts by source", terminal.by_source(why)))
@@ -113,7 +113,7 @@ def demo(
         lines.append(("drafting", "turned itself off: it would not have paid here"))
     if cost is not None:
         lines.append(("draft step, c", f"{cost:.3f} target steps"))
-        lines.append(("its own drafts gain", f"at most 1/c = {1 / cost:.1f}x"))
+        lines.append(("gain of its drafts", f"at most 1/c = {1 / cost:.1f}x"))
     print(terminal.two_columns(lines))
     print(title("What next?"))
     for command in ("generate {} --prompt TEXT", "check {}", "benchmark {} --output FILE"):

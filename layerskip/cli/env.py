@@ -1,4 +1,4 @@
-"""The env command: this machine, and the models that are served."""
+"""The env command: facts about this machine, and the supported architectures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from layerskip.cli.terminal import to_json
 
 
 def env(
-    rebuild: bool = switch("--rebuild", "Build the native passes anew."), as_json: AsJson = False
+    rebuild: bool = switch("--rebuild", "Rebuild the native extension."), as_json: AsJson = False
 ) -> None:
-    """Show versions, processors, devices and served architectures, to paste into a bug report."""
+    """Show versions, hardware and supported models for a bug report."""
     from layerskip.environment import environment, render
     from layerskip.model import extension
     from layerskip.model.architectures import TABLE

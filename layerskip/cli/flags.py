@@ -1,4 +1,4 @@
-"""The flags of commands, one line each: name, type and help. Every heavy import waits."""
+"""The flags of all commands: name, type and help. Heavy imports happen only when they are used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def flag(
     text: str, metavar: str | None = None, *names: str, default: Any = None, **limits: Any
 ) -> Any:
-    """A flag with its help text; `names` only where its name is not that of the parameter."""
+    """An option with its help text. Pass `names` only if the flag is not named as its parameter."""
     return typer.Option(default, *names, metavar=metavar, help=text, **limits)
 
 
@@ -37,46 +37,46 @@ Prompts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="File of prompts; or spec-bench: 36 questions; or copying: 9 requests whose answers "
-        "repeat their text.  [default: prompts shipped with the model]",
+        help="Read prompts from this file. Or name a shipped set: spec-bench (36 questions) or "
+        "copying (9 requests to repeat text).  [default: prompts shipped with the model]",
     ),
 ]
 Chat = Annotated[
-    bool, typer.Option("--chat", help="Put each prompt into the chat template, as a user message.")
+    bool, typer.Option("--chat", help="Format each prompt as a user message of the chat template.")
 ]
 Images = Annotated[
     list[Path] | None,
-    typer.Option("--image", metavar="FILE", help="Show this picture to the model; repeatable."),
+    typer.Option("--image", metavar="FILE", help="Show the model this picture; repeatable."),
 ]
 MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Generate at most N tokens."),
 ]
-Seed = Annotated[int, typer.Option(metavar="N", help="Seed of sampling.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Random seed for sampling.")]
 DrawnSeed = Annotated[
-    int | None, typer.Option(metavar="N", help="Seed of sampling.  [default: one per text]")
+    int | None, typer.Option(metavar="N", help="Random seed.  [default: a new one per text]")
 ]
 MaxRows = Annotated[int, typer.Option(min=1, metavar="N", help="Decode at most N texts at once.")]
 Memory = Annotated[
     float | None,
-    typer.Option(min=0, metavar="GB", help="Memory for the KV cache of texts in progress."),
+    typer.Option(min=0, metavar="GB", help="Memory for the KV caches of texts in progress."),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print results, warnings and errors only.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print only results, warnings and errors.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document as the last line.")]
 
 
 Entry = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Skip config to take, if the --skip file holds several."),
+    typer.Option(metavar="NAME", help="Use this skip config if the --skip file holds several."),
 ]
 
 
 @dataclass(frozen=True)
 class Flags:
-    """A group of flags: commands have a parameter for each group, and get the values in it."""
+    """A group of flags. A command takes one parameter per group and receives all its values."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # of groups that are made without the command line
+        for each in fields(self):  # a group made in code: replace each option by its default
             value = getattr(self, each.name)
             if isinstance(value, OptionInfo):
                 object.__setattr__(self, each.name, value.default)
@@ -84,25 +84,25 @@ class Flags:
 
 @dataclass(frozen=True)
 class Loading(Flags):
-    """Which model, and how it runs."""
+    """Which model to load, and how to run it."""
 
     model: Annotated[
         str,
         typer.Argument(
-            help="Hub id, local folder, a shipped model (demo-llama, demo-gemma2, demo-gemma4), or "
-            "one that `make checkpoints` has made (smollm2, gemma3-270m)."
+            help="Hub id, local folder, shipped model (demo-llama, demo-gemma2, demo-gemma4), or a "
+            "model made by `make checkpoints` (smollm2, gemma3-270m)."
         ),
     ] = "demo-llama"
     device: str = flag("Run on this device: auto, cpu, cuda, cuda:1.", "NAME", default="auto")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = flag(
-        "Data type of the weights; auto: the checkpoint's, or float32 for shipped models on a CPU.",
+        "Data type of the weights. auto: the checkpoint's; float32 for shipped models on a CPU.",
         default="auto",
     )
-    trust_remote_code: bool = switch("--trust-remote-code", "Run code that the checkpoint brings.")
+    trust_remote_code: bool = switch("--trust-remote-code", "Run code from the checkpoint.")
     execution: Literal["auto", "modules", "fused", "native", "compiled"] = flag(
-        "How the layers run. modules: by transformers; fused: with fewer kernels; native: one C++ "
-        "call per pass (CPU; built once, in half a minute); compiled: by torch.compile (minutes in "
-        "every run).",
+        "How to run the layers. modules: transformers; fused: fewer kernels; native: one C++ call "
+        "per pass (CPU; a one-time build takes half a minute); compiled: torch.compile (takes "
+        "minutes in every run).",
         default="auto",
     )
     threads: int | None = flag("CPU threads.  [default: the fastest number, measured]", "N", min=1)
@@ -119,17 +119,17 @@ class Skip(Flags):
     """The model's own draft."""
 
     skip: list[str] | None = flag(
-        "Draft as this JSON file of a skip config says; repeatable: each round then takes the one "
-        "that is expected to gain most.",
+        "Draft with the skip config in this JSON file. Repeatable: each round uses the config with "
+        "the highest expected gain.",
         "FILE",
     )
     entry: Entry = None
     exit_layer: list[int] | None = flag(
-        "Draft with layers 0 to E-1: an early exit; repeatable, as --skip.", "E"
+        "Draft with layers 0 to E-1 (early exit). Repeatable, like --skip.", "E"
     )
 
     def given(self) -> list[SkipConfig]:
-        """The skip configs; asked before the model is loaded, so that errors come at once."""
+        """Return the skip configs. Called before the model is loaded, so that errors come early."""
         if self.skip and self.exit_layer:
             raise ValueError("give --skip or --exit-layer, not both")
         exits = [SkipConfig.early_exit(layer) for layer in self.exit_layer or ()]
@@ -138,47 +138,47 @@ class Skip(Flags):
 
 @dataclass(frozen=True)
 class Sources(Flags):
-    """What drafts, beside what a skip config names."""
+    """Draft sources other than the skip configs."""
 
     low_precision: Literal["8", "4", "none"] | None = flag(
-        "Draft with the weights rounded to this many bits.  [default: as the skip config says; "
-        "without one 8, where that is fast]"
+        "Draft with weights rounded to this many bits.  [default: from the skip config; without "
+        "one, 8 where that is fast]"
     )
     window: int | None = flag(
-        "In long texts, drafts attend to the first few tokens and the last TOKENS; 0: to all.  "
-        "[default: as the skip config says; without one 1024, where drafts are in 8 bits]",
+        "In long texts, let drafts attend only to the first few and the last TOKENS tokens; 0: to "
+        "all.  [default: from the skip config; without one, 1024 for 8-bit drafts]",
         "TOKENS",
         min=0,
     )
     lookup: bool | None = flag(
-        "Draft what followed the same words earlier in the text.  [default: as the skip config "
-        "says; without one, yes]",
+        "Draft the tokens that followed the same words earlier in the text.  [default: from the "
+        "skip config; without one, on]",
         None,
         "--lookup/--no-lookup",
     )
-    lookup_file: Path | None = flag("Also look up drafts in this UTF-8 text.", "FILE")
+    lookup_file: Path | None = flag("Also look up drafts in this UTF-8 text file.", "FILE")
     laws: Path | None = flag(
-        "Draft trees of the tokens that the model found likely after the same words, in this file "
-        "of `layerskip laws` and in the text so far.",
+        "Draft trees of tokens that the model found likely after the same words, in this file made "
+        "by `layerskip laws` and in the text so far.",
         "FILE",
     )
-    keep_laws: bool = switch("--keep-laws", "Add to the file of --laws what the model finds now.")
+    keep_laws: bool = switch("--keep-laws", "Add what the model finds likely to the --laws file.")
     assistant: str | None = flag(
-        "Draft with a second model of the same vocabulary, a Gemma 4 assistant, or an EAGLE-3 "
-        "head (a folder or a Hub id).",
+        "Draft with a second model of the same vocabulary, a Gemma 4 assistant or an EAGLE-3 head: "
+        "a folder or a Hub id.",
         "MODEL",
     )
     draft_memory: float | None = flag(
-        "Memory for the copies of weights that drafts need.  [default: half of what is free]",
+        "Memory for copies of weights that drafts need.  [default: half of the free memory]",
         "GB",
         min=0,
     )
 
     @property
     def idle(self) -> dict[str, Any]:
-        """The flags for `warn_idle`."""
+        """The flags to pass to `warn_idle`."""
         values = {each.name: getattr(self, each.name) for each in fields(Sources)}
-        del values["keep_laws"]  # refused without --laws
+        del values["keep_laws"]  # an error without --laws, not a warning
         return values
 
     @property
@@ -187,7 +187,7 @@ class Sources(Flags):
         return None if self.draft_memory is None else int(self.draft_memory * 1e9)
 
     def text(self) -> str | None:
-        """The text of --lookup-file; read before the model is, so that errors come at once."""
+        """Return the text of --lookup-file. Read before the model, so that errors come early."""
         if self.lookup_file is None:
             return None
         if self.lookup is False:
@@ -195,7 +195,7 @@ class Sources(Flags):
         return text_in("--lookup-file", self.lookup_file)
 
     def changed(self, skip: SkipConfig) -> SkipConfig:
-        """The skip config with the window and the precision that are asked for."""
+        """Return the skip config with the requested window and precision."""
         if self.window is not None and self.window != (skip.window or 0):
             skip = replace(skip, window=self.window or None, costs=None)
         if self.low_precision is None:
@@ -206,13 +206,13 @@ class Sources(Flags):
             return skip
         if skip.trained is not None and (low is not None or not skip.trained.module):
             raise ValueError(
-                f"--low-precision {bits} is not what this skip config's weights were trained for; "
-                "leave it out"
+                f"--low-precision {bits} does not match what this skip config's weights were "
+                "trained for; leave it out"
             )
         return replace(skip, low=low, costs=None)
 
     def refuse_keeping(self, command: str) -> None:
-        """Refuse --keep-laws in a command that may run in several processes."""
+        """Raise a ValueError for --keep-laws in a command that may run in several processes."""
         if self.keep_laws:
             raise ValueError(
                 f"{command} may run in several processes, which would overwrite each other's laws:"
@@ -222,34 +222,34 @@ class Sources(Flags):
 
 @dataclass(frozen=True)
 class Pace(Flags):
-    """Settings of `LayerSkipDecoding` that the command line hands on as they are."""
+    """Settings of `LayerSkipDecoding` that the command line passes on unchanged."""
 
-    max_draft_length: int | None = flag("Draft at most N tokens a round.", "N", min=1)
+    max_draft_length: int | None = flag("Draft at most N tokens per round.", "N", min=1)
     threshold: float | None = flag(
-        "Stop drafting below this confidence; for controllers that have a threshold.",
+        "Stop drafting below this confidence. Only for controllers with a threshold.",
         "P",
         min=0,
         max=1,
     )
     adaptive: str | None = flag(
-        "Settings of adaptive-threshold, all or some: "
+        "Some or all settings of adaptive-threshold: "
         + ",".join(f"{name}={value}" for name, value in ADAPTIVE.items())
         + ".",
         "LIST",
     )
     branches: bool | None = flag(
-        "Also verify second-best tokens of drafts, where they are expected to pay; `benchmark` "
-        "then measures drafts with and without.  [default: as the skip config says]",
+        "Also verify second-best draft tokens where that is expected to pay. `benchmark` then "
+        "measures drafts with and without them.  [default: from the skip config]",
         None,
         "--branches/--no-branches",
     )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by name.
+        """Return the settings by name.
 
         Raises:
-            ValueError: --adaptive is no list of numbers by name, or one is out of range.
+            ValueError: --adaptive is not a list of numbers by name, or a number is out of range.
         """
         values = {each.name: getattr(self, each.name) for each in fields(Pace)}
         if self.adaptive is not None:
@@ -266,18 +266,18 @@ class Pace(Flags):
 
 @dataclass(frozen=True)
 class DraftFlags(Sources, Skip):
-    """Everything that may draft."""
+    """All flags that select draft sources."""
 
 
 @dataclass(frozen=True)
 class Decoding(Pace, DraftFlags):
-    """How to decode: what drafts, how long, and whether at all."""
+    """How to decode: what drafts, how many tokens, and whether to draft at all."""
 
     controller: ControllerName | None = flag(
-        "What decides how long to draft: " + ", ".join(CONTROLLERS) + ".  [default: expected-gain]",
+        "How to set the draft length: " + ", ".join(CONTROLLERS) + ".  [default: expected-gain]",
         "NAME",
     )
-    no_draft: bool = switch("--no-draft", "Decode without drafts.")
+    no_draft: bool = switch("--no-draft", "Decode without drafting.")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -286,15 +286,15 @@ class Decoding(Pace, DraftFlags):
 
 @dataclass(frozen=True)
 class Sampling(Flags):
-    """The distribution that tokens are drawn from."""
+    """The distribution from which tokens are drawn."""
 
-    do_sample: bool = switch("--do-sample", "Sample, instead of taking the most likely token.")
+    do_sample: bool = switch("--do-sample", "Sample instead of taking the most likely token.")
     temperature: float | None = flag(
-        "Temperature of sampling.  [default: the model's setting, else 1]", "T"
+        "Sampling temperature.  [default: the model's setting, else 1]", "T"
     )
     top_p: float | None = flag(
-        "Sample from the most likely tokens that have this total probability.  [default: the "
-        "model's setting, else all]",
+        "Sample from the smallest set of most likely tokens whose probabilities add up to P.  "
+        "[default: the model's setting, else all tokens]",
         "P",
         min=0,
         max=1,
@@ -306,11 +306,11 @@ class Sampling(Flags):
         min=0,
     )
     acceptance: Literal["coupled", "rejection"] | None = flag(
-        "Rule by which drafts are accepted in sampling.  [default: coupled]"
+        "Acceptance rule for drafts when sampling.  [default: coupled]"
     )
 
     def check(self, seed: int | None = None) -> None:
-        """Refuse a temperature that is none; warn of flags without an effect."""
+        """Raise a ValueError for an invalid temperature, and warn about flags without effect."""
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"--temperature must be positive and finite, got {self.temperature}; for the "
@@ -322,11 +322,11 @@ class Sampling(Flags):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Temperature, top-p and top-k; None: the model's setting."""
+        """Temperature, top-p and top-k. None stands for the model's own setting."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
-        """What a benchmark asks of every method, the model's settings filled in."""
+        """The task a benchmark gives to every method, with the model's own settings filled in."""
         from layerskip.bench.methods import Task
         from layerskip.requests import sampling_of
 
@@ -343,22 +343,22 @@ class Sampling(Flags):
 
 @dataclass(frozen=True)
 class Wording(Flags):
-    """How a text begins, where it ends, and which words it prefers."""
+    """How a text begins, where it ends, and which tokens are more or less likely."""
 
-    system: str | None = flag("System message for prompts without one; implies --chat.", "TEXT")
+    system: str | None = flag("System message for prompts that have none; implies --chat.", "TEXT")
     stop: list[str] | None = flag("End the text after this string; repeatable.", "TEXT")
     repetition_penalty: float | None = flag(
-        "Above 1, tokens that are already in the text become less likely.", "X"
+        "Make tokens that are already in the text less likely if X is above 1.", "X"
     )
     min_p: float | None = flag(
-        "Sample only tokens with at least this share of the most likely one's probability.",
+        "Sample only tokens that are at least P times as likely as the most likely token.",
         "P",
         min=0,
         max=1,
     )
 
     def check(self, do_sample: bool) -> None:
-        """Refuse values that mean nothing; warn of a flag without an effect."""
+        """Raise a ValueError for invalid values, and warn about flags without effect."""
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 "--repetition-penalty must be positive and finite (1 is off), got "
@@ -370,7 +370,7 @@ class Wording(Flags):
             warn_idle({"min_p": self.min_p}, "without --do-sample")
 
     def settings(self, tokenizer: Any) -> dict[str, Any]:
-        """The arguments of `layerskip.generate`."""
+        """The arguments for `layerskip.generate`."""
         ends = {"stop_strings": self.stop, "tokenizer": tokenizer} if self.stop else {}
         given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p}
         return ends | {name: value for name, value in given.items() if value is not None}
@@ -378,23 +378,23 @@ class Wording(Flags):
 
 @dataclass(frozen=True)
 class Form(Flags):
-    """The form that a text keeps to."""
+    """The form that the generated text must have."""
 
-    json_schema: Path | None = flag("Write JSON that follows the schema in this file.", "FILE")
-    regex: str | None = flag("Write text that matches a regular expression.", "PATTERN")
+    json_schema: Path | None = flag("Write JSON that matches the schema in this file.", "FILE")
+    regex: str | None = flag("Write text that matches this regular expression.", "PATTERN")
 
     def check(self) -> None:
-        """Refuse both at once, and a file that cannot be read, before anything is loaded."""
+        """Refuse both flags together, or an unreadable file, before anything is loaded."""
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("give --json-schema or --regex, not both")
         self.schema()
 
     def schema(self) -> str | None:
-        """The text of --json-schema."""
+        """The contents of the --json-schema file."""
         return None if self.json_schema is None else text_in("--json-schema", self.json_schema)
 
     def processors(self, loaded: Loaded) -> list[Any]:
-        """Logits processors, one at most."""
+        """Return the logits processors: at most one."""
         schema = self.schema()
         if schema is None and self.regex is None:
             return []
@@ -409,7 +409,7 @@ class Form(Flags):
 
 
 def seconds_given(timeout: float | None, minutes: float | None) -> float | None:
-    """The time for a whole command; None where neither flag says one."""
+    """Return the time limit of a whole command in seconds, or None if neither flag is given."""
     if timeout is not None and minutes is not None:
         raise ValueError("give --timeout SECONDS or --minutes M, not both")
     for name, value, unit in (("timeout", timeout, "seconds"), ("minutes", minutes, "minutes")):
@@ -419,14 +419,14 @@ def seconds_given(timeout: float | None, minutes: float | None) -> float | None:
 
 
 def load_skips(paths: Sequence[str] | None, entry: str | None) -> dict[str, SkipConfig]:
-    """The skip configs of --skip by path, of files of several those of --entry."""
+    """Load the --skip files: configs by path. --entry picks one where a file holds several."""
     if not paths:
         warn_idle({"entry": entry}, "without --skip")
     return {path: SkipConfig.load(path, entry) for path in paths or ()}
 
 
 def text_in(name: str, path: Path) -> str:
-    """The text of a file that a flag names."""
+    """Read the text file that the flag `name` points to."""
     try:
         text = read_text(path).decode()
     except OSError as error:
@@ -434,12 +434,12 @@ def text_in(name: str, path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} {path} is not UTF-8: {error}") from error
     if not text:
-        raise ValueError(f"{name} {path} is empty; there is nothing in it")
+        raise ValueError(f"{name} {path} is empty; give a file with text")
     return text
 
 
 def warn_idle(flags: dict[str, Any], reason: str) -> None:
-    """Warn about each flag that was given and has no effect; False is that of `--no-`."""
+    """Warn about each flag that was given but has no effect. False stands for the `--no-` form."""
     for name, value in flags.items():
         if value is not None:
             told = f"{'no-' if value is False else ''}{name.replace('_', '-')}"

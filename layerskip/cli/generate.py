@@ -1,4 +1,4 @@
-"""The generate command: prompts continued, self-speculatively; every heavy import waits."""
+"""The generate command: continues prompts. Heavy imports happen only when they are used."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def generate(
     *,
     prompt: str | None = flag(
-        "Continue this text; -: standard input, as without a prompt.", "TEXT"
+        "Continue this text. -, or no prompt at all: read standard input.", "TEXT"
     ),
     prompts: Path | None = flag(
-        "Continue each prompt of a file: JSON lines, or one prompt a line; -: standard input.",
+        "Continue each prompt of this file: JSON lines, or one prompt per line; -: standard input.",
         "FILE",
         "--prompts",
         "--prompt-file",
@@ -42,12 +42,12 @@ def generate(
     max_new_tokens: flags.MaxNewTokens = 128,
     sampling: flags.Sampling,
     seed: flags.DrawnSeed = None,
-    stream: bool = switch("--stream", "Write the text as it is generated."),
+    stream: bool = switch("--stream", "Write the text while it is generated."),
     loading: flags.Loading,
     quiet: flags.Quiet = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Continue a prompt: faster than plain decoding, with the same text."""
+    """Continue a prompt with the text of plain decoding, but faster."""
     began = time.perf_counter()
     pictures = read_pictures(image)
     chosen = spoken(_given_prompts(prompt, prompts), chat, wording.system)
@@ -123,7 +123,7 @@ def generate(
     total = time.perf_counter() - began
     talk.say(
         f"{total:.1f} s in all, "
-        f"{total - sum(result['seconds'] for result in results):.1f} of them to load and measure"
+        f"{total - sum(result['seconds'] for result in results):.1f} s of that to load and measure"
     )
     if as_json:
         whole = {"results": results} if len(chosen) > 1 else results[0]
@@ -132,7 +132,7 @@ def generate(
 
 def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
     if prompt is not None and path is not None:
-        raise ValueError("give --prompt TEXT or --prompts FILE, one of them; got both")
+        raise ValueError("give either --prompt TEXT or --prompts FILE; got both")
     if path is not None:
         return read_given(path)
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
@@ -144,7 +144,7 @@ def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
             ) from error
     if prompt is None:
         raise ValueError(
-            "give --prompt TEXT, --prompts FILE or a text on standard input; got neither"
+            "give --prompt TEXT, --prompts FILE or text on standard input; got none of them"
         )
     if not prompt:
         raise ValueError("--prompt is empty; give at least one token")
@@ -158,16 +158,16 @@ def _summary(result: dict[str, Any]) -> str:
         f"{result['prefill_tokens_per_second']:.0f} tokens/s)"
     )
     if result["decode_tokens_per_second"] is not None:
-        words += f", the others at {result['decode_tokens_per_second']:.1f} tokens/s"
+        words += f", the rest at {result['decode_tokens_per_second']:.1f} tokens/s"
     if result["finish_reason"] == "length":
-        words += "; cut at --max-new-tokens"
+        words += "; cut off by --max-new-tokens"
     if result["num_known_tokens"]:
-        words += f"; {result['num_known_tokens']} tokens known from earlier prompts"
+        words += f"; {result['num_known_tokens']} tokens cached from earlier prompts"
     if result["num_drafts"]:
         by = f" ({terminal.by_source(result)})" if len(result["sources"]) > 1 else ""
         words += (
-            f"; {result['num_drafts']} drafts{by} of {result['num_draft_tokens']} tokens, accepted "
-            f"{result['num_accepted_tokens']} ({result['acceptance_rate']:.2f}), mean acceptance "
-            f"length {result['mean_acceptance_length']:.2f}"
+            f"; {result['num_drafts']} drafts{by} with {result['num_draft_tokens']} tokens, "
+            f"accepted {result['num_accepted_tokens']} ({result['acceptance_rate']:.2f}), "
+            f"mean acceptance length {result['mean_acceptance_length']:.2f}"
         )
     return words if result["seed"] is None else f"{words}; seed {result['seed']}"

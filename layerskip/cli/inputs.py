@@ -1,4 +1,4 @@
-"""What commands read and where they write: prompts and folders."""
+"""The inputs and outputs of commands: prompts, pictures and folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layerskip.prompts import Prompt, by_category, read_prompts
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of --output; refuse what cannot be written to, before anything is loaded."""
+    """Make the --output folder. Raise a ValueError before loading if it cannot be written to."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {folder} is a file; give a folder")
     try:
@@ -28,30 +28,30 @@ def make_folder(folder: Path) -> None:
 
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
-    """The prompts of a file, else those shipped with the model."""
+    """The prompts of a file, or those shipped with the model."""
     if path is not None:
         return read_given(path)
     if model not in SHIPPED:
         raise ValueError(
-            "--prompts FILE is needed for a model of your own: JSON lines, or one prompt a line, "
-            f"a few dozen of them, or {' or '.join(NAMED_PROMPTS)} (only "
-            f"{' and '.join(SHIPPED)} come with prompts)"
+            "a model of your own needs --prompts FILE: a few dozen prompts, as JSON lines or one "
+            f"prompt per line, or {' or '.join(NAMED_PROMPTS)} (only {' and '.join(SHIPPED)} "
+            "come with prompts)"
         )
     return shipped_prompts(None)
 
 
 def read_given(path: Path) -> list[Prompt]:
-    """The prompts of a file, of the sample of that name, or of standard input, which is "-"."""
+    """Read prompts from a file, from the shipped set of that name, or from standard input ("-")."""
     if str(path) == "-":
         path = Path("/dev/stdin")
     return read_prompts(path if path.exists() else NAMED_PROMPTS.get(str(path), path))
 
 
 def read_tasks(folder: Path) -> list[Prompt]:
-    """The prompts of a folder's JSONL files, a task each: its name is the prompts' category."""
+    """Read a folder of JSONL files. Each is a task, and its name is the category of its prompts."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise ValueError(f"--tasks {folder} must be a folder with a .jsonl file for each task")
+        raise ValueError(f"--tasks {folder} must be a folder with one .jsonl file per task")
     return [
         replace(prompt, id=f"{file.stem}-{prompt.id}", category=file.stem)
         for file in files
@@ -60,7 +60,7 @@ def read_tasks(folder: Path) -> list[Prompt]:
 
 
 def read_pictures(paths: Sequence[Path] | None) -> list[Any]:
-    """The pictures of --image, read before the model is, so that errors come at once."""
+    """Read the --image files. Called before the model is loaded, so that errors come early."""
     pictures = []
     for path in paths or ():
         try:
@@ -73,24 +73,24 @@ def read_pictures(paths: Sequence[Path] | None) -> list[Any]:
 
 
 def spoken(prompts: Sequence[Prompt], chat: bool, system: str | None = None) -> list[Prompt]:
-    """The prompts, for the chat template where --chat or a system message was given."""
+    """Mark the prompts for the chat template if --chat or a system message is given."""
     if system is not None:
         return [prompt.as_chat().with_system(system) for prompt in prompts]
     return [prompt.as_chat() if chat else prompt for prompt in prompts]
 
 
 def shipped_prompts(per_category: int | None) -> list[Prompt]:
-    """The first few prompts of each category; None takes all."""
+    """The first few shipped prompts of each category; None takes all."""
     return first_of_each(read_prompts(SHIPPED_PROMPTS), per_category)
 
 
 def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """The first so many prompts of each category; None takes all."""
+    """The first `limit` prompts of each category; None takes all."""
     return [prompt for each in by_category(prompts).values() for prompt in each[:limit]]
 
 
 def first_in_turn(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """So many prompts, taken from each category in turn, in their order; None takes all."""
+    """`limit` prompts, taken from each category in turn, in file order; None takes all."""
     turns = chain.from_iterable(zip_longest(*by_category(prompts).values()))
     chosen = {prompt.id for prompt in islice(filter(None, turns), limit)}
     return [prompt for prompt in prompts if prompt.id in chosen]

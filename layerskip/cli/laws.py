@@ -1,4 +1,4 @@
-"""The laws command: the likeliest tokens after every few tokens of texts, stored in a file."""
+"""The laws command: stores in a file which tokens a model finds likely throughout some texts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from layerskip.registry import named
 def laws(
     *,
     text: list[Path] = flag(
-        "UTF-8 text to read; repeatable: of the same words, the last text counts.",
+        "Read this UTF-8 text; repeatable. For repeated contexts, the last text counts.",
         "FILE",
         default=...,
     ),
-    output: Path = flag("File to write; replaced if it is there.", "FILE", default=...),
+    output: Path = flag("Write this file; an existing one is replaced.", "FILE", default=...),
     places: int | None = flag(
-        "Keep at most N places, 272 bytes each.  [default: 16384]", "N", min=1
+        "Keep at most N contexts of 272 bytes each.  [default: 16384]", "N", min=1
     ),
     loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read your texts with a model, and keep what it finds likely after every four tokens.
+    """Store which tokens a model finds likely in your texts.
 
-    With `--laws FILE`, `generate`, `chat`, `run`, `serve` and `benchmark` draft from the file:
-    trees of the tokens that are likely after the same four. The file serves this model only.
+    The file lists the likely next tokens after each sequence of four tokens. With `--laws FILE`,
+    `generate`, `chat`, `run`, `serve` and `benchmark` draft from it. It works for this model only.
     """
     texts = [text_in("--text", each) for each in text]
     talk = Talk(quiet)
@@ -44,7 +44,7 @@ def laws(
     kept.save(output)
     size = output.stat().st_size
     talk.say(
-        f"{read:,} tokens read, what is said at {len(kept):,} places kept: {output}, "
+        f"{read:,} tokens read, likely tokens of {len(kept):,} contexts kept: {output}, "
         f"{size / 1e6:.1f} MB; draft from it with --laws {output}"
     )
     if as_json:

@@ -1,7 +1,7 @@
-"""The command line: flags, words and exit codes; every import that costs time waits for its use.
+"""The command line: commands, messages and exit codes. Slow imports happen only when used.
 
-Results go to standard output, talk and progress to standard error. Exit codes: 0 done, 1 a check
-failed, 2 bad input (one line says why), 130 interrupted.
+Results go to standard output, messages and progress to standard error. Exit codes: 0 success,
+1 a check failed, 2 bad input (one line gives the reason), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from layerskip.cli.serve import serve
 from layerskip.cli.terminal import shown
 from layerskip.cli.train import train
 
-SPINS = "10000"  # a thirtieth of the default; fewer cost where nothing else runs
-_PIPE_CLOSED = 128 + 13  # as a shell reports a process that SIGPIPE ended
+SPINS = "10000"  # a thirtieth of the default; fewer would cost time on an idle machine
+_PIPE_CLOSED = 128 + 13  # what a shell reports for a process that SIGPIPE ended
 
 
 class _Commands(TyperGroup):
-    """Ends every way a command can fail in one line and an exit code."""
+    """Turns every failure of a command into one line of text and an exit code."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:
         standalone = kwargs.pop("standalone_mode", True)
@@ -55,9 +55,9 @@ class _Commands(TyperGroup):
     def _run(self, args: Sequence[str] | None, **kwargs: Any) -> int:
         try:
             code: int | None = super().main(args, standalone_mode=False, **kwargs)
-            sys.stdout.flush()  # here, where a full disk still has a line and an exit code
+            sys.stdout.flush()  # here, so that a full disk still gives a message and an exit code
         except (BrokenPipeError, SystemExit):
-            # whoever read the output went away; typer, too, exits where it meets that
+            # The reader of the output went away. Typer also exits when it meets that.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _PIPE_CLOSED
         except TyperException as error:
@@ -94,16 +94,16 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     _spin_less()
     app(prog_name="layerskip")
 
 
 def _spin_less() -> None:
-    """Let idle threads of torch's pool give way soon, where the user has said nothing of that.
+    """Make idle threads of torch's pool yield soon, unless the user has set how long they spin.
 
-    By default they spin for milliseconds after every product: where another process needs the
-    core, threads wait for one another many times over. Read when torch is loaded, later than here.
+    By default they spin for milliseconds after every product. If another process needs the core,
+    threads then wait for each other many times over. Torch reads the variable when it is loaded.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
@@ -126,9 +126,9 @@ def _root(
 
 
 def _spliced(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with flags of its own in place of parameters that are dataclasses of flags.
+    """Replace each parameter that is a dataclass of flags by one parameter per flag.
 
-    This is what typer reads; the command is called with the objects.
+    Typer reads this flat signature; the wrapped command receives the dataclass objects.
     """
     groups: dict[str, Any] = {}
     flags: list[Parameter] = []

@@ -1,7 +1,7 @@
-"""Models and their drafts, opened for a command as its flags say; every heavy import waits.
+"""Opens the model and the drafts that a command's flags ask for. Heavy imports are deferred.
 
-A skip config that is named comes first, then the one beside the checkpoint. Without either, drafts
-need no set-up: they are looked up, and the model drafts in low precision where that is fast.
+A skip config given by flag takes precedence over one stored with the checkpoint. Without either,
+drafts need no setup: they are looked up, and the model drafts in low precision where that is fast.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from layerskip.decoding.sources.lookup import Lookup
     from layerskip.model.sublayers import Sublayers
 
-_MEASURING = 0.5  # seconds, where costs are not known from earlier commands
+_MEASURING = 0.5  # seconds, if no earlier command has stored the costs
 
 
 def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
-    """A model, loaded; `reads` as of `checkpoints.load`."""
+    """Load the model. `reads` is passed to `checkpoints.load`."""
     talk.progress("importing torch and transformers")
     with _unsearched():
         from layerskip.checkpoints import load
@@ -42,9 +42,9 @@ def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
 
 @contextmanager
 def _unsearched() -> Iterator[None]:
-    """No search for garbage looks at what is made inside, there or later, but at the very end.
+    """Exempt objects made inside from garbage collection until the interpreter exits.
 
-    The library makes a million objects that stay; searches through them take a second.
+    Importing the libraries makes a million lasting objects; collections over them take a second.
     """
     searching = gc.isenabled()
     gc.disable()
@@ -61,15 +61,15 @@ def _unsearched() -> Iterator[None]:
 def open_passes(
     loaded: Loaded, loading: Loading, talk: Talk, threads: int | None = None
 ) -> Iterator[Sublayers]:
-    """The model opened up, on its threads meanwhile; says how passes are computed, and why so.
+    """Open the model and set its number of threads meanwhile; says how passes are computed.
 
     Args:
-        threads: where the command line names none; None measures which number is fastest.
+        threads: used if the command line gives none; None measures which number is fastest.
     """
     from layerskip.timing.threads import cpu_threads, fitting_threads
 
     with warnings.catch_warnings():
-        if not talk.quiet:  # then the line below says it
+        if not talk.quiet:  # the line below says the same
             warnings.filterwarnings("ignore", "passes take the fused path")
         opened = loaded.opened(loading.execution)
     threads = loading.threads or threads
@@ -78,20 +78,20 @@ def open_passes(
     with cpu_threads(None) as most, cpu_threads(threads or fitting_threads(opened)) as count:
         words = f"passes: {opened.describe()}"
         if threads is None and count < most:
-            words += f"; more gain nothing here (--threads {most} takes all)"
+            words += f"; more threads gain nothing here (--threads {most} uses all)"
         talk.say(words)
         yield opened
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model on its threads, and what drafts for it.
+    """An opened model and its draft sources.
 
     Attributes:
-        model: the model opened up.
-        settings: of `LayerSkipDecoding`, what is chosen here written out.
-        names: what rounds call the sources.
-        words: what drafts come from, in words.
+        model: the opened model.
+        settings: settings of `LayerSkipDecoding`, with the choices made here filled in.
+        names: the names of the sources in rounds.
+        words: the sources, described in words.
     """
 
     loaded: Loaded
@@ -102,12 +102,12 @@ class Opened:
 
     @property
     def sources(self) -> dict[str, Any]:
-        """The sources, as `bench.methods.Engine` takes them."""
+        """The sources as keyword arguments of `bench.methods.Engine`."""
         return {name: self.settings[name] for name in ("lookup", "sources", "assistant")}
 
 
 def own_draft(sources: Sources, model: Sublayers) -> tuple[SkipConfig | None, str | None]:
-    """The model's own draft where no skip config is named, and why it has no better one."""
+    """Return the model's own draft if no skip config is given, and why there is no better one."""
     from layerskip.drafts import automatic_draft, in_words
 
     default, reason = SkipConfig(), None
@@ -120,17 +120,17 @@ def own_draft(sources: Sources, model: Sublayers) -> tuple[SkipConfig | None, st
     nbytes, limit = model.weights.nbytes(skip), sources.memory
     if sources.low_precision is not None and limit is not None and nbytes > limit:
         raise ValueError(
-            f"--low-precision {sources.low_precision} takes {in_words(nbytes)} of memory, "
-            f"--draft-memory allows {in_words(limit)}"
+            f"--low-precision {sources.low_precision} needs {in_words(nbytes)} of memory, "
+            f"but --draft-memory allows {in_words(limit)}"
         )
     return skip, reason
 
 
 def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk) -> Loaded | None:
-    """The second model, if one is named.
+    """Load the --assistant model, if one is given.
 
     Raises:
-        ValueError: it has another vocabulary.
+        ValueError: its vocabulary differs from the model's.
     """
     if sources.assistant is None:
         return None
@@ -149,7 +149,7 @@ def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk)
 def looked_up(
     sources: Sources, text: str | None, loaded: Loaded, talk: Talk
 ) -> bool | Lookup | None:
-    """Whether and in which text drafts are looked up; None: the flags do not say."""
+    """Return whether, or in which text, to look up drafts. None: the flags do not say."""
     if text is None:
         return sources.lookup
     from layerskip.decoding.sources.lookup import Lookup
@@ -159,10 +159,10 @@ def looked_up(
 
 
 def kept_laws(sources: Sources) -> Any:
-    """The laws of the file; with --keep-laws none at first, where there is no file yet."""
+    """Load the --laws file. With --keep-laws, a missing file gives an empty store."""
     if sources.laws is None:
         if sources.keep_laws:
-            raise ValueError("--keep-laws has nowhere to keep them; give --laws FILE, too")
+            raise ValueError("--keep-laws needs a file to add to; give --laws FILE, too")
         return None
     store = named("store", "laws")
     if sources.keep_laws and not sources.laws.exists():
@@ -180,11 +180,11 @@ def open_drafts(
     plain: bool = False,
     reads: bool = False,
 ) -> Iterator[Opened]:
-    """A model on its threads, and its drafts, with copies of weights made.
+    """Open a model and its drafts, including any copies of weights.
 
     Args:
-        check: told the model before anything is measured, so that it refuses early.
-        plain: nothing is to draft.
+        check: called with the model before anything is measured, to refuse early.
+        plain: open no drafts.
         reads: the model may be an encoder-decoder.
     """
     given, text, laws = flags.given(), flags.text(), kept_laws(flags)
@@ -229,8 +229,8 @@ def open_drafts(
         drafts = choose_drafts(model, LayerSkipDecoding(**settings | {"enabled": True}))
         words = ", or ".join(drafts.words) or "none"
         if reason is not None:
-            words += f"; none of the model in 8 bits: {reason}"
-        words += "" if why is None else f"; none by the checkpoint's own head: {why}"
+            words += f"; the model does not draft in 8 bits: {reason}"
+        words += "" if why is None else f"; the checkpoint's own head does not draft: {why}"
         settings["enabled"] = bool(drafts.sources) and not off
         try:
             yield Opened(loaded, model, settings, drafts.names, words)
@@ -241,14 +241,14 @@ def open_drafts(
 
 @contextmanager
 def open_checked_drafts(flags: DraftFlags, loading: Loading, talk: Talk) -> Iterator[Opened]:
-    """As `open_drafts`, for commands that set drafting beside plain decoding.
+    """Like `open_drafts`, for commands that compare drafting with plain decoding.
 
     Raises:
-        ValueError: there is nothing to draft from.
+        ValueError: there is no source of drafts.
     """
     with open_drafts(flags, loading, talk) as opened:
         if not opened.names:
-            raise ValueError(f"there are no drafts here: {opened.words}; name a skip config")
+            raise ValueError(f"nothing can draft here: {opened.words}; give a skip config")
         talk.say(f"drafts: {opened.words}")
         yield opened
 
@@ -264,11 +264,11 @@ def open_decoding(
     *,
     reads: bool = False,
 ) -> Iterator[Opened]:
-    """A model on its threads, with all settings of `layerskip.generate`; costs are measured.
+    """Open a model with all settings of `layerskip.generate`, and measure its costs.
 
     Args:
-        check: told the model before anything is measured, so that it refuses early.
-        reads: the model may be an encoder-decoder, whose costs are measured behind its encoder.
+        check: called with the model before anything is measured, to refuse early.
+        reads: the model may be an encoder-decoder, whose decoder's costs are measured.
     """
     processors: list[Any] = []
 
@@ -276,7 +276,7 @@ def open_decoding(
         check(loaded)
         processors.extend([] if form is None else form.processors(loaded))
         if loaded.store_halves(loading.execution):
-            talk.say("float32 weights hold bfloat16 numbers: they are read from half the bytes")
+            talk.say("the float32 weights are exact in bfloat16: half the bytes are read")
 
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     law["do_sample"] = sampling.do_sample
@@ -294,7 +294,7 @@ def open_decoding(
         if settings["enabled"] and not opened.model.encoder:
             from layerskip.generation import LayerSkipDecoding
 
-            talk.progress("measuring what drafting costs here")
+            talk.progress("measuring the costs of drafting")
             LayerSkipDecoding(**settings).prepare(opened.loaded.model, seconds=_MEASURING, **law)
         if processors:
             settings["logits_processor"] = processors

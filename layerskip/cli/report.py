@@ -1,4 +1,4 @@
-"""The report command: files of measurements to a folder to look at; never imports torch."""
+"""The report command: turns files of measurements into a folder of pages; never imports torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE|FOLDER...",
-            help="Records of runs (.jsonl), search.json, train.json, or folders that hold some.",
+            help="Run records (.jsonl), search.json, train.json, or folders that hold them.",
         ),
     ],
-    output: Path = flag("Folder to write the report to.", "DIR", default=...),
+    output: Path = flag("Write the report to this folder.", "DIR", default=...),
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make tables, plots and one page of what `benchmark`, `search` and `train` have written."""
+    """Make tables and plots from `benchmark`, `search` and `train`."""
     from layerskip.analysis import write_report
 
     talk = Talk(quiet)

@@ -1,4 +1,4 @@
-"""The run command: a file of prompts answered into a file; every heavy import waits."""
+"""The run command: answers a file of prompts into a file. Heavy imports are deferred."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from layerskip.serving.api import Served
     from layerskip.serving.files import Answering, Progress, Task
 
-_AHEAD = 4  # times as many prompts as run at once are sorted by length
-_READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # of a checkpoint's files
-_SAMPLES, _SAMPLED = 64, 1 << 12  # places in each file, and bytes of each
+_AHEAD = 4  # prompts sorted by length, as a multiple of those that run at once
+_READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # checkpoint files to hash
+_SAMPLES, _SAMPLED = 64, 1 << 12  # pieces hashed per file, and bytes per piece
 
 
 @dataclass(frozen=True)
 class Limits(flags.Flags):
-    """How much is answered at once, and from which seed on."""
+    """Limits on what is answered at once, and the first seed."""
 
     max_new_tokens: flags.MaxNewTokens = 128
     max_rows: flags.MaxRows = 16
@@ -48,31 +48,31 @@ def run(
     *,
     loading: flags.Loading,
     prompts: Annotated[
-        Path, typer.Argument(metavar="PROMPTS", help="JSON lines, or text, one prompt a line.")
+        Path, typer.Argument(metavar="PROMPTS", help="JSON lines, or text with a prompt per line.")
     ],
     output: Path = flag(
-        "Write one JSON line a prompt as it is done; prompts with a line are not done again.",
+        "Write a JSON line per prompt when it is done. Prompts that have a line are skipped.",
         "FILE",
         default=...,
     ),
     shard: str | None = flag(
-        "Answer every N-th prompt from the I-th, counted from 0; processes that share a folder may "
-        "write one file.  [default: all; under torchrun the share of this process]",
+        "Answer every N-th prompt from the I-th (counted from 0). Processes that share a folder "
+        "may write one file.  [default: all; under torchrun this process's share]",
         "I/N",
     ),
-    ray: bool = switch("--ray", "Run on the machines of a Ray cluster, by Ray Data."),
+    ray: bool = switch("--ray", "Run on the machines of a Ray cluster, using Ray Data."),
     ray_address: str | None = flag(
-        "Address of the cluster.  [default: RAY_ADDRESS of the environment, else one is started "
-        "on this machine]",
+        "Address of the cluster.  [default: environment variable RAY_ADDRESS; without it, a "
+        "cluster is started here]",
         "ADDRESS",
     ),
     ray_workers: int | None = flag(
-        "Load the model N times.  [default: once a GPU, else once a machine]", "N", min=1
+        "Load the model N times.  [default: once per GPU, else once per machine]", "N", min=1
     ),
-    retry_errors: bool = switch("--retry-errors", "Try again what failed in an earlier run."),
+    retry_errors: bool = switch("--retry-errors", "Retry prompts that failed in an earlier run."),
     force: bool = switch(
         "--force",
-        "Answer again prompts whose rows came from another model, other settings or another "
+        "Answer prompts again whose rows came from another model, other settings or another "
         "prompt, instead of refusing the file.",
     ),
     chat: flags.Chat = False,
@@ -83,7 +83,7 @@ def run(
     decoding: flags.Decoding,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Answer a file of prompts, many at once; goes on where an earlier run ended."""
+    """Answer a file of prompts, and resume an earlier run."""
     rank, ranks = _rank()
     part = (rank, ranks) if shard is None else _shard(shard)
     if ranks > 1 and (ray or shard is not None):
@@ -91,8 +91,8 @@ def run(
     if not ray:
         warn_idle({"ray_address": ray_address, "ray_workers": ray_workers}, "without --ray")
     if prompts.exists() and output.exists() and prompts.samefile(output):
-        raise ValueError(f"--output {output} is the file of the prompts; give another")
-    if output.exists() and not output.is_file():  # a device may be read without an end
+        raise ValueError(f"--output {output} is the file of prompts; give another file")
+    if output.exists() and not output.is_file():  # reading a device might never end
         raise ValueError(f"--output {output} is a folder, a pipe or a device; give a file")
     chosen = spoken(read_given(prompts), chat, wording.system)
     sampling.check()
@@ -110,7 +110,7 @@ def run(
     with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
         left = sum(each.id not in answers.done for _, each in asked)
         if left < len(asked):
-            talk.say(f"{len(asked) - left} of {len(asked)} prompts have a row already")
+            talk.say(f"{len(asked) - left} of {len(asked)} prompts already have a row")
         if not left:
             return
         told = _Told(talk, left)
@@ -134,7 +134,7 @@ def run(
         talk.say(told.words(answers.progress))
     if errors := answers.progress.errors:
         talk.say(f"{errors} prompts failed; --retry-errors tries them again")
-        if ranks == 1:  # torchrun would end the other processes
+        if ranks == 1:  # on an error torchrun would end the other processes
             raise typer.Exit(1)
 
 
@@ -142,21 +142,21 @@ def _shard(given: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)/(\d+)", given, re.ASCII)
     index, count = (int(match[1]), int(match[2])) if match else (0, 0)
     if index >= count:
-        raise ValueError(f"--shard must be I/N with I from 0 to N-1, as 0/4, got {given}")
+        raise ValueError(f"--shard must be I/N with I from 0 to N-1, such as 0/4; got {given}")
     return index, count
 
 
 def _rank() -> tuple[int, int]:
-    """Which of how many processes of torchrun this is."""
+    """This process's rank under torchrun, and the number of processes."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A model to open and to ask, here or in another process.
+    """A model to load and query, in this process or another.
 
     Attributes:
-        templated: a prompt for the chat template, if there is one.
+        templated: one of the prompts for the chat template, or None.
     """
 
     limits: Limits
@@ -168,7 +168,7 @@ class _Model:
     templated: Prompt | None
 
     def fingerprint(self, number: int, prompt: Prompt) -> str:
-        """What an answer depends on: hashes of the model, the settings and the prompt."""
+        """A hash of what an answer depends on: the model, the settings and the prompt."""
         seed = self.limits.seed + number if self.sampling.do_sample else None
         return f"{self._of_model}-{self._of_settings}-{_hash(prompt.asked, seed)}"
 
@@ -189,10 +189,10 @@ class _Model:
 
     @contextmanager
     def open(self, talk: Talk, *, beside: int) -> Iterator[Answering]:
-        """The model, answering.
+        """Load the model and yield what answers prompts.
 
         Args:
-            beside: models on this machine, this one too.
+            beside: number of models on this machine, including this one.
         """
         processors: list[Any] = []
         limits, max_rows = self.limits, self.limits.max_rows
@@ -201,7 +201,7 @@ class _Model:
             from layerskip.checkpoints import encode
 
             if self.templated is not None and not loaded.tokenizer.chat_template:
-                encode(loaded.tokenizer, self.templated)  # else each prompt would fail by itself
+                encode(loaded.tokenizer, self.templated)  # raises once, not once per prompt
             processors.extend(self.form.processors(loaded))
 
         loading = replace(self.loading, device=_device(self.loading.device))
@@ -274,7 +274,7 @@ class _Model:
     def _batched(
         self, number: int, prompt: Prompt, served: Served, processors: Sequence[Any]
     ) -> Task:
-        """What a line of OpenAI's batch files asks for; flags say what it does not."""
+        """The task of a line of an OpenAI batch file. Flags set what the line does not."""
         from layerskip.serving.api import answer_of
         from layerskip.serving.fields import ChatAsked, CompletionAsked, read
         from layerskip.serving.files import Task
@@ -297,16 +297,16 @@ class _Model:
 
 
 def _hash(*parts: Any) -> str:
-    """Eight digits that tell values of JSON apart."""
+    """Eight hex digits that identify a list of JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def sampled_files(place: Path) -> list[Any]:
-    """Of a checkpoint's files that decide its texts: names, sizes, and hashes of some of each."""
+    """Names, sizes and partial hashes of the checkpoint files that determine its texts."""
     told: list[Any] = []
     files = [place] if place.is_file() else sorted(place.iterdir())
     for path in (each for each in files if each.suffix in _READ or each == place):
-        if path.name == "layerskip.json":  # how to draft
+        if path.name == "layerskip.json":  # affects only how to draft
             continue
         size = path.stat().st_size
         digest = hashlib.sha256()
@@ -319,7 +319,7 @@ def sampled_files(place: Path) -> list[Any]:
 
 
 def _device(name: str) -> str:
-    """The GPU of this process, where torchrun started several on this machine."""
+    """The GPU for this process if torchrun started several on this machine, else the given name."""
     rank = os.environ.get("LOCAL_RANK")
     if name == "auto" and rank is not None:
         import torch
@@ -330,7 +330,7 @@ def _device(name: str) -> str:
 
 
 class _Told:
-    """Shows on a terminal how far a run is."""
+    """Shows the progress of a run on a terminal."""
 
     def __init__(self, talk: Talk, whole: int) -> None:
         self._talk, self._whole = talk, whole
@@ -343,7 +343,7 @@ class _Told:
             self._talk.progress(self.words(progress))
 
     def words(self, progress: Progress) -> str:
-        """Done, speed, and the time left as far as rows so far tell."""
+        """Rows done, speed, and the time left as estimated from the rows so far."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         words = f"{progress.rows} of {self._whole} prompts, {progress.tokens} tokens, "
         words += f"{progress.tokens / seconds:.1f} tokens/s"

@@ -1,7 +1,7 @@
-"""The search command: from flags to a study and its files.
+"""The search command: runs a study as the flags say and writes its files.
 
-It fills a folder: `study.log` (the trials, unless `--storage` says where else), `cost.json`,
-`trials.csv`, `search.json` (all of it, for `layerskip report`), `skip.json` and `report/`.
+They are `study.log` (the trials; `--storage` names another place), `cost.json`, `trials.csv`,
+`search.json` (everything, for `layerskip report`), `skip.json` and `report/`.
 """
 
 from __future__ import annotations
@@ -33,76 +33,76 @@ if TYPE_CHECKING:
     from layerskip.search.study import Standing
 
 LEAST_BOUND = 1.1
-"""A draft with a bound under this is hardly worth its trouble."""
+"""Below this bound on its speedup, a draft is hardly worth the trouble."""
 TIMEOUT = 540.0
-"""Seconds of a whole search where neither a number of trials nor a time is given."""
+"""Seconds for a whole search if neither the number of trials nor a time limit is given."""
 JUDGING, LONGEST_JUDGING = 0.22, 150.0
-"""Share of the time, and seconds at most, that the best drafts and the report get."""
+"""Share of the time, and maximum in seconds, for judging the best drafts and the report."""
 MOMENT = 1e-6
-"""Seconds that trials get where none are left."""
+"""Seconds given to the trials when no time is left for them."""
 WRITING = 10.0
-"""Seconds that the files and the report take, at most."""
+"""Maximum seconds for writing the files and the report."""
 HELD_OUT = 12
-"""Prompts that finalists are timed on, at most; and never more than a third of all."""
+"""Maximum number of prompts to time finalists on; also never more than a third of all."""
 POSITIONS = 1024
-"""Tokens that a trial looks at, at most, where the model is small or on a GPU."""
+"""Maximum number of tokens in a trial, used for small models and on a GPU."""
 FEWEST_POSITIONS = 128
 WORK = 3.5e10
-"""Else so many that these and the model's weights have this product: a trial then takes about a
-second on two cores. Few trials on many tokens find less than many on few."""
+"""Otherwise, the product of these tokens and the model's weights: a trial then takes about a second
+on two cores. Few trials on many tokens find less than many trials on few."""
 
 
 def search(
     *,
     output: Path = flag(
-        "Folder of all results; the same command continues its study.", "DIR", default=...
+        "Folder for all results. Repeating the command resumes its study.", "DIR", default=...
     ),
     prompts: flags.Prompts = None,
     chat: flags.Chat = False,
     space: str = flag(
-        "What drafts may leave out: exit (every layer behind one), layer (any layers) or sublayer "
-        "(any attentions and MLPs); after commas, which of bits, experts, window, vocabulary, "
-        "lookup and controller to try as well (all of them if none is named).",
+        "What drafts may skip: exit (all layers after some point), layer (any layers) or sublayer "
+        "(any attention and MLP sublayers). After commas, what else to try: bits, experts, window, "
+        "vocabulary, lookup, controller (all if none is named).",
         "LIST",
         default="sublayer",
     ),
     bits: Literal["auto", "8", "4", "none"] = flag(
-        "Low precision that sublayers and the head may run in; auto: 8 bits where passes are "
-        "native, else none.",
+        "Low precision for sublayers and the head. auto: 8 bits if the passes are native, else "
+        "none.",
         default="auto",
     ),
     allow_ends: bool = switch(
-        "--allow-ends", "Drafts may also leave out the first layer, and halves of the last."
+        "--allow-ends", "Let drafts also skip the first layer and sublayers of the last."
     ),
     sampler: Literal["ours", "gp", "tpe", "random"] = flag(
-        "What proposes drafts: ours, or Optuna's Gaussian process, Parzen estimator or random "
-        "sampler.",
+        "What proposes drafts: ours, or an Optuna sampler: Gaussian process (gp), Parzen estimator "
+        "(tpe) or random.",
         default="ours",
     ),
     trials: int | None = flag("Number of trials.  [default: as many as time allows]", min=1),
     timeout: float | None = flag(
-        "Time limit of the whole command; trials leave time for the later stages.  [default: 540, "
-        "or none with --trials]",
+        "Time limit of the whole command, later stages included.  [default: 540; none with "
+        "--trials]",
         "S",
     ),
-    minutes: float | None = flag("The same as --timeout, in minutes.", "M"),
+    minutes: float | None = flag("Like --timeout, in minutes.", "M"),
     skip: list[str] | None = flag(
-        "Skip config to try first; repeatable. The search keeps the weights of a healed one.",
+        "Try this skip config first; repeatable. Weights of a healed one are kept.",
         "FILE",
     ),
     entry: flags.Entry = None,
     storage: str | None = flag(
-        "Database of the study, or a journal file.  [default: a journal in DIR]", "URL"
+        "Database or journal file of the study.  [default: a journal in DIR]", "URL"
     ),
-    study_name: str = flag("The study's name in the storage.", "NAME", default="layerskip"),
-    workers: int = flag("Share the study among N processes here.", "N", default=1, min=1),
+    study_name: str = flag("Name of the study in the storage.", "NAME", default="layerskip"),
+    workers: int = flag("Run the study in N processes here.", "N", default=1, min=1),
     positions: int | None = flag(
-        "Tokens that a trial looks at.  [default: 1024; fewer for a large model on a CPU]",
+        "Number of tokens in a trial.  [default: 1024; fewer for a large model on a CPU]",
         "N",
         min=1,
     ),
-    repeats: int = flag("Timed calls of each finalist, per prompt.", default=2, min=1),
-    no_confirm: bool = switch("--no-confirm", "Do not time the finalists; trust the predictions."),
+    repeats: int = flag("Timed calls of each finalist per prompt.", default=2, min=1),
+    no_confirm: bool = switch("--no-confirm", "Trust the predictions; do not time the finalists."),
     max_new_tokens: flags.MaxNewTokens = 64,
     sampling: flags.Sampling,
     seed: flags.Seed = 0,
@@ -110,10 +110,10 @@ def search(
     quiet: flags.Quiet = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Search what a draft should leave out or round, and confirm the best on the clock.
+    """Search for the fastest draft, and time the best candidates.
 
-    Ctrl-C keeps every finished trial; the same command goes on. Several machines share a study
-    where they are given the same --storage and --study-name.
+    A draft may skip sublayers or round their weights. After Ctrl-C all finished trials are kept,
+    and the same command resumes. Machines with the same --storage and --study-name share a study.
     """
     sampling.check()
     timeout = seconds_given(timeout, minutes)
@@ -182,8 +182,8 @@ def search(
             judging = min(JUDGING * timeout, LONGEST_JUDGING)
             left = max(MOMENT, timeout - spent - judging)
             talk.say(
-                f"{timeout:.0f} s in all: {spent:.0f} gone, trials for {left:.0f}, then up to "
-                f"{judging:.0f} for the best drafts{' on the clock' if timed else ''}"
+                f"{timeout:.0f} s in all: {spent:.0f} s spent, {left:.0f} s for trials, then up to "
+                f"{judging:.0f} s to {'time' if timed else 'judge'} the best drafts"
             )
             timeout = left
         further = worker_processes(
@@ -219,9 +219,9 @@ def search(
 
 
 def _known_threads(output: Path, workers: int) -> int | None:
-    """How many threads need no measuring: those of the costs of a study that goes on, if any.
+    """The number of threads that needs no measuring: from the costs of a study that is resumed.
 
-    Several workers share all that there are.
+    Several workers share all threads. None if the number must be measured.
     """
     import torch
 
@@ -231,7 +231,7 @@ def _known_threads(output: Path, workers: int) -> int | None:
 
 
 def default_positions(model: Any) -> int:
-    """How many tokens to try drafts on, so that a trial takes seconds; no clock says how many."""
+    """The number of tokens per trial, for trials of about a second. It depends on no clock."""
     if model.device.type != "cpu":
         return POSITIONS
     weights = sum(weight.numel() for weight in model.parameters())
@@ -239,16 +239,16 @@ def default_positions(model: Any) -> int:
 
 
 def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts to trace, in turn from every kind, and those to time finalists on.
+    """Split the prompts into those to trace, in turn from every category, and those held out.
 
-    The first prompts of each kind are held out: a third of all, HELD_OUT at most.
+    Finalists are timed on the first prompts of each category: a third of all, HELD_OUT at most.
 
     Raises:
-        ValueError: fewer than two prompts.
+        ValueError: there are fewer than two prompts.
     """
     if len(prompts) < 2:
         raise ValueError(
-            f"a search needs at least 2 prompts, one to search with and one to confirm on; got "
+            f"a search needs at least 2 prompts, one to search on and one to confirm on; got "
             f"{len(prompts)}"
         )
     rows = zip_longest(*by_category(prompts).values())
@@ -260,7 +260,7 @@ def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]
 def _run(
     steps: Search, trials: int | None, sampler: Any, timeout: float | None, output: Path, talk: Talk
 ) -> None:
-    """The trials, with a line of progress; they are written down, also where Ctrl-C ends them."""
+    """Run the trials with a progress line. They are written to a file even after Ctrl-C."""
     from layerskip.search.record import trials_table
     from layerskip.search.study import standing
 
@@ -287,15 +287,15 @@ def _run(
     except (KeyboardInterrupt, OSError, RuntimeError) as error:
         if not _interrupted(error):
             raise
-        talk.say(f"{keep()} finished trials are kept; the same command goes on with them")
+        talk.say(f"{keep()} finished trials are kept; the same command resumes the search")
         raise KeyboardInterrupt from error
-    keep()  # now, as what follows may be interrupted, too
+    keep()  # now, since the following steps may be interrupted, too
     at = standing(steps.study)
     talk.say(f"trials {at.finished}, of which guided {at.guided}")
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: a lock that it meets while it is released complains."""
+    """Whether Ctrl-C caused an error: a lock interrupted during its release raises another one."""
     return error is not None and (
         isinstance(error, KeyboardInterrupt) or _interrupted(error.__context__)
     )
@@ -309,7 +309,7 @@ def _say_bound(talk: Talk, steps: Search) -> None:
     )
     if steps.bound < LEAST_BOUND:
         warnings.warn(
-            f"even a draft that is always right would gain under {LEAST_BOUND - 1:.0%}",
+            f"even a draft that is always right would gain less than {LEAST_BOUND - 1:.0%}",
             stacklevel=2,
         )
 
@@ -317,7 +317,7 @@ def _say_bound(talk: Talk, steps: Search) -> None:
 def _finish(
     output: Path, record: dict[str, Any], result: SearchResult, name: str, talk: Talk, as_json: bool
 ) -> None:
-    """Write the files, and say what was found."""
+    """Write the files and print the results."""
     from layerskip.analysis import write_report
 
     here, skip = record["environment"], result.skip
@@ -347,12 +347,12 @@ def _finish(
 
 
 def _table(finalists: Sequence[dict[str, Any]]) -> str:
-    """The finalists: what was predicted and what the clock said, with 95% intervals."""
+    """Format the finalists: predicted and measured speedups, with 95% intervals."""
     lines = [["draft", "what", "c", "alpha", "predicted", "measured", "same text"]]
     for row in finalists:
         skipped, low = row["skipped"], row["low"]
         timed, vocabulary = row["confirmed"], row["draft_vocabulary"]
-        what = [f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP out"]
+        what = [f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP skipped"]
         if low is not None:
             rounded = f"{len(low['attention']) + len(low['mlp'])}{' + head' * bool(low['head'])}"
             what.append(f"{rounded} in {low['bits']} bits")
@@ -367,9 +367,9 @@ def _table(finalists: Sequence[dict[str, Any]]) -> str:
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Trials, one a line; sets of layers as JSON."""
+    """Format the trials as CSV, one per line; sets of layers are JSON."""
     text = io.StringIO()
-    names = max((list(row) for row in rows), key=len, default=[])  # failed ones know less
+    names = max((list(row) for row in rows), key=len, default=[])  # failed trials have fewer
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     for row in rows:

@@ -1,4 +1,4 @@
-"""The serve command: OpenAI's interface over HTTP; every heavy import waits."""
+"""The serve command: OpenAI's API over HTTP. Heavy imports happen only when they are used."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ if TYPE_CHECKING:
 def serve(
     *,
     host: str = flag(
-        "Listen at this address; 0.0.0.0: on every network.", "ADDRESS", default="127.0.0.1"
+        "Listen on this address; 0.0.0.0: on all networks.", "ADDRESS", default="127.0.0.1"
     ),
-    port: int = flag("Listen at this port; 0: a free one.", "N", default=8000, min=0, max=65535),
+    port: int = flag("Listen on this port; 0: any free one.", "N", default=8000, min=0, max=65535),
     api_key: str | None = flag(
-        "Key that clients must show.  [default: LAYERSKIP_API_KEY of the environment]",
+        "Key that clients must send.  [default: environment variable LAYERSKIP_API_KEY]",
         "KEY",
         envvar="LAYERSKIP_API_KEY",
         show_envvar=False,
     ),
-    name: str | None = flag("What clients call the model.  [default: its own name]", "NAME"),
+    name: str | None = flag("Name of the model for clients.  [default: its own]", "NAME"),
     lora: str | None = flag(
-        "Merge this adapter of peft's into the model, which is then called NAME.", "NAME=FOLDER"
+        "Merge this peft adapter into the model, and serve it as NAME.", "NAME=FOLDER"
     ),
     context: int | None = flag(
-        "Longest prompt and text together, in tokens.  [default: the model's own limit]", "N", min=2
+        "Maximum length of prompt plus text, in tokens.  [default: the model's limit]", "N", min=2
     ),
     max_new_tokens: int = flag(
-        "Generate at most N tokens, where a client does not say.", "N", default=1024, min=1
+        "Generate at most N tokens if a request sets no limit.", "N", default=1024, min=1
     ),
     max_rows: flags.MaxRows = 16,
-    max_queue: int = flag("Let N texts wait; more get a 429.", "N", default=128, min=1),
+    max_queue: int = flag("Queue at most N texts; more get a 429.", "N", default=128, min=1),
     memory: flags.Memory = None,
-    max_body: float = flag("Largest request; larger ones get a 413.", "MB", default=4.0, min=0),
-    timeout: float = flag("Longest time for a request.", "SECONDS", default=600.0, min=1),
+    max_body: float = flag("Largest request body; more gets a 413.", "MB", default=4.0, min=0),
+    timeout: float = flag("Time limit of a request.", "SECONDS", default=600.0, min=1),
     cors: list[str] | None = flag(
-        "Let pages of this site ask, as https://example.org; *: of every site; repeatable.",
+        "Allow requests from web pages of this origin (https://example.org; *: any); repeatable.",
         "ORIGIN",
     ),
-    access_log: bool = switch("--access-log", "Write a line for each request to standard error."),
+    access_log: bool = switch("--access-log", "Log each request to standard error."),
     tool_parser: str = flag(
-        "How the model writes tool calls: hermes, llama3, mistral, mistral-named, gemma4, "
-        "functiongemma, or none; auto: as its chat template says.",
+        "Format of the model's tool calls: hermes, llama3, mistral, mistral-named, gemma4, "
+        "functiongemma or none; auto: found from its chat template.",
         "NAME",
         default="auto",
     ),
     reasoning_parser: str = flag(
-        "The marks around the model's reasoning: think, gemma4, mistral, or none; auto: as its "
-        "chat template says.",
+        "Format of the model's reasoning: think, gemma4, mistral or none; auto: found from its "
+        "chat template.",
         "NAME",
         default="auto",
     ),
@@ -66,13 +66,13 @@ def serve(
     loading: flags.Loading,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Serve a model to OpenAI's clients: many texts at once, each as if it were alone."""
+    """Serve a model to OpenAI clients, with many texts at once."""
     if api_key is not None and not api_key.strip():
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
     decoding.refuse_keeping("serve")
     adapter = None if lora is None else _adapter(lora)
     if adapter is not None:
-        warn_idle({"name": name}, "with --lora, which says the name")
+        warn_idle({"name": name}, "with --lora, which sets the name")
         name = adapter[0]
     talk = Talk(quiet)
     described_as: list[Served] = []
@@ -94,7 +94,7 @@ def serve(
             )
         )
 
-    with _listening(host, port) as listener:  # before the model is loaded, so that errors are quick
+    with _listening(host, port) as listener:  # before loading the model, so that errors come early
         try:
             import fastapi  # noqa: F401
             import prometheus_client  # noqa: F401
@@ -105,7 +105,7 @@ def serve(
             ) from missing
         if api_key is None and not _private(host):
             warnings.warn(
-                f"whoever reaches {host} may use this server; give --api-key", stacklevel=2
+                f"anyone who can reach {host} can use this server; give --api-key", stacklevel=2
             )
         with open_decoding(
             decoding, flags.Sampling(), loading, talk, described, reads=True
@@ -115,7 +115,7 @@ def serve(
             from layerskip.serving.scheduler import Serving
 
             settings = opened.settings
-            del settings["do_sample"]  # each request says that
+            del settings["do_sample"]  # each request sets it
             [served] = described_as
             serving = Serving(
                 opened.loaded.model,
@@ -140,20 +140,20 @@ def serve(
 
 
 def _adapter(given: str) -> tuple[str, Path]:
-    """The name and the folder that --lora says."""
+    """Split --lora into the name and the folder."""
     name, _, folder = given.partition("=")
     if not name or not (Path(folder) / "adapter_config.json").is_file():
         raise ValueError(
-            "--lora must be NAME=FOLDER, with an adapter_config.json in the folder, got " + given
+            "--lora must be NAME=FOLDER with an adapter_config.json in the folder, got " + given
         )
     return name, Path(folder)
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket there.
+    """Open a listening socket.
 
     Raises:
-        ValueError: the port is taken, or the address is none of this machine.
+        ValueError: the port is taken, or the address is not one of this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -164,7 +164,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _private(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether the address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

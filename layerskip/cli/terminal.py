@@ -1,6 +1,6 @@
-"""How talk and results look in a terminal: widths, tables, streamed text.
+"""Terminal output: widths, tables and streamed text.
 
-Talk and progress go to standard error; what is returned here is for standard output.
+`Talk` writes to standard error. Functions that return text format it for standard output.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 EVERY, SOON = 30.0, 5.0
-PATIENCE = 3.0  # seconds without a bar
-_BAR = 30  # characters
+PATIENCE = 3.0  # seconds before a progress bar is shown
+_BAR = 30  # width in characters
 
 
 class Talk:
-    """Words for the person at the terminal, on standard error."""
+    """Messages to the user on standard error."""
 
     def __init__(self, quiet: bool, now: Callable[[], float] = time.monotonic) -> None:
         self.quiet = quiet
@@ -36,16 +36,16 @@ class Talk:
         self._now, self._told, self._stage = now, now(), ""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.progress("")
         if not self.quiet:
             print(wrap(text) if self.live else text, file=sys.stderr, flush=True)
 
     def progress(self, text: str) -> None:
-        """A line that the next one replaces; where there is no terminal, one now and then.
+        """Show a line that the next one replaces. Without a terminal, print one now and then.
 
-        That is one every EVERY seconds, or SOON where a stage begins: a stage is named by the first
-        word without a digit.
+        That means one line every EVERY seconds, or after SOON seconds when a new stage begins. The
+        first word without a digit names the stage.
         """
         if self.live:
             print(f"\r\033[K{text[: width() - 1]}", end="", file=sys.stderr, flush=True)
@@ -58,7 +58,7 @@ class Talk:
 
 
 def reading(talk: Talk, now: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Shows on a terminal how much of a prompt is read, if that takes more than a few seconds."""
+    """Return a callback that shows a progress bar while a long prompt is read."""
     began = now()
 
     def told(done: int, whole: int) -> None:
@@ -71,13 +71,13 @@ def reading(talk: Talk, now: Callable[[], float] = time.monotonic) -> Callable[[
     return told
 
 
-# What a terminal would obey: control characters, which begin every escape sequence.
+# What a terminal would act on: control characters. They begin every escape sequence.
 _OBEYED = {code: f"\\x{code:02x}" for code in {*range(32), *range(127, 160)} - {*b"\n\t"}}
 
 
 def shown(text: str, where: TextIO | None = None) -> str:
-    """Somebody's text for standard output, or elsewhere; a terminal has control characters spelled
-    out."""
+    """Escape control characters in foreign text if it is printed on a terminal. `where` defaults
+    to standard output."""
     return text.translate(_OBEYED) if (where or sys.stdout).isatty() else text
 
 
@@ -94,7 +94,7 @@ def wrap(text: str) -> str:
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Two columns that keep within the terminal; a narrow one has the second below the first."""
+    """Format two columns to the terminal's width. If it is narrow, the second goes below."""
     left = max(len(name) for name, _ in rows) + 2
     wide = width() >= left + 20
     fill = textwrap.TextWrapper(
@@ -111,15 +111,15 @@ def title(text: str) -> str:
 
 
 def unsplit(write: Callable[[str], None]) -> Callable[[str], None]:
-    """Writes text as it comes to a terminal, and no word across its edge.
+    """Wrap a `write` function so that no word is split at the edge of the terminal.
 
-    A word waits for what follows the space behind it, unless that ends a line.
+    A word is held back until the next one begins or its line ends.
     """
     if not sys.stdout.isatty():
         return write
     from rich.cells import cell_len
 
-    column, word, begun = 0, "", False  # begun: a part of the word is written, as it is too long
+    column, word, begun = 0, "", False  # begun: part of an overlong word is already written
 
     def put(text: str) -> None:
         nonlocal column
@@ -162,7 +162,7 @@ class TextStream:
 
 
 def verdict(comparison: Comparison) -> str:
-    """What came of a comparison, in a few words."""
+    """The result of a comparison in a few words."""
     words = f"{comparison.tokens} tokens, {comparison.prompts} prompts: "
     if comparison.faults:
         words += f"DIFFERENT in {comparison.faults}"
@@ -181,7 +181,7 @@ def to_json(value: dict[str, Any]) -> str:
 
 
 def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
-    """What a decoding drafted and accepted, in all and from each source, as `--json` has it."""
+    """What was drafted and accepted, in total and per source, in the form of `--json`."""
     return {
         "num_drafts": stats.num_drafts,
         "num_draft_tokens": stats.num_draft_tokens,
@@ -190,21 +190,21 @@ def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
         "mean_acceptance_length": stats.mean_acceptance_length,
         "sources": [
             {"name": name, **vars(each)}
-            for name, each in zip(sources, stats.sources, strict=False)  # fewer where none drafted
+            for name, each in zip(sources, stats.sources, strict=False)  # shorter if none drafted
         ],
     }
 
 
 def by_source(counted: dict[str, Any]) -> str:
-    """How often each source of `counts` drafted."""
+    """The number of drafts of each source in `counts`."""
     return ", ".join(f"{each['num_drafts']} {each['name']}" for each in counted["sources"])
 
 
-_SHOWN = 3  # differences of a prompt
+_SHOWN = 3  # differences listed per prompt
 
 
 def differences(comparison: Comparison, ids: Sequence[str], tokenizer: Any) -> list[str]:
-    """A line for each of a prompt's first differences, and how many more there are."""
+    """One line for each of a prompt's first differences, and the number of further ones."""
     lines = []
     for prompt, group in groupby(comparison.differences, lambda d: d.prompt):
         every = list(group)
@@ -225,14 +225,14 @@ def _token(token: int | None, tokenizer: Any) -> str:
 
 
 def ratio(value: float | None, low: float | None, high: float | None) -> str:
-    """A speedup with its 95% interval, as far as they are known."""
+    """A speedup, with its 95% interval if known."""
     if value is None:
         return "-"
     return f"{value:.2f}" if low is None else f"{value:.2f} ({low:.2f}-{high:.2f})"
 
 
 def same_texts(row: Mapping[str, Any]) -> str:
-    """Of a method's texts, how many were those they must be, and what the others were."""
+    """How many of a method's texts equal the reference, and how the others differ."""
     words = [f"{row['equal']}/{row['compared']}" if row["compared"] else "-"]
     words += [f"{row['near_ties']} near-ties"] if row["near_ties"] else []
     words += [f"{row['faults']} FAULTS"] if row["faults"] else []
@@ -240,7 +240,7 @@ def same_texts(row: Mapping[str, Any]) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns, all but the first and the last of them flush right."""
+    """Format columns flush right, except for the first and the last."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -1,6 +1,6 @@
-"""The train command: a draft for a frozen model, or the early exits of the model itself.
+"""The train command: trains a draft for a frozen model, or the early exits of the model itself.
 
-Heavy imports wait until the flags are known to be right.
+Heavy imports happen only after the flags are checked.
 """
 
 from __future__ import annotations
@@ -19,113 +19,113 @@ from layerskip.files.trainings import LARGEST_RISE, rise
 from layerskip.registry import LossName, OptimizerName, StudentName
 
 MINUTES = 30.0
-_BAR = 20  # characters
+_BAR = 20  # width in characters
 DRAFT_COLUMNS = (
-    "share of first drafted tokens that the model accepts, greedy and sampled; of 2nd and 4th "
-    "ones, sampled; time of a draft's step, in steps of the model; speedup over plain decoding, "
-    "expected from those and measured"
+    "share of first draft tokens that the model accepts, greedy and sampled; of 2nd and 4th ones, "
+    "sampled; time of a draft step, in steps of the model; speedup over plain decoding, expected "
+    "and measured"
 )
 EXIT_COLUMNS = (
-    "loss in nats a token; share of tokens where the exit's likeliest one is the model's; share of "
-    "its sampled tokens that the model accepts; each before and after training; the last exit is "
-    "the model itself"
+    "loss in nats per token; share of tokens where exit and model agree on the most likely one; "
+    "share of the exit's sampled tokens that the model accepts; each before and after training; "
+    "the last exit is the model itself"
 )
 
 
 @dataclass(frozen=True)
 class ExitFlags(Flags):
-    """What only the training of exits has."""
+    """Flags that apply only to the training of exits."""
 
-    exits: str | None = flag("Exits to train, as 4,8.  [default: all]", "LAYERS")
+    exits: str | None = flag("Exits to train, such as 4,8.  [default: all]", "LAYERS")
     keep: float | None = flag(
-        "Weight of what the final layer's distribution moves away by.  [default: 1]", "W"
+        "Weight of the loss that keeps the final distribution in place.  [default: 1]", "W"
     )
     dropout: float | None = flag(
-        "How often the last layer is dropped in training; the first never.  [default: 0.1]", "P"
+        "Probability of dropping the last layer, lower for earlier ones.  [default: 0.1]", "P"
     )
     curriculum: Literal["rotational", "gradual", "all"] | None = flag(
-        "Exits of a step: one in eight in turn; from the deepest on; all.  [default: rotational]"
+        "Exits per step: one in eight, in turn; from the deepest on; all.  [default: rotational]"
     )
     lora: int | None = flag(
-        "Train low-rank adapters of that rank, merged at the end (needs peft).  [default: all "
-        "weights]",
+        "Train low-rank adapters of this rank and merge them at the end (needs peft).  [default: "
+        "train all weights]",
         "RANK",
         min=1,
     )
-    steps: int | None = flag("Train so many steps.", "N", min=1)
-    rows: int | None = flag("Windows of a step.  [default: 4]", "B", min=1)
-    window: int | None = flag("Tokens of a window.  [default: 256]", "T", min=2)
+    steps: int | None = flag("Train for N steps.", "N", min=1)
+    rows: int | None = flag("Windows per step.  [default: 4]", "B", min=1)
+    window: int | None = flag("Tokens per window.  [default: 256]", "T", min=2)
     init: Literal["checkpoint", "random"] | None = flag(
-        "Begin with the checkpoint, or with random weights.  [default: checkpoint]"
+        "Start from the checkpoint or from random weights.  [default: checkpoint]"
     )
     config: Path | None = flag(
-        "Shape of random weights: a config.json of transformers.  [default: MODEL's]", "FILE"
+        "Model shape for random weights: a transformers config.json.  [default: MODEL's]", "FILE"
     )
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings by name, those that were given."""
+        """The settings that were given, by name."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def layers(self) -> tuple[int, ...]:
-        """The exits; none for all."""
+        """The exits to train; empty for all."""
         if self.exits in (None, "all"):
             return ()
         try:
             return tuple(int(each) for each in str(self.exits).split(","))
         except ValueError as error:
             raise ValueError(
-                f"--exits must be layers with commas between, as 4,8, or all; got {self.exits!r}"
+                f"--exits must be all, or layers with commas, such as 4,8; got {self.exits!r}"
             ) from error
 
 
 def train(
     *,
     output: Path = flag(
-        "Folder for the draft; the same command again goes on with it.", "DIR", default=...
+        "Folder for the draft. Repeating the command resumes training.", "DIR", default=...
     ),
     prompts: Path | None = flag(
-        "Prompts that the model answers to train on.  [default: prompts that it writes itself]",
+        "Train on the model's answers to these prompts.  [default: prompts it writes itself]",
         "FILE",
     ),
-    texts: Path | None = flag("Texts to train on as they are.", "FILE"),
+    texts: Path | None = flag("Train on these texts unchanged.", "FILE"),
     recipe: Literal["draft", "exits"] = flag(
-        "draft: train something that drafts for the model, which stays as it is; exits: train the "
-        "model, so that its early layers draft well, and write a new checkpoint.",
+        "draft: train a draft for the frozen model; exits: train the model itself so that its "
+        "early layers draft well, and write a new checkpoint.",
         default="draft",
     ),
     draft: StudentName = flag(
-        "What drafts. healed: corrections of low precision; exit-block: a layer after an early "
+        "Kind of draft. healed: corrections of low precision; exit-block: a layer after an early "
         "exit; feature-block: a layer over the last hidden state and the token; heads: four tokens "
-        "at once from those; streams: the same by a layer that looks ahead; assistant: a Gemma 4's "
-        "assistant, further; eagle3: an EAGLE-3 head, in the form of speculators (vLLM).",
+        "at once from these; streams: likewise, by a layer that looks ahead; assistant: further "
+        "training of a Gemma 4 assistant; eagle3: an EAGLE-3 head in vLLM's speculators format.",
         default="healed",
     ),
     skip: str | None = flag(
-        "The draft to heal; training goes on from its weights if it has healed ones.  [default: "
+        "Skip config of the draft to heal. Training resumes from healed weights.  [default: "
         "everything in 4 bits, the head in 8]",
         "FILE",
     ),
     exit_layer: int | None = flag(
-        "Layers before an exit block.  [default: a quarter of them]", "E", min=1
+        "Layers before an exit block.  [default: a quarter of all]", "E", min=1
     ),
     start: str | None = flag(
-        "The assistant or EAGLE-3 head to train further: a folder or a Hub id.", "NAME"
+        "Assistant or EAGLE-3 head to train further: a folder or a Hub id.", "NAME"
     ),
     loss: LossName | None = flag(
-        "The loss that training lowers; ce is towards the text.  [default: lk, ce from random "
+        "Loss to minimise; ce is cross-entropy with the text.  [default: lk; ce with random "
         "weights]"
     ),
-    optimizer: OptimizerName = flag("The optimizer.", default="adamw"),
+    optimizer: OptimizerName = flag("Optimizer.", default="adamw"),
     rate: float | None = flag(
-        "Largest learning rate; short trainings like a larger one.  [default: by kind]", "R"
+        "Peak learning rate; short trainings need a higher one.  [default: by kind]", "R"
     ),
-    tokens: int | None = flag("Train on N tokens, repeats counted.", "N", min=1),
+    tokens: int | None = flag("Train on N tokens, repeats included.", "N", min=1),
     minutes: float | None = flag(
         f"Time for the whole command, judging included.  [default: {MINUTES:g}, or --tokens]", "M"
     ),
-    timeout: float | None = flag("The same as --minutes, in seconds.", "S"),
+    timeout: float | None = flag("Like --minutes, in seconds.", "S"),
     rank: int | None = flag("Rank of a healed draft's corrections.  [default: 16]", "R", min=1),
     temperature: float = flag("Temperature of the answers, as in serving.", "T", default=0.8),
     seed: Seed = 0,
@@ -134,11 +134,11 @@ def train(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a draft for your model, which stays as it is, and say whether it pays.
+    """Train a draft for a model, and say whether it pays.
 
-    Stages (texts, features, training, judging) are kept in DIR: after a kill the same command goes
-    on where it was. Several processes train together: torchrun --nproc-per-node N -m layerskip
-    train ..., or accelerate launch.
+    The model stays as it is, except with --recipe exits. DIR keeps every stage (texts, features,
+    training, judging), so the same command resumes after a stop. To train in several processes,
+    run torchrun --nproc-per-node N -m layerskip train ..., or accelerate launch.
     """
     started = time.monotonic()
     seconds = seconds_given(timeout, minutes)
@@ -148,7 +148,7 @@ def train(
         given |= {"rank": rank, "tokens": tokens}
         for name, value in given.items():
             if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is of --recipe draft; leave it out")
+                raise ValueError(f"--{name.replace('_', '-')} needs --recipe draft; leave it out")
         shared: dict[str, Any] = {"loss": loss, "rate": rate, "minutes": minutes}
         shared |= {"optimizer": optimizer, "temperature": temperature, "seed": seed}
         train_exits(
@@ -156,7 +156,7 @@ def train(
         )
         return
     for name in of_exits.settings:
-        raise ValueError(f"--{name} is of --recipe exits; leave it out")
+        raise ValueError(f"--{name} needs --recipe exits; leave it out")
     loss = loss or "lk"
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
@@ -167,11 +167,11 @@ def train(
         ("--start", start, "assistant or eagle3"),
     ):
         if value is not None and draft not in kind.split(" or "):
-            raise ValueError(f"{option} is of --draft {kind}; leave it out with {draft}")
+            raise ValueError(f"{option} needs --draft {kind}; leave it out with {draft}")
     if draft == "assistant" and (start is None or loss != "lk"):
-        raise ValueError("--draft assistant needs --start NAME, and lowers --loss lk")
+        raise ValueError("--draft assistant needs --start NAME and --loss lk")
     if draft == "eagle3" and loss != "lk":
-        raise ValueError("--draft eagle3 lowers --loss lk")
+        raise ValueError("--draft eagle3 needs --loss lk")
     file = prompts or texts
     asked = None if file is None else read_given(file)
     base = None if skip is None else SkipConfig.load(skip)
@@ -242,7 +242,7 @@ def train(
                 training.run()
                 record = judge(training) if processes.first() else None
             else:
-                talk.say(f"this training is finished; {output / 'train.json'} says what came of it")
+                talk.say(f"this training is finished; its results are in {output / 'train.json'}")
             if record is None or not processes.first():
                 return
     talk.progress("")
@@ -264,14 +264,14 @@ def train_exits(
     started: float,
     as_json: bool,
 ) -> None:
-    """`layerskip train --recipe exits`."""
+    """Run `layerskip train --recipe exits`."""
     settings = flags.settings | {name: each for name, each in shared.items() if each is not None}
     settings["exits"], config = flags.layers(), settings.pop("config", None)
     random = settings.get("init") == "random"
     if config is not None and not random:
-        raise ValueError("--config is of --init random; leave it out")
+        raise ValueError("--config needs --init random; leave it out")
     if random and texts is None:
-        raise ValueError("random weights have no answers of their own; give --texts FILE")
+        raise ValueError("random weights cannot answer prompts; give --texts FILE")
     if random:
         settings = {"loss": "ce", "keep": 0.0, "rate": 3e-3} | settings
     if "steps" not in settings and "minutes" not in settings:
@@ -322,7 +322,7 @@ def train_exits(
 
 
 def _exits(record: dict[str, Any]) -> str:
-    """What a training of exits brought, in words."""
+    """Format the results of training exits."""
     from layerskip.training.exit_results import table_of
 
     risen, words = rise(record), ""
@@ -339,7 +339,7 @@ def _exits(record: dict[str, Any]) -> str:
     ]
     notes = [
         ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
-        ("best exit", f"{record['best']}; expected {record['promised']:.2f} times as fast"),
+        ("best exit", f"{record['best']}; expected to be {record['promised']:.2f} times as fast"),
         ("measured", f"times as fast as plain decoding: {', '.join(speeds) or 'nothing'}"),
         ("the columns", EXIT_COLUMNS),
     ]
@@ -347,8 +347,8 @@ def _exits(record: dict[str, Any]) -> str:
 
 
 def _overlaps(record: dict[str, Any]) -> str:
-    """What an assistant's further training brought, in words."""
-    lines = [["drafted token is accepted", "1st", "2nd", "3rd", "4th"]]
+    """Format the results of training an assistant further."""
+    lines = [["accepted draft tokens", "1st", "2nd", "3rd", "4th"]]
     for name, shares in record["overlap"].items():
         lines.append([name, *(f"{share:.3f}" for share in shares)])
     notes = [("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}")]
@@ -371,7 +371,7 @@ def _table(record: dict[str, Any]) -> str:
     spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
     notes = [
         ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
-        ("it pays", "yes" if record["pays"] else "no: keep the default, it is as fast"),
+        ("it pays", "yes" if record["pays"] else "no: keep the default, which is as fast"),
         ("the columns", DRAFT_COLUMNS),
     ]
     return f"{aligned(lines)}\n{two_columns(notes)}"
