@@ -1,7 +1,7 @@
 """Lossless self-speculative decoding with a subset of a model's own sublayers.
 
-Names are imported when first used, so that what needs no torch (`layerskip.analysis`, the skip
-config, `layerskip --help`) does not pay for it.
+Names are imported when first used, so that parts that do not need torch (`layerskip.analysis`, the
+skip config, `layerskip --help`) do not load it.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m layerskip`: the command line, where the console script is not on the path."""
+"""Runs the command line as `python -m layerskip` if the console script is not on the path."""
 
 from layerskip.cli.main import main
 

@@ -1,4 +1,4 @@
-"""From the name of a model to the model, its tokenizer and token ids."""
+"""Loads a model and its tokenizer by name, and encodes prompts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, sug
 from layerskip.pictures import encode_pictures, pictures_shown
 from layerskip.prompts import Prompt
 
-# What transformers' documentation gives an assistant whose checkpoint does not say how many tokens
-# its own assisted generation shall draft; it fails without.
+# transformers' default for an assistant whose checkpoint does not say how many tokens the library's
+# own assisted generation should draft; it fails without one.
 _LIBRARY_DRAFTS = 4
-_SERVED = (torch.float32, torch.bfloat16)  # by native passes
+_SERVED = (torch.float32, torch.bfloat16)  # dtypes that native passes support
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -50,18 +50,18 @@ class Loaded:
     model: Any
     tokenizer: Any
     folder: Path | None
-    """Where the checkpoint lies, if it is a folder of this machine."""
+    """The checkpoint's folder, if it is on this machine."""
 
     def skip_config(self) -> SkipConfig | None:
-        """The `layerskip.json` beside the checkpoint, if there is one."""
+        """Read the `layerskip.json` next to the checkpoint, if there is one."""
         path = None if self.folder is None else self.folder / "layerskip.json"
         if path is None or not path.exists():
             return None
-        return replace(SkipConfig.load(path), model=None)  # its model is here, whatever its name
+        return replace(SkipConfig.load(path), model=None)  # it belongs to this model by its place
 
     @cached_property
     def processor(self) -> Any:
-        """What encodes prompts with pictures.
+        """The processor that encodes prompts with pictures.
 
         Raises:
             ValueError: the model takes text only, or its processor cannot be loaded.
@@ -73,7 +73,7 @@ class Loaded:
             )
         try:
             return AutoProcessor.from_pretrained(place)
-        except Exception as error:  # whatever goes wrong here is about the checkpoint
+        except Exception as error:  # any error here is about the checkpoint
             reason = textwrap.shorten(str(error).replace(str(place), "it"), 300, placeholder=" ...")
             raise ValueError(f"the model's processor cannot be loaded: {reason}") from error
 
@@ -81,12 +81,12 @@ class Loaded:
         """The arguments of `layerskip.generate` for a prompt: token ids (1, T), and pictures.
 
         Raises:
-            ValueError: as of `encode` and `processor`.
+            ValueError: as for `encode` and `processor`.
         """
         if pictures := pictures_shown(prompt.messages or ()):
             return dict(self.encode_pictures(prompt.messages or (), pictures))
         ids = encode(self.tokenizer, prompt).to(self.model.device)  # (1, T)
-        # without a mask the library takes a pad token in the prompt for padding
+        # Without a mask, the library would treat a pad token in the prompt as padding.
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def encode_pictures(
@@ -95,23 +95,23 @@ class Loaded:
         """`pictures.encode_pictures` on the model's device, in its dtype.
 
         Raises:
-            ValueError: as of `processor`, or the template or the processor refuses.
+            ValueError: as for `processor`, or the template or the processor rejects the messages.
         """
         processor = self.processor
         try:
             encoded = encode_pictures(processor, messages, pictures, **template)
-        except Exception as error:  # they raise whatever they like
+        except Exception as error:  # templates and processors raise errors of any kind
             raise ValueError(f"the model's chat template or processor refuses: {error}") from error
         return encoded.to(self.model.device, self.model.dtype)
 
     def opened(self, execution: str = "auto") -> Any:
-        """The model opened up; an EAGLE-3 head as it is."""
+        """Open the model for decoding. An EAGLE-3 head is returned as it is."""
         return self.model if isinstance(self.model, Eagle) else open_model(self.model, execution)
 
     def store_halves(self, execution: str = "auto") -> bool:
-        """Where native passes serve the model, `store_halves` it; whether there was anything."""
+        """Apply `store_halves` if native passes run the model; returns whether it did anything."""
         served = execution in ("auto", "native") and self.model.dtype is torch.float32
-        served = served and extension.refusal() is None  # told once, where the model is opened
+        served = served and extension.refusal() is None  # opening the model reports the refusal
         served = served and open_model(self.model, execution).execution == "native"
         return served and store_halves(self.model)
 
@@ -136,24 +136,24 @@ def load(
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
-    transformers and the Hub then report errors only.
+    Afterwards, transformers and the Hub only report errors.
 
     Args:
-        name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint, packed ones among them
-            (compressed-tensors, GPTQ, AWQ, FP8), a GGUF file, or a Hugging Face Hub id.
+        name: one of `SHIPPED` or `MADE`, a local folder with a checkpoint (also a packed one:
+            compressed-tensors, GPTQ, AWQ, FP8), a GGUF file, or a Hugging Face Hub id.
         device: a torch device; "auto" is the first CUDA device if there is one, else the CPU.
-        dtype: one of `DTYPES`; "auto" is the checkpoint's own, and float32 for a shipped model
-            on the CPU, where it is small and narrower types only make near-ties.
+        dtype: one of `DTYPES`; "auto" is the checkpoint's own, but float32 for a shipped model on
+            the CPU: it is small, and narrower types would only cause near-ties.
         trust_remote_code: run code that comes with the checkpoint.
-        bars: let the library show bars of its progress.
-        packed: read weights of few bits as they are stored, where native passes serve the model
+        bars: show the library's progress bars.
+        packed: keep weights of few bits as they are stored where native passes can run the model
             (on a CPU, in float32 or bfloat16); else they are unpacked.
-        reads: take an encoder-decoder, too.
+        reads: also accept an encoder-decoder.
 
     Raises:
-        ValueError: nothing by that name, a folder without a whole checkpoint, an unknown dtype, or
-            a device that is not there.
-        UnsupportedModelError: the architecture is not one this library serves.
+        ValueError: there is nothing by that name, the folder has no complete checkpoint, the dtype
+            is unknown, or the device does not exist.
+        UnsupportedModelError: this library does not support the architecture.
     """
     chatter.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -174,13 +174,13 @@ def load(
         how, reason = ("whole", "") if trust_remote_code else level(config)
         if config.model_type in ASSISTANTS:
             how = "refused"
-            reason = f"{name} drafts for a Gemma 4; name that, and this one as --assistant"
+            reason = f"{name} drafts for a Gemma 4; load that, and give this one as --assistant"
         elif config.is_encoder_decoder and not reads and how != "refused":
             how = "refused"
-            reason = f"{name} is an encoder-decoder: layerskip generate, run and serve take it"
+            reason = f"{name} is an encoder-decoder: only layerskip generate, run and serve take it"
         if how == "refused":
             raise UnsupportedModelError(reason)
-        # the library's two names for models that continue text
+        # The library has two auto classes for models that continue text.
         causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
         auto: Any = AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
         auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto
@@ -191,7 +191,7 @@ def load(
         model, report = loading
     except UnsupportedModelError:
         raise
-    except Exception as error:  # whatever goes wrong here is about the checkpoint
+    except Exception as error:  # any error here is about the checkpoint
         reason = textwrap.shorten(str(error), 300, placeholder=" ...")
         if folder is not None:
             raise ValueError(f"cannot load the checkpoint in {folder}: {reason}") from error
@@ -199,21 +199,21 @@ def load(
             f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
             f"folder, {', '.join(SHIPPED + MADE)}{suggestion(name)}"
         ) from error
-    # transformers fills what a checkpoint lacks with random numbers and only logs it
+    # transformers fills in missing weights with random numbers and only logs that.
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
     if lacking:
         raise ValueError(
-            f"checkpoint {name!r} is not whole: {len(lacking)} weights are missing or of another "
-            f"shape, {lacking[0]} first"
+            f"checkpoint {name!r} is not complete: {len(lacking)} weights are missing or have "
+            f"another shape, {lacking[0]} first"
         )
     model = _on_lines(model.to(place).eval())
     if folder is not None and name in SHIPPED + MADE:
-        model.name_or_path = name  # what its skip config calls it, wherever it is installed
+        model.name_or_path = name  # as in its skip config, wherever it is installed
     return Loaded(name, model, tokenizer, folder)
 
 
 def _on_lines(model: Any) -> Any:
-    """Copies weights that lie across lines of a CPU's caches, as files map them: slow to read."""
+    """Copy weights that a mapped file leaves unaligned to cache lines, which CPUs read slowly."""
     for weight in model.parameters():
         if weight.device.type == "cpu" and weight.data_ptr() % 64:
             weight.data = weight.data.clone()
@@ -221,9 +221,9 @@ def _on_lines(model: Any) -> Any:
 
 
 def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed: bool) -> Loaded:
-    """A model of a packed folder, or of one on the Hub, on the CPU.
+    """Load a packed checkpoint from a folder or the Hub onto the CPU.
 
-    Activations are in float32 where the checkpoint's own dtype is float16.
+    Activations are in float32 if the checkpoint's own dtype is float16.
     """
     there = folder or Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
     own = config.dtype if config.dtype in _SERVED else torch.float32
@@ -237,7 +237,7 @@ def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed
     rounded = left_whole(config)
     if rounded is not None:
         warnings.warn(
-            f"{name} rounds {rounded}, too, which is left out: its weights are read exactly, and "
+            f"{name} also rounds {rounded}, which is ignored: its weights are read exactly, and "
             f"texts are those of {rounded} in {str(numbers).removeprefix('torch.')}",
             stacklevel=3,
         )
@@ -245,30 +245,30 @@ def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed
 
 
 def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loaded:
-    """A model of a GGUF file; activations are in float32 by default, as the file says nothing."""
+    """Load a GGUF file. Activations default to float32, since the file does not name a dtype."""
     numbers = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     packed = packed and place.type == "cpu" and numbers in _SERVED and extension.refusal() is None
     model = gguf_model(path, numbers, packed=packed)
     try:
         tokenizer = gguf_tokenizer(path)
-    except Exception as error:  # whatever goes wrong here is about the file
+    except Exception as error:  # any error here is about the file
         reason = textwrap.shorten(str(error), 300, placeholder=" ...")
-        raise ValueError(f"{path} describes no tokenizer that can be read: {reason}") from error
+        raise ValueError(f"{path} does not describe a readable tokenizer: {reason}") from error
     return Loaded(str(path), model if packed else model.to(place), tokenizer, None)
 
 
 def load_official(name: str, like: Loaded) -> Loaded | None:
-    """Load an official assistant or an EAGLE-3 head for a model, in its dtype, on its device.
+    """Load an official assistant or an EAGLE-3 head in the dtype and on the device of a model.
 
     Args:
         name: a local folder or a Hub id.
         like: the model.
 
     Returns:
-        It, with the model's tokenizer; None if that is another kind of checkpoint.
+        The assistant or head with the model's tokenizer; None for another kind of checkpoint.
 
     Raises:
-        ValueError: its checkpoint is not whole.
+        ValueError: the checkpoint is not complete.
     """
     if Path(name).is_file():
         return None
@@ -280,7 +280,7 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
     try:
         kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
     except OSError:
-        return None  # `load` says what is wrong
+        return None  # `load` will report what is wrong
     if kind not in ASSISTANTS:
         return None
     model = load_assistant(source, dtype=like.model.dtype).to(like.model.device)
@@ -290,34 +290,34 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> Tensor:
-    """Token ids of a prompt, (1, T); chat messages go through the tokenizer's chat template.
+    """Encode a prompt as token ids, (1, T). Chat messages go through the chat template.
 
     Raises:
-        ValueError: there is no chat template, it refuses the messages, there is no token, or half
-            a surrogate pair, as of bytes on a command line that are not UTF-8.
+        ValueError: there is no chat template, it rejects the messages, there is no token, or the
+            text has half a surrogate pair, as from bytes on a command line that are not UTF-8.
     """
     try:
         (prompt.text or json.dumps(prompt.messages, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
         raise ValueError(
-            f"prompt {prompt.id} holds half of a surrogate pair, U+{code:04X}, which is no "
+            f"prompt {prompt.id} contains half of a surrogate pair, U+{code:04X}, which is not a "
             "character; give UTF-8 text"
         ) from error
     if prompt.messages is not None:
         if not tokenizer.chat_template:
             raise ValueError(
-                f"prompt {prompt.id} holds chat messages, and this model's tokenizer has no chat "
+                f"prompt {prompt.id} has chat messages, but this model's tokenizer has no chat "
                 "template; give plain text as prompt, on the command line without --chat"
             )
         try:
             ids = tokenizer.apply_chat_template(
                 list(prompt.messages), add_generation_prompt=True, return_dict=True
             )["input_ids"]
-        except Exception as error:  # whatever goes wrong here is about the template
+        except Exception as error:  # any error here is about the template
             raise ValueError(
-                f"the model's chat template refuses the messages of prompt {prompt.id}: {error}; "
-                "it may know no system message, or ask for roles in turns"
+                f"the model's chat template rejects the messages of prompt {prompt.id}: {error}; "
+                "it may not allow a system message, or may require alternating roles"
             ) from error
     else:
         ids = tokenizer(prompt.text)["input_ids"] if prompt.text else []

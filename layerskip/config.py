@@ -2,11 +2,11 @@
 
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv
-2309.08168) are both a set of indices left out; of the others, a draft runs each exactly or in low
-precision. A draft may also see less of the text than the model does, and compute with trained
-weights of its own (`Trained`), which lie in a file beside this one. Only these choices count for
-equality and hash; the model they were searched on, decoding options, costs and notes travel with
-them.
+2309.08168) are both a set of skipped indices; a draft runs each remaining sublayer exactly or in
+low precision. It may also see less of the text than the model does, and compute with trained
+weights of its own (`Trained`), stored in a file next to the config. Only these choices count for
+equality and hash. The model that was searched, decoding options, costs and notes are stored along
+with them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SCHEMA = 3
 """Version of the JSON that `SkipConfig.save` writes, and the only one that `load` reads."""
 
 SINK = 4
-"""The first slots of a text, which drafts with a window see, too: much attention goes there
+"""The first slots of a text, which drafts with a window also see: they receive much attention
 (StreamingLLM, arXiv 2309.17453)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodingOptions:
-    """How to decode with a skip config; None leaves the choice to whoever decodes.
+    """How to decode with a skip config. None leaves a choice to the caller or the defaults.
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
@@ -48,21 +48,21 @@ class DecodingOptions:
 
     controller: str | None = None
     max_draft_length: int | None = None
-    """Tokens drafted in a round at most, 1 or more."""
+    """Maximum number of tokens drafted in a round, at least 1."""
     threshold: float | None = None
     """Confidence in 0..1 below which a controller with a threshold stops drafting."""
     adaptive: Mapping[str, float] | None = None
-    """Parameters of `adaptive-threshold`, all or some of `registry.ADAPTIVE`, in 0..1 each."""
+    """Some or all parameters of `adaptive-threshold` (`registry.ADAPTIVE`), each in 0..1."""
     enabled: bool | None = None
     """False: decode plainly."""
     acceptance: Literal["coupled", "rejection"] | None = None
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)
-    """The only tokens that drafts may draw; a search writes the most frequent first. Drafts read no
-    other rows of the head, and the text does not depend on it."""
+    """The only tokens that drafts may use; a search lists the most frequent first. Drafts read no
+    other rows of the head. The text does not depend on this set."""
     lookup: bool | None = None
     """Whether drafts are also looked up in the row's own history."""
     branches: bool | None = None
-    """Whether second-best tokens are verified, too, where they are expected to pay."""
+    """Whether second-best tokens are also verified where they are expected to pay."""
 
     def __post_init__(self) -> None:
         optional(name_text)(self.controller, "controller")
@@ -86,13 +86,13 @@ class DecodingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SkipConfig:
-    """The sublayers that a draft leaves out, and those of the others that it rounds.
+    """The sublayers that a draft skips, and those of the rest that it rounds.
 
-    Left out are attention and MLP sets, all from an early exit on, or both; `low` says what runs in
-    low precision. Sets hold layer indices from 0 and are kept sorted. `resolve(num_layers)` checks
-    them against a model and writes the exit and `low` out as sets; compare resolved configs, so
-    that an early exit equals the same sets written out. Choosing neither for any sublayer is legal
-    (a draft that gains nothing).
+    It skips sets of attention and MLP sublayers, everything after an early exit, or both; `low`
+    says what runs in low precision. Sets hold layer indices from 0 and are kept sorted.
+    `resolve(num_layers)` checks them against a model and expands the exit and `low` into sets.
+    Compare resolved configs, so that an early exit equals the same sets written out. A config may
+    skip and round nothing (such a draft gains nothing).
 
     Raises:
         TypeError: an index is not an integer (bool and float are refused), or a field has the
@@ -103,28 +103,28 @@ class SkipConfig:
     attention: tuple[int, ...] = ()
     mlp: tuple[int, ...] = ()
     exit_layer: int | None = None
-    """E: the draft runs layers 0..E-1 at most."""
+    """E: the draft runs at most layers 0..E-1."""
     low: LowPrecision | None = None
-    """Which kept sublayers, and whether the head, run in low precision; None: none."""
+    """The kept sublayers, and whether the head, that run in low precision; None: none."""
     trained: Trained | None = None
-    """Weights trained for this draft, healed ones for what `low` rounds; None: the model's own."""
+    """Weights trained for this draft; healed ones correct what `low` rounds. None: the model's."""
     experts: int | None = None
-    """Of a mixture of experts, how many the draft runs for a token; 0: only the dense MLP that runs
-    beside them (Gemma 4); None: as many as the model."""
+    """Number of experts per token that the draft runs in a mixture of experts; 0: only the dense
+    MLP that runs in parallel (Gemma 4); None: as many as the model."""
     window: int | None = None
-    """Of the text, how many of the last slots the draft's attention sees, its own token's included.
-    Layers with full attention see the first SINK slots, too; layers whose own sliding window is no
-    larger stay as they are. None: as much as the model."""
+    """Number of most recent slots that the draft's attention sees, including its own token's.
+    Layers with full attention also see the first SINK slots; layers whose own sliding window is not
+    larger are unchanged. None: as much as the model sees."""
     num_layers: int | None = field(default=None, compare=False)
-    """L of the model this was made for, if known; `resolve` refuses another."""
+    """L of the model this was made for, if known; `resolve` rejects any other number."""
     model: str | None = field(default=None, compare=False)
     """Hub id or name of the model this was searched on."""
     model_hash: str | None = field(default=None, compare=False)
     decoding: DecodingOptions | None = field(default=None, compare=False)
     costs: dict[str, Any] | None = field(default=None, compare=False)
-    """A cost table, in target steps: `draft` is c, `verify[n - 1]` is v of n tokens."""
+    """A cost table, in target steps: `draft` is c, `verify[n - 1]` is v for n tokens."""
     notes: dict[str, Any] | None = field(default=None, compare=False)
-    """What a search measured; any JSON."""
+    """The measurements of a search; any JSON."""
 
     def __post_init__(self) -> None:
         for name in ("attention", "mlp"):
@@ -137,7 +137,7 @@ class SkipConfig:
         if not isinstance(self.trained, Trained | None):
             raise TypeError(f"trained must be Trained, got {self.trained!r}")
         if self.trained is not None and not self.trained.module and self.low is None:
-            raise ValueError("healed weights correct what low rounds, and low rounds nothing")
+            raise ValueError("healed weights correct what low rounds, but low rounds nothing")
         optional(name_text)(self.model, "model")
         optional(name_text)(self.model_hash, "model_hash")
         if not isinstance(self.decoding, DecodingOptions | None):
@@ -147,24 +147,24 @@ class SkipConfig:
 
     @classmethod
     def early_exit(cls, exit_layer: int) -> SkipConfig:
-        """The draft runs layers 0..exit_layer-1, then norm and head."""
+        """The draft runs layers 0..exit_layer-1, then the final norm and the head."""
         return cls(exit_layer=exit_layer)
 
     @classmethod
     def layers(cls, indices: Iterable[int]) -> SkipConfig:
-        """The draft leaves out whole layers: the attention and the MLP of each index."""
+        """The draft skips whole layers: the attention and the MLP of each index."""
         indices = schema.index_set(indices, "layers")
         return cls(attention=indices, mlp=indices)
 
     @classmethod
     def low_precision(cls, bits: Literal[8, 4] = 8) -> SkipConfig:
-        """The draft runs everything, the head too, with weights rounded to so many bits."""
+        """The draft runs everything, including the head, with weights rounded to `bits` bits."""
         return cls(low=LowPrecision(bits=bits))
 
     def resolve(self, num_layers: int) -> SkipConfig:
-        """The canonical config for a model of `num_layers` layers: explicit sets, no exit.
+        """Return the canonical config for a model of `num_layers` layers: explicit sets, no exit.
 
-        `low` holds no sublayer that is left out, and is None where nothing is rounded.
+        Its `low` contains no skipped sublayer, and is None if nothing is rounded.
 
         Raises:
             ValueError: an index or the exit lies outside the model, nothing is kept, or the config
@@ -206,27 +206,27 @@ class SkipConfig:
         )
 
     def skipped(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Sublayers left out, ascending: 2 * layer for attention, 2 * layer + 1 for MLP.
+        """Skipped sublayers in ascending order: 2 * layer for attention, 2 * layer + 1 for MLP.
 
-        `num_layers` may be left out where the config knows it, as a resolved one does.
+        `num_layers` is optional if the config contains it, as a resolved one does.
         """
         resolved = self.resolve(self._depth(num_layers))
         return _numbered(resolved.attention, resolved.mlp)
 
     def rounded(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Sublayers run in low precision, numbered as in `skipped`, ascending."""
+        """Sublayers that run in low precision, in ascending order, numbered as in `skipped`."""
         low = self.resolve(self._depth(num_layers)).low
         return () if low is None else _numbered(low.attention or (), low.mlp or ())
 
     def kept(self, num_layers: int | None = None) -> tuple[int, ...]:
-        """Sublayers that the draft runs, exactly or rounded, as in `skipped`, ascending."""
+        """Sublayers that the draft runs, exactly or rounded, ascending, as in `skipped`."""
         skipped = set(self.skipped(num_layers))
         return tuple(i for i in range(2 * self._depth(num_layers)) if i not in skipped)
 
     def shared_prefix(self, num_layers: int | None = None) -> int:
-        """How many leading sublayers the draft runs unbroken and exactly; 2E for an exit at E.
+        """Number of leading sublayers that the draft runs exactly, without a gap; 2E for exit E.
 
-        With fewer experts the first MLP is not among them, with a window no sublayer is.
+        With fewer experts, the first MLP ends this prefix. With a window it is empty.
         """
         changed = (*self.skipped(num_layers), *self.rounded(num_layers))
         if self.experts is not None:
@@ -237,12 +237,12 @@ class SkipConfig:
 
     @property
     def draft_vocabulary(self) -> tuple[int, ...] | None:
-        """The tokens that drafts can draw, of the decoding options; None: all."""
+        """The tokens that drafts may use, from the decoding options; None: all."""
         return None if self.decoding is None else self.decoding.draft_vocabulary
 
     @property
     def head_bits(self) -> int | None:
-        """Bits of the head that drafts read; None if it is exact."""
+        """Bits of the head's weights in drafts; None if the head is exact."""
         return None if self.low is None else self.low.head_bits
 
     @property
@@ -251,16 +251,16 @@ class SkipConfig:
         return self.low.bits if self.low is not None and self.low.head else None
 
     def bare(self) -> SkipConfig:
-        """The parts that change what is drafted: no costs; of options vocabulary and lookup."""
+        """Keep only what affects the drafts: no costs, and of the options vocabulary and lookup."""
         given = self.decoding or DecodingOptions()
         options = DecodingOptions(draft_vocabulary=given.draft_vocabulary, lookup=given.lookup)
         return replace(self, decoding=options, costs=None)
 
     def matches(self, model: str | None, model_hash: str | None = None) -> bool | None:
-        """Whether this was searched on that model: by hash where both are known, else by id.
+        """Whether this was searched on the given model: by hash if both are known, else by id.
 
-        Hashes compare where they are of one kind, which their word in front says. None where there
-        is nothing to compare.
+        Only hashes with the same prefix, which names their kind, are compared. None if nothing can
+        be compared.
         """
         if self.model_hash is not None and model_hash is not None:
             kinds = [each.rpartition("-")[0] for each in (self.model_hash, model_hash)]
@@ -271,25 +271,25 @@ class SkipConfig:
         return None
 
     def warn_if_foreign(self, model: str | None, model_hash: str | None = None) -> None:
-        """Warn where this was searched on another model than that, by name or hash."""
+        """Warn if this was searched on another model, by hash or else by name."""
         if self.matches(model, model_hash) is False:
             warnings.warn(
                 f"this skip config was searched on {self.model or 'another model'}, not on "
-                f"{model}: the output stays exact, the speedup may be gone",
+                f"{model}: the output stays exact, but it may be slower",
                 stacklevel=2,
             )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], entry: str | None = None) -> SkipConfig:
-        """Read a file of `save`, or bare sets `{"attention": [...], "mlp": [...]}`.
+        """Read a file written by `save`, or bare sets `{"attention": [...], "mlp": [...]}`.
 
         Args:
-            entry: which one of a file that holds several by name, as the `skip_layers.json` that
-                Draft & Verify publishes for four models.
+            entry: the config to choose from a file that holds several by name, such as the
+                `skip_layers.json` that Draft & Verify publishes for four models.
 
         Raises:
-            ValueError: the file is missing, is not JSON, or is not a skip config; says which. Or
-                it lacks the entry, or holds several and none is named.
+            ValueError: the file is missing, is not JSON or is not a skip config (the message says
+                which); the entry is missing; or there are several configs and no entry is named.
         """
         folder = Path(path).absolute().parent
         try:
@@ -301,16 +301,16 @@ class SkipConfig:
             raise ValueError(f"skip config {path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON to `path`, whole or not at all; trained weights by their relative path.
+        """Write JSON to `path` atomically, with trained weights as a relative path.
 
         Raises:
             OSError: the folder cannot be written.
-            TypeError, ValueError: `notes` or `costs` hold something that is not JSON.
+            TypeError, ValueError: `notes` or `costs` contain something that is not JSON.
         """
         folder = Path(path).absolute().parent
         moved = self._weights_at(lambda name: os.path.relpath(name, folder))
         text = json.dumps(moved.to_dict(), indent=2, allow_nan=False) + "\n"
-        # every list of numbers on one line, however long: no string holds a line break
+        # Put every list of numbers on one line, however long. No string contains a line break.
         text = re.sub(r"\[\n[^][{}\"]+\]", lambda match: _one_line(match[0]), text)
         write_text(path, text)
 
@@ -330,10 +330,10 @@ class SkipConfig:
 
     @classmethod
     def from_dict(cls, content: object) -> SkipConfig:
-        """Read the JSON form; without a schema version it is what a person wrote, or bare sets.
+        """Read the JSON form. Without a schema version it is hand-written, or bare sets.
 
         Raises:
-            TypeError, ValueError: what is wrong, what is allowed, and what was found.
+            TypeError, ValueError: the message says what is wrong, what is allowed and what was got.
         """
         values = dict(mapping(content, "a skip config"))
         version(SCHEMA)(values.pop("schema", SCHEMA), "schema")
@@ -360,7 +360,7 @@ class SkipConfig:
         return f"SkipConfig({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def _weights_at(self, place: Callable[[str], str | Path]) -> SkipConfig:
-        """The same with the file of trained weights named in another way."""
+        """Return this config with the path of its trained weights changed by `place`."""
         if self.trained is None:
             return self
         named = Path(os.path.normpath(place(self.trained.weights))).as_posix()
@@ -370,16 +370,16 @@ class SkipConfig:
         if num_layers is None:
             num_layers = self.num_layers
         if num_layers is None:
-            raise ValueError("num_layers is not known: pass it, or resolve the skip config first")
+            raise ValueError("num_layers is unknown: pass it, or resolve the skip config first")
         return num_layers
 
 
 check_costs = has(draft=schema.POSITIVE, verify=schema.items(schema.POSITIVE, least=1))
-"""Check of a cost table, in whatever file it comes: c, and v from one token on."""
+"""Checks a cost table from any kind of file: c, and v from one token on."""
 
 
 def _entry(content: Any, name: str | None) -> Any:
-    """The skip config of that name, of a file that holds several; else what the file holds."""
+    """Return the named skip config if the file holds several, else the file's content."""
     known = {each.name for each in fields(SkipConfig)} | {"schema"}
     several = isinstance(content, dict) and bool(content) and not known & {*content}
     if not several or not all(isinstance(each, dict) for each in content.values()):
@@ -395,7 +395,7 @@ def _entry(content: Any, name: str | None) -> Any:
 
 
 def _numbered(attention: Iterable[int], mlp: Iterable[int]) -> tuple[int, ...]:
-    """Layer indices as sublayers, ascending."""
+    """Layer indices as sublayer numbers, in ascending order."""
     return tuple(sorted([*(2 * layer for layer in attention), *(2 * layer + 1 for layer in mlp)]))
 
 

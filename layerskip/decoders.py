@@ -1,4 +1,4 @@
-"""From settings to a decoder: the drafts of a model, what they cost, and the controller."""
+"""Builds a decoder from settings: the draft sources of a model, their costs, and the controller."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from layerskip.timing.tables import by_bytes, cost_tables, stored
 
 
 def make_decoder(model: Any, settings: Settings, request: Request) -> tuple[Decoder, Costs | None]:
-    """The engine, ready to run a request on a model, and the costs that its controller uses."""
+    """Return the engine, ready to run a request on a model, and the costs its controller uses."""
     opened = sublayers_of(model, settings.execution)
     if request.encoded is not None:
         opened = opened.reading(request.encoded)
@@ -71,11 +71,11 @@ def prepare(
 
 
 def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[Costs | None]:
-    """The costs of each source for a request; None where the controller does not need them.
+    """Return the costs of each source for a request; None if the controller does not need them.
 
-    They are the given ones, or those of the skip configs; else they are measured when a round first
-    asks for them. Where a text depends on its drafts they are computed from bytes, as measured
-    costs would let a clock decide the text.
+    They are given, or come from the skip configs; else they are measured when a round first needs
+    them. If a text depends on its drafts they are computed from byte counts instead, since measured
+    costs would let a clock affect the text.
     """
     model, sources, rows = drafts.model, drafts.sources, request.input_ids.shape[0]
     given, skips = [settings.costs], settings.skips
@@ -96,7 +96,7 @@ def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[C
 def controller_of(
     settings: Settings, sources: Sequence[Source], costs: Sequence[Costs | None], **how: Any
 ) -> Controller:
-    """The controller; if it is given by name, one made for these sources and their costs."""
+    """Return the controller; one given by name is made for these sources and their costs."""
     if not isinstance(settings.controller, str):
         return settings.controller
     return make_controller(
@@ -113,7 +113,7 @@ def controller_of(
 
 
 def warn_of_branches(drafts: Drafts, request: Request | None = None) -> None:
-    """Say why second-best tokens are not verified, though they were asked for."""
+    """Warn why second-best tokens are not verified although branches were requested."""
     law = None if request is None else request.law
     reason = None
     if not drafts.model.branches:
@@ -121,9 +121,9 @@ def warn_of_branches(drafts: Drafts, request: Request | None = None) -> None:
     elif all(source.step_free for source in drafts.sources):
         reason = "as no draft takes steps of a model"
     elif request is not None and request.rejection and request.law.do_sample:
-        reason = "under the rejection rule, which accepts one draft of a place"
+        reason = "under the rejection rule, which accepts one draft per position"
     elif law is not None and law.reads_history:
-        reason = "beside logits processors that read the text, each branch of which is another one"
+        reason = "with logits processors that read the text, since it differs between branches"
     if reason is not None:
         warnings.warn(f"branches has no effect {reason}", stacklevel=2)
 
@@ -131,6 +131,6 @@ def warn_of_branches(drafts: Drafts, request: Request | None = None) -> None:
 def law_of(
     model: Any, rows: int, processors: Sequence[Any], *, do_sample: bool, **sampling: Any
 ) -> Law:
-    """The law of processors and sampling arguments, as `model.generate()` makes it."""
+    """Build the target distribution of processors and sampling arguments, as `generate()` does."""
     sampled = warpers(**sampling_of(model, **sampling)) if do_sample else ()
     return Law([*processors, *sampled], do_sample=do_sample, rows=rows)

@@ -1,4 +1,4 @@
-"""The weights that a draft computes with where they are not the model's: rounded or trained."""
+"""Describes weights of a draft that differ from the model's: rounded or trained ones."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from layerskip.registry import ALONE, TRAINED, TrainedKind
 class LowPrecision:
     """The sublayers that a draft runs with rounded weights, and whether its head is rounded, too.
 
-    A set of layer indices, or None for every one that is not left out. A trained module is rounded
-    where the head is, to `bits`.
+    A set contains layer indices, or is None for every sublayer that is not skipped. A trained
+    module is rounded to `bits` if the head is.
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
 
     bits: Literal[8, 4] = 8
-    """Bits of a weight: 8, one scale a row, or 4, one scale for every 32 columns of a row."""
+    """Bits per weight: 8 with one scale per row, or 4 with one scale per 32 columns of a row."""
     attention: tuple[int, ...] | None = None
     mlp: tuple[int, ...] | None = None
     head: bool | Literal[8, 4] = True
-    """Whether the head is rounded, too: to as many bits as the rest (True), or to so many."""
+    """Whether the head is rounded: to the same bits as the rest (True), or to this many bits."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", integer()(self.bits, "bits"))
@@ -50,7 +50,7 @@ class LowPrecision:
     def written_out(
         self, attention: frozenset[int], mlp: frozenset[int], num_layers: int
     ) -> LowPrecision | None:
-        """The same with explicit sets, without sublayers left out; None if nothing is rounded."""
+        """Expand to explicit sets without skipped sublayers; None if nothing is rounded."""
         every = range(num_layers)
         low = replace(
             self,
@@ -60,7 +60,7 @@ class LowPrecision:
         return low if low.head or low.attention or low.mlp else None
 
     def words(self, kept: int | None = None) -> str:
-        """A description: of a resolved draft that keeps `kept` sublayers, or of a module."""
+        """Describe a resolved draft that keeps `kept` sublayers, or a module."""
         rounded = len(self.attention or ()) + len(self.mlp or ())
         bits = f"in {self.bits} bits"
         if kept in (None, rounded) and self.head_bits == self.bits:
@@ -72,26 +72,25 @@ class LowPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Trained weights that a draft computes with, and whose they are.
+    """Trained weights of a draft, and the model they belong to.
 
-    "healed" ones correct the linears of the sublayers (and the head) that `low` rounds; the other
-    kinds are modules of their own, behind the draft's sublayers or in place of them.
-
+    "healed" weights correct the linear layers of the sublayers (and the head) that `low` rounds.
+    The other kinds are separate modules that follow the draft's sublayers or replace them.
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
 
     kind: TrainedKind
     weights: str = field(compare=False)
-    """The safetensors file; in JSON relative to the folder of the skip config's own file."""
+    """The safetensors file; in JSON, relative to the folder of the skip config's file."""
     hash: str
-    """SHA-256 of the file in 64 hexadecimal digits: these numbers, wherever they lie."""
+    """SHA-256 of the file in 64 hexadecimal digits. It identifies the weights wherever they lie."""
     base: str
-    """`fingerprint` of the model they were trained for; they are of no use to another."""
+    """`fingerprint` of the model they were trained for; no other model can use them."""
 
     @property
     def module(self) -> bool:
-        """Whether it is a module that the model lacks, and does not heal what the model has."""
+        """Whether this is an additional module rather than a correction of the model's weights."""
         return self.kind != "healed"
 
     @property
@@ -104,7 +103,7 @@ class Trained:
         return TRAINED[self.kind]
 
     def words_with(self, low: LowPrecision | None) -> str:
-        """A description, with the bits of a module and its head."""
+        """Describe the weights, with the bits of a module and its head."""
         rounded = self.module and low is not None and low.head_bits is not None
         return f"{self.words} {low.words()}" if low and rounded else self.words
 

@@ -1,13 +1,13 @@
-"""What drafts for a model: one answer for every door.
+"""Chooses the draft sources of a model, for every public interface alike.
 
-A skip config names the model's own draft; of several, the controller chooses one in each round.
-They read one KV cache and one copy of rounded weights, and verification starts from the states that
-the chosen one shares with the model. Without one, two sources need no training, search or data.
-Lookups cost nothing. The model itself with its weights in 8 bits needs memory for the copies, and
-pays where products with them are fast; of a long text it reads the first tokens and the last ones
-only, else it would read as many keys as the model. `expected-gain` finds out while decoding whether
-they pay on a text. Other sources that are given are added. Where only the way a model was loaded
-rules out 8 bits, a warning says what to do.
+A skip config describes a draft by the model itself; of several, the controller chooses one in each
+round. They share one KV cache and one copy of rounded weights, and verification starts from the
+hidden states that the chosen draft shares with the model. Without a skip config, two sources need
+no training, search or data. Lookups cost nothing. The model with 8-bit weights needs memory for the
+copies, and pays where 8-bit products are fast; in a long text it attends only to the first and last
+tokens, since it would otherwise read as many keys as the model. `expected-gain` finds out during
+decoding whether they pay. Other given sources are added. A warning says what to do if only the way
+a model was loaded rules out 8 bits.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from layerskip.settings import Settings
 from layerskip.vocabulary import warn_of_vocabularies
 
 WINDOW = 1024
-"""Tokens that the model's own draft sees of a long text (`SkipConfig.window`)."""
+"""Window of the model's own default draft in a long text, in tokens (`SkipConfig.window`)."""
 
 WORTH = 0.75
-"""The most that copies of stored weights may take of their bytes, to draft by default."""
+"""Maximum size of the default draft's copies, as a share of the stored weights' bytes."""
 
 SHARE = 0.5
-"""The share of free memory that copies may take by default."""
+"""Share of the free memory that copies may take by default."""
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafts for a model.
+    """The draft sources of a model.
 
     Attributes:
         model: the target; the head that its own draft reads may be trimmed to a vocabulary.
-        sources: in the order in which rounds number them. Without any, decoding is plain.
+        sources: in the order of their numbers in rounds. Without any, decoding is plain.
         skips: the skip configs of the model's own drafts, which are the last sources.
         reason: why the model does not draft in 8 bits by default.
     """
@@ -68,12 +68,12 @@ class Drafts:
 
     @property
     def names(self) -> list[str]:
-        """What records call the sources."""
+        """The names of the sources in records."""
         return [source.name for source in self.sources]
 
     @property
     def words(self) -> list[str]:
-        """A description of each source; weights that were copied for it say how much they take."""
+        """A description of each source, with the memory taken by weights copied for it."""
         lines = [source.words for source in self.sources]
         first = len(lines) - len(self.skips)
         for number, skip in enumerate(self.skips, first):
@@ -88,14 +88,14 @@ class Drafts:
 def choose_drafts(
     model: Sublayers, settings: Settings, *, rejection: bool = False, warn: bool = True
 ) -> Drafts:
-    """The sources of drafts for a model, with copies of weights that they need made.
+    """Make the draft sources of a model, including copies of weights that they need.
 
     Args:
-        rejection: texts depend on their drafts: those may not depend on how much memory is free.
-        warn: where the model could draft in 8 bits, had it been loaded in another way.
+        rejection: texts depend on their drafts, so drafts must not depend on the free memory.
+        warn: whether to warn if the model could draft in 8 bits, had it been loaded differently.
 
     Raises:
-        ValueError: a source that does not fit the model.
+        ValueError: a source does not fit the model.
     """
     if not settings.enabled:
         return Drafts(model)
@@ -110,7 +110,7 @@ def choose_drafts(
         chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
         skips, reason = () if chosen.skip is None else (chosen.skip,), chosen.reason
         silent = not warn or sources != [settings.lookup] or model.model in _warned
-        if chosen.loading and not silent:  # once for each model
+        if chosen.loading and not silent:  # warn once per model
             _warned.add(model.model)
             warnings.warn(f"lookups are the only drafts: {reason}", stacklevel=2)
     if skips and settings.draft_vocabulary is not None:
@@ -119,7 +119,7 @@ def choose_drafts(
         resolved = skip.resolve(model.num_layers)
         own_hash = model.weights.fingerprint() if skip.model_hash else None
         skip.warn_if_foreign(getattr(model.model, "name_or_path", None) or None, own_hash)
-        model.weights.blocks(resolved)  # raises here, before anything is decoded
+        model.weights.blocks(resolved)  # raises errors here, before decoding begins
         sources.append(source := source_of(model, resolved))
         if len(skips) > 1:
             source.name = f"{source.name} {number}"  # type: ignore[misc]
@@ -127,11 +127,11 @@ def choose_drafts(
 
 
 def _second_model(target: Sublayers, settings: Settings) -> Source:
-    """The second model as a source, limited to the draft vocabulary."""
+    """Return the second model as a source, limited to the draft vocabulary."""
     if isinstance(settings.assistant, str | os.PathLike):
         read = load_assistant if eagle_config(settings.assistant) is None else load_eagle
         loaded = read(settings.assistant, dtype=target.dtype)
-        settings.assistant = loaded.to(target.device)  # once for all calls
+        settings.assistant = loaded.to(target.device)  # load once for all calls
     if isinstance(settings.assistant, Eagle):
         return second_model(target, settings.assistant, settings.draft_vocabulary)
     opened = sublayers_of(settings.assistant, settings.execution)
@@ -144,13 +144,13 @@ def _second_model(target: Sublayers, settings: Settings) -> Source:
 
 
 def explain_drafts(model: Any, settings: Settings) -> str:
-    """What drafts for a model, and why nothing better does; a line each."""
+    """List what drafts for a model, and why nothing better does; one item per line."""
     opened = sublayers_of(model, settings.execution)
     lines = [f"passes: {opened.describe()}"]
     if words := stored_words(opened.model):
         lines.append(words)
     if each := opened.cache_bytes(1000):
-        lines.append(f"keys and values: {in_words(round(each))} for 1,000 tokens of a text")
+        lines.append(f"keys and values: {in_words(round(each))} per 1,000 tokens of text")
     if not settings.enabled:
         return "\n".join([*lines, "drafts: none, as enabled is False"])
     rejection = settings.acceptance == "rejection"
@@ -164,14 +164,14 @@ def explain_drafts(model: Any, settings: Settings) -> str:
         lines.append(f"no drafts by the model in 8 bits: {drafts.reason}")
     if not opened.exact:
         lines.append(
-            "texts equal plain decoding's up to near-ties: passes are not native, and "
-            "libraries sum in another order beside other tokens"
+            "texts equal those of plain decoding up to near-ties: passes are not native, and "
+            "libraries sum in another order when a batch has other sizes"
         )
     return "\n".join(lines)
 
 
 def controller_words(settings: Settings) -> str:
-    """The controller, and what it is set to where that is not its own default."""
+    """Describe the controller, and those settings that differ from its defaults."""
     how = settings.controller
     if not isinstance(how, str):
         return type(how).__name__
@@ -183,7 +183,7 @@ def controller_words(settings: Settings) -> str:
 
 
 def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
-    """A short description of a draft, from its config as given and as resolved."""
+    """Describe a draft in a few words, from its config as given and as resolved."""
     if skip.trained is not None and skip.trained.alone:
         return skip.trained.words_with(skip.low)
     label = f"skip {len(skip.attention)} attention, {len(skip.mlp)} MLP"
@@ -202,12 +202,12 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
 
 
 class AutomaticDraft(NamedTuple):
-    """The default draft by the model itself, besides lookups.
+    """The default draft by the model itself, in addition to lookups.
 
     Attributes:
-        skip: the model in 8 bits, with a window if its texts may be longer; None if there is none.
+        skip: the model in 8 bits, with a window if its texts may be longer; None if not possible.
         reason: why there is none, in words.
-        loading: loaded in another way the model has such a draft; `reason` says in which.
+        loading: whether loading the model as `reason` says would make such a draft possible.
     """
 
     skip: SkipConfig | None
@@ -224,12 +224,12 @@ _warned: WeakSet[nn.Module] = WeakSet()
 def automatic_draft(
     model: Sublayers, memory: int | None = None, *, by_memory: bool = True
 ) -> AutomaticDraft:
-    """The automatic draft of a model; decided once, so that it stays the same.
+    """Return the automatic draft of a model. It is decided once, so that it never changes.
 
     Args:
-        memory: bytes that copies of weights may take; by default SHARE of what is free.
-        by_memory: False where the text depends on the drafts (under the rejection rule): then only
-            the model and `memory` decide, not the free memory.
+        memory: bytes that copies of weights may take; by default SHARE of the free memory.
+        by_memory: False if the text depends on the drafts (rejection rule). Then the model and
+            `memory` decide alone, regardless of the free memory.
     """
     decided = _decided.setdefault(model.model, {})
     key = model.execution, memory, by_memory
@@ -246,9 +246,9 @@ _heads: WeakKeyDictionary[nn.Module, dict[tuple[int | None, bool], Head | str | 
 def own_head(
     model: Sublayers, memory: int | None = None, *, by_memory: bool = True
 ) -> tuple[CheckpointHead | None, str | None]:
-    """The source of the head that the model's checkpoint holds, or why it does not draft.
+    """Return the source for the checkpoint's own draft head, or the reason why it cannot draft.
 
-    It is looked for and read once. Arguments are those of `automatic_draft`.
+    The head is searched for and read only once. Arguments are those of `automatic_draft`.
 
     Raises:
         ValueError: the head is damaged.
@@ -270,7 +270,7 @@ def own_head(
 
 
 def _too_large(nbytes: int, memory: int | None, *, by_memory: bool) -> str | None:
-    """Why copies of so many bytes are not made, in words."""
+    """Return why copies of `nbytes` bytes are too large, or None if they are not."""
     free = free_memory() if memory is None and by_memory else None
     limit = memory if free is None else int(SHARE * free)
     if limit is None or nbytes <= limit:
@@ -287,17 +287,17 @@ def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticD
         reason = _loaded_without(model)
         if reason is not None:
             return AutomaticDraft(None, reason, loading=memory != 0)
-        reason = f"products with 8 bits are fast in native passes, and these are {model.execution}"
+        reason = f"8-bit products are fast in native passes only, and these are {model.execution}"
         return AutomaticDraft(None, reason)
     whole, lower = (sum(each["sublayers"]) for each in map(model.weight_bytes, (None, 8)))
     if stored_weights(model.model) and lower > WORTH * whole:
-        return AutomaticDraft(None, "its weights are stored in so few bits that 8 save too little")
+        return AutomaticDraft(None, "its weights already take so few bits that 8 save too little")
     reason = _too_large(model.weights.nbytes(skip), memory, by_memory=by_memory)
     return AutomaticDraft(skip if reason is None else None, reason)
 
 
 def _loaded_without(model: Sublayers) -> str | None:
-    """Why a model has no native passes, and what to do, if that is up to how it was loaded."""
+    """Return why a model has no native passes and the remedy, if the way it was loaded is why."""
     if model.device.type != "cpu" or model.reason == ASKED:
         return None
     modules = [*model.model.modules()]
@@ -328,5 +328,5 @@ def _loaded_without(model: Sublayers) -> str | None:
 
 
 def in_words(nbytes: int) -> str:
-    """Bytes as text, in GB or MB."""
+    """Format a number of bytes in GB or MB."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

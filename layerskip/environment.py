@@ -1,4 +1,4 @@
-"""Describes the machine and the software of a run: versions, processors, source revision."""
+"""Describes the machine and software of a run: versions, processors, source revision."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ PACKAGES = ("torch", "transformers", "optuna", "numpy", "pandas", "accelerate", 
 
 
 def environment() -> dict[str, Any]:
-    """Facts about this machine for records and bug reports, as JSON values.
+    """Collect facts about this machine for records and bug reports, as JSON values.
 
-    Keys: `layerskip`, `python` and `packages` (versions; None where not installed), `platform`,
-    `cpu` (`model`, usable `cores`, torch `threads`, the `instructions` that torch uses),
-    `compiler` (the C++ compiler that native and compiled execution would call; None if there is
-    none),
-    `devices` (`type`, `name`, `memory` in bytes or None), `git` (`revision` and `dirty` of the
-    checkout that this runs from, else None).
+    Keys: `layerskip`, `python` and `packages` (versions; None if not installed), `platform`, `cpu`
+    (`model`, usable `cores`, torch `threads`, the `instructions` that torch uses), `compiler` (the
+    C++ compiler that native and compiled execution would call, or None), `devices` (`type`, `name`,
+    `memory` in bytes or None), `git` (`revision` and `dirty` of the checkout that contains this
+    package, else None).
     """
     import torch  # here, so that importing this module costs nothing
 
@@ -63,10 +62,10 @@ def hardware(device: Any) -> str:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The result of `environment()` as lines to read or to paste into an issue.
+    """Format the result of `environment()` as lines to read or to paste into an issue.
 
-    If it has a `native` entry, that says whether native passes are built; an `architectures` entry
-    is the table of `layerskip.model.architectures`.
+    A `native` entry says whether native passes are built; an `architectures` entry is the table of
+    `layerskip.model.architectures`.
     """
     rows = [("layerskip", facts["layerskip"]), ("python", facts["python"])]
     rows += [(name, version or "not installed") for name, version in facts["packages"].items()]
@@ -89,10 +88,10 @@ def render(facts: dict[str, Any]) -> str:
 
 
 def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
-    """A paragraph for each level and each refusal, as wide as the terminal."""
+    """Yield a paragraph for each support level and each refusal, wrapped to the terminal."""
     if table is None:
         return
-    yield f"\nserved of transformers {table['transformers']}, and what may draft:"
+    yield f"\nsupported architectures of transformers {table['transformers']}, and what may draft:"
     wide: dict[str, Any] = {"break_on_hyphens": False}
     wide["width"] = shutil.get_terminal_size().columns
     for how in dict.fromkeys([*table["drafts"], *table["served"].values()]):
@@ -103,7 +102,7 @@ def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
 
 
 def git_revision(root: Path) -> dict[str, Any] | None:
-    """`revision` and `dirty` of the checkout with this root; None where it is not one."""
+    """`revision` and `dirty` of the checkout with this root; None if it is not a checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -114,7 +113,7 @@ def git_revision(root: Path) -> dict[str, Any] | None:
             for arguments in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return None  # no git on this machine, or one that refuses this folder
+        return None  # git is not installed, or rejects this folder
     return {"revision": revision, "dirty": bool(status)}
 
 
@@ -141,7 +140,7 @@ def cores() -> int:
 def free_memory() -> int | None:
     """Bytes of main memory that are free for this process; None if unknown.
 
-    On Linux: the machine's, or what is left of its container's limit.
+    On Linux: the machine's, or what remains of its container's limit.
     """
     limits = []
     with suppress(OSError, ValueError, KeyError):
@@ -149,13 +148,13 @@ def free_memory() -> int | None:
     with suppress(OSError, ValueError, KeyError):
         group = Path("/sys/fs/cgroup")
         most, held = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        # inactive file pages are freed when memory is needed
+        # The kernel frees inactive file pages when memory is needed.
         limits.append(max(0, most - held + _numbers(group / "memory.stat")["inactive_file"]))
     return min(limits, default=None)
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The numbers by name in a file of lines of both."""
+    """Parse a file with a name and a number in each line."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in lines}
 

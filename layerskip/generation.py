@@ -1,7 +1,7 @@
 """The Python interface: `LayerSkipDecoding` for `model.generate()`, `generate` and `decode`.
 
-Each passes a request to the engine and returns its output; `requests.py` checks the arguments.
-Letters: B rows, W width of the padded prompts, n new tokens, V vocabulary.
+Each passes a request to the engine and returns the output; `requests.py` checks the arguments.
+Shapes: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from layerskip.vocabulary import check_vocabularies
 
 @dataclass
 class GenerationOutput(GenerateDecoderOnlyOutput):
-    """What `generate()` returns, with statistics of the decoding.
+    """The result of `generate()`, with statistics of the decoding.
 
     Attributes:
-        sequences: prompts and new tokens, rows that ended early padded on the right, (B, W + n).
-        scores, logits: per step (B, V) float32, when asked for; zeros for rows that had ended.
+        sequences: prompts and new tokens, (B, W + n); rows that ended early are right-padded.
+        scores, logits: one (B, V) float32 per step, if requested; zeros for rows that had ended.
         stats: counts of the decoding.
         rounds: a record of every round, without its scores and logits.
-        costs: the cost table of the last source that the controller used at first; None if it had
-            nothing to decide.
+        costs: the cost table of the last source as the controller first used it; None if the
+            controller had nothing to decide.
     """
 
     stats: DecodingStats | None = None
@@ -53,76 +53,76 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
 
 
 class LayerSkipDecoding(Settings):
-    """Self-speculative decoding, as `model.generate(..., custom_generate=this)`.
+    """Self-speculative decoding, used as `model.generate(..., custom_generate=this)`.
 
     One object may serve several models and threads. Greedy output equals
-    `model.generate(do_sample=False)`; sampled output follows its law, and with the coupled rule it
-    is a function of model, prompt, settings and seed alone, whatever is drafted.
+    `model.generate(do_sample=False)`. Sampled output follows the model's distribution; with the
+    coupled rule it depends on model, prompt, settings and seed alone, never on the drafts.
 
-    A `streamer` of `model.generate()` works, but nobody ends it if the library itself refuses the
-    call. If something waits for its end, use `layerskip.generate`, which always ends it.
+    A `streamer` of `model.generate()` works, but is not ended if the library itself rejects the
+    call. If a thread waits for its end, use `layerskip.generate`, which always ends it.
 
     Args:
-        skip: what the model's own draft leaves out or rounds, or a path to its JSON. Or several of
-            them: "expected-gain" chooses one in each round, by what each has gained; options come
-            from the first. Without one, drafts need no set-up: they are looked up, and the model
-            drafts in 8 bits where that is fast (see `layerskip.drafts`). Other sources that are
-            given are added.
-        lookup: whether drafts are also looked up in each row's own history (given a `Lookup`, in
-            other texts, too).
+        skip: the sublayers that the model's own draft skips or rounds, or a path to the JSON. If
+            several are given, "expected-gain" chooses one in each round by its past gain, and
+            options come from the first. Without one, drafts need no setup: they are looked up, and
+            the model drafts in 8 bits where that is fast (see `layerskip.drafts`). Other given
+            sources are added.
+        lookup: whether drafts are also looked up in each row's own history (a `Lookup` adds other
+            texts).
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
             same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
-            alone where prompts have pictures. Or the official assistant of a Gemma 4, an EAGLE-3
-            head (`layerskip.model.eagle`), or a folder or Hub id to load one of these from.
-        sources: further sources, perhaps of your own (see `layerskip.Source`).
+            alone if prompts have pictures. Or the official assistant of a Gemma 4, an EAGLE-3 head
+            (`layerskip.model.eagle`), or a folder or Hub id from which to load one of these.
+        sources: further sources, including your own (see `layerskip.Source`).
         controller: one of `layerskip.registry.CONTROLLERS` ("expected-gain" by default), or an
             object of the `Controller` protocol, which serves one call at a time.
-        max_draft_length: the most tokens a round drafts.
-        threshold: for the controllers that have one.
-        adaptive: parameters of "adaptive-threshold" by name: alpha, the acceptance rate to keep to
-            (.9); epsilon, by how much a round moves the threshold's aim (.01); beta1 and beta2, how
-            much the averages of the rate (.5) and of the threshold (.9) keep of what they were.
+        max_draft_length: maximum number of tokens drafted in a round.
+        threshold: confidence threshold, for controllers that have one.
+        adaptive: parameters of "adaptive-threshold" by name: alpha, the target acceptance rate
+            (.9); epsilon, how far a round moves the threshold's target (.01); beta1 and beta2, the
+            weights of the old values in the averages of the rate (.5) and of the threshold (.9).
         acceptance: "coupled" (default) or "rejection".
-        branches: whether "expected-gain" has trees verified: the second-best tokens of drafts (of
-            modules the best eight), where these are expected to pay; up to 12 tokens, or
-            `max_draft_length`.
+        branches: whether "expected-gain" has trees verified that include the second-best tokens of
+            drafts (the best eight of a module) where these are expected to pay; up to 12 tokens,
+            or `max_draft_length`.
         enabled: False decodes plainly.
-        draft_memory: bytes that copies of weights for drafts may take if no skip config is given;
-            by default half of what is free. Under the rejection rule the text must not depend on
-            free memory, and there is no limit. 0: no copies, nor a head that the checkpoint has.
-        draft_vocabulary: the only token ids that drafts may draw (see `layerskip.vocabulary`);
-            their rows of the head are copied, once for each model.
-        seed: of sampling; row i of a batch draws from stream (seed, i). None draws a seed from
+        draft_memory: maximum bytes for copies of weights for drafts if no skip config is given; by
+            default half of the free memory. There is no limit under the rejection rule, since the
+            text must not depend on free memory. 0: no copies, and no head from the checkpoint.
+        draft_vocabulary: the only token ids that drafts may use (see `layerskip.vocabulary`);
+            their rows of the head are copied once per model.
+        seed: sampling seed; row i of a batch draws from stream (seed, i). None draws a seed from
             torch's default generator at every call; the stats report it.
         seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
-        costs: cost table of the controller; otherwise measured, or taken from the skip config.
+        costs: the controller's cost table; otherwise measured, or taken from the skip config.
         execution: "auto", "modules", "fused", "native" or "compiled", see `Sublayers`. Compiling
-            pays for many calls on one model only; "auto" never does.
+            pays only for many calls on one model; "auto" never does it.
         cached: keys and values of earlier texts to start from (see `layerskip.Session`).
-        progress: told, after every pass over the prompts, how many of their tokens are done, and of
-            how many.
-        clock: fills the rounds' `times`; on a GPU it should wait for the device.
+        progress: called after every pass over the prompts with the number of prompt tokens done
+            and their total.
+        clock: sets the rounds' `times`; on a GPU it should synchronise with the device.
 
     Settings left at None come from the skip config's `decoding` block, then from the defaults.
     """
 
     def explain(self, model: Any) -> str:
-        """The sources of drafts for a model, and why there are no better ones; a line each."""
+        """List the draft sources of a model, and why there are no better ones; one per line."""
         return explain_drafts(model, self)
 
     def prepare(
         self, model: Any, *, rows: int = 1, context: int = 0, seconds: float = 2.0, **sampling: Any
     ) -> CostTable | None:
-        """Make copies and measure costs now instead of in the first calls.
+        """Make copies and measure costs now instead of during the first calls.
 
         Args:
-            rows: of later batches.
-            context: tokens that they get to; behind long ones costs are measured, too.
-            seconds: about how long measuring may take.
+            rows: batch size of later calls.
+            context: tokens that their texts reach; costs are then also measured in long texts.
+            seconds: approximate time for measuring.
             sampling: do_sample, temperature, top_k and top_p of later calls, as for `decode`.
 
         Returns:
-            The costs there, of the last source; None if there is none, or they are not needed.
+            The costs of the last source at that context; None if there is none or none are needed.
         """
         return prepare(model, self, rows=rows, context=context, seconds=seconds, **sampling)
 
@@ -136,15 +136,15 @@ class LayerSkipDecoding(Settings):
         inputs_tensor: Tensor | None = None,  # given only where a signature names it
         **prepared: Any,
     ) -> GenerationOutput | Tensor:
-        """Called by `model.generate(custom_generate=...)` with everything prepared.
+        """Decode with arguments that `model.generate(custom_generate=...)` has prepared.
 
         Raises:
-            ValueError: an argument cannot be served; the message names it.
+            ValueError: an argument is not supported; the message names it.
         """
-        streamer = streamer or requests.dropped_by_the_call(self, "streamer")  # it has the prompt
+        streamer = streamer or requests.dropped_by_the_call(self, "streamer")  # already has prompt
         if requests.dropped_by_the_call(self, "assistant_model") is not None:
             warnings.warn(
-                "assistant_model has no effect beside custom_generate: give the second model to "
+                "assistant_model has no effect with custom_generate: give the second model to "
                 "LayerSkipDecoding(assistant=...)",
                 stacklevel=2,
             )
@@ -227,18 +227,18 @@ def generate(
     stopping_criteria: Sequence[Any] | None = None,
     **kwargs: Any,
 ) -> GenerationOutput:
-    """`model.generate()` with self-speculation, and all arguments that its custom path drops.
+    """Like `model.generate()` with self-speculation, including arguments that its hook drops.
 
     Args:
         model: a supported causal language model.
-        inputs: token ids (B, W), left-padded, or what comes out of a tokenizer or, with pictures,
-            of a processor.
-        skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords too.
-        streamer: gets the prompt, then new tokens as 1-D tensors, a round at a time; one row only.
-            It is ended whatever happens.
-        tokenizer: needed for `stop_strings`.
-        assistant_tokenizer: that of the second model, which is then compared with `tokenizer`.
-        **kwargs: settings of `LayerSkipDecoding`, everything else goes to `model.generate()`.
+        inputs: token ids (B, W), left-padded, or the output of a tokenizer or, with pictures, of a
+            processor.
+        skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords, too.
+        streamer: receives the prompt, then new tokens as 1-D tensors, one round at a time; for one
+            row only. It is always ended, even after an error.
+        tokenizer: required by `stop_strings`.
+        assistant_tokenizer: the second model's tokenizer, to be compared with `tokenizer`.
+        **kwargs: settings of `LayerSkipDecoding`; everything else goes to `model.generate()`.
     """
     with requests.ending(streamer):
         settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
@@ -289,7 +289,7 @@ def decode(
     keep_scores: bool = False,
     **settings: Any,
 ) -> Iterator[Round]:
-    """Decode text round by round, in token ids; the engine without `generate()`.
+    """Decode token ids round by round, using the engine without `generate()`.
 
     Prompts with pictures need `generate()`, which runs the vision tower.
 
@@ -297,14 +297,14 @@ def decode(
         input_ids: (B, W), left-padded where attention_mask (B, W) is 0.
         skip, **settings: as for `LayerSkipDecoding`.
         temperature, top_k, top_p: of sampling. None means the same as in `model.generate()`: the
-            value of the model's generation config, then the library's default, which has a top_k of
-            50. Give top_k=0 and top_p=1.0 for the full softmax.
-        logits_processor: run before temperature, top_k and top_p.
+            value of the model's generation config, then the library's default, whose top_k is 50.
+            Give top_k=0 and top_p=1.0 for the full softmax.
+        logits_processor: applied before temperature, top_k and top_p.
         keep_scores: keep processed scores and raw logits of every emitted token in the rounds.
         eos_token_id: tokens that end a row; the model's own by default.
 
     Yields:
-        Round 0 (the prefill's token), then each round.
+        Round 0 (the token after the prefill), then each round.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -332,7 +332,7 @@ def decode(
         decoder, _ = make_decoder(model, decoding, request)
         rounds = decoder.rounds()
     while True:
-        with torch.no_grad():  # not around the yield: the caller's own grad mode stays
+        with torch.no_grad():  # not around the yield, so that the caller keeps its grad mode
             round_ = next(rounds, None)
         if round_ is None:
             return

@@ -1,7 +1,7 @@
-"""Grammars that a text is kept to: logits processors made of a JSON schema or a regular expression.
+"""Constrains text to a grammar: logits processors made from a JSON schema or a regular expression.
 
-llguidance computes what they allow. A grammar is about the new tokens, not about the prompt.
-Letters: B rows, W tokens of a row so far, V vocabulary of the scores.
+llguidance computes the allowed tokens. A grammar applies to the new tokens, not to the prompt.
+Shapes: B rows, W tokens of a row so far, V vocabulary of the scores.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ import torch
 from torch import Tensor
 
 SEPARATORS = ", ", ": "
-"""What JSON has between two items, and behind a key: those of `json.dumps`."""
+"""JSON separators between two items and after a key, as in `json.dumps`."""
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref")  # keywords that add other schemas
-_VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, no schemas
+_VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
 
 
 class Grammar:
-    """A text's place in a grammar (see `layerskip.decoding.laws.Stateful`).
+    """The state of a text in a grammar (see `layerskip.decoding.laws.Stateful`).
 
-    Ends of text are allowed exactly where the grammar may end, and nothing else behind its end.
+    End tokens are allowed exactly where the grammar may end; nothing else may follow its end.
 
-    It is also a logits processor for `generate()` of transformers itself, where one object serves
-    one thread.
+    It is also a logits processor for transformers' own `generate()`, where one object serves one
+    thread.
 
     Args:
-        compiled: llguidance's matcher, at the beginning of a text.
+        compiled: llguidance's matcher at the beginning of a text.
         eos: tokens that end a text.
-        tokenizer: which the grammar was made for.
+        tokenizer: the tokenizer for which the grammar was made.
     """
 
     def __init__(self, compiled: Any, eos: Sequence[int], tokenizer: Any) -> None:
         self.compiled, self.eos, self.tokenizer = compiled, eos, tokenizer
         self.matcher = compiled.deep_copy()
-        self._behind = 0  # tokens behind the grammar's end, which the matcher is not told
-        self._called: list[list[int]] = []  # the rows that `__call__` was asked about last
-        self._width = 0  # how many of their tokens are prompt
+        self._behind = 0  # tokens after the grammar's end, which the matcher does not see
+        self._called: list[list[int]] = []  # the rows in the last call of `__call__`
+        self._width = 0  # number of their prompt tokens
         self._rows: list[Grammar] = []
 
     def start(self) -> Grammar:
-        """The same grammar at the beginning of a text."""
+        """Return the same grammar at the beginning of a text."""
         return type(self)(self.compiled, self.eos, self.tokenizer)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) behind the tokens so far (B, W), as any logits processor.
+        """Return the scores (B, V) for the tokens so far (B, W), like any logits processor.
 
-        A text begins at the first call with its prompt, and grows by a token from call to call.
+        A text begins at the first call with its prompt, and grows by one token per call.
 
         Raises:
-            ValueError: it did not.
+            ValueError: a row has grown differently.
         """
         rows, last, width = input_ids.tolist(), self._called, self._width
         begun = [row[:width] for row in rows] == [row[:width] for row in last]
@@ -74,33 +74,33 @@ class Grammar:
         return torch.stack(processed)  # (B, V)
 
     def forced(self) -> list[int]:
-        """Tokens that follow here whatever is written, as far as they are known; perhaps others
-        that spell the same."""
+        """Return the tokens that must follow here, as far as they are known. Other tokens may spell
+        the same text."""
         tokens: list[int] = [] if self._behind else self.matcher.compute_ff_tokens()
         return tokens
 
     def advance(self, token: int) -> None:
-        """Goes on by a token; behind one that is not allowed the text has ended."""
+        """Advance by a token. After a token that is not allowed, the text has ended."""
         if self._behind or token in self.eos or not self.matcher.try_consume_tokens([token]):
             self._behind += 1
 
     def rollback(self, count: int) -> None:
-        """Takes back the last tokens."""
+        """Undo the last `count` tokens."""
         behind = min(count, self._behind)
         self._behind -= behind
         if count > behind:
             self.matcher.rollback(count - behind)
 
     def mask(self, scores: Tensor) -> Tensor:
-        """Scores (V,) with -inf for every token that is not allowed here.
+        """Set the scores (V,) of every token that is not allowed here to -inf.
 
-        V may be larger than the tokenizer's vocabulary, as padded heads are, or smaller.
+        V may be larger than the tokenizer's vocabulary, as with padded heads, or smaller.
         """
         allowed = np.zeros(len(scores), dtype=bool)  # (V,)
         if not self._behind:
             packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
             if self.matcher.is_error():
-                raise ValueError(f"the grammar went wrong: {_line(self.matcher.get_error())}")
+                raise ValueError(f"the grammar failed: {_line(self.matcher.get_error())}")
             bits = np.unpackbits(packed, bitorder="little")[: len(scores)]
             allowed[: len(bits)] = bits
         ends = [token for token in self.eos if token < len(scores)]
@@ -112,10 +112,10 @@ class Grammar:
 def response_format(
     given: Mapping[str, Any], tokenizer: Any, *, eos: Sequence[int] | None = None
 ) -> list[Grammar]:
-    """What a `response_format` of OpenAI's interface asks for, as logits processors; text: none.
+    """Convert OpenAI's `response_format` to logits processors; there are none for text.
 
     Raises:
-        ValueError: it is none, or as for `json_schema`.
+        ValueError: the format is unknown, or as for `json_schema`.
     """
     match given:
         case {"type": "text", **more} if not more:
@@ -142,24 +142,24 @@ def json_schema(
     eos: int | Sequence[int] | None = None,
     whitespace: bool = False,
 ) -> Grammar:
-    """A logits processor that keeps new text to JSON of a schema.
+    """Make a logits processor that restricts new text to JSON that matches a schema.
 
-    Give it as `logits_processor=[...]` to `layerskip.generate`, `decode`, or `model.generate()`,
+    Pass it as `logits_processor=[...]` to `layerskip.generate`, `decode` or `model.generate()`,
     with or without `LayerSkipDecoding`. With it, one object serves any number of threads.
 
-    An object whose schema lists `properties` and says nothing of `additionalProperties` gets none,
-    as these could have one name twice.
+    An object whose schema lists `properties` but not `additionalProperties` gets no further ones,
+    since these could repeat a name.
 
     Args:
-        schema: a JSON schema, as a mapping or as JSON.
+        schema: a JSON schema, as a mapping or as JSON text.
         tokenizer: the model's fast tokenizer.
         eos: tokens that end a text; by default the tokenizer's.
-        whitespace: whether there may be any between tokens of JSON; else it is written in one
-            line, as `json.dumps` does.
+        whitespace: whether whitespace is allowed between JSON tokens; if not, the JSON is written
+            on one line, as by `json.dumps`.
 
     Raises:
-        ValueError: it is no schema, nothing fits it, or llguidance is not installed or cannot
-            serve it or the tokenizer.
+        ValueError: the schema is invalid or cannot be satisfied, or llguidance is not installed or
+            does not support the schema or the tokenizer.
     """
     if isinstance(schema, str):
         try:
@@ -178,10 +178,10 @@ def json_schema(
 
 
 def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None) -> Grammar:
-    r"""A logits processor that keeps new text, as a whole, to a regular expression.
+    r"""Make a logits processor for new text that as a whole matches a regular expression.
 
-    Classes such as `\d` are of ASCII; behind `(?u)` at the beginning they are of Unicode.
-    Arguments and errors are those of `json_schema`.
+    Classes such as `\d` are ASCII-only; a leading `(?u)` makes them Unicode. Arguments and errors
+    are those of `json_schema`.
     """
     if not pattern.startswith("(?u)"):
         pattern = re.sub(r"\\(.)", _ascii, pattern, flags=re.DOTALL)
@@ -189,7 +189,7 @@ def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = Non
 
 
 def lark(grammar: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None) -> Grammar:
-    """A logits processor that keeps new text to a grammar in llguidance's kind of Lark.
+    """Make a logits processor that restricts new text to a grammar in llguidance's Lark syntax.
 
     Arguments and errors are those of `json_schema`.
     """
@@ -197,7 +197,7 @@ def lark(grammar: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None
 
 
 def _ascii(escaped: re.Match[str]) -> str:
-    """A class that a backslash stands for, written out; anything else as it is."""
+    """Expand a backslash class to ASCII; leave any other escape as it is."""
     name = escaped[1]
     among = _ASCII.get(name.lower())
     if among is None:
@@ -206,7 +206,7 @@ def _ascii(escaped: re.Match[str]) -> str:
 
 
 def _schemas(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects inside a schema, but for the values that it names."""
+    """Yield all schema objects inside a schema, but not the values that it lists."""
     if isinstance(value, dict):
         yield value
         value = [each for name, each in value.items() if name not in _VALUES]
@@ -216,11 +216,11 @@ def _schemas(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_rings(schema: dict[str, Any], root: dict[str, Any]) -> None:
-    """Refuse references that lead back to themselves, which nothing fits."""
+    """Reject references that lead back to themselves, since nothing can match them."""
     seen: list[Any] = []
     while isinstance(schema, dict) and isinstance(place := schema.get("$ref"), str):
         if place in seen:
-            raise ValueError(f"a JSON schema has references that go round in a ring: {place}")
+            raise ValueError(f"a JSON schema has references that form a cycle: {place}")
         seen.append(place)
         target: Any = root
         for part in place.removeprefix("#").split("/")[1:]:
@@ -230,12 +230,12 @@ def _refuse_rings(schema: dict[str, Any], root: dict[str, Any]) -> None:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with `additionalProperties: false` where it lists properties and says nothing.
+    """Add `additionalProperties: false` where a schema lists properties but does not mention it.
 
-    Left as it is where it combines schemas, one of which may add properties to another.
+    A schema that combines others is unchanged, since one may add properties to another.
 
     Raises:
-        ValueError: references go round in a ring.
+        ValueError: references form a cycle.
     """
     schema = dict(schema)
     every = list(_schemas(schema))
@@ -269,7 +269,7 @@ def _compiled(grammar: str, tokenizer: Any, eos: int | Sequence[int] | None) -> 
     ends = (given,) if isinstance(given, int) else tuple(given or ())
     if not ends:
         raise ValueError(
-            "a grammar needs a token that ends a text, the tokenizer has none; give eos="
+            "a grammar needs a token that ends a text, but the tokenizer has none; give eos="
         )
     first = _library().LLMatcher(_for_llguidance(tokenizer, ends), grammar, log_level=0)
     if not first.is_error():

@@ -1,4 +1,4 @@
-"""The names of shipped models, checkpoints and prompt files, and the paths they stand for."""
+"""Names of shipped models, checkpoints and prompt files, and their paths."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ SHIPPED_ASSISTANTS = ("demo-gemma4-assistant",)
 """Official assistants that come with the package, for `--assistant`."""
 
 MADE = ("smollm2", "gemma3-270m")
-"""Real checkpoints that `make checkpoints` makes, in one of `checkpoint_folders`."""
+"""Real checkpoints made by `make checkpoints`, in one of `checkpoint_folders`."""
 
 _MODELS = Path(__file__).parent / "models"
 SHIPPED_PROMPTS = _MODELS / "prompts.jsonl"
-"""Held-out prompts of three categories: code, repetitive, unlike (the training data)."""
+"""Held-out prompts in three categories: code, repetitive, unlike (the training data)."""
 SPEC_BENCH = _MODELS / "spec-bench" / "prompts.jsonl"
-"""Questions of Spec-Bench, the first turns: four of each of nine categories."""
+"""First turns of Spec-Bench questions: four from each of nine categories."""
 COPYING = _MODELS / "copying.jsonl"
-"""Requests whose answers copy: summaries, retrieval, edits of code; three of each, for chats."""
+"""Chat requests to copy text: three each of summaries, retrieval and edits of code."""
 NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING}
 """Prompt files by their names on the command line."""
 
 
 def shipped(name: str) -> Path:
-    """The folder of a model, or of an assistant, that comes with the package.
+    """Return the folder of a model or an assistant that comes with the package.
 
     Raises:
         ValueError: there is no such model, or this installation lacks it.
@@ -41,9 +41,9 @@ def shipped(name: str) -> Path:
 
 
 def checkpoint_folders() -> list[Path]:
-    """Where real checkpoints are looked for, the first first.
+    """List the folders in which to look for real checkpoints, in order of preference.
 
-    That is `$LAYERSKIP_CHECKPOINTS`; if it is not set, `checkpoints` in the working folder, then
+    `$LAYERSKIP_CHECKPOINTS` if it is set; otherwise `checkpoints` in the working folder, then
     `layerskip/checkpoints` in the user's data folder (`$XDG_DATA_HOME`, else `~/.local/share`).
     """
     named = os.environ.get("LAYERSKIP_CHECKPOINTS")
@@ -54,7 +54,7 @@ def checkpoint_folders() -> list[Path]:
 
 
 def made(name: str) -> Path:
-    """The folder of a real checkpoint that `make checkpoints` has made.
+    """Return the folder of a real checkpoint made by `make checkpoints`.
 
     Raises:
         ValueError: it is in none of `checkpoint_folders`.
@@ -64,16 +64,16 @@ def made(name: str) -> Path:
         if (place / name).is_dir():
             return place / name
     raise ValueError(
-        f"there is no folder {name} in {' or '.join(map(str, places))}; `make checkpoints` in the "
-        "repository of layerskip makes it, LAYERSKIP_CHECKPOINTS=FOLDER says where it lies"
+        f"there is no folder {name} in {' or '.join(map(str, places))}; run `make checkpoints` in "
+        "the layerskip repository, or set LAYERSKIP_CHECKPOINTS to the folder that contains it"
     )
 
 
 def model_folder(name: str) -> Path | None:
-    """The folder that the name of a model means; None where it can only be a Hub id.
+    """Return the folder that a model name stands for; None if it can only be a Hub id.
 
     Raises:
-        ValueError: it holds no checkpoint, or there is none of that name.
+        ValueError: the folder does not exist or has no checkpoint.
     """
     if not name.strip():
         raise ValueError("the model's name is empty; give a Hub id, a local folder or demo-llama")
@@ -88,10 +88,10 @@ def model_folder(name: str) -> Path | None:
             if (folder / "adapter_config.json").exists():
                 what = (
                     f"it is an adapter: serve its base model with --lora NAME={name}, or merge the "
-                    "two by peft's merge_and_unload() and name the result"
+                    "two with peft's merge_and_unload() and give the result"
                 )
             raise ValueError(f"folder {name} holds no checkpoint: {what}")
-        for path in folder.iterdir():  # reading a pipe waits for ever
+        for path in folder.iterdir():  # reading a pipe would block forever
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise ValueError(f"checkpoint {name}: {path.name} is a pipe or a device, no file")
         return folder
@@ -103,12 +103,12 @@ def model_folder(name: str) -> Path | None:
 
 
 def suggestion(name: str) -> str:
-    """What was probably meant by the name of a model that is not there, to end a sentence."""
+    """Suggest a similar name for a model that was not found, to be appended to a sentence."""
     path = Path(name)
     names = [*SHIPPED, *SHIPPED_ASSISTANTS, *MADE]
     if path.parent.is_dir():
         names += [str(each.parent) for each in path.parent.glob("*/config.json")]
     close = get_close_matches(name, names, n=1)
-    if not close:  # a missing folder that is called like a model
+    if not close:  # perhaps a missing folder that is named like a model
         close = get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else ""

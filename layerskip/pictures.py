@@ -1,4 +1,4 @@
-"""Pictures of prompts: read, checked, and encoded by a model's processor; no network is asked."""
+"""Reads and checks pictures of prompts, and encodes them; never accesses the network."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from io import BytesIO
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-PIXELS = 50_000_000  # of all pictures of a prompt
-MOST = 16  # pictures of a prompt
+PIXELS = 50_000_000  # maximum for all pictures of a prompt together
+MOST = 16  # maximum number of pictures in a prompt
 Message = Mapping[str, Any]
 
 
 def read_picture(data: bytes, pixels: int = PIXELS) -> Any:
-    """A picture of PIL in RGB, the way up in which it was taken; of several frames the first.
+    """Read a picture as a PIL image in RGB, upright; the first frame if there are several.
 
     Raises:
-        ValueError: it is none of `FORMATS`, damaged, or has more than so many pixels.
+        ValueError: it is not in `FORMATS`, is damaged, or has more than `pixels` pixels.
     """
     from PIL import Image, ImageOps
 
     try:
         picture = Image.open(BytesIO(data), formats=FORMATS)
         width, height = picture.size
-        if width * height <= pixels:  # else it would fill the memory
+        if width * height <= pixels:  # a larger one might fill the memory
             return ImageOps.exif_transpose(picture).convert("RGB")
-    except Exception as error:  # PIL raises whatever its decoders meet
-        raise ValueError(f"this is no picture in {', '.join(FORMATS)} that can be read") from error
+    except Exception as error:  # PIL passes on whatever its decoders raise
+        raise ValueError(f"this is not a readable picture in {', '.join(FORMATS)}") from error
     raise ValueError(
-        f"pictures of a prompt may have {pixels:,} pixels here, this one has {width} x {height}; "
-        "send a smaller one"
+        f"pictures of a prompt may have {pixels:,} pixels here, but this one has {width} x "
+        f"{height}; send a smaller one"
     )
 
 
 def pictures_in(addresses: Sequence[str]) -> list[Any]:
-    """The pictures of a prompt, each in a data URL.
+    """Decode the pictures of a prompt, each given as a data URL.
 
     Raises:
-        ValueError: as of `read_picture`, there are too many, or one has another address.
+        ValueError: as for `read_picture`; there are too many, or an address is not a data URL.
     """
     if len(addresses) > MOST:
         raise ValueError(f"a prompt may have {MOST} pictures here, got {len(addresses)}")
@@ -60,36 +60,36 @@ def pictures_in(addresses: Sequence[str]) -> list[Any]:
 
 
 def showing(message: Message, pictures: Sequence[Any]) -> dict[str, Any]:
-    """A message of text with pictures, if there are any, in front of it."""
+    """Put the pictures, if any, in front of the text of a message."""
     parts = [{"type": "image", "image": picture} for picture in pictures]
     return {**message, "content": [*parts, *parts_of(message)] if parts else message["content"]}
 
 
 def parts_of(message: Message) -> Sequence[Mapping[str, Any]]:
-    """What a message holds, in parts: texts and pictures of PIL."""
+    """The parts of a message: texts and PIL images."""
     content = message.get("content", "")
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def pictures_shown(messages: Sequence[Message]) -> list[Any]:
-    """The pictures in messages."""
+    """The pictures in the messages."""
     return [part["image"] for each in messages for part in parts_of(each) if "image" in part]
 
 
 def encode_pictures(
     processor: Any, messages: Sequence[Message], pictures: Sequence[Any], **template: Any
 ) -> Any:
-    """A conversation as the library's processor encodes it, with its pictures: a `BatchFeature`.
+    """Encode a conversation and its pictures with the library's processor: a `BatchFeature`.
 
     Args:
-        pictures: of PIL, those of all messages.
-        template: what else the chat template is told.
+        pictures: the PIL images of all messages.
+        template: further arguments of the chat template.
     """
-    # some templates know nothing but parts
+    # Some templates accept only content in parts.
     told = [{**each, "content": [*parts_of(each)]} for each in messages]
     how = {"add_generation_prompt": True, **template, "tokenize": False}
     text = processor.apply_chat_template(told, **how)
     begin = processor.tokenizer.bos_token
-    has_it = begin is not None and text.startswith(begin)  # else the processor adds it
+    has_it = begin is not None and text.startswith(begin)  # else the processor adds the token
     special = {"add_special_tokens": False} if has_it else {}
     return processor(text=text, images=[[*pictures]], return_tensors="pt", **special)

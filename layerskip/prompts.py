@@ -22,34 +22,34 @@ class Prompt:
     """One prompt: either `text`, or chat `messages` for a chat template; the other is None."""
 
     id: str
-    """Its `id` or `question_id` in the file, else the number of its line; unique in the file."""
+    """`id` or `question_id` in the file, else the line number; unique in the file."""
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     category: str | None = None
     response_format: dict[str, Any] | None = None
-    """What the text is kept to, as OpenAI's interface has it."""
+    """The form that the text must have, as OpenAI's API defines it."""
     body: dict[str, Any] | None = None
-    """What a line of OpenAI's batch files asks for, the text or the messages among it."""
+    """The body of a line in OpenAI's batch format, including the text or the messages."""
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Everything that an answer may depend on."""
+        """Everything on which an answer may depend."""
         names = ("text", "messages", "response_format", "body")
         return {name: getattr(self, name) for name in names}
 
     def as_chat(self) -> Prompt:
-        """The same for a chat template: text is what a user says; messages stay as they are."""
+        """Convert to a chat prompt: text becomes a user message; messages are unchanged."""
         if self.text is None:
             return self
         return replace(self, text=None, messages=({"role": "user", "content": self.text},))
 
     def showing(self, pictures: Sequence[Any]) -> Prompt:
-        """The chat with pictures of PIL in front of its last message."""
+        """Return the chat with PIL images in front of its last message."""
         *before, last = self.as_chat().messages or ()
         return replace(self, text=None, messages=(*before, showing(last, pictures)))
 
     def with_system(self, text: str) -> Prompt:
-        """The chat with a system message in front, unless it has one of its own."""
+        """Return the chat with a system message in front, unless it already has one."""
         messages = self.messages or ()
         if messages and messages[0]["role"] == "system":
             return self
@@ -57,17 +57,17 @@ class Prompt:
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """Read a prompt file; blank lines are left out.
+    """Read a prompt file. Blank lines are ignored.
 
-    Each line of JSON holds one of `prompt` (a string), `messages` (a chat: objects with `role`
-    and `content`) or `turns` (Spec-Bench, arXiv 2401.07851: the first turn is the prompt), and
-    may hold `category`, `id` and `response_format`; other keys are left alone. A line of OpenAI's
-    batch files holds `custom_id` and `body`, which has `prompt` or `messages`. A file that neither
-    has one of `JSON_SUFFIXES` nor starts with a JSON object is plain text, one prompt a line.
+    Each JSON line contains one of `prompt` (a string), `messages` (a chat: objects with `role` and
+    `content`) or `turns` (Spec-Bench, arXiv 2401.07851: the first turn is the prompt). It may also
+    contain `category`, `id` and `response_format`; other keys are ignored. A line of OpenAI's batch
+    files has `custom_id` and `body`, which contains `prompt` or `messages`. A file that neither has
+    one of `JSON_SUFFIXES` nor starts with a JSON object is plain text, one prompt per line.
 
     Raises:
-        ValueError: the file cannot be read, is not UTF-8, holds no prompt, or a line is wrong;
-            names the file and the line.
+        ValueError: the file cannot be read, is not UTF-8, has no prompt, or a line is wrong. The
+            message names the file and the line.
     """
     path = Path(path)
     try:
@@ -140,7 +140,7 @@ def _parse_body(values: dict[str, Any]) -> Prompt:
     id_ = name_text(values.get("custom_id"), "custom_id")
     body = mapping(values["body"], "body")
     if ("prompt" in body) == ("messages" in body):
-        raise ValueError("body must hold prompt or messages, one of them")
+        raise ValueError("body must hold either prompt or messages")
     if "messages" in body:
         said = items(mapping, least=1)(body["messages"], "body.messages")
         return Prompt(id=id_, messages=tuple(said), body=body)

@@ -1,7 +1,7 @@
-"""What users choose by name, and where each name's class lives.
+"""Names that users choose from, and the place of each name's class.
 
-Modules are imported when a name is asked for. So the core offers what `layerskip.research` holds
-without importing it.
+A module is imported when its name is requested. So the core can offer what `layerskip.research`
+contains without importing it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ControllerName = Literal[
 ]
 CONTROLLERS: tuple[str, ...] = get_args(ControllerName)
 WITH_THRESHOLD = ("confidence", "adaptive-threshold", "entropy", "classifier", "target-confidence")
-"""The controllers that have a threshold."""
+"""Controllers that have a threshold."""
 ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
-"""Parameters of `adaptive-threshold`, with the values of Draft & Verify's published code."""
+"""Parameters of `adaptive-threshold`, with the values in Draft & Verify's published code."""
 
 LossName = Literal["lk", "kl", "tvd++", "ce"]
 LOSSES: tuple[str, ...] = get_args(LossName)
@@ -37,9 +37,9 @@ TRAINED: dict[str, str] = {
     "heads": "trained heads",
     "streams": "trained streams",
 }
-"""Kinds of trained drafts, in words: corrections of rounded weights, or modules of their own."""
+"""Kinds of trained drafts, in words: corrections of rounded weights, or separate modules."""
 ALONE = ("feature-block", "heads", "streams")
-"""The modules that draft without any of the model's sublayers."""
+"""Modules that draft without any of the model's sublayers."""
 StudentName = Literal[
     "healed", "exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"
 ]
@@ -90,6 +90,6 @@ PLACES: dict[Role, dict[str, str]] = {
 
 
 def named(role: Role, name: str) -> Any:
-    """What a name stands for, imported now."""
+    """Import and return the object that a name stands for."""
     module, _, attribute = PLACES[role][name].partition(":")
     return getattr(import_module(f"layerskip.{module}"), attribute)

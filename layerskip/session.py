@@ -1,4 +1,4 @@
-"""`Session`: keys and values of earlier texts are not computed again."""
+"""`Session`: reuses the keys and values of earlier texts."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from layerskip.generation import GenerationOutput, decode, generate
 from layerskip.model.opening import sublayers_of
 
 SHARE = 0.25
-"""The share of free memory that a session may take by default."""
+"""Share of the free memory that a session may take by default."""
 
 
 class Session:
     """Calls on one model that keep the keys and values of their texts for later calls.
 
-    Every row starts at the longest beginning that it has in common with a text that is held: the
-    next turn of a chat, the next sample of a prompt, the next document with the same instructions.
-    The last token of a prompt is always run, as its logits are needed. Texts are the same as
-    without a session; with native passes bit by bit, elsewhere up to near-ties.
+    Every row starts from the longest prefix that it shares with a stored text: the next turn of a
+    chat, another sample for the same prompt, the next document with the same instructions. The last
+    token of a prompt is always run, since its logits are needed. Texts are the same as without a
+    session: bit for bit with native passes, otherwise up to near-ties.
 
-    Calls that are given up keep what they have decoded. Everything is dropped when the model's
-    weights or adapters change, or its dtype or device; each call reads all weights to see that,
-    which takes about as long as two tokens (see `fingerprint.checksum`). Of several prompts with
-    pictures in one call nothing is kept. What drafts themselves compute with (a second model, say)
-    is not kept.
+    Abandoned calls keep what they have decoded. Everything is dropped when the model's weights,
+    adapters, dtype or device change. To detect that, each call reads all weights, which takes
+    about as long as two tokens (see `fingerprint.checksum`). Nothing is kept from a call with
+    several prompts and pictures. The states of drafts (of a second model, for instance) are not
+    kept.
 
-    A session may serve several threads. What a call takes is copied into its own buffers.
+    A session may serve several threads. A call copies what it reuses into its own buffers.
 
     Args:
-        model: as for `layerskip.generate`; no encoder-decoder.
-        memory: the most bytes to hold; by default a quarter of what is free now. What was used
-            least recently is dropped first, and a text that is too long for it is not kept.
-        **settings: as for `LayerSkipDecoding`, `skip` included; calls may give others.
+        model: as for `layerskip.generate`, but not an encoder-decoder.
+        memory: maximum number of bytes to store; by default a quarter of the memory now free. The
+            least recently used texts are dropped first; a text that is too long is not stored.
+        **settings: as for `LayerSkipDecoding`, `skip` included; calls may override them.
 
     Raises:
         ValueError: the model is an encoder-decoder, or memory is negative.
@@ -48,8 +48,8 @@ class Session:
         opened = sublayers_of(model, settings.get("execution", "auto"))
         if opened.encoder:
             raise ValueError(
-                "a session needs a model of one text, this is an encoder-decoder, whose keys and "
-                "values depend on what its encoder has read; use layerskip.generate"
+                "a session needs a decoder-only model, but this is an encoder-decoder, whose keys "
+                "and values depend on its encoder's input; use layerskip.generate"
             )
         self.model = model
         self.settings = settings
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def num_texts(self) -> int:
-        """How many texts it holds; what one has in common with another is held once."""
+        """The number of stored texts. What they have in common is stored once."""
         return len(self._cached)
 
     def clear(self) -> None:
@@ -87,7 +87,7 @@ class Session:
 
 
 def share(device: torch.device) -> int:
-    """The default memory of a session on a device; 1 GiB if nobody knows what is free."""
+    """The default memory of a session on a device in bytes; 1 GiB if the free memory is unknown."""
     if device.type == "cuda":
         return int(SHARE * torch.cuda.mem_get_info(device)[0])
     free = free_memory()

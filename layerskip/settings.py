@@ -1,4 +1,4 @@
-"""The settings of a decoding, checked."""
+"""The checked settings of a decoding."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 
 Skips = SkipConfig | str | os.PathLike[str]
-"""A skip config, or the path of one."""
+"""A skip config, or the path of its file."""
 
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # the default of `max_draft_length`
 
 
 class Settings:
-    """What `LayerSkipDecoding` is given, whose docstring says what each means."""
+    """The arguments of `LayerSkipDecoding`, whose docstring explains them."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Settings:
         self.threshold = stored.threshold if threshold is None else threshold
         self.adaptive = {**(stored.adaptive or {}), **(adaptive or {})}
         self.acceptance = given.acceptance or stored.acceptance or "coupled"
-        # those of a skip config belong to its controller
+        # Branches stored in a skip config apply only to the default controller.
         default = self.controller == DEFAULT_CONTROLLER and stored.branches
         self.branches = bool(default if branches is None else branches)
         wanted = stored.enabled if enabled is None else enabled
@@ -106,7 +106,7 @@ class Settings:
         return f"LayerSkipDecoding({skips!r}, controller={how!r})"
 
     def row_seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
-        """(seed, row) of each row's noise stream; none for greedy decoding."""
+        """(seed, row) of each row's noise stream; empty for greedy decoding."""
         if not do_sample:
             return []
         if self.seeds is not None:
@@ -120,7 +120,7 @@ class Settings:
 
 
 def _loaded(skip: Skips | Sequence[Skips] | None) -> tuple[SkipConfig, ...]:
-    """The skip configs that are given, read from their files."""
+    """Return the given skip configs, read from their files where they are paths."""
     if skip is None:
         return ()
     several = [skip] if isinstance(skip, SkipConfig | str | os.PathLike) else [*skip]

@@ -1,4 +1,4 @@
-"""From tokens to text: whole, or as it grows."""
+"""Decodes tokens to text, all at once or as they come."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NONE: AbstractSet[int] = frozenset()
 
 
 def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = NONE) -> str:
-    """The text of tokens, without special ones.
+    """Decode tokens to text without special tokens.
 
     Args:
-        keep: special tokens whose text is told, as marks of tool calls.
+        keep: special tokens whose text is kept, such as marks of tool calls.
     """
     if keep.isdisjoint(tokens):
         text: str = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -25,29 +25,29 @@ def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = 
     return text
 
 
-@lru_cache(maxsize=4)  # there may be thousands
+@lru_cache(maxsize=4)  # a tokenizer may have thousands of added tokens
 def _special(tokenizer: Any) -> frozenset[int]:
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(id_ for id_, token in added if token.special)
 
 
 class Detokenizer:
-    """The text of tokens as they come; a character waits for the last of its bytes.
+    """Decodes tokens to text as they come. A character is held back until all its bytes are there.
 
-    Only the last few tokens are decoded, behind the few before them, which may decide how the
-    text goes on (a space, say).
+    Only the last few tokens are decoded, together with a few before them, which may affect how the
+    text continues (a space, for instance).
 
     Args:
-        keep: as of `decode_text`.
+        keep: as for `decode_text`.
     """
 
     def __init__(self, tokenizer: Any, keep: AbstractSet[int] = NONE) -> None:
         self._tokenizer, self._keep = tokenizer, keep
-        self._tokens: list[int] = []  # from the whole characters before the last ones on
-        self._told = 0  # of these tokens, those whose text is told
+        self._tokens: list[int] = []  # from the last complete characters on
+        self._told = 0  # number of these tokens whose text has been returned
 
     def put(self, tokens: Sequence[int]) -> str:
-        """What these tokens add to the text, as far as its characters are whole."""
+        """Return the text that these tokens add, up to the last complete character."""
         self._tokens += tokens
         new = self._new()
         if not new or new.endswith("\ufffd"):
@@ -57,7 +57,7 @@ class Detokenizer:
         return new
 
     def end(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         new = self._new()
         self._tokens, self._told = [], 0
         return new

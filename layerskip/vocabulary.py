@@ -1,7 +1,7 @@
 """Ranks tokens for a draft vocabulary, and checks that two models share a vocabulary.
 
 Few tokens make up most of any text. A draft that reads only their rows of the head costs less and
-proposes nearly the same (FR-Spec, arXiv 2502.14856).
+proposes nearly the same tokens (FR-Spec, arXiv 2502.14856).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 PADDING = 0.01
-"""The share of a vocabulary by which heads of one tokenizer differ at most, when padded."""
+"""Maximum size difference of heads with one tokenizer, due to padding, as a share of the size."""
 
 
 def ranked(
     texts: Iterable[Sequence[int] | Tensor], vocabulary: int, *, ends: Iterable[int] = ()
 ) -> Tensor:
-    """Every token id, the most useful for a draft vocabulary first, (V,) int64.
+    """Rank every token id by its use in a draft vocabulary, most useful first; (V,) int64.
 
-    First come `ends`, without which drafts would run on behind an end of text, then the others by
-    frequency. Tokens of equal frequency are in the order of their ids: a tokenizer's merges were
-    learned in that order, which is about the order of frequency.
+    First come `ends`, without which drafts would continue after the end of a text, then the others
+    by frequency. Tokens of equal frequency are ordered by id: a tokenizer learns its merges in that
+    order, which is roughly the order of frequency.
 
     Args:
-        texts: token ids like those that will be generated, (T,) or (1, T) each.
+        texts: token ids, (T,) or (1, T) each, from texts like those to be generated.
         vocabulary: V, the model's `config.vocab_size`.
-        ends: tokens that end a text, as `model.generation_config.eos_token_id`.
+        ends: tokens that end a text, such as `model.generation_config.eos_token_id`.
 
     Raises:
         ValueError: a token is not in 0..V-1.
@@ -51,12 +51,12 @@ def ranked(
 
 
 def check_vocabularies(tokenizer: Any, other: Any) -> None:
-    """Refuse a second model's tokenizer if any token differs.
+    """Raise an error if any token of a second model's tokenizer differs.
 
-    Either may have extra tokens behind the other's last one; those are never drafted.
+    Either may have extra tokens after the other's last one; those are never drafted.
 
     Args:
-        tokenizer, other: of `transformers`, the target's and the second model's.
+        tokenizer, other: transformers tokenizers of the target and of the second model.
 
     Raises:
         ValueError: they differ; the message names the first difference.
@@ -76,13 +76,13 @@ def check_vocabularies(tokenizer: Any, other: Any) -> None:
 
 
 def warn_of_vocabularies(model: Any, other: Any) -> None:
-    """Warn if the configurations of two models tell of different vocabularies.
+    """Warn if the configurations of two models suggest different vocabularies.
 
-    Models do not carry their tokenizers, without which nothing is sure: heads may be padded, and
-    a chat model may have further ends of text.
+    Models do not include their tokenizers, so this is no proof: heads may be padded, and a chat
+    model may have additional end tokens.
 
     Args:
-        model, other: of `transformers`, the target and the second model.
+        model, other: transformers models, the target and the second model.
     """
     ours, theirs = model.config.get_text_config(), other.config.get_text_config()
     sizes = sorted((ours.vocab_size, theirs.vocab_size))
@@ -102,7 +102,7 @@ def warn_of_vocabularies(model: Any, other: Any) -> None:
 
 
 def _ids(model: Any, name: str) -> set[int]:
-    """A special token of a model, or the several that it has."""
+    """Return the ids of one kind of special token; a model may have several."""
     ids = getattr(getattr(model, "generation_config", None), name, None)
     ids = getattr(model.config.get_text_config(), name, None) if ids is None else ids
     return set() if ids is None else {ids} if isinstance(ids, int) else {*ids}

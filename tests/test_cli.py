@@ -218,7 +218,7 @@ def test_chat_means_the_same_to_every_command(folder, tmp_path, command):
         flags += ["--output", tmp_path / "out"]
     else:
         flags += ["--exit-layer", 3]
-    assert "holds chat messages, and this model's tokenizer" in refused(command, folder, *flags)
+    assert "has chat messages, but this model's tokenizer" in refused(command, folder, *flags)
 
 
 def test_a_skip_config_and_the_flags_that_override_it(folder, save_skip, expected):
@@ -277,7 +277,7 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         (["--draft-memory", 0], ["lookup"], "so far; the model does not draft in 8 bits: copies"),
         (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
-        (["--execution", "modules"], ["lookup"], "native passes, and these are modules"),
+        (["--execution", "modules"], ["lookup"], "native passes only, and these are modules"),
         (["--exit-layer", 3, "--lookup"], ["lookup", "sublayers"], "so far, or exit 3"),
         (["--exit-layer", 3, "--low-precision", 8], ["sublayers"], "exit 3, in 8 bits ("),
         (["--window", 5], ["lookup", "sublayers"], "or whole model, in 8 bits, window 5 ("),
@@ -347,7 +347,7 @@ def test_settings_without_effect_warn(folder):
     assert "branches has no effect on the controller 'fixed'" in of(*DRAFT, "--branches")
     for flags, reason in (
         (("--low-precision", "none"), "as no draft takes steps of a model"),
-        (("--exit-layer", 3, "--repetition-penalty", 1.2), "beside logits processors that read"),
+        (("--exit-layer", 3, "--repetition-penalty", 1.2), "with logits processors that read"),
         (("--exit-layer", 3, "--do-sample", *idle[-2:]), "under the rejection rule, which"),
     ):
         (line,) = of("--branches", *flags)

@@ -290,4 +290,6 @@ def test_commands_take_them_or_refuse_by_name(family, tmp_path):
             assert (got.status_code, words in got.json()["error"]["message"]) == (400, True)
     for command in ("chat", "check"):
         words = refused(command, folder)
-        assert words.endswith("is an encoder-decoder: layerskip generate, run and serve take it")
+        assert words.endswith(
+            "is an encoder-decoder: only layerskip generate, run and serve take it"
+        )

@@ -83,7 +83,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(file):
     words = explain_drafts(loaded.model, Settings())
     assert "passes: native" in words
     assert "weights as they are stored: " in words
-    assert "8 bits: its weights are stored in so few bits that 8 save too little" in words
+    assert "8 bits: its weights already take so few bits that 8 save too little" in words
     assert fingerprint(loaded.model) == fingerprint(load(str(file), packed=False).model)
     with pytest.raises(ValueError, match="load it with packed=False, or use execution='auto'"):
         layerskip.generate(

@@ -365,13 +365,13 @@ def test_every_row_and_law_has_a_state_of_its_own():
         (lambda t: grammars.json_schema("[]", t), "must be an object"),
         (lambda t: grammars.json_schema({"type": "nothing"}, t), "llguidance refuses"),
         (lambda t: grammars.regex("(", t), "unclosed group"),
-        (lambda t: grammars.json_schema({"$ref": "#"}, t), "go round in a ring: #"),
+        (lambda t: grammars.json_schema({"$ref": "#"}, t), "form a cycle: #"),
         (
             lambda t: grammars.json_schema(
                 {"properties": {"a": {"$ref": "#/properties/b"}, "b": {"$ref": "#/properties/a"}}},
                 t,
             ),
-            "go round in a ring",
+            "form a cycle",
         ),
         (lambda t: grammars.json_schema({"anyOf": [{"$ref": "#"}]}, t), "nothing fits it"),
         (lambda t: grammars.regex("a", t, eos=[]), "needs a token that ends a text"),

@@ -129,7 +129,7 @@ def test_prompts_become_token_ids():
 def test_messages_need_a_chat_template():
     tokenizer = tiny_tokenizer()
     chat = Prompt(id="7", messages=({"role": "user", "content": "w5 w6"},))
-    with pytest.raises(ValueError, match=r"prompt 7 holds chat messages, .* no chat template"):
+    with pytest.raises(ValueError, match=r"prompt 7 has chat messages, .* no chat template"):
         encode(tokenizer, chat)
     tokenizer.chat_template = "{% for m in messages %}w9 {{ m.content }}{% endfor %} w10"
     assert encode(tokenizer, chat).tolist() == [[9, 5, 6, 10]]
@@ -188,5 +188,5 @@ def test_a_chat_template_may_refuse():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     chat = Prompt(id="7", messages=({"role": "system", "content": "w5"},))
-    with pytest.raises(ValueError, match="refuses the messages of prompt 7: System role"):
+    with pytest.raises(ValueError, match="rejects the messages of prompt 7: System role"):
         encode(tokenizer, chat)

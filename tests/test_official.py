@@ -256,7 +256,7 @@ def test_the_command_line_takes_a_folder(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     _, ours, theirs = read_run(output).header["methods"]
     assert ours["assistant"] == theirs["assistant"] == str(second)
-    assert "drafts for a Gemma 4; name that, and this one as" in refused(
+    assert "drafts for a Gemma 4; load that, and give this one as" in refused(
         "generate", second, "--prompt", PROMPT
     )
     words = refused("generate", dense, "--prompt", PROMPT, "--assistant", second)

@@ -119,7 +119,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(tmp_path):
     assert "weights as they are stored: 4-bit groups 0 MB" in loaded.describe()
     words = explain_drafts(loaded.model, Settings())
     assert "passes: native" in words
-    assert "8 bits: its weights are stored in so few bits that 8 save too little" in words
+    assert "8 bits: its weights already take so few bits that 8 save too little" in words
     assert fingerprint(loaded.model) == fingerprint(load(str(tmp_path), packed=False).model)
     kept = stored_weights(loaded.model)
     files = load_file(tmp_path / "model.safetensors")
@@ -137,9 +137,7 @@ def test_a_folder_is_a_model_for_commands(tmp_path):
 
 def test_what_is_rounded_besides_weights_is_told(tmp_path):
     write(tmp_path, "fp8", torch.float32)
-    words = (
-        "rounds activations, too, which is left out: its weights are read exactly, and texts are"
-    )
+    words = "also rounds activations, which is ignored: its weights are read exactly, and texts are"
     with pytest.warns(UserWarning, match=words):
         load(str(tmp_path))
     rounded = {"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}

@@ -71,7 +71,7 @@ def test_json_is_recognised_whatever_the_name(tmp_path):
         ({"prompt": "Hello", "category": 4}, "category must be a string, got 4"),
         ({"prompt": "Hello", "id": True}, "id must be a string or an integer, got True"),
         ({"body": {"prompt": "Hello"}}, "custom_id must be a string"),
-        ({"custom_id": "a", "body": {}}, "body must hold prompt or messages, one of them"),
+        ({"custom_id": "a", "body": {}}, "body must hold either prompt or messages"),
         ({"custom_id": "a", "body": {"messages": []}}, "body.messages must have at least 1 items"),
         ({"prompt": "Hello", "id": 1}, "id must be unique, got '1' again"),
     ],

@@ -156,7 +156,7 @@ def check(number, native, folder):
 
 
 @pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
-@pytest.mark.filterwarnings("ignore:branches has no effect beside logits processors")
+@pytest.mark.filterwarnings("ignore:branches has no effect with logits processors")
 @pytest.mark.parametrize("part", [0, *slow(*range(1, 21))])
 def test_random_cases(part, request, tmp_path):
     """Twenty slow parts of 500 cases each, in all passes; by default a few, in float64."""

@@ -58,7 +58,7 @@ REFUSED = {
         (lambda: replace(TRAINED, hash="0A" * 32), "hash must be 64 hexadecimal digits"),
         # what fits no model
         (lambda: SkipConfig().resolve(0), "num_layers must be 1 or more, got 0"),
-        (lambda: SkipConfig(exit_layer=2).kept(), "num_layers is not known"),
+        (lambda: SkipConfig(exit_layer=2).kept(), "num_layers is unknown"),
         (lambda: SkipConfig.early_exit(16).resolve(16), r"exit_layer must be in 1\.\.15.*, got 16"),
         (
             lambda: SkipConfig(attention=(1, 4)).resolve(4),

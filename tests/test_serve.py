@@ -530,7 +530,7 @@ class TestRefusals:
                 "completions",
                 {"response_format": {"type": "json_schema", "json_schema": {"schema": RING}}},
                 "response_format",
-                "go round in a ring",
+                "form a cycle",
             ),
             ("embeddings", {}, None, "embeddings are not served here"),
             ("completions", {"stream_options": {}}, "stream_options", "needs stream"),

@@ -133,10 +133,10 @@ def test_the_rejection_rules_text_does_not_depend_on_free_memory(built, sizes):
 def test_explain_says_what_drafts_and_why_nothing_better():
     model = lively_model("llama")  # in float64, which has no native passes
     words = LayerSkipDecoding().explain(model)
-    assert "keys and values: 2 MB for 1,000 tokens of a text" in words
+    assert "keys and values: 2 MB per 1,000 tokens of text" in words
     assert words.startswith("passes: fused: ")
     assert "looked up" in words
-    assert "no drafts by the model in 8 bits: products with 8 bits are fast in native" in words
+    assert "no drafts by the model in 8 bits: 8-bit products are fast in native" in words
     assert "near-ties" in words
     named = LayerSkipDecoding(SkipConfig.low_precision(8), lookup=False).explain(model)
     assert re.search(r"drafts: whole model, in 8 bits \(.* of memory\)", named)

@@ -137,7 +137,7 @@ def test_by_default_a_whole_model_looks_drafts_up_and_measures_what_they_cost():
     words = decoding.explain(small_model("phi"))
     assert "passes: whole: the sublayers of 'phi' are not known" in words
     assert "drafts: looked up" in words
-    assert "no drafts by the model in 8 bits: products with 8 bits are fast in native" in words
+    assert "no drafts by the model in 8 bits: 8-bit products are fast in native" in words
 
 
 @pytest.mark.parametrize(
