@@ -512,8 +512,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
             replace(BITS, trained=Trained(kind="heads", weights="x", hash="0" * 64, base="b")),
             "a draft of kind heads cannot be healed",
         ),
-        ("exit-block", SkipConfig(mlp=(1,)), "an exit block stands behind an early exit"),
-        ("exit-block", SkipConfig(), "an exit block stands behind an early exit"),
+        ("exit-block", SkipConfig(mlp=(1,)), "an exit block follows an early exit"),
+        ("exit-block", SkipConfig(), "an exit block follows an early exit"),
         ("exit-block", SkipConfig.early_exit(6), "exit_layer must be in 1..5"),
         ("heads", SkipConfig.early_exit(3), "of kind heads runs none of the model's layers"),
     ):

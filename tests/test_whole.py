@@ -151,7 +151,7 @@ def test_by_default_a_whole_model_looks_drafts_up_and_measures_what_they_cost():
     ],
 )
 def test_drafts_that_need_sublayers_are_refused(family, draft, reason):
-    with pytest.raises(ValueError, match=f"served whole.*{reason}.*lookups, a second model"):
+    with pytest.raises(ValueError, match=f"runs as a whole.*{reason}.*lookups, a second model"):
         decode(family, "one", skip=draft)
 
 
@@ -163,7 +163,7 @@ def test_a_draft_with_a_rounded_head_alone_goes_on_from_the_exact_states():
 
 
 def test_other_executions_and_training_mode_are_refused():
-    with pytest.raises(ValueError, match="'fused' cannot serve this model, which is served whole"):
+    with pytest.raises(ValueError, match="'fused' cannot serve this model, which runs as a whole"):
         open_model(small_model("phi"), "fused")
     model = small_model("olmo").train()
     try:
@@ -177,9 +177,9 @@ def test_searches_and_trained_drafts_are_refused():
     from layerskip.replay.trace import take_trace
     from layerskip.timing.sublayers import measure
 
-    with pytest.raises(ValueError, match=r"served whole.*no states between sublayers"):
+    with pytest.raises(ValueError, match=r"runs as a whole.*no states between sublayers"):
         take_trace(small_model("phi"), [prompt(9)], max_new_tokens=4)
-    with pytest.raises(ValueError, match="served whole"):
+    with pytest.raises(ValueError, match="runs as a whole"):
         measure(small_model("phi"), [prompt(9)], contexts=[8])
 
 

@@ -1,4 +1,4 @@
-"""Estimates of how often drafted tokens are accepted: priors, corrected while decoding."""
+"""Estimates how often drafted tokens are accepted: priors, corrected during decoding."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
 _BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
 BINS = len(_BIN_CENTRES)
 
-# The prior, and how many tokens it is worth. Drafts agree with their target more often than a low
-# confidence says (the target may choose the same token for the same weak reasons) and less often
-# than a high one says. The constants were tuned on simulated texts (see the tests) and on
-# development prompts of the shipped models, where no one of them matters much.
+# The prior and its weight in tokens. Drafts agree with their target more often than a low
+# confidence suggests (the target may choose the same token for the same weak reasons), and less
+# often than a high one suggests. The constants were tuned on simulated texts (see the tests) and on
+# development prompts of the shipped models, where none of them matters much.
 PRIOR = 0.75
 PRIOR_ROUNDED = 0.93  # for the whole model in 8 bits: .93 to .98 on real checkpoints
-PRIOR_MODULE = 0.35  # for a trained module: .19 to .33 after an hour of two cores
+PRIOR_MODULE = 0.35  # for a trained module: .19 to .33 after an hour of training on two cores
 _PRIOR_WEIGHT = 12.0
 _PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
 _BIN_WEIGHT = 10.0
 _EVIDENCE_START = 1.0  # log odds
 _EVIDENCE_LIMIT = 6.0
 
-# For looked-up tokens: upper ends of the bins of tokens in common, their priors and weight.
+# For looked-up tokens: upper bin edges of the number of tokens in common, priors and their weight.
 _COPY_EDGES = (2, 3, 4, 7, 10, 15, 25)
 _COPY_PRIOR = (0.25, 0.4, 0.55, 0.6, 0.65, 0.8, 0.9, 0.97)
 _COPY_WEIGHT = 6.0
@@ -30,19 +30,19 @@ _COPY_DECAY = 0.95  # per observed token
 
 
 def bin_of(confidence: float) -> int:
-    """The bin in which `Acceptance` counts a token of that confidence."""
+    """The bin in which `Acceptance` counts a token with this confidence."""
     return bisect_right(_BIN_EDGES, confidence)
 
 
 class Acceptance:
     """Beta-binomial estimates of the acceptance of drafted tokens, shared by the rows of a call.
 
-    `given_confidence[bin]` is for a token whose confidence is known. Its prior is a mixture of two
-    models of the draft, weighted by how well each predicted so far: confidences are informative
-    (the prior line, its odds multiplied so that its level agrees with what was seen), or they are
-    not (the same probability for all). `next` is for a token not drafted yet: the mean of all, as
-    on real texts the tokens before it, its place in the draft and the last round's outcome
-    predicted nothing more. Callers observe tokens up to the first rejection only.
+    `given_confidence[bin]` is for a token with known confidence. Its prior is a mixture of two
+    models of the draft, weighted by how well each has predicted so far: either confidences are
+    informative (the prior line, with its odds scaled so that its level matches the observations),
+    or they are not (the same probability for all). `next` is for a token not drafted yet: the
+    overall mean, since on real texts the tokens before it, its place in the draft and the last
+    round's outcome predicted nothing more. Callers observe tokens up to the first rejection only.
     """
 
     def __init__(self, prior: float) -> None:
@@ -50,15 +50,15 @@ class Acceptance:
         self._bin_seen = [0.0] * BINS
         self._bin_accepted = [0.0] * BINS
         self._seen = self._accepted = 0.0  # all tokens
-        self._rated = self._rated_accepted = self._rated_expected = 0.0  # those with a confidence
-        self._evidence = _EVIDENCE_START  # log odds that confidences tell
+        self._rated = self._rated_accepted = self._rated_expected = 0.0  # tokens with a confidence
+        self._evidence = _EVIDENCE_START  # log odds that confidences are informative
         self.estimate()
 
     def estimate(self) -> None:
         """Update `given_confidence` and `next`."""
         weight, prior = _PRIOR_WEIGHT, self._prior
         lost = self._rated - self._rated_accepted + weight * (1.0 - prior)
-        # the line is that of a draft of the usual acceptance
+        # The line belongs to a draft with the usual acceptance.
         expected_lost = self._rated - self._rated_expected + weight * (1.0 - PRIOR)
         won = self._rated_accepted + weight * prior
         expected_won = self._rated_expected + weight * PRIOR
@@ -76,7 +76,7 @@ class Acceptance:
         self.next = (self._accepted + weight * prior) / (self._seen + weight)
 
     def observe(self, confidence_bin: int | None, accepted: bool) -> None:
-        """Count one verified token, for the next `estimate`."""
+        """Count one verified token. It takes effect at the next `estimate`."""
         self._seen += 1
         self._accepted += accepted
         if confidence_bin is None:
@@ -95,8 +95,8 @@ class Acceptance:
 class CopyAcceptance:
     """Estimates of the acceptance of looked-up tokens, shared by the rows of a call.
 
-    They depend on how many tokens the history and the looked-up text have in common before a token:
-    the match, and the draft so far. Old counts fade, as a text's way of copying changes.
+    They depend on the number of tokens that the history and the looked-up text have in common
+    before a token: the match plus the draft so far. Old counts decay, as copying habits change.
     """
 
     def __init__(self) -> None:
@@ -104,12 +104,12 @@ class CopyAcceptance:
         self._seen = [_COPY_WEIGHT for _ in _COPY_PRIOR]
 
     def acceptance(self, common: int) -> float:
-        """The acceptance of a token after so many in common, given that those are accepted."""
+        """The acceptance of a token after `common` common ones, given that those are accepted."""
         number = bisect_right(_COPY_EDGES, common)
         return self._won[number] / self._seen[number]
 
     def observe(self, common: int, accepted: bool) -> None:
         number = bisect_right(_COPY_EDGES, common)
-        rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # of the prior there is always as much
+        rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # keeps the weight of the prior constant
         self._won[number] = _COPY_DECAY * self._won[number] + rest * _COPY_PRIOR[number] + accepted
         self._seen[number] = _COPY_DECAY * self._seen[number] + rest + 1.0

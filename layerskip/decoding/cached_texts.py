@@ -1,8 +1,8 @@
-"""Keys and values of finished texts, in a tree of segments, for later texts that begin alike.
+"""Keys and values of finished texts, in a tree of segments, for later texts with the same prefix.
 
-Layers with windows hold only what was held when a text was kept. So prompts of such models are
-kept at their end, too, and where they differ from a text that is held.
-Letters: H key-value heads, n slots, D head width.
+Layers with windows have only the slots that they had when a text was stored. So prompts of such
+models are also stored at their end, and where they branch off from a stored text.
+Shapes: H key-value heads, n slots, D head width.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class _Segment:
     """Some tokens of a text, and the contents of cache slots `first` to `end` - 1.
 
     Attributes:
-        parts: by name (..., n, D), as of `Passes.parts`.
-        used: when it was last used; the larger, the later.
+        parts: by name (..., n, D), as for `Passes.parts`.
+        used: when it was last used; larger is later.
     """
 
     def __init__(self, before: _Segment | None, first: int, tokens: Sequence[int]) -> None:
@@ -43,11 +43,11 @@ class _Segment:
 
     @property
     def whole(self) -> int:
-        """The first slot that all parts hold, and all slots behind it."""
+        """The first slot from which on all parts are stored."""
         return self.end - min(part.shape[-2] for part in self.parts.values())
 
     def up_to(self, end: int) -> dict[Part, Tensor]:
-        """Its parts up to a slot, views."""
+        """Views of its parts up to a slot."""
         left = self.end - end
         return {
             name: part[..., : max(0, part.shape[-2] - left), :] for name, part in self.parts.items()
@@ -55,9 +55,9 @@ class _Segment:
 
 
 class CachedTexts:
-    """Keys and values of texts of one model, within a number of bytes.
+    """Keys and values of texts of one model, up to a number of bytes.
 
-    What was used least recently is dropped first. Any number of threads may use it.
+    The least recently used segments are dropped first. Any number of threads may use it.
     """
 
     def __init__(self, memory: int) -> None:
@@ -71,7 +71,7 @@ class CachedTexts:
         self._clock = 0
 
     def __len__(self) -> int:
-        """The number of texts held; a text that another one begins with does not count."""
+        """The number of stored texts; a text that is a prefix of another does not count."""
         with self._lock:
             return sum(not each.following for each in self._all())
 
@@ -84,13 +84,13 @@ class CachedTexts:
         self.nbytes = 0
 
     def check(self, model: Sublayers, *, numbers: bool = False) -> object:
-        """Drop everything if it is of another model, or of other weights.
+        """Drop everything if it belongs to another model or to other weights.
 
         Args:
             numbers: compare all numbers of the weights, not only a sample (see `checksum`).
 
         Returns:
-            What `keep` must be given for texts of these weights.
+            A token to pass to `keep` for texts of these weights.
         """
         of = (*_state(model), checksum(model.model) if numbers else None)
         with self._lock:
@@ -102,11 +102,11 @@ class CachedTexts:
     def start(
         self, tokens: Sequence[int], window: int, needed: set[Part]
     ) -> tuple[list[Filling], int]:
-        """The cached beginning of a prompt without its last token, and its number of tokens.
+        """Find the cached prefix of a prompt without its last token, and its number of tokens.
 
         Args:
-            window: the longest sliding window of layers that do not hold all slots; 0: none.
-            needed: names of parts without which nothing is of use.
+            window: the longest sliding window of layers that do not keep all slots; 0: none.
+            needed: names of parts that must be present for a segment to be useful.
         """
         with self._lock:
             usable, same, whole = 0, 0, 0
@@ -121,15 +121,15 @@ class CachedTexts:
                     whole = segment.whole
                 if not whole or end - whole >= window:
                     usable = len(path)
-            # the tensors stay what they are, whatever becomes of the tree
+            # These tensors stay valid whatever becomes of the tree.
             return [Filling(end, segment.up_to(end)) for segment, end in path[:usable]], same
 
     def keep(self, weights: object, passes: Passes, row: int, length: int) -> None:
-        """Cache the first slots of a row, if there is room for them.
+        """Store the first slots of a row if there is room for them.
 
         Args:
-            weights: what `check` returned; if everything was dropped since, nothing is kept.
-            length: how many slots; of models with recurrent layers, up to the state before.
+            weights: the result of `check`; if everything was dropped since, nothing is stored.
+            length: number of slots; for models with recurrent layers, up to the state before.
         """
         length = passes.cache.reusable(passes.place_of(row), length)
         if not length:
@@ -144,7 +144,7 @@ class CachedTexts:
                 self._touch(segment)
             if same < last.end:
                 last = self._split(last, same)
-            if same == length:  # but perhaps more of its slots
+            if same == length:  # known text, but perhaps more of its slots
                 for name, part in passes.parts(row, last.first, length):
                     held = last.parts.get(name)
                     if held is None or held.shape[-2] < part.shape[-2]:
@@ -164,14 +164,14 @@ class CachedTexts:
         self.nbytes += part.nbytes - (0 if before is None else before.nbytes)
 
     def _split(self, segment: _Segment, end: int) -> _Segment:
-        """Cut a segment in two; returns the first of them."""
+        """Split a segment in two, and return the first part."""
         assert segment.before is not None
         count = end - segment.first
         first = _Segment(segment.before, segment.first, segment.tokens[:count])
         first.used = segment.used
         for name, part in segment.parts.items():
             here = max(0, part.shape[-2] - len(segment.tokens) + count)
-            # copies, so that each can be dropped alone
+            # Copies, so that each can be dropped separately.
             first.parts[name] = part[..., :here, :].clone()
             segment.parts[name] = part[..., here:, :].clone()
         segment.before.following[segment.tokens[0]] = first
@@ -215,10 +215,10 @@ class CachedTexts:
 
 
 def _state(model: Sublayers) -> tuple[Any, ...]:
-    """What keys and values depend on besides tokens: equal while the model is the same.
+    """The model's state on which keys and values depend besides tokens; equal if unchanged.
 
-    Changes in place raise a weight's version; those through `.data` of all numbers show in its
-    hash, which reads a sample. Switched adapters show in their modules.
+    In-place changes raise a weight's version. Changes of all numbers through `.data` alter its
+    hash, which reads a sample. Switched adapters appear in their modules.
     """
     inner = model.model
     weights = [*inner.parameters(), *inner.buffers()]

@@ -1,11 +1,10 @@
 """The protocol of controllers, which decide when to stop drafting and what to draft from.
 
-A controller serves one generate call. A round starts with `begin`. Then for each row `limit` is
-called, then `keep_drafting` after each drafted token below the limit, then `update`. Rows may
-interleave, but a round begins for all rows before it ends for any. A drafted token is always
-verified: stopping only concerns the next one. A confidence is the probability of the drafted token
-under the softmax of the draft's raw logits at temperature 1, unless the controller has a `signal`
-(see `signal_of`). A confidence of NaN stops drafting.
+A controller serves one generate call. A round starts with `begin`. Then each row calls `limit`,
+then `keep_drafting` after each drafted token below the limit, then `update`. Rows may interleave,
+but a round begins for all rows before it ends for any. A drafted token is always verified: stopping
+affects only the next one. A confidence is the drafted token's probability (softmax of the draft's
+raw logits at temperature 1) unless the controller has a `signal`. NaN as confidence stops drafting.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class Offer(NamedTuple):
     """The proposals of one source to all rows, as controllers see them.
 
     Attributes:
-        lengths: the most tokens of every row that is not finished; 0 for none.
-        matches: `Proposal.match` by row; None if its tokens take steps.
-        chances: `Proposal.chances` by row, of rows that have any.
+        lengths: maximum number of tokens for every unfinished row; 0 for none.
+        matches: `Proposal.match` by row; None if the source drafts in steps.
+        chances: `Proposal.chances` by row, for rows that have any.
     """
 
     lengths: Mapping[int, int]
@@ -33,27 +32,27 @@ class Offer(NamedTuple):
 
 
 Choice = int | None | Mapping[int, int | None]
-"""The source of a round, or by row that of each."""
+"""The source of a round, or of each row."""
 
 
 class Controller:
     """Decides how many tokens each row of a batch drafts in its next round.
 
-    A controller of your own inherits from this class and overrides some methods. This one drafts as
-    many tokens as it may in every round.
+    To write a controller, inherit from this class and override some methods. This one drafts as
+    many tokens as allowed in every round.
     """
 
-    needs_confidence: bool = True  # else the engine may draft `limit` tokens at once
-    trees: Any = None  # what has trees verified, if anything (see `layerskip/research/trees.py`)
+    needs_confidence: bool = True  # if False, the engine may draft `limit` tokens at once
+    trees: Any = None  # chooses trees to verify, if set (see `layerskip/research/trees.py`)
 
     def reset(self, rows: int) -> None:
-        """Starts a call with `rows` rows and forgets everything learned before."""
+        """Start a call with `rows` rows, and forget everything learned before."""
 
     def begin(self, context: int, rows: int) -> None:
-        """Called at the start of a round with the mean number of tokens before it, and of rows."""
+        """Start a round of `rows` rows; `context` is the mean number of tokens before it."""
 
     def limit(self, row: int, allowed: int) -> int:
-        """The most tokens to draft in the row's round, in 0..allowed; 0 is a plain step."""
+        """Maximum number of tokens for the row to draft, in 0..allowed; 0 means a plain step."""
         return allowed
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
@@ -61,17 +60,17 @@ class Controller:
         return not math.isnan(confidence)
 
     def draft_together(self, rows: Sequence[int]) -> bool:
-        """Whether the batch takes another draft step, for those of its rows that may draft on.
+        """Whether the batch takes another draft step for those of its rows that may draft on.
 
-        Asked before every step of a round: rows draft in lockstep, so that all wait for it.
+        Called before every step of a round: rows draft in lockstep, so all of them wait for it.
         """
         return True
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
-        """Reports the row's round, once, also where drafted is 0."""
+        """Report the result of the row's round, once, even if drafted is 0."""
 
     def forget(self, row: int) -> None:
-        """Another text takes the row between two rounds; called only where rows join and leave."""
+        """Forget the row: another text takes its place. Only if rows join and leave."""
 
 
 SIGNALS = ("probability", "margin")
@@ -79,21 +78,21 @@ SIGNALS = ("probability", "margin")
 
 @runtime_checkable
 class Chooser(Protocol):
-    """Further methods of a controller that chooses among sources; else the first offer is taken."""
+    """Further methods of a controller that chooses among sources; else the first offer is used."""
 
     def choose(self, offers: Sequence[Offer]) -> Choice:
-        """The number of the source that the batch drafts from next; None: a plain step.
+        """Return the number of the source from which the batch drafts next; None: a plain step.
 
-        Or the source of each row, of which one at most takes steps: all rows take them together.
-        Called before `limit`, with the offer of each source.
+        Or return a source for each row. At most one of them may take steps: all rows take them
+        together. Called before `limit`, with the offer of each source.
         """
 
     def learn(self, draft: int, row: int, shown: int, right: int) -> None:
-        """Reports how good a looked-up draft was, used or not, before the row's `update`.
+        """Report how good a looked-up draft was, used or not, before the row's `update`.
 
         Args:
             shown: how many of its first tokens the round has shown to be right or wrong.
-            right: how many of these, up to the first wrong one, the row has emitted.
+            right: how many of these the row has emitted, up to the first wrong one.
         """
 
 
@@ -101,19 +100,19 @@ class Chooser(Protocol):
 class Observer(Protocol):
     """Further methods of a controller that reads distributions, not only the drawn tokens.
 
-    They are the softmax of raw logits at temperature 1; entropies are in nats.
+    Distributions are the softmax of raw logits at temperature 1; entropies are in nats.
     """
 
     def see_draft(self, row: int, confidence: float, entropy: float) -> None:
-        """Reports a drafted token and the entropy of the distribution that it was drawn from.
+        """Report a drafted token, and the entropy of the distribution from which it was drawn.
 
-        Called for every token, before `keep_drafting`, where the controller needs confidences.
+        Called for every token, before `keep_drafting`, if the controller needs confidences.
         """
 
     def see_target(self, row: int, probability: float, entropy: float) -> None:
-        """Reports the largest probability and the entropy of the target's last distribution.
+        """Report the largest probability and the entropy of the target's last distribution.
 
-        Called after the `update` of a round behind which the row goes on, not after the prefill.
+        Called after the `update` of a round unless the row has ended; not after the prefill.
         """
 
 
@@ -127,10 +126,10 @@ def first_offer(offers: Sequence[Offer]) -> int | None:
 
 
 def completed(value: Any) -> Controller:
-    """An object with some parts of a `Controller`, completed by its defaults.
+    """Complete an object that has some parts of a `Controller` with the defaults.
 
     Raises:
-        TypeError: it has none of them.
+        TypeError: it has none of the parts.
         ValueError: its signal is unknown.
     """
     controller: Controller = value
@@ -155,9 +154,10 @@ def completed(value: Any) -> Controller:
 
 
 def signal_of(controller: Controller) -> str:
-    """The kind of confidence that a controller gets: its `signal`, by default "probability".
+    """The kind of confidence that a controller receives: its `signal`, by default "probability".
 
-    "margin" is 1 - exp(-m) for the margin m between the two best scores that the token was drawn
-    by, noise included if shared. Under the rejection rule every controller gets the probability.
+    "margin" is 1 - exp(-m), where m is the margin between the two best scores of the token's draw,
+    including noise if it is shared. Under the rejection rule every controller receives the
+    probability.
     """
     return getattr(controller, "signal", "probability")

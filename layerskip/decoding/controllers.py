@@ -1,4 +1,4 @@
-"""Published rules of when to stop drafting, and every controller by its name."""
+"""Published rules for when to stop drafting, and a factory for every controller by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Confidence(Fixed):
     """Stops after a token whose confidence is below a threshold.
 
     Defaults of Kangaroo (Liu et al. 2024, arXiv 2404.18911), .6 and at most 6 tokens, because its
-    draft, too, is an early exit of the target. `transformers` has .4 and 20 for a separate small
+    draft is also an early exit of the target. `transformers` uses .4 and 20 for a separate small
     model, whose drafts cost less.
     """
 
@@ -47,11 +47,11 @@ class Confidence(Fixed):
 class AdaptiveThreshold(Controller):
     """Draft & Verify's rule: a confidence threshold that steers the acceptance rate to `alpha`.
 
-    Zhang et al. 2024, arXiv 2309.08168, by default with the published code's parameters: after
-    every round the mean acceptance rate, from 0 on, keeps `beta1` of itself; where it is below
-    `alpha`, the threshold aims `epsilon` higher, otherwise as much lower unless the round drafted
-    as many tokens as it may; the threshold keeps `beta2` of itself and takes the rest from its aim.
-    It starts at .8 for greedy decoding and at .5 for sampling.
+    Zhang et al. 2024, arXiv 2309.08168, by default with the published code's parameters. After
+    every round the mean acceptance rate, initially 0, is updated with decay `beta1`. If it is below
+    `alpha`, the threshold's target rises by `epsilon`; otherwise it falls by `epsilon`, unless the
+    round drafted as many tokens as allowed. The threshold then moves towards its target with decay
+    `beta2`. It starts at .8 for greedy decoding and at .5 for sampling.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ def make_controller(
     branches: bool = False,
     now: Callable[[], float] | None = None,
 ) -> Controller:
-    """The controller of that name, one of `CONTROLLERS`; settings left None take its own defaults.
+    """Make the controller of that name, one of `CONTROLLERS`; None stands for its own default.
 
-    `threshold` is the confidence below which `confidence` stops, and where `adaptive-threshold`
-    starts (whose default depends on `sampling`), and `adaptive` are further settings of the latter;
-    of others see their classes. `DecodingOptions` says what may be given. Only `expected-gain`
-    reads `costs` and `priors`, one of each source, `ahead`, `branches` and `now`. Raises ValueError
-    for an unknown name; warns where a setting has no effect.
+    `threshold` is the confidence below which `confidence` stops, and the start value of
+    `adaptive-threshold` (whose default depends on `sampling`); `adaptive` holds further settings of
+    the latter. For other settings see the classes and `DecodingOptions`. Only `expected-gain` uses
+    `costs` and `priors` (one per source), `ahead`, `branches` and `now`. Raises ValueError for an
+    unknown name; warns about a setting without effect.
     """
     if name not in CONTROLLERS:
         raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")

@@ -1,6 +1,6 @@
-"""Draws tokens from a round's logits and decides which drafted tokens are accepted.
+"""Draws tokens from a round's logits, and decides which drafted tokens are accepted.
 
-Letters: B rows, N positions, V vocabulary, W width of the padded prompts.
+Shapes: B rows, N positions, V vocabulary, W width of the padded prompts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from layerskip.model.cache import on_device
 
 @dataclass
 class DraftedTokens:
-    """The tokens that a round has drafted, by row.
+    """The tokens drafted in a round, by row.
 
     Attributes:
-        step_free, chosen: the rows whose tokens were drafted without a step, and behind all steps.
-        parents: of rows whose tokens have branches, what each one follows (`Proposal.parents`).
-        num_steps: how many steps there were.
-        kept_steps: from how many of these steps verification goes on.
-        steps: for every draft step of chains its positions, and the tokens drawn there, -1 for
+        step_free, chosen: rows whose tokens were drafted without steps, and after all steps.
+        parents: for rows with branches, the node that each token follows (`Proposal.parents`).
+        num_steps: number of draft steps.
+        kept_steps: number of these steps whose states verification reuses.
+        steps: for every draft step of chains, its positions, and the tokens drawn there, -1 for
             none, (N,).
-        laws: for the rejection rule, the draft's law (V,) at every position of all steps.
+        laws: for the rejection rule, the draft's distribution (V,) at every position of all steps.
         unread: whether no token has been read from the device yet.
     """
 
@@ -77,14 +77,14 @@ class DraftedTokens:
         return self.tokens[row][offset] if offset < len(self.tokens[row]) else -1
 
     def before(self, row: int, offset: int) -> list[int]:
-        """The drafted tokens on the path to a node, itself included; node 0 is the last token."""
+        """The drafted tokens on the path to a node, including its own; node 0 is the last token."""
         tokens, parents = self.tokens[row], self.parents.get(row)
         if parents is None:
             return tokens[:offset]
         return [tokens[node - 1] for node in path_to(parents, offset)]
 
     def positions(self, rows: Iterable[int]) -> list[Position]:
-        """The positions to verify: of each drafted token, and behind the last one."""
+        """The positions to verify: that of each drafted token, and the one after the last."""
         return [(row, offset) for row in rows for offset in range(self.lengths[row] + 1)]
 
     def branches(self, rows: Iterable[int]) -> list[list[int]] | None:
@@ -104,12 +104,12 @@ class DraftedTokens:
 
 
 class Drawn(NamedTuple):
-    """What a draft's raw logits (N, V) give.
+    """The results of drawing from a draft's raw logits (N, V).
 
     Attributes:
         tokens: as in `VerifiedTokens.drawn`, (N,).
-        others: the tokens of the next best scores, (N, up to best - 1), -1 for none, if asked for.
-        laws: for the rejection rule, N of (V,).
+        others: tokens with the next best scores, (N, up to best - 1), -1 for none, if requested.
+        laws: for the rejection rule, N distributions (V,).
     """
 
     tokens: Tensor
@@ -122,10 +122,10 @@ class VerifiedTokens(NamedTuple):
     """The target's decisions on its logits (N, V).
 
     Attributes:
-        accepted: whether the token drafted at each position is accepted, (N,). None: it is where
-            it equals the token drawn.
+        accepted: whether the token drafted at each position is accepted, (N,). None: it is if it
+            equals the token drawn.
         drawn: under the rejection rule a correction or the bonus, otherwise the target's own token;
-            -1 where no token has a score above -inf, or one is NaN, (N,).
+            -1 if no token has a score above -inf, or one is NaN, (N,).
     """
 
     accepted: Tensor | None
@@ -134,11 +134,11 @@ class VerifiedTokens(NamedTuple):
 
 
 class Draws:
-    """Draws tokens at positions of rows that share a law and advance at their own pace.
+    """Draws tokens at positions of rows that share a distribution and advance independently.
 
     Args:
-        failed: told what the law's processors raise, where that ends one text only; None: it ends
-            the call.
+        failed: called with an error of a logits processor if that ends only one text; None: the
+            error ends the call.
     """
 
     def __init__(
@@ -170,16 +170,16 @@ class Draws:
 
     @property
     def alike(self) -> object:
-        """Equal for draws whose rows one native call may draw."""
+        """A value that is equal for draws whose rows one native call can draw together."""
         return self if self.native is None else (self.warp, self.greedy)
 
     @property
     def contextual(self) -> bool:
-        """Whether what is drawn at a position depends on more than its logits and noise."""
+        """Whether the draw at a position depends on more than its logits and noise."""
         return self.rejection or self.reads_history
 
     def allowed(self, row: int, tokens: Sequence[int], vocabulary: int) -> int:
-        """How many of these tokens a row's stateful processors allow, one behind the other."""
+        """How many of these consecutive tokens a row's stateful processors allow."""
         seat = self.seats[row]
         return self.law.allowed(seat.number, seat.emitted, tokens, vocabulary)
 
@@ -191,15 +191,15 @@ class Draws:
         *,
         best: int = 1,
     ) -> Drawn:
-        """Draw from a draft's raw logits (N, V) at those positions.
+        """Draw from a draft's raw logits (N, V) at the given positions.
 
-        Where processors that read the text fail, nothing is drawn. If the text comes to that
-        position, they fail again when the target draws.
+        If processors that read the text fail, nothing is drawn. If the text reaches that position,
+        they fail again when the target draws.
 
         Args:
-            signal: the kind of confidence: "probability", that of the token under the softmax of
-                its raw logits, or "margin", 1 - exp(-m) for the margin m between the two best of
-                the scores it is drawn by; None for none.
+            signal: the kind of confidence: "probability" of the token under the softmax of its raw
+                logits, or "margin", 1 - exp(-m), where m is the margin between the two best scores
+                of the draw; None for none.
         """
         try:
             return self._draft(raw, positions, signal, best)
@@ -215,7 +215,7 @@ class Draws:
         if self.native is not None and signal != "probability":
             tokens, behind, second = self._drawn(self.native, raw, positions)
             sure, ranked = ahead(behind) if signal == "margin" else None, [tokens, second]
-            while len(ranked) < best:  # the two best of what is left
+            while len(ranked) < best:  # find the two best of the remaining tokens
                 best_two = torch.stack(ranked[-2:], 1)  # (N, 2)
                 raw = raw.scatter(1, best_two.clamp_min(0), -math.inf)
                 token, _, second = self._drawn(self.native, raw, positions)
@@ -246,11 +246,11 @@ class Draws:
     def scores(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
     ) -> Sequence[float]:
-        """The scores of some tokens at a position, if these were its raw logits.
+        """The scores of some tokens at a position, as if `raw` were the target's raw logits.
 
-        The largest is of what the target would draw there; under the rejection rule of the
-        likeliest, as it is accepted most often. Those of fewer tokens where top-k or top-p leave
-        fewer, and of none where a law is more than these and temperature.
+        The target would draw the token with the largest score; under the rejection rule that is the
+        likeliest one, since it is accepted most often. There are fewer scores if top-k or top-p
+        leave fewer tokens, and none if the distribution is more than these and a temperature.
         """
         if self.warp is None:
             return ()
@@ -275,10 +275,10 @@ class Draws:
         *,
         keep: bool = False,
     ) -> VerifiedTokens:
-        """The target's decisions on its raw logits (N, V) at those positions, ascending.
+        """Make the target's decisions on its raw logits (N, V) at ascending positions.
 
-        Where processors read the text, positions that it does not come to are left undecided, as
-        processors may fail there: those behind a rejected token, or an end of text.
+        If processors read the text, positions that the text does not reach stay undecided, since
+        processors may fail there: those after a rejected token or an end of text.
         """
         if drafts is not None and any(drafts.lengths) and self.reads_history:
             return self._judge_in_turn(raw, positions, drafts, keep=keep)
@@ -287,7 +287,7 @@ class Draws:
     def _judge_in_turn(
         self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens, *, keep: bool
     ) -> VerifiedTokens:
-        """`_judge`, offset by offset, for the rows whose drafts have been accepted so far."""
+        """Like `_judge`, offset by offset, for rows whose drafts have been accepted so far."""
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
         accepted = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)  # (N,)
         scores = torch.zeros_like(raw, dtype=torch.float) if keep else None  # (N, V)
@@ -338,7 +338,7 @@ class Draws:
     def _drawn(
         self, native: Draw, raw: Tensor, positions: Sequence[Position]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From raw logits (N, V): tokens, negative margins, and second-best tokens, (N,) each."""
+        """From raw logits (N, V): tokens, negative margins and second-best tokens, (N,) each."""
         warp = self.warp
         assert warp is not None
         starts = [] if self.greedy else starts_of(*self._stream(positions))
@@ -347,8 +347,8 @@ class Draws:
     def _pieces(
         self, raw: Tensor, positions: Sequence[Position]
     ) -> Iterator[tuple[Tensor, Sequence[Position]]]:
-        """Processed scores (n, V) of raw logits (N, V) for a few positions at a time."""
-        # processors that read the history get all rows at once: one call for each length
+        """Yield processed scores (n, V) of raw logits (N, V) for a few positions at a time."""
+        # Processors that read the history get all rows at once: one call per length.
         count = len(positions) if self.law.reads_history else at_once(raw)
         for first in range(0, len(positions), count):
             some = positions[first : first + count]
@@ -370,8 +370,8 @@ class Draws:
         if purpose == TARGET:
             noise = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
         else:
-            # A rejected draft has shown the controller something of its noise. So no later round
-            # may use the same noise: each round has a stream of its own.
+            # A rejected draft has revealed some of its noise to the controller. So no later round
+            # may use the same noise: each round has its own stream.
             starts = [place - offset for place, (_, offset) in zip(places, positions, strict=True)]
             keys = list(map(stream_key, keys, starts))
             size, device = scores.shape[-1], scores.device
@@ -384,7 +384,7 @@ class Draws:
             self.noise.forget(seat.key, None if seat.finished else place)
 
     def _stream(self, positions: Sequence[Position]) -> tuple[list[int], list[int]]:
-        """Noise-stream key and place (pads not counted) of the token drawn at each position."""
+        """Noise-stream key and position (without pads) of the token drawn at each position."""
         keys, places = [], []
         for row, offset in positions:
             seat = self.seats[row]

@@ -1,6 +1,6 @@
-"""The loop: prefill, then rounds of draft, verify, accept, for rows that advance at their own pace.
+"""The decoding loop: a prefill, then rounds of draft, verify, accept; rows advance independently.
 
-Letters: B rows, N positions, K drafted tokens, V vocabulary, W width of the padded prompts.
+Shapes: B rows, N positions, K drafted tokens, V vocabulary, W width of the padded prompts.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Request:
     Attributes:
         input_ids: prompts as `generate()` holds them, left-padded, (B, W).
         attention_mask: 1 at real tokens, 0 at pads, (B, W).
-        keys: noise-stream key of each row (`laws.stream_key`); unused where the law is greedy.
-        stop: asked after every emitted token with (row, that row's history (1, n)); True ends
-            the row. Called in order, once per row and token.
-        keep_scores, keep_logits: keep processed scores, raw logits of every emitted token in the
+        keys: noise-stream key of each row (`laws.stream_key`); unused for greedy decoding.
+        stop: called after every emitted token with (row, that row's history (1, n)); True ends the
+            row. Called in order, once per row and token.
+        keep_scores, keep_logits: keep processed scores or raw logits of every emitted token in the
             rounds.
-        encoded: what an encoder has read; the prompts are then its decoder's.
-        progress: told, after every pass over the prompts, how many of their tokens are done, and of
-            how many.
+        encoded: an encoder's output; the prompts are then those of the decoder.
+        progress: called after every pass over the prompts with the number of prompt tokens done and
+            their total.
         clock: read at the phases of every round, in seconds; None: rounds have no times.
     """
 
@@ -66,18 +66,18 @@ class Request:
 
 
 class Decoder:
-    """Decodes one request; iterate over `rounds()`, once.
+    """Decodes one request. Iterate over `rounds()` once.
 
     Args:
-        drafts: sources of drafts; each row of a round takes one of them.
-        max_draft_length: the most tokens any round drafts; 0 is plain decoding.
-        cached: keys and values of earlier texts to start from, where those of this one are kept,
-            too; not for several texts with pictures, or of an encoder-decoder.
+        drafts: sources of drafts; each row of a round uses one of them.
+        max_draft_length: maximum number of tokens drafted in a round; 0 is plain decoding.
+        cached: keys and values of earlier texts to start from; those of this text are added. Not
+            used for several texts with pictures, nor for an encoder-decoder.
 
     Raises:
         TypeError: the controller lacks a part of the protocol.
-        ValueError: lengths that the model's positions cannot hold; from `rounds()`, a law without
-            any token to draw (NaN logits, or processors that forbid everything).
+        ValueError: the texts may exceed the model's positions; from `rounds()`: there is no token
+            to draw (NaN logits, or processors that forbid everything).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Decoder:
         cached: CachedTexts | None = None,
     ) -> None:
         self.request = request
-        self._weights: object = None  # that what is held is of
+        self._weights: object = None  # identifies the weights to which cached contents belong
         alone = request.pictures is None or len(request.input_ids) == 1
         self.cached = cached if alone and request.encoded is None else None
         self.controller = controller = completed(controller)
@@ -110,7 +110,7 @@ class Decoder:
             emitted=self.emitted,
             pictures=request.pictures,
         )
-        # pads and prompt, then emitted, then drafted tokens: what processors and criteria read
+        # Pads and prompt, emitted tokens, drafted tokens: what processors and criteria read.
         slack = request.max_new_tokens + max_draft_length + 1
         history = F.pad(ids.to(model.device), (0, slack))  # (B, W + slack)
         self.seats = [
@@ -136,7 +136,7 @@ class Decoder:
         self.stats = DecodingStats(
             sources=[SourceCounts(each.name) for each in self.passes.sources]
         )
-        self._times: list[float] = []  # of the round in progress
+        self._times: list[float] = []  # of the current round
         controller.reset(rows)
 
     @property
@@ -144,7 +144,7 @@ class Decoder:
         return [seat.finished for seat in self.seats]
 
     def rounds(self) -> Iterator[Round]:
-        """Yield the prefill's round and every round after it, until all rows are finished."""
+        """Yield the prefill's round, then every further round until all rows are finished."""
         try:
             yield self._first_round()
             index = 0
@@ -153,7 +153,7 @@ class Decoder:
                 with self.passes.model.disturbed():
                     round_ = self._round(index)
                 yield round_
-        except GeneratorExit:  # between two rounds: what has been decoded is exact
+        except GeneratorExit:  # between two rounds, when everything decoded is exact
             for row in self.rows:
                 if not self.seats[row].finished:
                     self._keep_text(row, self.passes.lengths[row])
@@ -177,7 +177,7 @@ class Decoder:
     def _prefill(self) -> Tensor:
         passes, lengths = self.passes, self.passes.prompt_lengths
         filled: list[list[Filling]] = []
-        marks: list[set[int]] = [set() for _ in self.rows]  # where to keep texts with windows
+        marks: list[set[int]] = [set() for _ in self.rows]  # where to keep texts of window layers
         if self.cached is not None:
             self._weights = self.cached.check(passes.model, numbers=True)
             window = passes.cache.window
@@ -250,6 +250,6 @@ class Decoder:
 def _by_row(
     values: Tensor, verdict: Verdict, emitted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
-    """From values (N, V), those of the emitted tokens: per row (emitted, V)."""
+    """Select the emitted tokens' values from (N, V): per row (emitted, V)."""
     pairs = zip(verdict.read, emitted, strict=True)
     return tuple(values[places[: len(tokens)]].float() for places, tokens in pairs)

@@ -1,4 +1,4 @@
-"""The default controller: drafts while another token is expected to pay."""
+"""The default controller: drafts as long as another token is expected to pay."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from layerskip.decoding.source_gain import SourceGain
 
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
-BATCH_RATE = 0.25  # by how much a large batch has to gain, in tokens per target step
-_SHOWN = 8  # looked-up tokens of a round that is to show what many cost
-AHEAD = 12  # tokens that a row may be before the slowest one, and is still as slow
+BATCH_RATE = 0.25  # gain that a large batch must reach, in tokens per target step
+_SHOWN = 8  # looked-up tokens of a round that measures the cost of many
+AHEAD = 12  # tokens by which a row may be ahead and still count as one of the slowest
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 
 
 @dataclass(slots=True)
 class _Row:
-    """A row, and its round in progress."""
+    """A row, and its current round."""
 
-    losses: list[float]  # by source, target steps spent beyond what plain decoding would have
+    losses: list[float]  # by source: target steps spent in excess of plain decoding
     loss_allowed: float = _LOSS_ALLOWED
-    tokens: float = 0.0  # emitted of late
-    cost: float = 0.0  # target steps of these
-    emitted: int = 0  # in all
+    tokens: float = 0.0  # recently emitted
+    cost: float = 0.0  # of these, in target steps
+    emitted: int = 0  # in total
     limit: int = 0
     survival: float = 1.0  # P(all tokens drafted in this round are accepted)
-    bins: list[int] = field(default_factory=list)  # of the confidences of this round's tokens
+    bins: list[int] = field(default_factory=list)  # confidence bins of this round's tokens
 
 
 @dataclass(slots=True)
 class Progress:
-    """The state of a round that its rows share."""
+    """The state of a round, shared by its rows."""
 
-    offers: Sequence[Offer] | None = None  # None if the engine asked for no choice
+    offers: Sequence[Offer] | None = None  # None if the engine did not ask for a choice
     source: int | None = 0
     cut: int = 0  # how many tokens of a looked-up draft are worth their price
-    lookups: dict[int, int] = field(default_factory=dict)  # by row, instead of the source's steps
+    lookups: dict[int, int] = field(default_factory=dict)  # by row, used instead of steps
     looked_up: int = 0  # the longest draft of those rows
     rows: list[int] = field(default_factory=list)
     judges: list[int] = field(default_factory=list)  # the rows whose gains and costs decide
     steps: int = 0
     probing: bool = False
-    seeing: bool = False  # whether the round is to show what something costs
-    began: float = 0.0  # when it was chosen
-    drafted: float = 0.0  # when so many steps were taken:
+    seeing: bool = False  # whether the round is meant to measure a cost
+    began: float = 0.0  # time of the choice
+    drafted: float = 0.0  # time after `noted` steps
     noted: int = 0
-    ended: float = 0.0  # when a row last reported
+    ended: float = 0.0  # time of the last row's report
     accepted: dict[int, int] = field(default_factory=dict)  # by row that has reported
 
 
@@ -61,35 +61,35 @@ class ExpectedGain(Controller):
 
     With d tokens drafted, another is drafted iff P(all d accepted) * P(next accepted) exceeds
     (c + v(d + 2) - v(d + 1)) * S, where S is the running rate in tokens per target step, never
-    below 1 since plain decoding is always there. This is the optimum of a renewal-reward process
+    below 1 since plain decoding is always possible. This is the optimum of a renewal-reward process
     (Dinkelbach): it maximises expected tokens per expected cost. As v may jump, the gain is that of
-    the best stop among all later ones, not only of the next token. The rows of a batch learn the
-    probabilities together. S forgets over about 50 target steps, as stretches of text differ.
+    the best of all later stops, not only of the next token. The rows of a batch share the estimated
+    probabilities. S forgets over about 50 target steps, as stretches of text differ.
 
-    Rows draft in lockstep: the batch drafts on iff the gains of its rows together exceed the price,
-    which all of them pay. A batch takes as long as its slowest row, so that only the slowest rows
-    count: those with the fewest tokens so far, or at most 12 more. S is theirs, too. They gain less
-    than the mean, and measured costs of a batch are off by a tenth; so S is never below
-    1 + (1 - 1/B)/4 for B rows. Probes of a batch tell more, and are up to half as frequent.
+    Rows draft in lockstep: the batch drafts on iff the total gain of its rows exceeds the price,
+    which all of them pay. A batch takes as long as its slowest row, so only the slowest rows count:
+    those with the fewest tokens so far, or at most 12 more. S is theirs, too. They gain less than
+    the mean, and measured costs of a batch are off by a tenth; so S is never below 1 + (1 - 1/B)/4
+    for B rows. Probes of a batch reveal more, and are up to half as frequent.
 
-    Of several sources a round takes the one whose best stop promises most: expected tokens less S
-    times their cost. The controller learns about lookups in every round, used or not, by how many
-    tokens they have in common with the history; about other sources only when they are used. Where
-    a batch takes the steps of a model, rows draft what they look up instead if that promises more.
+    Of several sources, a round uses the one whose best stop has the highest expected gain: tokens
+    minus S times their cost. The controller learns about lookups in every round, used or not, by
+    the number of tokens they have in common with the history; about other sources only when used.
+    If a batch takes a model's steps, rows draft looked-up tokens instead where that gains more.
 
-    It never drafts from a source that would gain less than a twentieth with nine tokens of ten
+    It never drafts from a source that would gain less than a twentieth with nine of ten tokens
     accepted. If no draft is expected to gain, it decodes plainly and probes with a model's draft
-    now and then: at first, again at once after a probe that paid, half as often after one that did
-    not. It does the same while a row is behind plain decoding by more than 2 target steps and 1% of
-    its tokens: then expectations were wrong, or other rows won what it lost. The row furthest
+    now and then: at first, at once again after a probe that paid, half as often after one that did
+    not. It does the same while a row is behind plain decoding by more than 2 target steps plus 1%
+    of its tokens: then expectations were wrong, or other rows won what it lost. The row furthest
     behind then decides alone, and drafts only from sources that have not cost it anything so far.
 
     Args:
         costs: the costs of the source, or of each of several. For lookups c is 0.
         priors: the prior acceptance of each source (`Source.prior`); `PRIOR` by default.
-        ahead: how many tokens a row may be before the slowest one and still count.
-        now: a clock in seconds. With it rounds correct the costs that can be corrected (see
-            `costs/correction.py`), and a few rounds are spent on work that was not seen yet.
+        ahead: how many tokens a row may be ahead of the slowest one and still count.
+        now: a clock in seconds. With it, rounds correct the costs that can be corrected (see
+            `costs/correction.py`), and a few rounds are used to measure work not seen yet.
     """
 
     needs_confidence = True
@@ -132,12 +132,12 @@ class ExpectedGain(Controller):
             self._start()
 
     def _start(self) -> None:
-        """Set all estimates to what costs and priors say."""
+        """Set all estimates to the values that costs and priors imply."""
         others = 1.0 - 1.0 / len(self._rows)
         self._least_rate = 1.0 + BATCH_RATE * others
         for source in self._sources:
             source.reset(others)
-        # lookups have no prior
+        # Lookups have no prior.
         best = [source.first_rate() for source in self._sources if source.step > 0.0]
         tokens, cost = max(best, key=lambda each: each[0] / each[1], default=(1.0, 1.0))
         self._first = _RATE_WEIGHT * tokens, _RATE_WEIGHT * cost
@@ -171,14 +171,14 @@ class ExpectedGain(Controller):
     def learn(self, draft: int, row: int, shown: int, right: int) -> None:
         offer = (self._round.offers or ())[draft]
         if row in offer.chances:
-            return  # its source has its own expectations
+            return  # the source has its own expectations
         match = (offer.matches or {})[row]
         for depth in range(shown):
             self._sources[draft].copies.observe(match + depth, depth < right)
 
     def limit(self, row: int, allowed: int) -> int:
         round_, state = self._round, self._rows[row]
-        if round_.offers is None:  # no choice: there is one source
+        if round_.offers is None:  # there was no choice: only one source
             if row in round_.rows:
                 self._end_round()
             round_ = self._round
@@ -254,16 +254,16 @@ class ExpectedGain(Controller):
             self._round.steps = max(self._round.steps, drafted)
 
     def _cost(self) -> float:
-        """What the round in progress has cost, in target steps."""
+        """The cost of the current round so far, in target steps."""
         return self._drafting.cost(self._round.steps, self._round.looked_up)
 
     @property
     def _drafting(self) -> SourceGain:
-        """The source of the round in progress; for a plain step any."""
+        """The source of the current round; any source for a plain step."""
         return self._sources[self._round.source or 0]
 
     def _decide(self, offers: Sequence[Offer]) -> int | None:
-        """The source that promises most, or is due for a probe.
+        """Choose the source with the highest expected gain, or one that is due for a probe.
 
         Sets `judges`, `cut` and `lookups`.
         """
@@ -296,7 +296,7 @@ class ExpectedGain(Controller):
         return None
 
     def _best_lookups(self, offers: Sequence[Offer]) -> dict[int, tuple[int, list[float]]]:
-        """By row, the lookup that promises most and its `expected` tokens, if it has any."""
+        """By row, the lookup with the highest expected gain, if any, and its `expected` tokens."""
         best: dict[int, tuple[int, list[float]]] = {}
         for number, offer in enumerate(offers):
             for row in self._round.rows if offer.matches is not None else ():
@@ -308,7 +308,7 @@ class ExpectedGain(Controller):
     def _promise(
         self, source: SourceGain, offer: Offer, instead: Mapping[int, tuple[int, list[float]]]
     ) -> tuple[float, int, dict[int, int]]:
-        """The best stop of a source: its expected gain, its number of tokens, and `lookups`."""
+        """The best stop of a source: its expected gain, number of tokens, and `lookups`."""
         judges = self._round.judges
         expected = {row: source.expected(offer, row) for row in judges}
         price = len(judges) * self.rate
@@ -324,7 +324,7 @@ class ExpectedGain(Controller):
                         value, lookups[row] = other, lookup
                 total += value
             gain = total - price * (source.round_costs[drafted] - 1.0)
-            # without a row that takes steps this is the lookups' own promise
+            # If no row takes steps, this is the lookups' own gain.
             if gain > best and len(lookups) < len(judges):
                 best, cut, chosen = gain, drafted, lookups
         if chosen:
@@ -335,7 +335,7 @@ class ExpectedGain(Controller):
     def _longer(
         self, source: SourceGain, drafted: int, expected: Sequence[list[float]]
     ) -> tuple[float, int]:
-        """What lookups gain beyond a round's steps, and how far they are to be verified."""
+        """What lookups gain beyond a round's steps, and how many of their tokens to verify."""
         gain = best = 0.0
         cut, price = drafted, len(self._round.judges) * self.rate
         for longer in range(drafted + 1, max(map(len, expected))):
@@ -346,7 +346,7 @@ class ExpectedGain(Controller):
         return best, cut
 
     def _pays(self, rows: Sequence[int]) -> bool:
-        """Whether drafting on to some later stop is expected to gain more than stopping now."""
+        """Whether drafting on to some later stop has a higher expected gain than stopping now."""
         round_, source = self._round, self._drafting
         judges = round_.judges
         states = [self._rows[row] for row in rows if row in judges]
@@ -361,7 +361,7 @@ class ExpectedGain(Controller):
         return False
 
     def _end_round(self) -> None:
-        """Learn from what the rows of the round have reported."""
+        """Learn from the reports of the round's rows."""
         round_, source = self._round, self._drafting
         if not round_.rows:
             return
@@ -377,16 +377,16 @@ class ExpectedGain(Controller):
         self._round = Progress()
 
     def _to_see(self, offers: Sequence[Offer], gained: float) -> bool:
-        """Whether to use the round to time a kind of work that was not timed of late.
+        """Whether to use the round to time a kind of work that was not timed recently.
 
-        Sets `source` and `cut`. The best choice would gain so many tokens over a plain step.
+        Sets `source` and `cut`. `gained` is the best choice's expected gain over a plain step.
         """
         round_, rows = self._round, self._place[1]
         costs = self._sources[0].corrected
         if costs is None:
             return False
         corrections, price = costs.corrections, len(round_.judges) * self.rate
-        shown: list[tuple[float, int | None, int]] = []  # for what loss, of which source, how many
+        shown: list[tuple[float, int | None, int]] = []  # loss, source, number of tokens
         for number, (offer, source) in enumerate(zip(offers, self._sources, strict=True)):
             looked_up = offer.matches is not None
             most = min(max(offer.lengths.values()), source.most)
@@ -398,7 +398,7 @@ class ExpectedGain(Controller):
             loss = source.round_costs[length] - 1.0 + (gained - sum(expected)) / price
             shown.append((loss, number, length))
         if gained > 0.0 and corrections.needs_plain(rows):
-            # where it was seen before, what was never seen comes first
+            # If plain steps were timed before, work that was never timed comes first.
             shown.append((gained / price + corrections.was_seen((rows, None, 1)), None, 0))
         for loss, chosen, length in shown:
             if loss <= corrections.spare:
@@ -409,7 +409,7 @@ class ExpectedGain(Controller):
         return False
 
     def _report_times(self, round_: Progress, source: SourceGain) -> None:
-        """Report the times of the round to the cost model, where they can be told apart."""
+        """Report the round's times to the cost model, where the phases can be told apart."""
         costs = source.corrected
         if costs is None:
             return

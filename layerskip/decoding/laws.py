@@ -1,7 +1,7 @@
-"""The law: the distribution that a token is drawn from, after all logits processors and warpers.
+"""The law: the distribution from which a token is drawn, after all logits processors and warpers.
 
 One function, `Law.scores`, computes it for draft and target alike, from the history that
-`generate()` would pass for that row. Letters: B rows, N positions, V vocabulary.
+`generate()` would pass for that row. Shapes: B rows, N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A logits processor with a state: the new tokens of one row, without the prompt.
+    """A logits processor whose state covers the new tokens of one row, without the prompt.
 
-    It is brought to every text that it is asked about, drafted tokens included, and back again. So
-    it is asked for nothing but what it says in its state: for rollback it may well keep copies.
+    Before each call it is moved to the text in question, drafted tokens included, and moved back
+    later. Its answer must depend on its state only, so a rollback may simply restore a copy.
     """
 
     def start(self) -> Stateful:
         """An independent copy at the beginning of a text."""
 
     def advance(self, token: int) -> None:
-        """Append a token to the text, perhaps one that the processor would forbid."""
+        """Append a token to the text; it may be one that the processor would forbid."""
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens, at least one."""
+        """Remove the last `count` tokens, at least one."""
 
     def mask(self, scores: Tensor) -> Tensor:
-        """Processed scores (V,) of the next token; the given ones may be overwritten."""
+        """Process the scores (V,) of the next token; may overwrite them."""
 
 
 class _Text:
@@ -46,7 +46,7 @@ class _Text:
         self.tokens: list[int] = []
 
     def at(self, tokens: list[int]) -> Stateful:
-        """The state behind these tokens."""
+        """Return the state after these tokens."""
         pairs = zip(self.tokens, tokens, strict=False)
         shorter = min(len(self.tokens), len(tokens))
         same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
@@ -59,7 +59,7 @@ class _Text:
 
 
 def _library(*names: str) -> frozenset[type]:
-    """Those classes of `transformers` that the installed version has."""
+    """Those of the named classes that the installed version of `transformers` has."""
     return frozenset(vars(logits_process)[name] for name in names if name in vars(logits_process))
 
 
@@ -77,7 +77,7 @@ _POSITIONWISE = _library(
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
-# Those that read the history of their row, but not its number.
+# Processors that read the history of their row, but not its number.
 _OF_THE_ROW = _library(
     "ExponentialDecayLengthPenalty",
     "ForcedBOSTokenLogitsProcessor",
@@ -91,30 +91,30 @@ _OF_THE_ROW = _library(
     "SuppressTokensAtBeginLogitsProcessor",
     "WatermarkLogitsProcessor",
 )
-# Those that depend on a row's number in the batch.
+# Processors that depend on a row's number in the batch.
 _OF_THE_BATCH = _library(
     "EncoderNoRepeatNGramLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
     "PrefixConstrainedLogitsProcessor",
 )
-# The attribute in which the library keeps the user's function of (row number, tokens so far).
+# The attribute in which the library stores the user's function of (row number, tokens so far).
 _ROW_QUESTION = "_prefix_allowed_tokens_fn"
 
 
 def of_the_batch(processor: Any) -> bool:
-    """Whether a processor must be given all rows of its batch, at their numbers."""
+    """Whether a processor must receive all rows of its batch, in their places."""
     ignored = getattr(processor, "prompt_ignore_length", None)  # of every row
     return ignored is not None or type(processor) not in _POSITIONWISE | _OF_THE_ROW
 
 
 def check_processor(processor: Any) -> None:
-    """Refuse a logits processor that is neither `Stateful` nor known to be a pure function.
+    """Reject a logits processor that is neither `Stateful` nor known to be a pure function.
 
-    A rejected draft would change the state of one that keeps state between calls. Those of
-    `transformers` are known; any other declares itself by an attribute `layerskip_pure = True`.
+    A rejected draft would corrupt state that a processor keeps between calls. Those of
+    `transformers` are known; any other declares itself with the attribute `layerskip_pure = True`.
 
     Raises:
-        ValueError: it keeps state, or does not say that it keeps none; with its name.
+        ValueError: it keeps state, or does not declare that it keeps none; the message names it.
     """
     kind = type(processor)
     if kind in _POSITIONWISE | _OF_THE_ROW | _OF_THE_BATCH:
@@ -137,12 +137,12 @@ def check_processor(processor: Any) -> None:
 
 
 class Warp(NamedTuple):
-    """A law of temperature, top-k and top-p, applied in this order.
+    """A distribution defined by temperature, top-k and top-p, applied in this order.
 
     Attributes:
         top_k: 0 for all tokens.
         top_p: 1 for all tokens.
-        least: tokens that top-p leaves, at least.
+        least: minimum number of tokens that top-p leaves.
     """
 
     temperature: float = 1.0
@@ -152,7 +152,7 @@ class Warp(NamedTuple):
 
 
 class Law:
-    """The processed scores of any positions of any rows.
+    """Computes processed scores at any positions of any rows.
 
     Args:
         processors: called as `processor(input_ids, scores)`, or `Stateful`, in order; see
@@ -179,7 +179,7 @@ class Law:
 
     @property
     def reads_history(self) -> bool:
-        """Whether any processor may look at the tokens so far."""
+        """Whether any processor may read the tokens so far."""
         return any(type(p) not in _POSITIONWISE for p in self.processors)
 
     @property
@@ -210,13 +210,13 @@ class Law:
         lengths: Sequence[int],
         width: int = 0,
     ) -> Tensor:
-        """Processed scores; their softmax is the law (greedy: their argmax).
+        """Process raw logits. The softmax of the result is the law (greedy: its argmax).
 
         Args:
             logits: raw logits, (N, V), any float dtype.
-            history: token ids as `generate()` holds them, pads included, (B, W).
-            lengths: how many leading tokens of its row's history each position has seen, length N.
-            width: how many of these are pads and prompt.
+            history: token ids as `generate()` stores them, pads included, (B, W).
+            lengths: number of leading tokens of its row's history that each position sees, (N,).
+            width: number of these that are pads and prompt.
 
         Returns:
             (N, V) float32 scores, as `generate()` would compute them for that row and length.
@@ -248,7 +248,7 @@ class Law:
         return self._texts[number, row]
 
     def allowed(self, row: int, text: Sequence[int], tokens: Sequence[int], size: int) -> int:
-        """How many of these tokens the stateful processors allow behind a row's new text.
+        """How many of these tokens the stateful processors allow after a row's new text.
 
         Args:
             size: V.
@@ -290,10 +290,10 @@ class Law:
         lengths: Sequence[int],
         everyone: bool,
     ) -> Tensor:
-        """Call a processor once for all positions that have seen equally many tokens.
+        """Call a processor once for all positions that see equally many tokens.
 
-        With `everyone` it gets all rows of the batch, each at its true number: rows without a
-        position of this length are filled with a copy of one that has one.
+        With `everyone` it gets all rows of the batch in their places: rows without a position of
+        this length are filled with a copy of one that has one.
         """
         out = torch.empty_like(scores)  # (N, V)
         for length in sorted(set(lengths)):
@@ -302,7 +302,7 @@ class Law:
             given = range(self.rows) if everyone else sorted(asked)
             source = [row if row in asked else filler for row in given]
             positions = [asked[row] for row in source]
-            # clones: a processor may write into what it is given
+            # Index copies: a processor may write into its arguments.
             processed = processor(history[source, :length], scores[positions])  # (len(given), V)
             places = [place for place, row in enumerate(given) if row in asked]
             out[[positions[place] for place in places]] = processed[places]
@@ -310,16 +310,16 @@ class Law:
 
 
 _MOST = 2**31 - 1  # of a top-k: more than any vocabulary has
-_LARGE = 2**14  # vocabulary from which on a CPU uses `_nucleus`
-# Unlikely tokens have less than (1 - top_p) over one of these, or over twice the vocabulary.
+_LARGE = 2**14  # vocabulary size from which a CPU uses `_nucleus`
+# A token is unlikely below (1 - top_p) divided by one of these, or by twice the vocabulary.
 _SHARES = (2**9, 2**13)
 
 
 def _nucleus(warper: Any, scores: Tensor) -> Tensor:
-    """Scores (N, V) after the library's top-p, but sorting few tokens.
+    """Apply the library's top-p to scores (N, V), but sort only few tokens.
 
-    Unlikely tokens with less than 1 - p together are removed without sorting. Of equal scores at
-    the cut the highest ids stay (the library leaves that to its sort).
+    Unlikely tokens with a total below 1 - p are removed without sorting. Of equal scores at the cut
+    the highest ids stay (the library leaves that to its sort).
     """
     given_up = 1 - warper.top_p
     least = max(1, warper.min_tokens_to_keep)
@@ -330,7 +330,7 @@ def _nucleus(warper: Any, scores: Tensor) -> Tensor:
         for share in (*_SHARES, 2 * size):
             unlikely = chances < given_up / share  # (V,)
             others = torch.where(unlikely, chances, 0).sum()
-            if others < 0.99 * given_up:  # by so much, whatever was rounded
+            if others < 0.99 * given_up:  # a margin for rounding
                 break
         tokens = unlikely.logical_not_().nonzero()[:, 0]  # (n,)
         if not least <= len(tokens) <= size // 4:  # nearly flat, or NaN
@@ -345,5 +345,5 @@ def _nucleus(warper: Any, scores: Tensor) -> Tensor:
 
 
 def softmax_law(scores: Tensor) -> Tensor:
-    """Probabilities of the law, (..., V) float32, from processed scores (..., V)."""
+    """Probabilities, (..., V) float32, from processed scores (..., V)."""
     return torch.softmax(scores, dim=-1)

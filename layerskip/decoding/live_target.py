@@ -1,6 +1,6 @@
-"""A model as the target of rounds: its passes, and the draws of the rows' laws.
+"""The model as the target of rounds: runs its passes, and draws tokens by the rows' laws.
 
-Letters: R rows of a pass, N positions, T tokens, V vocabulary.
+Shapes: R rows of a pass, N positions, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from layerskip.model.cache import on_device
 
 
 class LiveTarget:
-    """The target of rounds that a model computes.
+    """A target of rounds computed by a model.
 
     Args:
-        seats: by row; those of `passes.rows` are taken.
-        draws: of the rows' laws, by row; those of rows with one law are the same.
+        seats: by row; those of `passes.rows` are used.
+        draws: the draws of the rows' laws, by row; rows with one law share theirs.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class LiveTarget:
     ) -> None:
         self.passes, self.seats, self.draws = passes, seats, draws
         self._joint = draws[0] if joint else None
-        # not of `self`, which holds the passes
+        # Must not capture `self`, which holds the passes.
         passes.score = lambda row, *place: draws[row].scores(row, *place)
         self._feed: Tensor  # (R, 1) tokens that the next step of a chain feeds
         self._beside: tuple[Tensor, Tensor] | None = None  # rows without steps, and their tokens
@@ -52,8 +52,8 @@ class LiveTarget:
 
     @property
     def branches(self) -> bool:
-        # processors would have to read a text for every branch, and the rejection rule is of one
-        # draft
+        # Processors would have to read a text for every branch, and the rejection rule handles only
+        # one draft.
         if not self.passes.model.branches:
             return False
         return not any([self.draws[row].contextual for row in self.passes.rows])
@@ -73,10 +73,10 @@ class LiveTarget:
     def _by_law(
         self, raw: Tensor, positions: Sequence[Position], *, native: bool
     ) -> Iterator[tuple[Draws, list[int], Tensor, list[Position]]]:
-        """Groups of positions that are drawn in one call: draws, indices, raw logits, positions.
+        """Yield groups to draw in one call: draws, indices, raw logits, positions.
 
         Args:
-            native: whether native calls draw, where there are any: of several laws at once.
+            native: whether native calls may draw; they handle several laws at once.
         """
         groups: dict[object, tuple[Draws, list[int]]] = {}
         for i, (row, _) in enumerate(positions):
@@ -110,14 +110,14 @@ class LiveTarget:
         raw = self.passes.draft_step(last, step, ask.source)  # (R, V)
         here = None
         if len(rows) < len(places):
-            # processors cannot be called for the other rows: their histories are shorter
+            # Processors cannot be called for the other rows: their histories are shorter.
             here = on_device([places[row] for row in rows], raw.device)  # (N,)
             raw, last = raw[here], last[here]  # (N, V), (N,)
         positions = [(row, step) for row in rows]
         drawn = self._drawn(raw, positions, ask)
         drafts.steps.append((positions, drawn.tokens))
         drafts.laws.extend(drawn.laws)
-        # the processors may forbid every token, and half precision may overflow
+        # The processors may forbid every token, and half precision may overflow.
         fed = torch.where(drawn.tokens < 0, last, drawn.tokens)  # (N,)
         if here is not None:
             fed = self._feed[:, 0].index_copy(0, here, fed)  # (R,)
@@ -137,7 +137,7 @@ class LiveTarget:
         return said
 
     def _begin(self, drafts: DraftedTokens) -> None:
-        """Begin a round's draft with every row's last token; rows without steps feed theirs."""
+        """Begin a round's draft with every row's last token; rows without steps feed their own."""
         places, device = self.passes.rows, self.passes.model.device
         self._feed = on_device([[self.seats[row].emitted[-1]] for row in places], device)
         self._beside = None
@@ -149,12 +149,12 @@ class LiveTarget:
             self._beside = at, on_device(fed, device)  # (N, most)
 
     def _tokens(self, drafts: DraftedTokens, row: int, offsets: Iterable[int]) -> list[int]:
-        """A row's tokens from its last emitted one on; the last drafted one repeats at the end."""
+        """A row's tokens from its last emitted one on; the last drafted one fills the rest."""
         tokens = [self.seats[row].emitted[-1], *drafts.tokens[row]]
         return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
 
     def _said(self, raw: Tensor, drawn: Drawn, ask: Ask) -> Said:
-        """What was drawn from raw logits (N, V), on the host."""
+        """Copy what was drawn from raw logits (N, V) to the host."""
         values = [drawn.tokens]
         if ask.signal is not None and drawn.confidences is not None:
             values.append(drawn.confidences)
@@ -182,7 +182,7 @@ class LiveTarget:
         return self.judge(raw, positions, drafts, keep=keep)
 
     def _unfed(self, drafts: DraftedTokens) -> Tensor:
-        """The tokens that no step was fed, (R, T), as `Passes.verify` takes them."""
+        """The tokens that no step has fed, (R, T), as `Passes.verify` takes them."""
         places, device, kept = self.passes.rows, self.passes.model.device, drafts.kept_steps
         count = 1 + max(drafts.lengths) - kept
         if not kept:
@@ -204,9 +204,9 @@ class LiveTarget:
         *,
         keep: bool = False,
     ) -> Verdict:
-        """Judge a round's drafts, or what follows prompts, by raw logits (N, V)."""
+        """Judge a round's drafts, or the tokens after prompts, by raw logits (N, V)."""
         places = positions
-        if drafts is not None and drafts.parents:  # draws go by depth
+        if drafts is not None and drafts.parents:  # noise depends on depth, not on the node
             deep = {row: depths(parents) for row, parents in drafts.parents.items()}
             places = [(row, deep[row][at] if row in deep else at) for row, at in positions]
         verified = self._verified(raw, places, drafts, keep=keep)
@@ -250,7 +250,7 @@ class LiveTarget:
         *,
         keep: bool,
     ) -> VerifiedTokens:
-        """The decisions of all rows' laws on raw logits (N, V)."""
+        """Make the decisions of all rows' laws on raw logits (N, V)."""
         if self._joint is not None:
             return self._joint.judge(raw, positions, drafts, keep=keep)
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
@@ -271,7 +271,7 @@ class LiveTarget:
 
 
 def on_host(*values: Tensor) -> list[list[Any]]:
-    """Tensors (n,) as numbers on the host: the only place where it waits for the device.
+    """Copy tensors (n,) to the host as numbers: the only place where it waits for the device.
 
     From another device they are copied together as int64, floats as the bits of float32.
     """

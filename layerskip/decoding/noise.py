@@ -1,7 +1,7 @@
-"""Gumbel noise of sampling, a function of (key, position, purpose) only.
+"""Gumbel noise for sampling: a function of (key, position, purpose) only.
 
 It is the same on every device and in any batch. This makes coupled sampling reproducible.
-Letters: N positions, V vocabulary.
+Shapes: N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a stream of noise is used for. Coupled sampling uses TARGET for draft and target alike.
+# The purposes of a noise stream. Coupled sampling uses TARGET for draft and target alike.
 TARGET, DRAFT, ACCEPT = 0, 1, 2
 
 _MASK64 = (1 << 64) - 1
@@ -50,13 +50,13 @@ def starts_of(keys: Sequence[int], positions: Sequence[int], purpose: int = TARG
 
 
 def _starts(keys: Sequence[int], positions: Sequence[int], purpose: int, device: Any) -> Tensor:
-    """Where each of N streams begins, (N, 1) int64."""
+    """The start of each of N streams, (N, 1) int64."""
     bases = starts_of(keys, positions, purpose)
     return torch.tensor(bases, dtype=torch.int64).to(device, non_blocking=True)[:, None]
 
 
 def _uniform(x: Tensor) -> Tensor:
-    """Uniform float32 in (0, 1 - 2^-24], fine-grained (2^-32) near zero, of int64, overwritten."""
+    """Uniform float32 in (0, 1 - 2^-24], fine (2^-32) near zero, from int64, in place."""
     # splitmix64 in wrapping int64; the masks turn the arithmetic shift into a logical one
     x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX1))
     x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX2))
@@ -80,8 +80,8 @@ def gumbel_noise(
 ) -> Tensor:
     """Standard Gumbel noise over the vocabulary, (N, V) float32, finite.
 
-    `argmax(log law + noise)` is a draw from the law (Gumbel-max); with the same noise for draft
-    and target it is the coupling of Daliri, Musco, Suresh 2024 (arXiv 2408.07978).
+    `argmax(log law + noise)` is a draw from the law (Gumbel-max). The same noise for draft and
+    target gives the coupling of Daliri, Musco, Suresh 2024 (arXiv 2408.07978).
 
     Args:
         positions: position of the token drawn, counted without pads.
@@ -101,22 +101,22 @@ def _negative_gumbel(x: Tensor) -> Tensor:
 
 
 TILE = 2**17  # elements of noise that a CPU makes at once
-_AHEAD, BLOCK = 8, 2**20  # places made ahead for a row, elements for all rows: at most
+_AHEAD, BLOCK = 8, 2**20  # maxima: positions made ahead per row, elements for all rows
 
 
 def at_once(values: Tensor, most: int = 2**20) -> int:
     """How many rows of values (N, V) to process at once: at least 1, with at most `most` numbers.
 
-    On a GPU all, since launches cost most. On a CPU few, so that results stay in its caches and in
-    memory that the process has already (new memory costs a page fault a page).
+    On a GPU all of them, since launches cost most. On a CPU few, so that results stay in its caches
+    and in memory that the process already has (new memory costs a page fault per page).
     """
     return max(1, most // values.shape[-1] if values.device.type == "cpu" else len(values))
 
 
 class NoiseBlocks:
-    """The noise that draft and target of one decoding share, made once for each position.
+    """The noise that draft and target of one decoding share, made once per position.
 
-    Missing places of all rows, and some ahead, are made in one call (on a GPU many rows take as
+    Missing positions of all rows, and some ahead, are made in one call (on a GPU many rows take as
     many launches as one). They are kept until `forget`.
     """
 
@@ -157,9 +157,9 @@ class NoiseBlocks:
         return numbers
 
     def forget(self, key: int, place: int | None = None) -> None:
-        """Drop a row's noise before a place, or all of it.
+        """Drop a row's noise before a position, or all of it.
 
-        A slower row with the same key makes it again.
+        A slower row with the same key computes it again.
         """
         made = self._made.get(key, {})
         for past in [past for past in made if place is None or past < place]:
@@ -167,5 +167,5 @@ class NoiseBlocks:
 
 
 def accept_uniform(keys: Sequence[int], positions: Sequence[int], device: Any = "cpu") -> Tensor:
-    """The uniform number each accept test uses, (N,) float32."""
+    """The uniform random number of each acceptance test, (N,) float32."""
     return _uniform(_starts(keys, positions, ACCEPT, device))[:, 0]

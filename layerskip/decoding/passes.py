@@ -1,8 +1,8 @@
 """The three forward passes of decoding: prompts, draft steps, verification.
 
 Verification starts from the hidden states that drafting leaves at the end of the shared prefix.
-The cache's places 0 .. R - 1 hold the rows in rounds; the rows that join lie behind them.
-Letters: B rows, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N positions.
+The cache's places 0 .. R - 1 belong to the rows in rounds, later places to rows that are joining.
+Shapes: B rows, R rows of a pass, T tokens, D drafted tokens, H width, V vocabulary, N positions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
 
-PIECE = 256  # tokens of a prompt that are run at a time, at least, where there are windows
+PIECE = 256  # minimum number of prompt tokens per pass if there are windows
 Method = TypeVar("Method", bound=Callable[..., Any])
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)
 
@@ -44,7 +44,7 @@ class Filling(NamedTuple):
 
 
 def in_inference_mode(method: Method) -> Method:
-    """Run a pass in inference mode, which makes small kernels cheaper, except through modules."""
+    """Run a pass in inference mode, which makes small kernels cheaper; not for modules."""
 
     @wraps(method)
     def run(self: Passes, *args: Any) -> Any:
@@ -60,8 +60,8 @@ class Passes(Batch):
     """One batch on one model with any number of sources, one of which drafts in a round.
 
     Attributes:
-        seated: the row at each place of the cache, those that join included.
-        piece: the most tokens of a prompt to run at a time, where rows join.
+        seated: the row at each place of the cache, including rows that are joining.
+        piece: maximum number of prompt tokens per pass, if rows join.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Passes(Batch):
     ) -> None:
         self.model = model
         self.pictures = None if pictures is None else pictures.to(model.device)
-        self._joined: dict[int, Pictures] = {}  # by row, of rows that have joined since
+        self._joined: dict[int, Pictures] = {}  # by row, for rows that joined later
         self.prompts: list[Tensor] = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths: list[int] = [len(prompt) for prompt in prompts]
         self.emitted: Sequence[list[int]] = emitted
         self.score: Callable[..., Sequence[float]] | None = None
         self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
-        # gamma + 1 slack slots: shorter drafts are padded behind their end
+        # D + 1 spare slots, since shorter drafts are padded at their end
         self.slack = max_draft_length + 1
         self.slots = self.total + self.slack
         self.cache = model.new_cache(len(prompts), self.slots)
@@ -96,13 +96,13 @@ class Passes(Batch):
         self.sources = [source_of(model, draft) for draft in drafts]
         self.states = [source.open(self) for source in self.sources]
         self._taps = sorted({tap for each in self.states for tap in each.every_tap})
-        self._tapped: dict[int, Tensor] = {}  # (B, S, H) each, where tokens lie in the cache
-        self._drafting: State | None = None  # in the round in progress
-        self._prefix = 0  # of it
-        self._steps = 0  # that it took, once verified
-        self._fed: list[Tensor] = []  # the tokens that they were fed, (R, 1) each
-        self._read: list[list[int]] | None = None  # all of these, (R, N), once they were read
-        # at the end of the prefix, one per token fed: (R, 1, H), and the layers' own inputs
+        self._tapped: dict[int, Tensor] = {}  # (B, S, H) each, by slot as in the cache
+        self._drafting: State | None = None  # of the current round
+        self._prefix = 0  # its shared prefix
+        self._steps = 0  # its number of steps, once verified
+        self._fed: list[Tensor] = []  # the tokens fed to these steps, (R, 1) each
+        self._read: list[list[int]] | None = None  # the same on the host, (R, N), once read
+        # Per fed token, at the end of the prefix: states (R, 1, H) and the layers' own inputs.
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
 
     @in_inference_mode
@@ -112,19 +112,19 @@ class Passes(Batch):
         reached: Callable[[], None] = lambda: None,
         marks: Sequence[Collection[int]] = (),
     ) -> Tensor:
-        """Run every prompt through the whole model; logits after its last token, (B, V).
+        """Run every prompt through the whole model; returns logits after its last token, (B, V).
 
         Args:
-            filled: per row, what its first slots are filled with, in order; at least the last
-                token is run.
-            marks: of each row, numbers of tokens behind which it is kept; a model with recurrent
-                layers ends a pass there. Those reached may be removed.
+            filled: per row, cached contents for its first slots, in order; at least the last token
+                is run.
+            marks: per row, numbers of tokens after which its text is stored; a model with recurrent
+                layers ends a pass there. Marks that are reached may be removed.
         """
         tokens = torch.nn.utils.rnn.pad_sequence(self.prompts, batch_first=True)  # (B, T)
         lasts = [length - 1 for length in self.prompt_lengths]
         for row, parts in enumerate(filled):
             self.lengths[row] = parts[-1].end if parts else 0
-        if any(self.lengths):  # buffers begin where passes read
+        if any(self.lengths):  # buffers must begin where passes read
             self.cache.place(self.lengths, 1, min(self.lengths))
         for row, parts in enumerate(filled):
             for part in parts:
@@ -151,16 +151,16 @@ class Passes(Batch):
 
     @in_inference_mode
     def prefill_piece(self, row: int, most: int, every: bool = False) -> Tensor | None:
-        """Run the next tokens of a joining row's prompt; logits (1, V) behind the last of all.
+        """Run the next tokens of a joining row's prompt; returns logits (1, V) after the last one.
 
         Args:
-            every: whether logits are wanted behind each of these n tokens, (n, V).
+            every: whether to return logits after each of these n tokens, (n, V).
         """
         place, first, length = self.place_of(row), self.lengths[row], self.prompt_lengths[row]
         end = first + most
         if (pictures := self._joined.get(row)) is not None and end in (inside := pictures.inside):
             most = next(each for each in range(end, length + 1) if each not in inside) - first
-            if most > self.piece:  # it begins the next piece
+            if most > self.piece:  # leave the picture to the next piece
                 end = max(each for each in range(first + 1, end) if each not in inside)
                 most = end - first
         rows, chunk = range(place, place + 1), self.prompts[row][None, first : first + most]
@@ -168,7 +168,7 @@ class Passes(Batch):
         through = self.model.num_sublayers if every else self._through
         hidden = self._run_prompts(chunk, rows, [first], 0, through)
         self.lengths[row] += chunk.shape[1]
-        self._steps = 0  # what is told of the first token is not of the last round
+        self._steps = 0  # the first token does not belong to the last round
         if every:
             self.cache.prefilled = True
             return self.model.logits(hidden)[0]
@@ -179,25 +179,25 @@ class Passes(Batch):
 
     @property
     def _through(self) -> int:
-        # layers that only read others' keys are needed for the last tokens alone
+        # Layers that only read other layers' keys are needed for the last tokens alone.
         return self.model.num_sublayers if self.needed else 2 * self.model.first_reader
 
     def _run_prompts(
         self, chunk: Tensor, rows: range, firsts: list[int], lowest: int, through: int
     ) -> Tensor:
-        """Run tokens (r, T) of the prompts in some places; states (r, T, H)."""
+        """Run prompt tokens (r, T) at some places; returns states (r, T, H)."""
         self.cache.place(firsts, chunk.shape[1], lowest, rows)
         hidden, step = self.model.feed(chunk, self.cache, self.rotary, self._pictures(rows))
         return self._carry(hidden, step, 0, through)
 
     def _pictures(self, rows: range) -> Pictures | None:
-        """The pictures in the prompts of some places."""
+        """The pictures in the prompts at some places."""
         if self.pictures is not None:
             return self.pictures.some(rows)
-        return self._joined.get(self.seated[rows.start])  # rows that join are run one by one
+        return self._joined.get(self.seated[rows.start])  # joining rows are run one by one
 
     def _finish_prompts(self, last: Tensor, rows: range) -> Tensor:
-        """Logits behind the last tokens of the prompts in some places, of states (r, 1, H)."""
+        """Logits after the last prompt tokens at some places, from states (r, 1, H)."""
         through, every = self._through, self.model.num_sublayers
         if through < every:
             prompts = [self.prompts[self.seated[place]] for place in rows]
@@ -210,9 +210,9 @@ class Passes(Batch):
         return self.model.logits(last.transpose(0, 1))[0]
 
     def tokens(self, row: int, length: int) -> list[int]:
-        """A row's first tokens, of its prompt and those that it has emitted.
+        """A row's first tokens: its prompt, then the tokens it has emitted.
 
-        Pictures have numbers of their own (see `Pictures.named`).
+        Pictures have their own numbers (see `Pictures.named`).
         """
         prompt: list[int] = self.prompts[row][:length].tolist()
         if self.pictures is not None:
@@ -222,9 +222,9 @@ class Passes(Batch):
         return [*prompt, *self.emitted[row][: length - len(prompt)]]
 
     def parts(self, row: int, first: int, end: int) -> Iterator[tuple[Part, Tensor]]:
-        """The contents of a row's slots `first` to `end` - 1, by name, as views (..., n, D).
+        """Yield the contents of a row's slots `first` to `end` - 1 by name, as views (..., n, D).
 
-        All end with the last slot; those of layers with windows may begin later than the first.
+        All end with the last slot; those of window layers may begin later than the first.
         """
         place = self.place_of(row)
         yield from self.cache.parts(place, first, end)
@@ -233,7 +233,7 @@ class Passes(Batch):
 
     @property
     def needed(self) -> set[Part]:
-        """The names among `parts` that drafts need for all tokens of a prompt."""
+        """The names in `parts` that drafts need for all prompt tokens."""
         states = (each for each in self.states if each.whole_prompts)
         return {("tap", tap) for each in states for tap in each.every_tap}
 
@@ -247,7 +247,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these (ascending) from further passes."""
+        """Drop all rows except these (ascending) from further passes."""
         places = [self.rows[row] for row in rows]
         self.seated = [*rows]
         self.rows = {row: place for place, row in enumerate(rows)}
@@ -260,7 +260,7 @@ class Passes(Batch):
     def _place(
         self, offset: int, count: int, parents: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Place a pass over `count` tokens of every row, the first one at its length + offset."""
+        """Place a pass over `count` tokens of every row; the first is at its length + offset."""
         lengths = [self.lengths[row] for row in self.rows]
         starts = [length + offset for length in lengths]
         branches = None if parents is None else Branches(parents, offset)
@@ -269,7 +269,7 @@ class Passes(Batch):
     def _feed(
         self, tokens: Tensor, offset: int, parents: Sequence[Sequence[int]] | None = None
     ) -> tuple[Tensor, Pass]:
-        """Run tokens (R, T) through the shared prefix and keep their states, (R, T, H)."""
+        """Run tokens (R, T) through the shared prefix, and keep their states (R, T, H)."""
         self._place(offset, tokens.shape[1], parents)
         hidden, step = self.model.feed(tokens, self.cache, self.rotary)
         hidden = self._carry(hidden, step, 0, self._prefix)
@@ -277,7 +277,7 @@ class Passes(Batch):
         return hidden, step
 
     def _carry(self, hidden: Tensor, step: Pass, first: int, last: int) -> Tensor:
-        """Run hidden states (R, T, H) through sublayers, and keep those at taps."""
+        """Run hidden states (R, T, H) through sublayers, and keep the states at taps."""
         for tap in self._taps:
             if first < tap <= last:
                 hidden, first = self.model.run(hidden, step, range(first, tap)), tap
@@ -303,7 +303,7 @@ class Passes(Batch):
         before: int = 0,
         rows: range | None = None,
     ) -> Tensor:
-        """States at a tap, (R, count, H), from each row's `starts` token, or `before` it, on."""
+        """States at a tap, (R, count, H), from each row's position `starts` - `before` on."""
         place = 0 if rows is None else rows.start
         states = self._tapped[tap][place : place + len(starts)]
         first = on_device(starts, states.device)[:, None] + 1 - before  # (R, 1)
@@ -313,10 +313,10 @@ class Passes(Batch):
 
     @in_inference_mode
     def draft_step(self, tokens: Tensor, offset: int, draft: int = 0) -> Tensor:
-        """Feed each row's token (R,) at its length + offset to a draft; raw logits (R, V).
+        """Feed each row's token (R,) at its length + offset to a draft; returns raw logits (R, V).
 
-        Tokens outside the draft vocabulary have -inf. A round takes one source, and its offsets
-        are 0, 1, 2, ... without gaps.
+        Tokens outside the draft vocabulary have -inf. A round uses one source, with offsets 0, 1,
+        2, ... without gaps.
         """
         state = self.states[draft]
         self._drafting, self._prefix = state, state.prefix
@@ -331,18 +331,18 @@ class Passes(Batch):
         positions: Sequence[Position],
         parents: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Raw target logits (N, V) at positions (ascending) of this round's tokens.
+        """Raw target logits (N, V) at (ascending) positions of this round's tokens.
 
         Offset 0 is a row's last emitted token; the largest offset is the longest draft of any row.
-        Where drafts have branches, offsets are numbers of nodes (see `branches`).
-        `draft_step` may have fed one token more, where nothing could be drawn after it.
+        If drafts have branches, offsets are node numbers (see `branches`). `draft_step` may have
+        fed one more token, after which nothing could be drawn.
 
         Args:
             tokens: the tokens of each row that no draft step was fed, (R, T). After draft steps
-                the last drafted one, else the last emitted one and the draft; short rows are
-                padded with any token.
-            parents: which node each one follows, in the passes' order of rows, (R, D + 1), where
-                that is not always the one before.
+                this is the last drafted one, otherwise the last emitted one and the draft; short
+                rows are padded with any token.
+            parents: the node that each one follows, in the order of rows in a pass, (R, D + 1);
+                needed if that is not always the one before.
         """
         count = 1 + max(offset for _, offset in positions)
         kept = count - tokens.shape[1]
@@ -363,13 +363,13 @@ class Passes(Batch):
         last = self.model.num_sublayers
         if len(positions) == len(self.rows) * count and not self._taps:
             return self.model.finish(hidden, step, range(self._prefix, last)).flatten(0, 1)
-        # the head is large: compute it only where it is read
+        # The head is large, so compute it only at the positions needed.
         wanted = [self.rows[row] * count + offset for row, offset in positions]
         hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
     def tell(self, row: int, emitted: Sequence[int], steps: int = 0) -> None:
-        """Tell the states which tokens a row has emitted in the prefill or a round."""
+        """Report to the states which tokens a row has emitted in the prefill or a round."""
         for state in self.states:
             state.commit(row, emitted, steps if state is self._drafting else 0)
 
@@ -388,10 +388,10 @@ class Passes(Batch):
         return () if self.score is None else self.score(row, offset, tokens, raw)
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
-        """Keep a row's fed tokens up to its last emitted one, which the next pass feeds."""
+        """Keep a row's fed tokens before its last emitted one, which the next pass feeds."""
         place, steps = self.rows[row], self._steps
-        if steps:  # those that were fed the row's text
-            if self._read is None:  # once for all rows: a device is waited for
+        if steps:  # count the steps that were fed the row's actual text
+            if self._read is None:  # once for all rows, since this waits for the device
                 self._read = torch.cat(self._fed, 1).tolist()
             steps = 1 + in_common(self._read[place][1:], emitted[:-1])
         self._keep_path(place, self.lengths[row], path[: len(emitted) - 1])
@@ -409,17 +409,17 @@ class Passes(Batch):
     # Rows that join and leave.
 
     def open_seats(self, total: int) -> None:
-        """Let rows join and leave from now on; the rows so far become free seats.
+        """Let rows join and leave from now on; the present rows become free seats.
 
-        Of layers with windows every row holds those of its own window and a piece of a prompt, so
-        that a text may join at slot 0 at any time, whatever the others have come to.
+        In window layers every row has slots for its own window and a piece of a prompt. So a text
+        may join at slot 0 at any time, whatever the positions of the others.
         """
         self.model.check_lengths([1], total)
         self.total = total
         window = self.cache.window
         self.piece = min(max(PIECE, window // 2), 2 * PIECE) if window else sys.maxsize
         behind = window + self.slack
-        # and a pass may begin a line behind its base
+        # A pass may begin up to a line after its base.
         span = behind + max(self.piece, self.slack) + LINE if window else 0
         self._span = -(-span // LINE) * LINE
         self.cache.roll(self._span, behind)
@@ -442,14 +442,14 @@ class Passes(Batch):
         return [self.cache, *(each for state in self.states for each in state.caches)]
 
     def nbytes(self, rows: int, slots: int, heard: int = 0) -> int:
-        """Bytes of keys, values and states; those of a token that an encoder read count as one."""
+        """Bytes of keys, values and states; those of an encoder's token count as one."""
         slots = self._capacity(slots)  # and one more at taps
         inside = min(slots, self._span) * self._window_bytes
         return round(rows * ((slots + heard) * self._slot_bytes + inside + self._row_bytes))
 
     @property
     def heard(self) -> int:
-        """How many tokens of what an encoder read are held of every row."""
+        """The number of encoder tokens stored per row."""
         encoded = getattr(self.cache, "encoded", None)
         return 0 if encoded is None else encoded.states.shape[1]
 
@@ -490,7 +490,7 @@ class Passes(Batch):
         pictures: Pictures | None = None,
         encoded: EncoderStates | None = None,
     ) -> None:
-        """Seat a row behind all others, with nothing computed yet."""
+        """Seat a row after all others, with nothing computed yet."""
         self._joined.pop(row, None)
         if pictures is not None:
             self._joined[row] = pictures.to(self.model.device)
@@ -508,7 +508,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def fill(self, row: int, filled: Sequence[Filling]) -> None:
-        """Copy the cached beginning of a joining row's prompt into its slots."""
+        """Copy the cached prefix of a joining row's prompt into its slots."""
         place = self.place_of(row)
         self.lengths[row] = filled[-1].end if filled else 0
         self.cache.begin(place, self.lengths[row])
@@ -531,7 +531,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def leave(self, row: int) -> None:
-        """Drop a row: the last active row fills the gap, the last joining row fills that one's."""
+        """Drop a row. The last active row fills its place, and the last joining row fills that."""
         place = self.place_of(row)
         if row in self.rows:
             last = len(self.rows) - 1

@@ -1,4 +1,4 @@
-"""What rows draft in a round: sources propose tokens, the controller chooses among them."""
+"""Plans what rows draft in a round: sources propose tokens, and the controller chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerskip.model.branches import trunk
 
 
 class Plan(NamedTuple):
-    """What a row drafts in a round: tokens, or as many steps as it may take."""
+    """What a row drafts in a round: given tokens, or a maximum number of steps."""
 
     source: int | None = None
     limit: int = 0
@@ -20,7 +20,7 @@ class Plan(NamedTuple):
 
 
 def chained(plan: Plan) -> Plan:
-    """A plan without branches: the trunk, which comes first."""
+    """Reduce a plan to its trunk, which comes first, without branches."""
     if plan.parents is None or plan.tokens is None:
         return plan
     size = len(trunk(plan.parents))
@@ -28,7 +28,7 @@ def chained(plan: Plan) -> Plan:
 
 
 def offer_of(proposals: Mapping[int, Proposal]) -> Offer:
-    """One source's proposals to all rows, as controllers see them."""
+    """Combine one source's proposals to all rows, as controllers see them."""
     matches = {row: each.match for row, each in proposals.items() if each.match is not None}
     chances = {row: each.chances for row, each in proposals.items() if each.chances is not None}
     return Offer({row: each.length for row, each in proposals.items()}, matches or None, chances)
@@ -41,7 +41,7 @@ def usable(
     eos: frozenset[int],
     branches: bool = False,
 ) -> Proposal:
-    """A proposal up to an end of text, and up to the first token that a grammar forbids."""
+    """Cut a proposal at an end of text, and before the first token that a grammar forbids."""
     tokens, parents = proposal.tokens, proposal.parents
     if not tokens:
         return proposal
@@ -59,7 +59,7 @@ def usable(
 
 
 def trunk_first(proposal: Proposal) -> Proposal:
-    """The same tree with its trunk first: if the trunk is accepted, no cache entry moves."""
+    """Reorder a tree with its trunk first. If the trunk is accepted, no cache entry moves."""
     if proposal.parents is None:
         return proposal
     first = trunk(proposal.parents)
@@ -67,7 +67,7 @@ def trunk_first(proposal: Proposal) -> Proposal:
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix of two texts."""
+    """Length of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     shorter = min(len(one), len(other))
     return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)

@@ -1,6 +1,6 @@
-"""The record of one round of decoding, and the counts of many.
+"""The record of one round of decoding, and the counts over many rounds.
 
-Letters: V vocabulary.
+Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from layerskip.model.branches import along
 
 @dataclass(frozen=True)
 class Round:
-    """What one round did, row by row; round 0 is the prefill and its first token.
+    """The results of one round by row; round 0 is the prefill and its first token.
 
     Attributes:
         tokens: emitted tokens per row, in order; empty for rows that had finished.
-        drafted: tokens drafted per row.
-        accepted: drafted tokens that were emitted, per row.
-        drafts: per row, the drafted tokens.
-        parents: per row, what each of them follows (see `Proposal.parents`); None: the one before.
-        steps: how many draft steps the batch took.
-        signal: the kind of confidence: "probability", the draft's (softmax of its raw logits at
-            temperature 1), or "margin", 1 - exp(-m) for the margin m between the draft's two best
-            scores, noise included; None if the controller needs none.
-        source: the number of the decoder's source that drafted; None if nothing was drafted; where
-            rows drafted from several, that of each row.
-        scores, logits: per row, (emitted, V) float32, if the request asked for them.
+        drafted: number of drafted tokens per row.
+        accepted: number of drafted tokens that were emitted, per row.
+        drafts: the drafted tokens per row.
+        parents: per row, what each drafted token follows (`Proposal.parents`); None: a chain.
+        steps: number of draft steps of the batch.
+        signal: the kind of confidence: "probability" of the draft (softmax of its raw logits at
+            temperature 1), or "margin", 1 - exp(-m), where m is the margin between the draft's two
+            best scores, including noise; None if the controller needs none.
+        source: the number of the decoder's source that drafted; None if nothing was drafted; a
+            number for each row if they differ.
+        scores, logits: per row, (emitted, V) float32, if requested.
         times: the request's clock at the round's start, after drafting, after the target's pass,
             and at its end.
     """
@@ -50,7 +50,7 @@ class Round:
     steps: int = 0
 
     def taken(self, row: int) -> list[int]:
-        """The drafted tokens that a row has emitted, by their numbers from 1 on."""
+        """The node numbers, from 1 on, of the drafted tokens that a row has emitted."""
         parents, accepted = self.parents[row], self.accepted[row]
         if parents is None:
             return [*range(1, accepted + 1)]
@@ -72,14 +72,14 @@ class SourceCounts:
 
 @dataclass
 class DecodingStats:
-    """Counts of a decoding, over all rows; rates are derived from them.
+    """Counts of a decoding over all rows, from which rates are derived.
 
     Attributes:
-        num_rounds: rounds (verify passes) rows took part in, prefill not counted.
-        num_drafts: those of them that drafted at least one token.
+        num_rounds: verify passes in which a row took part, summed over rows, without the prefill.
+        num_drafts: those that drafted at least one token.
         accepted_per_position: entry j counts rounds whose draft token j + 1 was emitted.
-        num_new_tokens: tokens emitted, the first one of each row (from the prefill) included.
-        num_known_tokens: tokens of prompts whose keys and values were cached, and not computed.
+        num_new_tokens: emitted tokens, including the first one of each row (from the prefill).
+        num_known_tokens: prompt tokens whose keys and values were cached, not computed.
         num_compactions: how often finished rows were dropped from passes.
         seeds: the seed of each row's noise; empty for greedy decoding.
     """
@@ -98,17 +98,17 @@ class DecodingStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted tokens (r); 0 where nothing was drafted."""
+        """Accepted / drafted tokens (r); 0 if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: tokens per verify that followed a draft, the bonus included."""
+        """1 + accepted / drafts: tokens per verification of a draft, including the bonus token."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def tokens_per_round(self) -> float:
-        """Emitted tokens per target pass over all rounds, also those that did not draft."""
+        """Emitted tokens per target pass over all rounds, including those without a draft."""
         emitted = self.num_new_tokens - self.num_sequences
         return emitted / self.num_rounds if self.num_rounds else 0.0
 
@@ -138,6 +138,6 @@ class DecodingStats:
 
 
 def joint_source(sources: Sequence[int | None]) -> int | tuple[int | None, ...] | None:
-    """The source of a round, or those of its rows if they differ; None: it drafted nothing."""
+    """The source of a round, or those of its rows if they differ; None if nothing was drafted."""
     used = {each for each in sources if each is not None}
     return tuple(sources) if len(used) > 1 else next(iter(used), None)

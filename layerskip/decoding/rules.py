@@ -1,7 +1,7 @@
-"""The rules that turn scores into tokens: the largest score, and the rejection rule.
+"""Rules that turn scores into tokens: the largest score, and the rejection rule.
 
 The rejection rule is Algorithm 1 of Leviathan et al. 2023, also in Chen et al. 2023.
-Letters: N positions, V vocabulary.
+Shapes: N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from layerskip.decoding.noise import TILE
 
 
 def largest(scores: Tensor) -> Tensor:
-    """Token of the first largest of scores (N, V), (N,); -1 where all are -inf, or one is NaN."""
+    """Token of the first maximum of scores (N, V), (N,); -1 if all are -inf, or one is NaN."""
     best, token = _best(scores)[0]
     return torch.where(best > float("-inf"), token, -1)[:, 0]
 
@@ -24,14 +24,14 @@ def largest(scores: Tensor) -> Tensor:
 def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
     """`largest` of scores (N, V), and 1 - exp(-m), m its margin over the second-best, (N,) each."""
     (best, token), *searched = _best(scores)
-    # the second-best is in one of the tensors that the largest was found in
+    # The second-best is in one of the tensors in which the maximum was found.
     others = [values.scatter(1, place, -math.inf).amax(-1) for values, place in searched]  # (N,)
     behind = reduce(torch.maximum, others).sub_(best[:, 0])  # (N,), -m
     return torch.where(best > float("-inf"), token, -1)[:, 0], ahead(behind)
 
 
 def runners_up(scores: Tensor, best: Tensor, count: int) -> Tensor:
-    """Tokens of the largest of scores (N, V) but for the best (N,), (N, up to count); -1: none."""
+    """Tokens with the largest of scores (N, V) after `best` (N,), (N, up to count); -1: none."""
     others = scores.scatter(-1, best.clamp_min(0)[:, None], -math.inf)  # (N, V)
     if count == 1:
         return largest(others)[:, None]
@@ -45,9 +45,9 @@ def ahead(behind: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Largest of scores (N, V) and its token, (N, 1) each; then the tensors it was found in.
+    """Largest of scores (N, V) and its token, (N, 1) each, and the tensors in which it was found.
 
-    In large rows the part with the maximum is found first: on a CPU a maximum without its place is
+    In large rows the part with the maximum is found first: on a CPU a maximum without its index is
     several times faster.
     """
     part = math.gcd(scores.shape[-1], 1024)
@@ -63,14 +63,14 @@ def _best(scores: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def acceptance_probability(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p/q) for every token, (..., V); tokens the draft cannot draw (q = 0) get 1."""
+    """min(1, p/q) for every token, (..., V); tokens that the draft cannot draw (q = 0) get 1."""
     return torch.where(q > 0, (p / q.clamp_min(torch.finfo(q.dtype).tiny)).clamp(max=1), 1.0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """(p - q)+ normalised, (..., V): the law of the correction after a rejection.
+    """(p - q)+ normalised, (..., V): the distribution of the correction after a rejection.
 
-    Where p = q no rejection can happen; rounding can leave no mass there, and p is returned.
+    If p = q, no rejection can happen. Rounding can leave no mass there; then p is returned.
     """
     excess = (p - q).clamp_min(0)  # (..., V)
     mass = excess.sum(-1, keepdim=True)
@@ -78,7 +78,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def without(p: Tensor, tokens: Tensor) -> Tensor:
-    """`residual` for drafts that are certain of one token each, (N, 1): p without it, (N, V)."""
+    """`residual` for drafts certain of one token each, (N, 1): p without that token, (N, V)."""
     rest = p.scatter(-1, tokens, 0.0)
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass.clamp_min(torch.finfo(p.dtype).tiny), p)

@@ -1,4 +1,4 @@
-"""A row of rounds: its text so far, and what ends it."""
+"""The text of a row so far, and the conditions that end it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _NOTHING = torch.empty(0)
 
 
 class Seat:
-    """The text of one row, as `generate()`, servers and replays decode it.
+    """The text of one row, as decoded by `generate()`, servers and replays.
 
     Args:
-        prompt_length: tokens of its prompt, pads not counted.
-        limit: the most tokens that it emits, at least 1.
-        number: its row among those of its law.
-        history: pads and prompt, emitted and drafted tokens of the rows of its law, (B, W + slack).
+        prompt_length: number of prompt tokens, without pads.
+        limit: maximum number of tokens to emit, at least 1.
+        number: its row among those with the same law.
+        history: pads, prompt, emitted and drafted tokens of rows with that law, (B, W + slack).
         width: W.
-        remembers: whether somebody reads the history.
-        stop: asked after every token with (number, that row's history (1, n)); True ends it.
+        remembers: whether anything reads the history.
+        stop: called after every token with (number, that row's history (1, n)); True ends it.
 
     Attributes:
-        reason: why the text has ended; None while it goes on.
+        reason: why the text has ended; None while it continues.
     """
 
     reason: Reason | None = None
@@ -55,16 +55,16 @@ class Seat:
 
     @property
     def left(self) -> int:
-        """How many tokens the row may still emit."""
+        """The number of tokens that the row may still emit."""
         return self.limit - len(self.emitted)
 
     def remember(self, offset: int, token: int) -> None:
-        """Write a token into the history, `offset` places behind the emitted ones."""
+        """Write a token into the history, `offset` places after the emitted ones."""
         if self.remembers:
             self.history[self.number, self.width + len(self.emitted) + offset] = token
 
     def emit(self, tokens: Sequence[int]) -> list[int]:
-        """Emit what the target has drawn, up to what ends the text; returns it.
+        """Emit the tokens drawn by the target up to the end of the text, and return them.
 
         Raises:
             ValueError: there is no token to draw.
@@ -85,10 +85,10 @@ class Seat:
         return self.emitted[begin:]
 
     def end(self, token: int) -> Reason | None:
-        """Why the text ends with the token just emitted; None if it goes on."""
+        """Why the text ends with the token just emitted; None if it continues."""
         stopped = token in self.eos
         if self.stop is not None:
-            # called even at an end: criteria may count the tokens that they have seen
+            # Call it even if the text ends anyway: criteria may count the tokens they have seen.
             number = self.number
             seen = self.history[number : number + 1, : self.width + len(self.emitted)]
             stopped = self.stop(number, seen) or stopped  # (1, W + emitted)

@@ -1,4 +1,4 @@
-"""What the default controller knows of one source of drafts: its costs and its acceptance."""
+"""Costs and acceptance of one source of drafts, as the default controller knows them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from layerskip.decoding.acceptance import Acceptance, CopyAcceptance
 from layerskip.decoding.controller import Offer
 
 _PROBE_INTERVAL = 10.0  # plain steps per target step that a one-token draft adds to a round
-_HOPE, _LEAST_GAIN = 0.9, 1.05  # an acceptance to hope for, and the speedup it has to promise
+_HOPE, _LEAST_GAIN = 0.9, 1.05  # optimistic acceptance, and the speedup that it must give
 
 
 class SourceGain:
-    """One of the sources: its costs, its acceptance so far, and when it is due for a probe.
+    """One source: its costs, its acceptance so far, and when it is due for a probe.
 
     Attributes:
-        most: tokens that a round drafts at most.
-        longest: tokens that may pay in a round; 0 where even an acceptance of .9 would not.
-        round_costs: by drafted tokens, what a round costs.
-        step_costs: by drafted tokens, what one more adds to that.
+        most: maximum number of tokens drafted in a round.
+        longest: maximum number of tokens that may pay in a round; 0 if none would at acceptance .9.
+        round_costs: the cost of a round, by number of drafted tokens.
+        step_costs: the cost of one more token, by number of drafted tokens.
         unused: rounds since the last one that drafted from it.
     """
 
@@ -30,7 +30,7 @@ class SourceGain:
         self.costs: speculation.CostTable | None = None
 
     def begin(self, context: int, rows: int) -> None:
-        """Take the costs of a round with so many rows and tokens before it."""
+        """Set the costs of a round for `rows` rows and the number of tokens before it."""
         costs = self.all_costs.at(context, rows)
         if costs is self.costs:
             return
@@ -43,10 +43,10 @@ class SourceGain:
         self.longest = self.most if hope >= _LEAST_GAIN else 0
 
     def reset(self, others: float) -> None:
-        """Forget everything; `others` is the share of a batch that is not a row's own."""
+        """Forget everything; `others` is the share of a batch that belongs to other rows."""
         self.acceptance, self.copies = Acceptance(self.prior), CopyAcceptance()
         self.first_interval = max(2.0, _PROBE_INTERVAL * (1.0 + others) * self.step_costs[0])
-        # A probe is due at once, since only the prior could advise against the first draft.
+        # A probe is due at once, since only the prior could rule out the first draft.
         self.probe_interval = self.first_interval
         self.unused = self.first_interval
 
@@ -76,16 +76,16 @@ class SourceGain:
         return expected
 
     def is_due(self) -> bool:
-        """Whether it has not been used for so long that a probe is due."""
+        """Whether it has been unused for so long that a probe is due."""
         return self.unused >= self.probe_interval
 
     def used(self, *, probing: bool, paid: bool) -> None:
-        """Count a round that drafted from this source, as a probe or not, and whether it paid."""
+        """Count a round that drafted from this source: whether it was a probe, whether it paid."""
         self.acceptance.estimate()
         self.unused = 0.0
         if not probing:
             self.probe_interval = self.first_interval
         elif paid:
-            self.unused = self.probe_interval  # look again at once
+            self.unused = self.probe_interval  # probe again at once
         else:
             self.probe_interval *= 2

@@ -17,7 +17,7 @@ from layerskip.model.branches import along
 
 
 class Outcome(NamedTuple):
-    """What a round did; `plans`, `emitted` and `accepted` (how many drafted tokens) are by row."""
+    """The result of a round: plans, emitted tokens and the number of accepted ones, by row."""
 
     plans: Mapping[int, Plan]
     drafts: DraftedTokens
@@ -30,11 +30,11 @@ class Outcome(NamedTuple):
 
 
 class Speculator:
-    """Runs rounds on a target; the controller decides how long each row drafts.
+    """Runs rounds on a target. The controller decides how long each row drafts.
 
     Args:
-        seats: by row; those of `target.rows` that are not finished take part.
-        longest: the most tokens of a row that a round verifies.
+        seats: by row; the unfinished ones of `target.rows` take part.
+        longest: maximum number of tokens of a row that a round verifies.
     """
 
     def __init__(
@@ -49,22 +49,22 @@ class Speculator:
         self.target, self.controller, self.seats, self.longest = target, controller, seats, longest
         self.signal: str | None = None
         if controller.needs_confidence:
-            # under the rejection rule draft and target have different noise
+            # Under the rejection rule, draft and target have different noise.
             self.signal = "probability" if rejection else signal_of(controller)
         self._chooser = controller if isinstance(controller, Chooser) else None
         self._observer = controller if isinstance(controller, Observer) else None
         self._proposals: Sequence[Mapping[int, Proposal]] = ()
-        self._branches = False  # whether this round's drafts may have any
+        self._branches = False  # whether this round's drafts may branch
 
     def compact(self) -> bool:
-        """Drop finished rows once the others fit into half of a pass (see `remaining`)."""
+        """Drop finished rows as soon as the others fit into half of a pass (see `remaining`)."""
         rows = [*self.target.rows]
         going = [row for row in rows if not self.seats[row].finished]
         size = remaining(len(rows), len(going))
         if size == len(rows):
             return False
         done = [row for row in rows if self.seats[row].finished]
-        done.sort(key=self.target.lengths.__getitem__)  # the shortest have the least to attend to
+        done.sort(key=self.target.lengths.__getitem__)  # short rows have the least to attend to
         self.target.keep(sorted([*going, *done[: size - len(going)]]))
         return True
 
@@ -128,7 +128,7 @@ class Speculator:
             if proposal.tokens is not None:
                 plans[row] = Plan(source, limit, proposal.tokens[:limit], proposal.parents)
         if any(each.limit and each.tokens is None for each in plans.values()):
-            # steps feed the other rows' tokens one after the other, as a chain
+            # Steps feed the other rows' tokens one at a time, as a chain.
             plans = {row: chained(each) for row, each in plans.items()}
         return plans
 
@@ -143,7 +143,7 @@ class Speculator:
         )
 
     def _draft(self, plans: Mapping[int, Plan], trees: Any) -> DraftedTokens:
-        """Tokens that need no step, up to each row's limit, and steps for the other rows."""
+        """Collect tokens that need no step, up to each row's limit, and take steps for the rest."""
         drafts = DraftedTokens.of(len(self.seats))
         stepping: dict[int, list[int]] = {}  # by source, the rows of its steps
         for row, plan in plans.items():
@@ -156,7 +156,7 @@ class Speculator:
                 drafts.step_free.add(row)
         if len(stepping) > 1:
             raise ValueError(
-                "one source at most of a round may take steps of a model; the controller chose "
+                "at most one source of a round may take steps of a model; the controller chose "
                 f"sources {', '.join(map(str, stepping))}"
             )
         for source, rows in stepping.items():
@@ -178,10 +178,10 @@ class Speculator:
         plans: Mapping[int, Plan],
         see: Callable[[int, Sequence[int], float], None] | None = None,
     ) -> int:
-        """Draft chains in lockstep, each row for as long as the controller says; the steps taken.
+        """Draft chains in lockstep, each row as long as the controller says; returns the steps.
 
-        Where nobody needs the tokens before the target has seen them, they are not read, so that
-        the host does not wait for the device. A draft may then run on behind an end of text.
+        If nothing needs the tokens before the target has seen them, they are not read, so that the
+        host does not wait for the device. A draft may then run on past an end of text.
         """
         controller, observer = self.controller, self._observer
         ask = ask._replace(entropies=observer is not None and ask.signal is not None)
@@ -216,8 +216,8 @@ class Speculator:
     def _branch_out(
         self, drafts: DraftedTokens, rows: Sequence[int], state: State, trees: Any
     ) -> None:
-        """Put what a controller's trees choose in the place of rows' chains."""
-        # branches come behind all steps of a shared prefix; without one all tokens are fed anew
+        """Replace rows' chains by the trees that a controller's tree builder chooses."""
+        # Branches follow all steps of a shared prefix; without one, all tokens are fed again.
         lengths, steps = {row: len(drafts.tokens[row]) for row in rows}, drafts.kept_steps
         chains = {row: n for row, n in lengths.items() if not state.prefix or n == steps}
         for row, (tokens, parents) in trees.choose(chains).items():
@@ -227,7 +227,7 @@ class Speculator:
             drafts.chosen.add(row)
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
-        """Tell a controller that chooses how good step-free tokens were, drafted or not."""
+        """Report to a controller that chooses how good step-free tokens were, used or not."""
         for number, proposals in enumerate(self._proposals if self._chooser else ()):
             proposal = proposals[row]
             if self._chooser and (tokens := proposal.tokens):

@@ -1,6 +1,6 @@
-"""The interface of a round's target, which drafts and verifies: a live model or a recorded one.
+"""The interface of a round's target, which drafts and verifies: a live model or a recording.
 
-Letters: N positions, V vocabulary.
+Shapes: N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Mark = Callable[[], None]
 
 
 class Ask(NamedTuple):
-    """What is asked about the tokens of a draft step.
+    """The request for tokens of a draft step.
 
     Attributes:
-        signal: the kind of confidence (see `Draws.draft`); None: none, and tokens need not be read.
+        signal: the kind of confidence (see `Draws.draft`); None: it and the tokens are not needed.
     """
 
     source: int
@@ -30,7 +30,7 @@ class Ask(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a draft step said behind each token: its best ones (-1: none), and how sure it was."""
+    """The result of a draft step: per token the best next ones (-1: none) and the confidence."""
 
     tokens: Sequence[Sequence[int]]
     confidences: Sequence[float]
@@ -38,12 +38,12 @@ class Said(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the target says in a round, or of prompts.
+    """The target's decisions in a round, or after prompts.
 
     Attributes:
-        tokens: of every row, the drafted tokens up to the first rejected one, then the target's
-            own, -1 where it has none.
-        read: at which of the positions each of these was judged.
+        tokens: for every row, the drafted tokens up to the first rejected one, then the target's
+            own; -1 if it has none.
+        read: the position at which each of these was judged.
         raw: raw logits of the positions, (N, V); a recorded target has none.
         scores: processed scores (N, V), if they are kept.
     """
@@ -55,12 +55,12 @@ class Verdict(NamedTuple):
 
 
 class Target(Protocol):
-    """What a `Speculator` runs rounds on.
+    """The target on which a `Speculator` runs rounds.
 
     Attributes:
-        states: of each source, what says how it takes steps; None where its steps are recorded.
-        rows, lengths: as of `Batch`.
-        branches: whether drafts may have branches.
+        states: the state of each source, which takes its steps; None if its steps are recorded.
+        rows, lengths: as for `Batch`.
+        branches: whether drafts may branch.
     """
 
     @property
@@ -73,28 +73,28 @@ class Target(Protocol):
     def branches(self) -> bool: ...
 
     def room(self, row: int) -> int:
-        """How many slots a row has left."""
+        """The number of slots that a row has left."""
 
     def offer(self, source: int, row: int, most: int) -> Proposal:
-        """What a source offers a row, at most so many tokens."""
+        """A source's proposal to a row, with at most `most` tokens."""
 
     def allowed(self, row: int, tokens: Sequence[int]) -> int:
         """How many of a chain's tokens a row's grammars allow."""
 
     def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said | None:
-        """Take a draft step behind each row's last token.
+        """Take a draft step after each row's last token.
 
         Returns:
-            What is said, row by row; None where nobody needs it before the target has seen it.
+            The result, row by row; None if nothing needs it before the target has seen it.
         """
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
     ) -> Verdict:
-        """Verify what rows have drafted."""
+        """Verify the drafts of rows."""
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
-        """Go on behind what a row has emitted."""
+        """Continue after the tokens that a row has emitted."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these (ascending) from further rounds."""
+        """Drop all rows except these (ascending) from further rounds."""

@@ -56,7 +56,7 @@ def opened_of(model: Any) -> Sublayers:
     """`sublayers_of`, for what needs the states between sublayers.
 
     Raises:
-        ValueError: the model is served whole.
+        ValueError: the model runs as a whole.
     """
     opened = sublayers_of(model)
     if isinstance(opened, Whole):

@@ -144,7 +144,7 @@ class Whole(Sublayers):
         self.reason = why
         if execution not in ("auto", "modules"):
             raise ValueError(
-                f"execution {execution!r} cannot serve this model, which is served whole: {why}; "
+                f"execution {execution!r} cannot serve this model, which runs as a whole: {why}; "
                 "use execution='auto'"
             )
         if model.training:
@@ -214,7 +214,7 @@ class Whole(Sublayers):
 
     def refusal(self, what: str) -> str:
         """A message that something needs the sublayers."""
-        return f"this model is served whole, as {self.reason}: {what}; {DRAFTS}"
+        return f"this model runs as a whole, as {self.reason}: {what}; {DRAFTS}"
 
     def weight_bytes(self, bits: int | None = None, **_: Any) -> dict[str, Any]:
         """As of an opened model, with the decoder as one entry under "sublayers"."""
@@ -282,7 +282,7 @@ class _Weights(DraftWeights):
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
         warnings.warn(
-            "draft_vocabulary has no effect: the model is served whole; drafts use the whole head",
+            "draft_vocabulary has no effect: the model runs as a whole; drafts use the whole head",
             UserWarning,
             stacklevel=3,
         )

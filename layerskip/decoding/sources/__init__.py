@@ -1,4 +1,4 @@
-"""Sources of drafts, one file for each kind; and the source of a skip config or second model."""
+"""Sources of drafts, one file per kind, and the choice of a source for a given draft."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ from layerskip.model.sublayers import Sublayers
 
 
 def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
-    """The source of a skip config, or the source itself.
+    """Return the source for a skip config; a source is returned unchanged.
 
     Raises:
-        ValueError: a skip config that does not fit the model, or names a module of another one.
+        ValueError: a skip config does not fit the model, or names a module of another one.
     """
     if isinstance(draft, Source):
         return draft
@@ -31,13 +31,13 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
 def second_model(
     target: Sublayers, model: Sublayers | Eagle, tokens: Sequence[int] | None = None
 ) -> Assistant | Official | EagleHead:
-    """The source of a second model, of an official assistant of the target, or of a head for it.
+    """Return the source for a second model, the target's official assistant, or a head for it.
 
     Args:
-        tokens: the only ones to draft; None: all.
+        tokens: the only tokens to draft; None: all.
 
     Raises:
-        ValueError: an official assistant or a head of another model.
+        ValueError: the official assistant or the head belongs to another model.
     """
     if isinstance(model, Eagle):
         return EagleHead(target, model, tokens)

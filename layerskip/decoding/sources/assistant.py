@@ -1,7 +1,7 @@
 """The source that drafts with a second model of the same vocabulary.
 
 Callers that have the tokenizers compare the vocabularies (see `layerskip.vocabulary`).
-Letters: R rows of a pass, T tokens, H hidden width, V vocabulary of the target.
+Shapes: R rows of a pass, T tokens, H hidden width, V vocabulary of the target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerskip.model.sublayers import Pass, Sublayers
 
 
 class Assistant(Source):
-    """A second model of the target's vocabulary, with an execution of its own.
+    """A second model with the target's vocabulary, which may have another execution.
 
     Heads may be padded differently: tokens that only one of the models has are not drafted.
 
@@ -59,9 +59,9 @@ class Assistant(Source):
 
 
 def slot_bytes(model: Sublayers) -> dict[int | None, float]:
-    """Bytes of a token's keys and values in a model's cache, as `Architecture.key_bytes`.
+    """Bytes of keys and values per token in a model's cache, as `Architecture.key_bytes`.
 
-    Of a model that runs whole they are those of a pass over one token.
+    If the model runs as a whole, they are measured in a pass over one token.
     """
     if model.parts:
         return model.key_bytes(part.number for part in model.parts if part.writes)
@@ -71,7 +71,7 @@ def slot_bytes(model: Sublayers) -> dict[int | None, float]:
 
 
 def state_bytes(model: Sublayers) -> int:
-    """Bytes of what a model's cache holds of a row besides keys and values."""
+    """Bytes of a row in a model's cache apart from keys and values."""
     return _after_a_token(model).state_bytes if model.recurrent else 0
 
 
@@ -82,7 +82,7 @@ def _after_a_token(model: Sublayers) -> RowCache:
 
 
 def common(raw: Tensor, target: Sublayers) -> Tensor:
-    """An assistant's raw logits (..., any), over the target's vocabulary, (..., V)."""
+    """Map an assistant's raw logits (..., any) to the target's vocabulary, (..., V)."""
     missing = target.vocabulary - raw.shape[-1]
     raw = raw.to(target.device, target.dtype)
     return F.pad(raw, (0, missing), value=float("-inf")) if missing else raw
@@ -134,10 +134,10 @@ class _State(Following):
         return common(raw, batch.model)
 
     def _catch_up(self, count: int) -> Tensor:
-        """Feed the last `count` tokens of every row; raw logits after the last, (R, any)."""
+        """Feed the last `count` tokens of every row; returns raw logits after them, (R, any)."""
         model = self.model
         starts, missing, tokens = self.latest(count)
-        if not self.cache.partial:  # to see tokens again changes nothing
+        if not self.cache.partial:  # seeing tokens again changes nothing
             missing = [range(each.stop) for each in missing]
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:

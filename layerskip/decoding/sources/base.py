@@ -1,7 +1,7 @@
-"""The interface of sources of drafts: a `Source`, and its `State` in one batch.
+"""The interface of draft sources: a `Source`, and its `State` in one batch.
 
-Proposals never change the text, only the speed. `docs/sources.md` says how to write one.
-Letters: R rows of a pass, T tokens, H hidden width of the target, V its vocabulary.
+Proposals never change the text, only the speed. `docs/sources.md` says how to write a source.
+Shapes: R rows of a pass, T tokens, H hidden width of the target, V its vocabulary.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from layerskip.model.sublayers import Pass, Sublayers
 
 
 class Batch:
-    """What a state may read of its batch; only the engine changes it.
+    """The parts of a batch that a state may read; only the engine changes them.
 
     Attributes:
         prompts: token ids of each row, without padding, (length,) each.
         emitted: the tokens that each row has emitted.
-        rows: the rows that take part in passes, in order, and the place of each in a pass.
-        lengths: per row, the tokens whose keys and values are exact. The row's last emitted token
-            is not among them: the next pass feeds it.
-        total, slots: the most tokens of a row, and of its keys and values.
-        rotary: rotary angles of so many slots.
-        cache: the target's keys and values; behind a row's `lengths` they are of rejected drafts.
+        rows: the rows that take part in passes, in order, with the place of each in a pass.
+        lengths: per row, the number of tokens with exact keys and values. The row's last emitted
+            token is not among them: the next pass feeds it.
+        total, slots: maximum number of tokens of a row, and of slots for its keys and values.
+        rotary: rotary angles for that many slots.
+        cache: the target's keys and values; after a row's `lengths` they are from rejected drafts.
     """
 
     model: Sublayers
@@ -55,21 +55,21 @@ class Batch:
     ) -> Tensor:
         """The target's hidden states after `tap` sublayers (see `State.tap`), (R, count, H).
 
-        They begin at each row's token `starts`, or so many tokens `before` it.
+        They begin at each row's token `starts`, or `before` tokens earlier.
 
         Args:
-            rows: of a pass, if only some are asked for.
+            rows: rows of a pass, if only some are needed.
         """
 
     @abstractmethod
     def scores(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
     ) -> Sequence[float]:
-        """The scores of some tokens, the likeliest first, if these were the target's raw logits.
+        """The scores of some tokens, likeliest first, if `raw` were the target's raw logits.
 
-        They are of the position `offset` places behind the row's emitted tokens, by the request's
-        law and the noise there: the target would draw the largest. There may be fewer scores than
-        tokens, and none where the law is more than temperature, top-k and top-p.
+        They apply to the position `offset` places after the row's emitted tokens, with the
+        request's law and the noise there: the target would draw the token with the largest. There
+        may be fewer scores than tokens; none if the law is more than temperature, top-k and top-p.
         """
 
 
@@ -77,12 +77,12 @@ class Proposal(NamedTuple):
     """What a row may draft in its next round.
 
     Attributes:
-        tokens: the tokens, if they take no pass of a model; else `State.step` is called.
-        match: how many tokens the row's history has in common with the source of `tokens`.
-        parents: if `tokens` have branches, what each one follows: the number of an earlier one,
-            from 1 on, or 0, the row's last token. None: each follows the one before it.
-        chances: if the source can tell, how likely each of `tokens` is to be accepted. They must
-            not rise, as the first ones are drafted.
+        tokens: the tokens, if they need no pass of a model; otherwise `State.step` is called.
+        match: number of tokens that the row's history has in common with the origin of `tokens`.
+        parents: if `tokens` branch, the node that each one follows: the number of an earlier one,
+            from 1 on, or 0 for the row's last token. None: each follows the one before it.
+        chances: if known, the probability that each of `tokens` is accepted. They must not
+            increase, since the first tokens are drafted first.
     """
 
     length: int
@@ -99,13 +99,13 @@ class Proposal(NamedTuple):
         parents: Sequence[int] | None = None,
         chances: Sequence[float] | None = None,
     ) -> Proposal:
-        """A proposal of tokens; parents that are a chain's are left out."""
+        """Make a proposal of tokens; parents that form a chain are left out."""
         if parents is not None and [*parents] == [*range(len(parents))]:
             parents = None
         return cls(len(tokens), tokens, match, parents, chances)
 
     def some(self, nodes: Sequence[int]) -> Proposal:
-        """Some of its tokens, by their numbers from 1 on, each with what it follows."""
+        """Select tokens by their numbers from 1 on, each with the one that it follows."""
         tokens, old = self.tokens or (), self.parents or range(len(self.tokens or ()))
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = [place[old[node - 1]] for node in nodes]
@@ -118,9 +118,9 @@ class Source(ABC):
     """A source of drafts, for any number of batches.
 
     Attributes:
-        prior: the expected acceptance before any token was verified.
-        max_positions: the most tokens that a row may have, if there is a limit.
-        prefix: how many of the target's first sublayers its steps run exactly.
+        prior: the expected acceptance before any token is verified.
+        max_positions: maximum number of tokens of a row, if there is a limit.
+        prefix: number of the target's first sublayers that its steps run exactly.
         keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
     """
 
@@ -133,53 +133,53 @@ class Source(ABC):
 
     @property
     def name(self) -> str:
-        """What records and reports call it."""
+        """Its name in records and reports."""
         return type(self).__name__
 
     @property
     def words(self) -> str:
-        """Where its drafts come from, for a person to read."""
+        """The origin of its drafts, in words for the user."""
         return f"by {self.name}"
 
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """Identifies the source without keeping weights alive.
+        """An identifier of the source that does not keep weights alive.
 
-        Costs are remembered under it; in a file, if it is a string.
+        Costs are remembered under it; also in a file, if it is a string.
         """
 
     @abstractmethod
     def open(self, batch: Batch) -> State:
-        """Its state in a batch."""
+        """Create its state for a batch."""
 
     def step_bytes(self) -> Sequence[float]:
         """Bytes of the weights that a step reads; empty if tokens are drafted without steps."""
         return ()
 
     def key_bytes(self) -> Mapping[int | None, float]:
-        """Bytes of a token's keys and values that a step reads, as `Architecture.key_bytes`."""
+        """Bytes of keys and values per token that a step reads, as `Architecture.key_bytes`."""
         return {}
 
     def own_bytes(self) -> float:
-        """Bytes of a token's keys and values in its states' own caches."""
+        """Bytes of keys and values per token in its states' own caches."""
         return 0.0
 
     @property
     def step_free(self) -> bool:
-        """Whether its tokens are drafted without a pass of any model."""
+        """Whether it drafts without passes of any model."""
         return not self.step_bytes()
 
     def timed(self) -> Source:
-        """The source to time in its place, which always has something to offer."""
+        """The source to time instead of it: one that always has a proposal."""
         return self
 
 
 class RowDrafts(Protocol):
-    """Drafts for one row without steps."""
+    """Drafts without steps for one row."""
 
     def find(self, longest: int) -> Proposal:
-        """What the row may draft next, at most so many tokens."""
+        """Propose at most `longest` tokens for the row's next draft."""
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens that the row has emitted."""
@@ -189,13 +189,13 @@ class State:
     """A source's state for the rows of one batch.
 
     Attributes:
-        prefix: how many of the target's first sublayers its steps run; their states are exact, and
-            verification starts from them.
-        tap: the batch keeps hidden states after so many sublayers for it; None: nowhere.
+        prefix: number of the target's first sublayers that its steps run; their states are exact,
+            and verification starts from them.
+        tap: the batch keeps hidden states after this many sublayers for it; None: it keeps none.
         taps: further such places.
-        whole_prompts: whether those of prompts' tokens before the last are needed, too.
-        best: how many of the best tokens of a place may be verified, where branches are asked for.
-        everywhere: whether what it says of a place is the same, whatever was drafted before it.
+        whole_prompts: whether states of prompt tokens before the last are needed, too.
+        best: how many of the best tokens at a position may be verified if branches are requested.
+        everywhere: whether its result at a position is the same whatever was drafted before.
         reads_logits: whether `read` is called.
     """
 
@@ -210,7 +210,7 @@ class State:
     caches: Sequence[RowCache] = ()
 
     def __init__(self, batch: Batch) -> None:
-        # weakly: a batch holds its states, and a cycle would delay the release of its cache
+        # A weak reference: a batch holds its states, and a cycle would keep its cache alive.
         self._batch = weakref.ref(batch)
 
     @property
@@ -224,62 +224,62 @@ class State:
         return [tap for tap in (self.tap, *self.taps) if tap is not None]
 
     def offer(self, row: int, most: int) -> Proposal:
-        """What a row may draft in its next round, at most so many tokens."""
+        """Propose at most `most` tokens for the row's next round."""
         return Proposal(min(most, self.longest or most))
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        """Raw logits (R, V) after a token of the round, for offers without tokens.
+        """Raw logits (R, V) after a token of the round, for proposals without tokens.
 
         Args:
             tokens: each row's last emitted token at first, then its drafted ones, (R,).
             hidden: their states after the `prefix`, (R, 1, H), computed by the pass `step`.
-            offset: how many tokens of the round came before.
+            offset: number of earlier tokens in the round.
         """
         raise NotImplementedError(f"{type(self).__name__} offers no tokens and has no step")
 
     def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Reports what the target has computed in a round, of the prefill its last logits.
+        """Receive the target's logits of a round; of the prefill, its last ones.
 
-        Called before `commit`, if asked for.
+        Called before `commit` if `reads_logits` is set.
 
         Args:
-            raw: its raw logits, (N, V).
-            seen: each one's row, and the drafted tokens that it has seen behind those that the row
-                had emitted.
+            raw: the raw logits, (N, V).
+            seen: for each, the row and the drafted tokens that it has seen after the row's emitted
+                ones.
         """
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        """Reports the tokens that a row has emitted, at first those of the prefill.
+        """Receive the tokens that a row has emitted, first those of the prefill.
 
-        Called before the row's entry in `batch.lengths` changes; `batch.emitted` holds them.
+        Called before the row's entry in `batch.lengths` changes; `batch.emitted` contains them.
 
         Args:
-            steps: how many of its own steps the round took, as far as they were fed the row's text;
-                0 where another source drafted.
+            steps: number of the source's steps in the round that were fed the row's actual text; 0
+                if another source drafted.
         """
 
     def begin(self, row: int) -> None:
-        """Called when another text takes the row; only where rows join and leave."""
+        """Another text takes the row's place. Called only if rows join and leave."""
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes its lookup tables take."""
+        """The approximate size of its lookup tables in bytes."""
         return 0
 
     def resized(self) -> None:
-        """Called after `batch.slots` has changed; only where rows join and leave."""
+        """`batch.slots` has changed. Called only if rows join and leave."""
 
     def keep(self, places: Sequence[int], length: int) -> None:
-        """Drop all rows but those at these places of a pass, as `RowCache.keep`."""
+        """Drop all rows except those at these places of a pass, as `RowCache.keep`."""
         for cache in self.caches:
             cache.keep(places, length)
 
 
 class RowsState(State):
-    """The state of a source that keeps something of its own for each row.
+    """The state of a source that has an object for each row.
 
     Args:
-        start: makes that of a row, by its number, when a text takes the row.
+        start: makes the object of a row, by its number, when a text takes the row.
     """
 
     def __init__(self, batch: Batch, start: Callable[[int], RowDrafts]) -> None:

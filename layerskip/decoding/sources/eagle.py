@@ -1,9 +1,9 @@
 """The source that drafts with an EAGLE-3 head (see `layerskip.model.eagle`).
 
-It reads the target's states at several depths for accepted tokens, its own for those that it
-drafts.
-Letters: R rows of a pass, T tokens, H hidden width of the target, W of the head, N depths,
-D tokens that it drafts, V vocabulary.
+It reads the target's states at several depths for accepted tokens, and its own states for drafted
+tokens.
+Shapes: R rows of a pass, T tokens, H hidden width of the target, W of the head, N depths,
+D tokens that it can draft, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from layerskip.model.whole import Whole
 
 
 class EagleHead(Source):
-    """A head that others, or `layerskip train`, have trained for a target.
+    """A head that was trained for a target, by others or by `layerskip train`.
 
     Args:
-        tokens: the only ones to draft; None: all that it can.
+        tokens: the only tokens to draft; None: all that it can.
 
     Raises:
-        ValueError: it is another model's; or its dtype or device is another one.
+        ValueError: it belongs to another model, or its dtype or device differs.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EagleHead(Source):
             )
         self.model, self.module = target, module
         embedding = module.embed_tokens or target.model.get_input_embeddings()
-        self.embeddings: Tensor = embedding.weight  # (V, W), without a Gemma's scale
+        self.embeddings: Tensor = embedding.weight  # (V, W), without Gemma's scale
         self.weight: Tensor = (module.lm_head or target.unembedding).weight  # (D, W)
         self.tokens = module.tokens  # (D,)
         if tokens is not None:
@@ -67,7 +67,7 @@ class EagleHead(Source):
         return HeadState(batch, self, self.taps)
 
     def step_bytes(self) -> Sequence[float]:
-        # `fc` is read once a round, and rows of the embedding are few
+        # `fc` is read once per round, and few rows of the embedding are read.
         layers = float(read_bytes(self.module.layers, None))
         return [layers, float(self.weight.nbytes)]
 
@@ -82,9 +82,9 @@ class EagleHead(Source):
         return self.module.join(torch.cat(states, -1))
 
     def compute(self, tokens: Tensor, states: Tensor, cache: LibraryCache) -> Tensor:
-        """The head's states (R, T, W), of tokens (R, T) and of states (R, T, W) before them.
+        """The head's states (R, T, W), from tokens (R, T) and the states (R, T, W) before them.
 
-        The cache's pass holds these tokens.
+        The cache is placed for these tokens.
         """
         places, seen = seen_by(cache, self.model)
         out: Tensor = self.module(
@@ -99,9 +99,9 @@ class EagleHead(Source):
 
 
 def _misfit(target: Sublayers, module: Eagle) -> str | None:
-    """Why a head cannot draft for a model, or None."""
+    """Why a head cannot draft for a model, or None if it can."""
     if isinstance(target, Whole):
-        return f"it reads states from inside the model, which is served whole: {target.reason}"
+        return f"it reads states from inside the model, which runs as a whole: {target.reason}"
     if reason := elsewhere(target, module):
         return reason
     width, vocabulary = module.shape.hidden_size, module.shape.vocab_size

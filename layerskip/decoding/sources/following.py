@@ -1,8 +1,8 @@
-"""States with keys and values of their own, which catch up with the batch when they draft.
+"""States with their own keys and values, which catch up with the batch when they draft.
 
-Such a state costs nothing while other sources draft. To roll back is to lower a length: the slots
-of rejected drafts are overwritten before anything reads them.
-Letters: R rows of a pass, T tokens, H hidden width.
+Such a state costs nothing while other sources draft. A rollback only lowers a length: the slots of
+rejected drafts are overwritten before anything reads them.
+Shapes: R rows of a pass, T tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from layerskip.decoding.sources.base import Batch, State
 from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
 
-_CHUNK = 512  # tokens of a pass over prompts, all rows together, that keep a CPU busy
-_SHARE = 1 / 8  # of the weights' bytes that activations of longer passes may take
-_PADDING = 64  # tokens of padding in such a pass that cost less than another pass
+_CHUNK = 512  # tokens per pass over prompts, all rows together, that keep a CPU busy
+_SHARE = 1 / 8  # maximum size of a longer pass's activations, as a share of the weights' bytes
+_PADDING = 64  # padding tokens in such a pass that cost less than another pass
 
 
 class Following(State):
-    """A state that has seen, per row, so many of its first tokens."""
+    """A state that has seen a number of first tokens of each row."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
@@ -32,11 +32,11 @@ class Following(State):
         self.seen[row] = 0
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        if steps:  # the last emitted token has not been fed
+        if steps:  # the last emitted token has not been fed yet
             self.seen[row] = self.batch.lengths[row] + steps
 
     def missing(self) -> int:
-        """How many tokens a round's first step has to see, the last emitted one included."""
+        """The number of tokens for a round's first step to see, including the last emitted one."""
         lengths = self.batch.lengths
         return max(1, *(lengths[row] + 1 - self.seen[row] for row in self.batch.rows))
 
@@ -45,11 +45,11 @@ class Following(State):
             self.seen[row] = self.batch.lengths[row] + 1
 
     def latest(self, count: int) -> tuple[list[int], list[range], Tensor]:
-        """The last `count` tokens of every row (or all, if it has fewer), and marks them as seen.
+        """The last `count` tokens of every row, or all if it has fewer; marks them as seen.
 
         Returns:
-            For each row of a pass the place of the first of them, and the indices of those that
-            were missing; and the tokens, (R, T), padded behind the last.
+            For each row of a pass, the position of the first of them, and the indices of those that
+            were missing; and the tokens, (R, T), padded at the end.
         """
         batch = self.batch
         starts, missing, tokens = [], [], []
@@ -78,11 +78,11 @@ def in_chunks(
     """Run the tokens of many rows through a model in chunks.
 
     Args:
-        tokens: (R, T), of which each row's indices in `places` are run.
-        run: takes a chunk (r, t), its rows, and the index of each row's first token in it; returns
-            states (r, t, H).
-        marks: of each row, indices before which a chunk ends.
-        partial: whether a chunk may be of some rows only; else all must begin at one index.
+        tokens: (R, T), of which the indices in `places` are run for each row.
+        run: called with a chunk (r, t), its rows, and the index of each row's first token in it;
+            returns states (r, t, H).
+        marks: for each row, indices before which a chunk must end.
+        partial: whether a chunk may cover only some rows; otherwise all begin at one index.
 
     Returns:
         The hidden states of the last tokens, (R, H).
@@ -91,7 +91,7 @@ def in_chunks(
     last: Tensor | None = None
     most = chunk_size(model, tokens.shape[1])
     while any(first < end for first, end in zip(firsts, ends, strict=True)):
-        # in step, so that caches need not hold what one row is ahead of the others
+        # All rows advance together, so that caches need not store one row's lead over the others.
         groups = [range(len(tokens))]
         if partial:
             padding = 0 if model.recurrent else _PADDING
@@ -120,17 +120,17 @@ def in_chunks(
 
 
 def chunk_size(model: Sublayers, slots: int) -> int:
-    """Tokens of a pass over prompts, all rows together.
+    """The number of tokens in a pass over prompts, all rows together.
 
-    Long passes keep a GPU busy, and their activations should be small compared with the weights.
-    Native passes are as fast in pieces that stay in a CPU's caches.
+    Long passes keep a GPU busy, but their activations should be small compared with the weights.
+    Native passes are as fast in pieces that fit into a CPU's caches.
     """
     if model.execution == "native" or slots <= _CHUNK:
         return _CHUNK
     config, size = model.config, model.dtype.itemsize
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    each = (4 * hidden + 3 * inner) * size + slots  # and a row of a mask
+    each = (4 * hidden + 3 * inner) * size + slots  # including a row of a mask
     if model.eager:
         each += 4 * slots * getattr(config, "num_attention_heads", 0)  # scores; Mamba has none
     weights = model.pass_bytes([slots])[0]
@@ -140,7 +140,7 @@ def chunk_size(model: Sublayers, slots: int) -> int:
 def _groups(
     firsts: Sequence[int], ends: Sequence[int], width: int, most: int, padding: int
 ) -> Iterator[range]:
-    """Groups of neighbouring rows for one pass: little padding, and none behind `width`."""
+    """Yield groups of neighbouring rows for one pass, with little padding and none past `width`."""
     group, left = range(0), [end - first for first, end in zip(firsts, ends, strict=True)]
     for row in (row for row, count in enumerate(left) if count > 0):
         wider = range(group.start, row + 1) if group and group.stop == row else range(row, row + 1)

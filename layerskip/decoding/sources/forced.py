@@ -1,4 +1,4 @@
-"""The source of forced tokens: where a grammar allows one token only, it is drafted for free."""
+"""The source of forced tokens: where a grammar allows only one token, drafting it is free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SURE = 1 << 20  # tokens in common: more than any lookup has
 class Forced(Source):
     """Drafts the tokens that stateful processors force.
 
-    A processor may know that by itself: by a method `forced()`, which returns tokens, perhaps none.
+    A processor may know forced tokens itself and return them, if any, from a method `forced()`.
     """
 
     key = name = "forced"
@@ -45,7 +45,7 @@ class ForcedRow:
                 state.advance(token)
 
     def find(self, longest: int) -> Proposal:
-        """The tokens that must come next, at most so many."""
+        """The tokens that must come next, at most `longest`."""
         told: list[list[int]] = [each.forced() for each in self._states if hasattr(each, "forced")]
         tokens = max(told, key=len, default=[])[:longest]
         if len(told) < len(self._states):

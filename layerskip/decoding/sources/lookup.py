@@ -1,7 +1,7 @@
-"""The source that looks drafts up: what followed when the same words occurred before.
+"""The source that looks drafts up: the tokens that followed the same words before.
 
-The match is the longest suffix of a row's history that occurred before, there or in other texts. It
-is found by suffix automata (Blumer et al. 1985), in microseconds a token.
+The match is the longest suffix of a row's history that occurred before, in it or in other texts. It
+is found with suffix automata (Blumer et al. 1985), in microseconds per token.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterable, Sequence
 from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
 
 _END = -1  # marks the end of every other text; not a token
-_ANCESTORS = 64  # states whose place is updated for a token; only loops have more
+_ANCESTORS = 64  # states updated per token at most; only loops have more
 
 
 class Automaton:
     """The suffix automaton of a sequence that grows token by token, amortised O(1) each.
 
     A state stands for all substrings that end at the same places. Its link leads to the state of
-    the longest suffix of them that also ends at other places.
+    their longest suffix that also ends at other places.
 
     Attributes:
-        behind: the place after its latest earlier occurrence (in loops a late one).
+        behind: the place after the latest (in loops a late) earlier occurrence of the text's end.
         following, link, length, end: for every state its transitions, its link, the length of its
-            longest substring, and where that last ended (-1: only at the end of a text).
+            longest substring, and its last end (-1: only at the end of a text).
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Automaton:
         self._last = 0
 
     def append(self, token: int, *, last: bool = False) -> None:
-        """Append a token; nothing follows the last one of a text."""
+        """Append a token; `last` marks the end of a text, which nothing follows."""
         following, link, length, end = self.following, self.link, self.length, self.end
         place = -1 if last else len(self.tokens)
         new, state = len(link), self._last
@@ -50,7 +50,7 @@ class Automaton:
             old = following[state][token]
             if length[old] == length[state] + 1:
                 link[new] = old
-            else:  # its shorter substrings also end here: they get a state of their own
+            else:  # its shorter substrings also end here, so they get their own state
                 short = new + 1
                 following.append(following[old].copy())
                 link.append(link[old])
@@ -73,14 +73,14 @@ NOTHING = Proposal.of([], match=0)
 
 
 class Lookup(Source):
-    """Looks drafts up in each row's own history, and in other texts if there are any.
+    """Looks drafts up in each row's own history, and in other texts if given.
 
     Args:
         texts: token ids of other texts, indexed once for all rows and decodings. The longer match
-            wins; of equal ones the row's own. The index takes about half a kilobyte a token.
+            wins; the row's own wins a tie. The index takes about half a kilobyte per token.
 
     Raises:
-        ValueError: a token id is negative, or, when decoding begins, outside of the vocabulary.
+        ValueError: a token id is negative, or, when decoding begins, outside the vocabulary.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
@@ -106,17 +106,17 @@ class Lookup(Source):
                 f"texts to look drafts up in must hold token ids of the model's vocabulary, 0.."
                 f"{batch.model.vocabulary - 1}, got {self._largest}; encode them with its tokenizer"
             )
-        model, prompts = batch.model, batch.prompts  # not the batch, which holds this state
+        model, prompts = batch.model, batch.prompts  # capturing the batch would form a cycle
 
         def start(row: int) -> LookupRow:
-            # what a row's encoder has read comes first, in its place
+            # The encoder's input comes first, as part of the row's history.
             before = model.read[row].tolist() if row < len(model.read) else []
             return self.row([*before, *prompts[row].tolist()])
 
         return RowsState(batch, start)
 
     def row(self, prompt: Sequence[int]) -> LookupRow:
-        """The history of a row, which begins with its prompt."""
+        """The history of a row that begins with this prompt."""
         row = LookupRow(self)
         row.extend(prompt)
         return row
@@ -158,13 +158,13 @@ class LookupRow:
                 self._match += 1
 
     def find(self, longest: int) -> Proposal:
-        """The draft, of at most so many tokens.
+        """Return a draft of at most `longest` tokens.
 
-        In the history a draft continues into itself, as a loop would. It ends with another text.
+        In the history a draft continues into itself, as a loop would. Other texts end it.
         """
         history, others = self._history, self._lookup.others
         state, match = self._state, self._match
-        while others.end[state] < 0 < state:  # nothing follows there
+        while others.end[state] < 0 < state:  # nothing follows this match
             state = others.link[state]
             match = others.length[state]
         if match > history.match:

@@ -1,8 +1,8 @@
 """The source that drafts with the head of the model's own checkpoint (see `layerskip.model.mtp`).
 
-A step reads a token and the state of the token before: the model's own for accepted tokens, the
-head's last one for those that it drafts.
-Letters: R rows of a pass, T tokens, H hidden width, V vocabulary, S slots.
+A step reads a token and the state of the token before it: the model's own state for accepted
+tokens, the head's last one for drafted tokens.
+Shapes: R rows of a pass, T tokens, H hidden width, V vocabulary, S slots.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from layerskip.model.whole import Whole
 
 
 class CheckpointHead(Source):
-    """A head for the token after the next, of the model's own checkpoint.
+    """A checkpoint's own head that predicts the token after the next one.
 
     Args:
-        head: with its weights.
+        head: the head with its weights.
     """
 
     def __init__(self, model: Whole, head: Head) -> None:
@@ -60,13 +60,13 @@ class CheckpointHead(Source):
         return self._slot_bytes
 
     def before(self, batch: Batch, places: Sequence[int], count: int, rows: range) -> Tensor:
-        """The states (R, count, H) before each row's tokens at those places and behind."""
+        """The states (R, count, H) before each row's tokens from those places on."""
         return batch.tapped(self.model.num_sublayers, places, count, before=1, rows=rows)
 
     def compute(self, tokens: Tensor, states: Tensor, cache: LibraryCache) -> Tensor:
-        """The head's states (R, T, H), of tokens (R, T) and of states (R, T, H) before them.
+        """The head's states (R, T, H), from tokens (R, T) and the states (R, T, H) before them.
 
-        The cache's pass holds these tokens.
+        The cache is placed for these tokens.
         """
         model = self.model
         embedded = model.model.get_input_embeddings()(tokens)  # (R, T, H)
@@ -82,27 +82,27 @@ class CheckpointHead(Source):
         return out
 
     def logits(self, states: Tensor) -> Tensor:
-        """Raw logits of its states, (R, 1, H) to (R, V)."""
+        """Raw logits (R, V) of its states (R, 1, H)."""
         return self.head(states.transpose(0, 1), None)[0]
 
 
 def seen_by(cache: LibraryCache, model: Sublayers) -> tuple[Tensor, Tensor]:
-    """The places of a pass's tokens, (R, T), and the slots that they see, (R or 1, 1, T, S).
+    """The positions of a pass's tokens, (R, T), and the slots that they see, (R or 1, 1, T, S).
 
-    A text's first token has no state before it: nothing sees it.
+    A text's first token has no state before it, so no other token sees it.
     """
     places = cache.placed(model.device)  # (R, T)
     slots = torch.arange(cache.end, device=model.device)  # (S,)
     seen = cache.seen(None, model.device)
     seen = seen & ((slots > 0) | (places == 0)[:, None, :, None])
-    return places.clamp(max=model.max_positions - 1), seen  # of pads
+    return places.clamp(max=model.max_positions - 1), seen  # the clamp affects pads only
 
 
 class HeadState(Following):
-    """Drafts with a head that reads a token and the state of the token before.
+    """Drafts with a head that reads a token and the state of the token before it.
 
     Args:
-        source: as `CheckpointHead`: it has `before`, `compute` and `logits`.
+        source: like `CheckpointHead`, with `before`, `compute` and `logits`.
         taps: where the target's states are read.
     """
 
@@ -111,7 +111,7 @@ class HeadState(Following):
         self.source, self.taps = source, taps
         self.cache = LibraryCache(len(batch.prompts), batch.slots, (None,))
         self.caches = [self.cache]
-        self.carried: Tensor  # its state of the token that was fed last, (R, 1, H)
+        self.carried: Tensor  # the head's state of the token fed last, (R, 1, H)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         source, batch = self.source, self.batch
@@ -125,7 +125,7 @@ class HeadState(Following):
         return raw
 
     def _catch_up(self) -> Tensor:
-        """Feed all tokens that were not seen yet; states of the last ones, (R, H)."""
+        """Feed all tokens not seen yet; returns the states of the last ones, (R, H)."""
         starts, missing, tokens = self.latest(self.missing())
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
@@ -138,5 +138,5 @@ class HeadState(Following):
         return in_chunks(self.batch.model, tokens, missing, run)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        # its own drafts were fed with its own states, not with the model's
+        # Its own drafts were fed with its own states, not with the model's.
         super().commit(row, emitted, min(steps, 1))

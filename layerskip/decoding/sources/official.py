@@ -1,9 +1,9 @@
 """The source that drafts with an official assistant, which reads the target's keys and values.
 
 A step takes the newest token, embedded by the target, and a state h (at first the target's own,
-behind its final norm); it gives logits and the h of the next step. All steps of a round have the
+after its final norm). It returns logits and the h of the next step. All steps of a round use the
 newest token's position, and see the accepted tokens before it. They write nothing.
-Letters: B rows, T tokens of a pass, R rows of a pass, H hidden width of the target, W that of the
+Shapes: B rows, T tokens of a pass, R rows of a pass, H hidden width of the target, W that of the
 assistant, K candidates, V vocabulary.
 """
 
@@ -24,10 +24,10 @@ from layerskip.model.sublayers import Pass, Sublayers
 
 
 class Official(Source):
-    """A Gemma 4 assistant (see `layerskip.model.assistants`), with an execution of its own.
+    """A Gemma 4 assistant (see `layerskip.model.assistants`), which may have another execution.
 
     Raises:
-        ValueError: it is another model's assistant; or its dtype or device is another one.
+        ValueError: it is another model's assistant, or its dtype or device differs.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Official(Source):
             )
         sources = _sources(target)
         self.sources = {part.keys: sources[part.kind].number for part in model.parts}
-        self.module: Any = model.model  # as the library names its parts
+        self.module: Any = model.model  # with the library's names for its parts
         self.centroids = self.module.masked_embedding
         self.allowed: Tensor | None = None  # (V,) bool
         if tokens is not None and self.centroids is None:
@@ -89,7 +89,7 @@ class Official(Source):
         return raw, self.module.post_projection(normed)
 
     def _of_candidates(self, normed: Tensor) -> Tensor:
-        """Logits of the likeliest centroids' tokens, (B, T, W) to (B, T, V); else -inf."""
+        """Logits (B, T, V) of the likeliest centroids' tokens, from (B, T, W); others are -inf."""
         centroids = self.centroids
         best = centroids.centroids(normed).topk(centroids.centroid_intermediate_top_k).indices
         by_centroid = centroids.token_ordering.view(centroids.num_centroids, -1)
@@ -114,11 +114,11 @@ class _State(State):
         self.resized()
         self.cache.prefilled = True
         self.pass_: Pass  # of the round
-        self.carried: Tensor  # h behind the token fed last, (R, 1, H)
+        self.carried: Tensor  # h after the token fed last, (R, 1, H)
 
     def resized(self) -> None:
         batch = self.batch
-        # One place before the newest token: so it sees what was accepted before, at its own angle.
+        # One position before the newest token, so it sees the earlier ones at its own angle.
         self.rotary = self.source.model.rotary(batch.slots, batch.total, first=1)
         self.cache.slots = batch.cache.slots
 
@@ -136,7 +136,7 @@ class _State(State):
 
 
 def _misfit(target: Sublayers, model: Sublayers) -> str | None:
-    """Why an assistant cannot draft for a model, or None."""
+    """Why an assistant cannot draft for a model, or None if it can."""
     if reason := elsewhere(target, model):
         return reason
     sources = _sources(target)
@@ -157,7 +157,7 @@ def _misfit(target: Sublayers, model: Sublayers) -> str | None:
 
 
 def elsewhere(target: Sublayers, draft: Any) -> str | None:
-    """Why a draft with weights of its own is not where its target is, or None."""
+    """Why a draft's own weights do not match its target's dtype or device, or None."""
     made, needed = ((each.dtype, each.device) for each in (draft, target))
     if made == needed and not target.spread:
         return None
@@ -166,10 +166,10 @@ def elsewhere(target: Sublayers, draft: Any) -> str | None:
 
 
 def unlike(pairs: Iterable[tuple[str, Any, Any]]) -> str | None:
-    """The first fact that a draft was made for and its target does not have, or None.
+    """The first property in which a draft's intended target and its actual one differ, or None.
 
     Args:
-        pairs: words with a place for the fact, the draft's fact, the target's.
+        pairs: words with a placeholder, the value that the draft needs, the target's value.
     """
     for what, made, there in pairs:
         if made != there:
@@ -178,8 +178,8 @@ def unlike(pairs: Iterable[tuple[str, Any, Any]]) -> str | None:
 
 
 def _sources(target: Sublayers) -> dict[str, LayerParts]:
-    """By kind, a model's last layer with keys and values of its own."""
-    # a model that is served whole has no layers to read
+    """By kind, a model's last layer that has its own keys and values."""
+    # A model that runs as a whole has no layers to read.
     return {part.kind: part for part in getattr(target, "parts", ()) if part.writes}
 
 

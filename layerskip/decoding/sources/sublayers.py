@@ -1,6 +1,6 @@
-"""The source that drafts with the model's own sublayers, some left out or in low precision.
+"""The source that drafts with the model's own sublayers, skipping or rounding some of them.
 
-Letters: R rows of a pass, H hidden width, V vocabulary.
+Shapes: R rows of a pass, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SublayerDraft(Source):
     def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
         self.model, self.skip = model, skip
         self.prefix = skip.shared_prefix()
-        # rounding to 8 bits alone hardly changes what a model says
+        # Rounding to 8 bits alone hardly changes the model's output.
         rounded = skip.low is not None and skip.low.bits == 8 and not skip.skipped()
         self.prior = PRIOR_ROUNDED if rounded else PRIOR
 

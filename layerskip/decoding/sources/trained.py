@@ -1,8 +1,8 @@
 """Sources that draft with trained modules, which read hidden states of the target.
 
-A block behind an exit reads the states there, which are exact for every accepted token. The others
-read the target's last states, which do not exist for the tokens that they draft.
-Letters: R rows of a pass, K heads, H hidden width, V vocabulary.
+A block after an early exit reads the states there, which are exact for every accepted token. The
+other modules read the target's last states, which do not exist for the tokens that they draft.
+Shapes: R rows of a pass, K heads, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from layerskip.model.backend import Block
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.registry import named
 
-BEST = 8  # of a place; what they say first is wrong more often than not
+BEST = 8  # candidates per position, since the first choice is wrong more often than not
 
 
 class TrainedDraft(Source):
     """The trained module that a resolved skip config names.
 
     Attributes:
-        step_blocks: the blocks that a step runs in the module's cache: its layer, if it has one,
-            and the draft's head.
+        step_blocks: the blocks that a step runs in the module's cache: its layer, if any, and the
+            draft's head.
 
     Raises:
         ValueError: it does not belong to this model, or does not fit its skip config.
@@ -52,7 +52,7 @@ class TrainedDraft(Source):
             self.prefix = skip.shared_prefix()
             if len(skip.kept()) > self.prefix:
                 raise ValueError(
-                    "an exit block stands behind an early exit: its skip config must have an "
+                    "an exit block follows an early exit: its skip config must have an "
                     "exit_layer, and leave out or round nothing before it"
                 )
 
@@ -101,7 +101,7 @@ class HeadsState(State):
         if not offset:
             places = [batch.lengths[row] for row in batch.rows]
             features = batch.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
-            # no head depends on drafted tokens: one pass for all
+            # No head depends on drafted tokens, so one pass is enough for all.
             self.raw = self.project(self.block(features, hidden)[:, 0], None)  # (R, K, V)
-        # a round's last step may come after the last draft
+        # A round's last step may follow the last draft.
         return self.raw[:, min(offset, self.raw.shape[1] - 1)]
