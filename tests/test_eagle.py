@@ -293,7 +293,7 @@ def test_heads_of_other_models_are_refused(head, tmp_path):
     with pytest.raises(ValueError, match="hidden states of 32 numbers, the model has 48"):
         layerskip.generate(wide, prompt(5), max_new_tokens=2, assistant=folder)
     whole = small_model("phi")
-    with pytest.raises(ValueError, match="is served whole"):
+    with pytest.raises(ValueError, match="runs as a whole"):
         layerskip.generate(whole, prompt(5), max_new_tokens=2, assistant=folder)
     (tmp_path / "speculators" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no model\.safetensors"):

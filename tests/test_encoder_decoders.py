@@ -138,7 +138,7 @@ def test_what_an_encoder_decoder_needs_is_said():
     decoding = LayerSkipDecoding(assistant=model, lookup=False)
     with pytest.raises(ValueError, match="an encoder-decoder can draft for another one only"):
         tiny_model("llama").generate(prompt(5), custom_generate=decoding, max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"served whole.*cannot leave sublayers out"):
+    with pytest.raises(ValueError, match=r"runs as a whole.*cannot leave sublayers out"):
         decode("t5", "one", skip=SkipConfig.early_exit(1))
     reasons = {"switch_transformers": "routers", "whisper": "reads something other than text"}
     for kind, reason in reasons.items():

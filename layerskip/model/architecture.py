@@ -1,4 +1,4 @@
-"""A model of a family: the parts of its layers, what they read and weigh, and what is refused."""
+"""A model of a known family: the parts of its layers, their weights, and unsupported cases."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class Architecture:
     """A causal language model that can be opened, and its parts.
 
     Args:
-        model: of a family in `FAMILIES`, alone or inside one of `CONDITIONAL`, or PEFT's wrapper
-            of one.
+        model: a model of a family in `FAMILIES`, alone or inside one of `CONDITIONAL`, or a PEFT
+            wrapper of one.
 
     Attributes:
-        config: of the text decoder.
+        config: configuration of the text decoder.
         decoder, layers: the modules whose parts are called one by one.
-        unembedding: the head's linear.
+        unembedding: the linear layer of the head.
         parts: every decoder layer.
-        eager: attention is the library's eager function, not torch's.
+        eager: whether attention is the library's eager function, not torch's.
         windows: sliding window in tokens of each layer, or None for full attention.
-        softcap: the softcap of the final logits, if there is one.
-        logits_scaling: what the logits are divided by (Granite).
-        wrapper: what a class around the decoder adds to it, if there is one.
-        encoder: whether it is the decoder of an encoder-decoder.
-        placeholders: tokens that embed as padding wherever no picture stands for them.
-        spread: layers lie on several devices; hidden states travel to them.
-        dtype, device: of the embedding, where tokens come in and logits come out.
+        softcap: the softcap of the final logits, or None.
+        logits_scaling: divisor of the logits (Granite).
+        wrapper: what a class around the decoder adds to it, or None.
+        encoder: whether this is the decoder of an encoder-decoder.
+        placeholders: tokens that embed as padding wherever no picture replaces them.
+        spread: layers are on several devices, and hidden states move between them.
+        dtype, device: of the embedding, which takes tokens and returns logits.
 
     Raises:
-        UnsupportedModelError: naming what is not supported and what is.
+        UnsupportedModelError: names what is not supported, and what is.
         ValueError: the model is in training mode.
     """
 
@@ -55,7 +55,7 @@ class Architecture:
         outer: Any = config_of(model)
         reason = unopened(outer)
         if reason is None and part_named(model, "lm_head") is None:
-            reason = f"{type(model).__name__} has no head, it is not a causal language model"
+            reason = f"{type(model).__name__} has no head, so it is not a causal language model"
         if reason is not None:
             raise UnsupportedModelError(reason)
         if model.training:
@@ -110,47 +110,47 @@ class Architecture:
 
     @property
     def model(self) -> Any:
-        """The model; only a weak reference is kept (see `Sublayers.handle`)."""
+        """The model; only a weak reference is stored (see `Sublayers.handle`)."""
         return self._reference()
 
     def _parts(self) -> Iterator[LayerParts]:
-        writers: dict[str, int] = {}  # by layer type, the last layer so far with keys of its own
+        writers: dict[str, int] = {}  # by layer type, the last layer so far with its own keys
         for number, layer in enumerate(self.layers):
             kind = self.layer_types[number]
             part = self.parts_of(number, layer, self.windows[number], kind)
-            if part.writes or kind not in writers:  # an assistant has none of its own
+            if part.writes or kind not in writers:  # an assistant has no keys of its own
                 writers[kind] = number
             yield replace(part, keys=writers[kind], tail=self.family.tail)
 
     def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
-        """A decoder layer of this family, with keys of its own and without a tail."""
+        """Describe a decoder layer of this family, with its own keys and without a tail."""
         kind = kind if self.family.turns(layer.self_attn) else "nope"
         norms = (part_named(layer, name) for name in self.family.norms)
         return LayerParts(self.family, number, layer, kind, window, number, *norms)
 
     @property
     def inputs_width(self) -> int:
-        """The width of every layer's own input (Gemma 4), 0 where layers have none."""
+        """The width of each layer's own input (Gemma 4); 0 if layers have none."""
         return (self.family.inputs and self.config.hidden_size_per_layer_input) or 0
 
     @property
     def mixtures(self) -> list[Mixture]:
-        """The mixtures of experts of its layers, in their order."""
+        """The mixtures of experts in its layers, in order."""
         return [part.mixture for part in self.parts if part.mixture is not None]
 
     @property
     def first_reader(self) -> int:
-        """The first layer from which on none has keys and values of its own; else the number."""
+        """The first layer from which on no layer has its own keys and values, or their number."""
         readers = sum(not part.writes for part in self.parts)
         return self.num_layers - readers
 
     @property
     def read_layers(self) -> list[int]:
-        """The layers whose keys and values others read, ascending."""
+        """The layers whose keys and values other layers read, in ascending order."""
         return sorted({part.keys for part in self.parts if not part.writes})
 
     def missed_keys(self, attention: Collection[int]) -> tuple[int, int] | None:
-        """A layer whose attention is left out, and one that still reads its keys, if any."""
+        """A layer whose attention is skipped and a kept one that reads its keys, or None."""
         out = {*attention}
         pairs = ((part.keys, part.number) for part in self.parts)
         return next((pair for pair in pairs if pair[0] in out and pair[1] not in out), None)
@@ -158,16 +158,16 @@ class Architecture:
     def weight_bytes(
         self, bits: int | None = None, *, tokens: int = 1, experts: int | None = None
     ) -> dict[str, Any]:
-        """Bytes of the weights that a pass reads: those of every sublayer, and of the head.
+        """Bytes of the weights that a pass reads: for every sublayer, and for the head.
 
-        Norms count with their sublayer or head. The embedding does not: a pass reads one row. Of a
-        mixture's experts those count that the tokens are expected to take.
+        Norms count with their sublayer or head. The embedding does not count, since a pass reads
+        few of its rows. Of a mixture's experts, the expected number that the tokens use counts.
 
         Args:
             bits: of weights in low precision (see `layerskip.config.LowPrecision`); None: as the
-                model has them.
-            tokens: of the pass, all rows together.
-            experts: how many a draft takes of every token; None: as many as the model.
+                model stores them.
+            tokens: number of tokens in the pass, all rows together.
+            experts: number of experts per token in a draft; None: as many as the model.
         """
 
         def read(module: nn.Module) -> int:
@@ -188,22 +188,22 @@ class Architecture:
         return {"sublayers": sublayers, "head": head}
 
     def pass_bytes(self, counts: Sequence[int]) -> list[float]:
-        """Bytes of all weights that passes over so many tokens each read, as `weight_bytes`."""
+        """Bytes of all weights that a pass reads, for each number of tokens; see `weight_bytes`."""
         none, every = (
             sum(read["sublayers"]) + read["head"]
             for read in (self.weight_bytes(tokens=0), self.weight_bytes(tokens=sys.maxsize))
         )
-        # layers differ in how many bytes their experts have, not in how many of them run
+        # Layers differ in the bytes of their experts, not in how many of them run.
         share = self.mixtures[0].share_read if self.mixtures else lambda _: 1.0
         return [none + share(count) * (every - none) for count in counts]
 
     def key_bytes(
         self, layers: Iterable[int] | None = None, window: int | None = None
     ) -> dict[int | None, float]:
-        """Bytes of a token's keys and values that a pass through attentions reads, for one row.
+        """Bytes of keys and values per token that a pass through attentions reads, for one row.
 
-        They are given by how many tokens the layers that read them see at most, None for full
-        attention. Layers that share keys and values each read them.
+        The result is keyed by the maximum number of tokens that the reading layers see, None for
+        full attention. Layers that share keys and values read them separately.
 
         Args:
             layers: numbers of the layers whose attention runs; all by default.
@@ -220,20 +220,20 @@ class Architecture:
         """The library's rotary cosines and sines at positions (1, S), by kind of layer.
 
         Args:
-            like: a tensor of the dtype and device that they are asked for.
+            like: a tensor with the dtype and device of the result.
         """
         turned = self.decoder.rotary_emb
-        # a family may have angles by type of layer in some versions of transformers only (Olmo 3)
+        # Angles by layer type may exist in some versions of transformers only (Olmo 3).
         by_type = "layer_type" in inspect.signature(turned.forward).parameters
         return {
             kind: turned(like, positions, *([kind] if by_type else [])) for kind in self.kinds
         }  # (1, S, R) each
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
-        """Refuse lengths whose positions the model cannot serve exactly.
+        """Raise an error for lengths whose positions the model cannot serve exactly.
 
         Args:
-            prompt_lengths: tokens of each prompt, pads not counted.
+            prompt_lengths: tokens of each prompt, without pads.
             total: the longest sequence, prompt and new tokens together.
 
         Raises:
@@ -257,7 +257,7 @@ class Architecture:
                 )
 
     def _check_hooks(self, inner: nn.Module) -> None:
-        """Refuse hooks on modules that are never called as a whole: they would not run."""
+        """Reject hooks on modules that are never called as a whole, since they would not run."""
         named = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
         named |= {"the model": self.model, "its inner model": inner, "the decoder": self.decoder}
         for name, module in named.items():
@@ -280,16 +280,16 @@ class Architecture:
     def _rope_types(self) -> Iterator[dict[str, Any]]:
         parameters = self.config.rope_parameters
         kinds = [value for value in parameters.values() if isinstance(value, dict)]
-        yield from kinds or [parameters]  # by layer type, or one for all
+        yield from kinds or [parameters]  # by layer type, or one set for all layers
 
 
 def read_bytes(module: nn.Module, bits: int | None) -> int:
-    """Bytes of a module's weights, as in `Architecture.weight_bytes`."""
+    """Bytes of a module's weights, as for `Architecture.weight_bytes`."""
     return sum(_bytes(weight, bits) for weight in module.parameters())
 
 
 def _bytes(weight: Tensor, bits: int | None = None) -> int:
-    """A weight's bytes in memory; with `bits`, of its rounded copy if that is smaller.
+    """A weight's bytes in memory; with `bits`, those of its rounded copy if that is smaller.
 
     For a weight packed by a subclass, the bytes of its parts.
     """
@@ -305,7 +305,7 @@ def _bytes(weight: Tensor, bits: int | None = None) -> int:
 
 
 def _experts_bytes(mixture: Mixture, bits: int | None) -> int:
-    """Bytes of all experts, as `_bytes`."""
+    """Bytes of all experts, as for `_bytes`."""
     whole = read_bytes(mixture.experts, None)
     weights = list(mixture.experts.parameters())
     if bits is None or any(type(weight) is not nn.Parameter for weight in weights):
@@ -314,7 +314,7 @@ def _experts_bytes(mixture: Mixture, bits: int | None) -> int:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes: its offloading hook's device, or its weights'."""
+    """The device on which a module computes: its offloading hook's, or its weights'."""
     hook = vars(module).get("_hf_hook")
     for each in getattr(hook, "hooks", [hook]):
         device = getattr(each, "execution_device", None)
@@ -326,7 +326,7 @@ def device_of(module: nn.Module) -> torch.device:
 def foreign_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks other than the library's own.
 
-    The library's collect outputs for `output_hidden_states` and stay, idle, after the first use.
+    The library's hooks collect outputs for `output_hidden_states`. After first use they stay, idle.
     """
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(

@@ -1,6 +1,6 @@
-"""The table of architectures: how every language model of transformers is served here.
+"""The table of architectures: how each of the library's language models is served here.
 
-scripts/architectures.py makes it. A test compares it with the installed library.
+scripts/architectures.py generates it. A test compares it with the installed library.
 """
 
 from __future__ import annotations

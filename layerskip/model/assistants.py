@@ -1,14 +1,14 @@
 """Gemma 4's official assistants: small decoders that draft from the target's keys and values.
 
 An assistant has no keys of its own: each of its layers reads those of the target's last layer of
-its kind. A step takes the newest token, embedded by the target, and a hidden state h, and gives
-logits and the h of the next step. The first h is the target's state behind its final norm at the
-position that drew the newest token, and every step has the newest token's position.
+the same kind. A step takes the newest token, embedded by the target, and a hidden state h, and
+returns logits and the h of the next step. The first h is the target's state after its final norm at
+the position that drew the newest token. Every step uses the newest token's position.
 
-transformers 5.23 cannot construct its own classes, because their config looks for layers that
-write keys and finds none. Those built here are the same with a constructor that works; they load
-and save the library's checkpoints.
-Letters: B rows, T tokens, K keys, G key-value heads, D width of a head, H the target's width, V
+transformers 5.23 cannot construct its own classes: their config looks for layers that write keys,
+and finds none. The classes built here are the same with a working constructor; they load and save
+the library's checkpoints.
+Shapes: B rows, T tokens, K keys, G key-value heads, D width of a head, H the target's width, V
 vocabulary.
 """
 
@@ -30,26 +30,26 @@ from layerskip.model.wrappers import UnsupportedModelError
 
 
 def is_assistant(config: Any) -> bool:
-    """Whether a config is of an assistant."""
+    """Whether a config belongs to an assistant."""
     return config.model_type in ASSISTANTS
 
 
 def hands_over_keys(config: Any) -> bool:
-    """Whether the library's own assisted generation serves an assistant of a model.
+    """Whether the library's own assisted generation works with an assistant of this model.
 
-    It marks layers that hand over their keys; 5.23 marks none where no layers share them.
+    The library marks layers that pass on their keys; 5.23 marks none if no layers share keys.
     """
     return "store" in getattr(config.get_text_config(), "kv_sharing_modes", ())
 
 
 class _Built:
-    """What a class of the library gets here: a constructor, and a step that calls its layers.
+    """Added to a library class: a working constructor, and a step that calls its layers.
 
     Attributes (the library's):
-        model: the decoder; its embedding is the head's, tokens come in by `pre_projection`.
+        model: the decoder; its embedding belongs to the head, tokens enter at `pre_projection`.
         pre_projection, post_projection: from [embedded token; h] to the decoder, and back to h.
-        lm_head: the head, of all tokens.
-        masked_embedding: chooses the tokens that the head is used for; None: all.
+        lm_head: the head over all tokens.
+        masked_embedding: selects the tokens for which the head is computed; None: all.
     """
 
     def __init__(self, config: Any) -> None:
@@ -57,7 +57,7 @@ class _Built:
         text = config.get_text_config()
         kind: Any = type(text)
         text.__class__ = _only_reading(kind)
-        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # mixed into one
+        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # this is a mix-in
         drafts = ASSISTANTS[config.model_type]
         backbone = config.backbone_hidden_size
         self.model = _library_class(drafts.package, f"{drafts.prefix}TextModel")(text)
@@ -78,10 +78,10 @@ class _Built:
         masks: Mapping[str, Tensor | None],
         positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """One step of drafting: logits (B, T, V) and the next h (B, T, H).
+        """Take a step of drafting; returns logits (B, T, V) and the next h (B, T, H).
 
         Args:
-            embedded: newest tokens, as the target embeds them, (B, T, H).
+            embedded: newest tokens, as embedded by the target, (B, T, H).
             state: h, (B, T, H).
             keys: by layer type, keys and values of the target's cache, (B, G, K, D) each.
             masks: by layer type, added to scores, (B or 1, 1, T, K); None: all keys are read.
@@ -106,14 +106,14 @@ class _Built:
 
 
 def _library_class(package: str, name: str) -> Any:
-    """A class of a package in `transformers.models`."""
+    """Return a class of a package in `transformers.models`."""
     module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
     return vars(module)[name]
 
 
 @cache
 def _only_reading(config: type) -> type:
-    """A text config's class whose layers all read keys that others wrote."""
+    """Return a text config's class whose layers all read keys written by others."""
     modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
     return type(config.__name__, (config,), {"kv_sharing_modes": modes})
 
@@ -135,23 +135,23 @@ def _class_of(model_type: str) -> Any:
 
 
 def build_assistant(config: Any) -> Any:
-    """An assistant with random weights.
+    """Make an assistant with random weights.
 
     Args:
-        config: the library's Gemma4AssistantConfig or Gemma4UnifiedAssistantConfig; left as found.
+        config: the library's Gemma4AssistantConfig or Gemma4UnifiedAssistantConfig; not changed.
 
     Raises:
-        UnsupportedModelError: another kind of config, or a library without these.
+        UnsupportedModelError: another kind of config, or a library version without these.
     """
     return _class_of(config.model_type)(config).eval()
 
 
 def load_assistant(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Any:
-    """An assistant from a checkpoint: a folder or a Hub id; `dtype` None: its own.
+    """Load an assistant from a folder or a Hub id; `dtype` None: the checkpoint's own.
 
     Raises:
         UnsupportedModelError: the checkpoint is of another kind of model.
-        ValueError: it lacks weights.
+        ValueError: weights are missing.
     """
     config = AutoConfig.from_pretrained(path)
     model, report = _class_of(config.model_type).from_pretrained(

@@ -1,7 +1,7 @@
 """The interface of backends: ways to compute a model's sublayers and head.
 
-There is one file for each: `modules.py`, `fused.py`, `native.py`, `compiled.py`.
-Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
+Each has its own file: `modules.py`, `fused.py`, `native.py`, `compiled.py`.
+Shapes: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from layerskip.model.products import Function
 from layerskip.model.rounded import copies_of
 
 Tables = dict[str, tuple[Tensor, Tensor]]
-"""By layer type (cos, sin) of every position of a call, each (1, S, R)."""
+"""By layer type, (cos, sin) of every position in a call, each (1, S, R)."""
 
 
 class Rotary(Protocol):
     """Rotary tables of a call, in the layout that a backend needs."""
 
     def at(self, cache: Any) -> Mapping[str, Any]:
-        """By layer type, the angles at the positions of the pass that the cache is placed for."""
+        """By layer type, the angles at the positions for which the cache is placed."""
         ...
 
 
 class Step(Protocol):
-    """What a block needs of a pass (`sublayers.Pass`)."""
+    """The parts of a pass that a block needs (`sublayers.Pass`)."""
 
     @property
     def cache(self) -> Any: ...
@@ -54,12 +54,12 @@ class Step(Protocol):
     def cross(self) -> tuple[Tensor, Tensor, Any]: ...
 
     def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
-        """The attention mask of layers with a window and a sink (see `cache.causal`), if any."""
+        """The mask of layers with this window and sink (see `cache.causal`), or None."""
         ...
 
 
 Block = Callable[[Tensor, Any], Tensor]
-"""A sublayer, or a head: hidden states (B, T, H) and the `Step` to hidden states, or logits."""
+"""A sublayer or head: maps hidden states (B, T, H) and the `Step` to hidden states or logits."""
 
 Draw = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -69,10 +69,10 @@ class Variant:
     """How a draft runs a sublayer. Equal variants of a sublayer share one block.
 
     Attributes:
-        bits: 8 or 4 of its weights (see `rounded`); None: exact.
-        deltas: correct the rounded weights, if trained ones do.
-        experts: how many of a mixture every token takes; None: as many as the model's.
-        window: of the slots that an attention sees (`SkipConfig.window`); None: the model's.
+        bits: 8 or 4 bits for its weights (see `rounded`); None: exact.
+        deltas: trained corrections of the rounded weights, or None.
+        experts: number of a mixture's experts per token; None: as many as in the model.
+        window: number of slots that an attention sees (`SkipConfig.window`); None: the model's.
     """
 
     bits: int | None = None
@@ -82,7 +82,7 @@ class Variant:
 
 
 EXACT = Variant()
-"""A sublayer as the model runs it."""
+"""A sublayer exactly as the model runs it."""
 
 
 class Backend(ABC):
@@ -90,15 +90,15 @@ class Backend(ABC):
 
     Attributes:
         blocks: the model's 2L sublayers.
-        bool_masks: attention masks are bool, not additive.
-        packed: rounded weights lie as native products read them.
-        trims: layers with a sliding window need not hold every slot (see `RowCache`).
-        long_lived: whoever sets it says that many passes follow, for which weights may be moved to
-            where they are read faster.
-        drawn: the native call that draws tokens, if there is one. From logits (N, V), the numbers
-            of a `laws.Warp` and the starts of N streams of noise (or none), it returns the token
-            with the largest score plus noise, (N,), -1 for none, its negative lead over the
-            second, (N,), and that one's token, (N,), -1 for none.
+        bool_masks: whether attention masks are bool, not additive.
+        packed: whether rounded weights have the layout that native products read.
+        trims: whether layers with a sliding window need not keep every slot (see `RowCache`).
+        long_lived: set by a caller that will make many passes, so that moving weights to where they
+            are read faster is worthwhile.
+        drawn: the native call that draws tokens, or None. From logits (N, V), the numbers of a
+            `laws.Warp` and the starts of N noise streams (or none), it returns the token with the
+            largest score plus noise, (N,), -1 for none; its negative margin over the second-best,
+            (N,); and the second-best token, (N,), -1 for none.
     """
 
     name: str
@@ -118,20 +118,20 @@ class Backend(ABC):
 
     @abstractmethod
     def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
-        """A sublayer, with norms, residual add and tail, as the model or a draft runs it.
+        """Return a sublayer with norms, residual add and tail, as the model or a draft runs it.
 
         Raises:
-            ValueError: its weights can be rounded only by changing the model's modules, or it has
-                not so many experts.
+            ValueError: its weights could only be rounded by changing the model's modules, or it has
+                fewer experts than requested.
         """
 
     def tail(self, layer: int) -> Block:
-        """What follows a layer's MLP, for drafts that leave it out (see `LayerParts.tail`)."""
+        """What follows a layer's MLP, for drafts that skip the MLP (see `LayerParts.tail`)."""
         return self.tail_block(self.model.parts[layer])
 
     @abstractmethod
     def norm_of(self, module: Any) -> Function | None:
-        """A norm as a function; None of None."""
+        """Return a norm as a function, or None for None."""
 
     @abstractmethod
     def linear_of(self, module: Any) -> Function: ...
@@ -140,11 +140,11 @@ class Backend(ABC):
     def activation_of(self, module: Any) -> Function: ...
 
     def mlp_block(self, part: LayerParts, run: Function, mixed: Function | None) -> Block:
-        """The MLP sublayer of a layer, with its tail.
+        """Make the MLP sublayer of a layer, with its tail.
 
         Args:
-            run: the dense MLP, or the experts where they replace it.
-            mixed: the experts beside a dense MLP, if any run.
+            run: the dense MLP, or the experts if they replace it.
+            mixed: the experts in parallel with a dense MLP, or None.
         """
         before, add = self.norm_of(part.pre), adding(part, self.norm_of(part.post))
         mixture, tail = part.mixture, self.tail_block(part) if part.tail else None
@@ -167,9 +167,9 @@ class Backend(ABC):
         return block
 
     def tail_block(self, part: LayerParts) -> Block:
-        """What follows a layer's MLP: its own input, if it has one, and its scalar.
+        """Return what follows a layer's MLP: its own input, if it has one, and its scalar.
 
-        Its linears stay exact in drafts: they are small.
+        Its linear layers stay exact in drafts, since they are small.
         """
         layer, number, scalar = part.module, part.number, part.module.layer_scalar
         if part_named(layer, "per_layer_input_gate") is None:
@@ -191,17 +191,17 @@ class Backend(ABC):
 
     @abstractmethod
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The layers' own inputs (Gemma 4), (B, T, L, P), of embedded tokens (B, T, H).
+        """The layers' own inputs (Gemma 4), (B, T, L, P), from embedded tokens (B, T, H).
 
-        `rows` is what their ids embed as for every layer, (B, T, L, P).
+        `rows` contains the embeddings of their ids for every layer, (B, T, L, P).
         """
 
     @abstractmethod
     def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        """Attention and MLP of a layer that is built like the model's, but not in it."""
+        """Make attention and MLP of an additional layer that is built like the model's."""
 
     def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
-        """A linear with rounded weights: inputs (..., C) to (..., R)."""
+        """A linear layer with rounded weights: inputs (..., C) to (..., R)."""
         bits, deltas = variant.bits, variant.deltas
         assert bits is not None
         copy = self.copies.of(weight, bits, packed=self.packed, deltas=deltas)
@@ -216,28 +216,28 @@ class Backend(ABC):
 
         Args:
             rows: the only rows of the head to compute; other logits are -inf.
-            bits: that the head is rounded to; None: exact.
+            bits: bits to which the head is rounded; None: exact.
         """
 
     @abstractmethod
     def rotary(self, tables: Tables) -> Rotary: ...
 
     def capacity(self, slots: int) -> int:
-        """How many slots and angles to allocate where so many are asked for."""
+        """The number of slots and angles to allocate if `slots` are requested."""
         return slots
 
     def disturbed(self) -> AbstractContextManager[None]:
         return nullcontext()  # see `Sublayers.disturbed`
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
-        """Carry hidden states (B, T, H) through blocks, in order."""
+        """Pass hidden states (B, T, H) through blocks, in order."""
         for block in blocks:
             hidden = block(hidden, step)
         return hidden
 
 
 def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
-    """A block that applies functions one after the other; None is left out."""
+    """Make a block that applies functions one after the other, leaving out None."""
     chain = tuple(function for function in functions if function is not None)
 
     def block(hidden: Tensor, _: Step | None) -> Tensor:
@@ -249,7 +249,7 @@ def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
 
 
 def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """The residual add of a sublayer, with the norm behind it: (B, T, H) both."""
+    """The residual add of a sublayer, including the norm after it: (B, T, H) both."""
     residual = part.residual
     if residual != 1:
         return lambda hidden, out: hidden + (out if after is None else after(out)) * residual
@@ -257,9 +257,9 @@ def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor
 
 
 def finishing(model: Architecture) -> Callable[[Tensor], Tensor] | None:
-    """The function between an unembedding and the logits, if there is one."""
+    """The function between an unembedding and the logits, or None."""
     cap, scaling = model.softcap, model.logits_scaling
     if cap is None:
         return None if scaling == 1 else lambda logits: logits / scaling
-    # the order of operations and the dtype are the library's
+    # Order of operations and dtype as in the library.
     return lambda logits: (logits / cap).tanh() * cap

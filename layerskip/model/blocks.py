@@ -1,8 +1,8 @@
-"""Modules that are trained to draft for a frozen model: `Heads`, and how any kind is opened.
+"""Modules trained to draft for a frozen model: `Heads`, and how to open a module of any kind.
 
 A module turns hidden states of the model into hidden states for the model's own final norm and
 head.
-Letters: B rows, T tokens, H hidden width, K heads.
+Shapes: B rows, T tokens, H hidden width, K heads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _EPSILON = 1e-6
 
 
 class DraftModule(nn.Module, ABC):
-    """A module that a model lacks.
+    """A module that is added to a model.
 
     Attributes:
-        count: how many tokens it predicts at once; None: one, and it may run on.
-        behind_exit: whether it stands behind an early exit.
+        count: number of tokens that it predicts at once; None: one, and it may be repeated.
+        behind_exit: whether it follows an early exit.
     """
 
     count: int | None = None
@@ -37,10 +37,10 @@ class DraftModule(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def like(cls, model: Architecture, weights: dict[str, Tensor]) -> Self:
-        """An untrained one that has room for weights."""
+        """Make an untrained module with the shape of these weights."""
 
     def sublayers(self, backend: Backend, bits: int | None = None) -> tuple[Block, ...]:
-        """Those of its layer, if it has one."""
+        """The sublayers of its layer, if it has one."""
         return ()
 
 
@@ -51,7 +51,7 @@ class Heads(DraftModule):
         super().__init__()
         heads = [linear_of(model, 2, 1) for _ in range(count)]
         for head in heads:
-            nn.init.zeros_(head.weight)  # all begin as the model's own head
+            nn.init.zeros_(head.weight)  # at first, each predicts what the model's own head would
         self.heads, self.count = nn.ModuleList(heads), count
 
     @classmethod
@@ -59,10 +59,10 @@ class Heads(DraftModule):
         return cls(model, max(1, len(weights)))
 
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """Any positions, (B, T, H) each to (B, T, K, H).
+        """Predict from any positions, (B, T, H) each, to (B, T, K, H).
 
-        Position t holds token t: its embedding, and the last hidden state of token t - 1 (zeros
-        before the first); head k (from 0) predicts token t + 1 + k.
+        Position t has token t: its embedding, and the last hidden state of token t - 1 (zeros
+        before the first). Head k (from 0) predicts token t + 1 + k.
         """
         pair, scale = scaled(features, embedded)
         each = torch.stack([head(pair) for head in self.heads], dim=-2)  # (B, T, K, H)
@@ -81,10 +81,10 @@ class OpenBlock(NamedTuple):
 def open_block(
     model: Architecture, backend: Backend, trained: Trained, bits: int | None = None
 ) -> OpenBlock:
-    """The module that a skip config names, with the file's weights in the model's dtype.
+    """Load the module that a skip config names, with weights in the model's dtype.
 
     Raises:
-        ValueError: the file does not belong to this model, or holds no such module.
+        ValueError: the file does not belong to this model, or has no such module.
     """
     weights = dict(trained_weights(model.model, trained))
     tokens = weights.pop(TOKENS, None)
@@ -124,7 +124,7 @@ def linear_of(model: Architecture, inputs: int, outputs: int) -> nn.Linear:
 
 
 def scaled(features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-    """Both side by side in unit scale, (..., 2 H), and the scale of the features, (..., 1)."""
+    """Both, concatenated and scaled to unit size, (..., 2 H), and the features' scale, (..., 1)."""
     two = torch.stack([features, embedded], -2)  # (..., 2, H)
     scales = _scale(two)  # (..., 2, 1)
     return (two / scales).flatten(-2), scales[..., 0, :]

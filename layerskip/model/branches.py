@@ -1,10 +1,10 @@
-"""A round's tokens as a tree: which earlier token each follows, which ones it sees, its position.
+"""A round's tokens as a tree: the token that each follows, the tokens it sees, its position.
 
-Nodes are numbered from the root, the row's last token, in any order that has each one behind the
-one that it follows. A node lies in the cache at the root's slot plus its number, until the text
-goes on along its path; its position, which its angles and windows go by, is the root's plus its
-depth. Without branches, number and depth are the same.
-Letters: B rows, N nodes, T tokens of a pass.
+Nodes are numbered from the root, which is the row's last token, with every node after the one that
+it follows. A node's cache slot is the root's plus its number, until the text continues along its
+path. Its position, which determines angles and windows, is the root's plus its depth. Without
+branches, number and depth are equal.
+Shapes: B rows, N nodes, T tokens of a pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 ROOT = -1
-"""What the root follows: the text before it."""
+"""The parent of the root: the text before it."""
 
 
 class Branches:
@@ -25,7 +25,7 @@ class Branches:
 
     Args:
         parents: per row, the number of the node that each one follows, `ROOT` for node 0, (N,).
-        first: how many nodes of each tree earlier passes have run.
+        first: number of nodes of each tree that earlier passes have run.
 
     Raises:
         ValueError: a node follows a later one, or rows have different numbers of nodes.
@@ -42,17 +42,17 @@ class Branches:
 
     @cached_property
     def depths(self) -> list[list[int]]:
-        """Per row, how far each node is from the root, (B, N)."""
+        """Per row, the distance of each node from the root, (B, N)."""
         return [depths(row[1:]) for row in self.parents]
 
     @cached_property
     def flat(self) -> list[int]:
-        """The parents of all rows, one behind the other, (B * N,)."""
+        """The parents of all rows, concatenated, (B * N,)."""
         return list(chain(*self.parents))
 
     @cached_property
     def sees(self) -> Tensor:
-        """Whether a node sees another: itself, and those on its path, (B, N, N) bool."""
+        """Whether a node sees another: itself and those on its path, (B, N, N) bool."""
         seen = torch.zeros(len(self.parents), self.nodes, self.nodes, dtype=torch.bool)
         for row, parents in enumerate(self.parents):
             for node, parent in enumerate(parents):
@@ -63,7 +63,7 @@ class Branches:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How far the root and the nodes behind it (1, 2, ...) are from the root."""
+    """Distances of the root and of nodes 1, 2, ... from the root."""
     all_depths = [0]
     for parent in parents:
         all_depths.append(all_depths[parent] + 1)
@@ -73,7 +73,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 def along(
     parents: Sequence[int], tokens: Sequence[int], text: Sequence[int], here: int = 0
 ) -> list[int]:
-    """The nodes (1, 2, ...) that a text takes behind one of them, by default the root."""
+    """The nodes (1, 2, ...) along which a text continues after node `here`, by default the root."""
     path: list[int] = []
     for token in text:
         nodes = (
@@ -89,7 +89,7 @@ def along(
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """The nodes behind the root up to one, itself included."""
+    """The nodes after the root on the path to a node, which is included."""
     path: list[int] = []
     while node:
         path.append(node)
@@ -98,7 +98,7 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def trunk(parents: Sequence[int]) -> list[int]:
-    """The nodes behind the root of which each is the first one behind the one before."""
+    """The chain of nodes after the root in which each is the first child of the one before."""
     path: list[int] = []
     here = 0
     while here in parents:

@@ -1,13 +1,13 @@
 """Key-value buffers of a batch, with a length per row.
 
 There is one buffer per attention layer, written by position. To roll back, the engine lowers a
-row's length; the slots behind it are overwritten before anything reads them. Keys and values are
+row's length; the slots after it are overwritten before anything reads them. Keys and values are
 copied when the buffers grow (by a sixteenth or 256 slots; by half, to one of few sizes, where
-kernels are compiled for a size) and when `keep` drops rows.
-Layers with a sliding window may hold less: the slots from a common base on. When their buffers are
-full, the base moves up to what the shortest row still sees. Where rows join and leave, each row has
-a base of its own (`roll`).
-Letters: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
+kernels are compiled for each size) and when `keep` drops rows.
+Layers with a sliding window may keep fewer slots: those from a common base on. When their buffers
+are full, the base moves up to what the shortest row still sees. If rows join and leave, each row
+has its own base (`roll`).
+Shapes: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from torch import Tensor
 from layerskip.model.branches import Branches
 from layerskip.model.pages import Pages
 
-SPARE = 256  # slots that buffers grow by, at least
-LINE = 16  # bases are a multiple: native passes sum slots by so many
+SPARE = 256  # minimum number of slots by which buffers grow
+LINE = 16  # bases are a multiple of this: native passes sum slots in groups of this size
 
 
 def on_device(values: Sequence[Any], device: Any) -> Tensor:
-    """Integers as a tensor on a device; the host does not wait for the device's pending work."""
+    """Integers as a tensor on a device. The host does not wait for the device's pending work."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
 def rounded_up(slots: int) -> int:
-    """A number of slots rounded up to one of few sizes; beyond 256 by at most a quarter."""
+    """Round a number of slots up to one of few sizes; above 256 by at most a quarter."""
     unit = 1 << max(6, slots.bit_length() - 3)
     return -(-slots // unit) * unit
 
 
 def capacity(slots: int) -> int:
-    """Slots to allocate. One is always free, as full buffers would be another case to compile."""
+    """Slots to allocate. One is always free: full buffers would be another case to compile."""
     return rounded_up(slots) + 1
 
 
 class RowCache:
     """Keys and values of a batch whose rows advance at different rates.
 
-    The attention modules of `transformers` call `update(keys, values, layer_idx)` and nothing
-    else, so where to write is state, set by `place` before a pass. Slot equals position: each
-    row's first real token lies in slot 0, whatever padding stood before it.
+    The attention modules of `transformers` call only `update(keys, values, layer_idx)`. So the
+    place to write is a state, set by `place` before a pass. Slot equals position: each row's first
+    real token is in slot 0, whatever padding preceded it.
 
     Args:
-        slots: the most slots that a row will ever use.
+        slots: maximum number of slots that a row will ever use.
         windows: per layer, the sliding window in tokens, or None for full attention.
-        trims: buffers may have any size, and layers with windows drop what no later pass will see.
+        trims: buffers may have any size, and window layers drop what no later pass will see.
 
     Attributes:
-        size: slots S that the buffers have now.
+        size: the present number of slots S in buffers.
         trimmed: the layers whose buffers have `span` slots instead, and begin at each row's slot
             in `bases`.
     """
@@ -74,18 +74,18 @@ class RowCache:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._pages = Pages()
-        self.firsts: list[int] = []  # of each row of the pass, its first slot
-        self.settled: list[int] = []  # and how many tokens stay in the text
+        self.firsts: list[int] = []  # first slot of each row in the pass
+        self.settled: list[int] = []  # number of tokens of each that are sure to stay
         self.active: range | None = None  # the rows of the pass; None: all
-        self.start = 0  # the same, where all rows share it
-        self.end = 0  # one past the last slot any row writes in this pass
-        self.top = 0  # the same of all passes
+        self.start = 0  # the first slot, if all rows share it
+        self.end = 0  # one past the last slot that any row writes in this pass
+        self.top = 0  # the maximum of `end` over all passes
         self.count = 0  # T
-        self.in_step = True  # rows write the same slots of like bases, tokens follow the last ones
-        self.branches: Branches | None = None  # of the pass, where tokens follow others
-        self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; none where rows are in step
-        self.partial = True  # whether a pass may be of some rows
-        self.prefilled = False  # the prompts are in: passes are short, and worth compiling
+        self.in_step = True  # whether rows write the same slots of equal bases, as chains
+        self.branches: Branches | None = None  # of the pass, if it has branches
+        self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; empty if rows are in step
+        self.partial = True  # whether a pass may cover only some rows
+        self.prefilled = False  # prompts are done: passes are short, and worth compiling
 
     def place(
         self,
@@ -96,14 +96,14 @@ class RowCache:
         branches: Branches | None = None,
         settled: Sequence[int] | None = None,
     ) -> None:
-        """Say where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1.
+        """Set where the next pass writes: row b into slots starts[b] .. starts[b] + count - 1.
 
         Args:
             lowest: no later pass will begin before this slot.
             rows: the rows of the pass; None: all.
-            branches: whom the tokens follow, where that is not always the one before.
-            settled: of each row of the pass, how many tokens stay in the text, whatever comes;
-                None: all before the pass.
+            branches: the trees of the tokens, if they are not chains.
+            settled: for each row of the pass, the number of tokens that are sure to stay in the
+                text; None: all those before the pass.
         """
         self.active = None if rows is not None and len(rows) == self.rows else rows
         self.end = max(starts) + count
@@ -124,7 +124,7 @@ class RowCache:
             self._index["cpu"] = first + torch.arange(count)  # (B, T)
 
     def reserve(self, slots: int) -> None:
-        """Make room for so many slots; buffers that are too small also get some more."""
+        """Make room for this many slots; buffers that are too small get some spare ones, too."""
         if slots >= self.size and self.size < self.slots:
             more = slots + max(slots // (16 if self.trims else 2), SPARE)
             more = more + 1 if self.trims else capacity(more)
@@ -132,7 +132,7 @@ class RowCache:
             self._renew({*self.keys} - self.trimmed, slice(None), 0, length)
 
     def _trim(self, lowest: int) -> None:
-        """Make room for the pass in the buffers of trimmed layers, or smaller ones in time."""
+        """Make room for the pass in the buffers of trimmed layers, or shrink them in time."""
         if not self.trimmed:
             return
         if self._rolls:
@@ -140,9 +140,9 @@ class RowCache:
                 if first + self.count > self.bases[place] + self.span:
                     self._shift(place, first - self._behind)
             return
-        # one slot more than the first query sees: an assistant begins one before
+        # One slot more than the first query sees, since an assistant begins one earlier.
         base = max(self.base, (lowest - self._window) // LINE * LINE)
-        needed = self.top - base  # other rows may be ahead of the pass
+        needed = self.top - base  # other rows may be ahead of this pass
         span = min(needed + max(needed // 8, SPARE // 4), self.slots - base)
         if self.end > self.base + self.span or 5 * span < 4 * self.span:
             first, held = base - self.base, self.span
@@ -166,15 +166,15 @@ class RowCache:
         return copied
 
     def roll(self, span: int, behind: int) -> None:
-        """Let layers with windows hold so many slots, or all if these are fewer, each row its own.
+        """Let window layers keep `span` slots, or all if there are fewer, with a base per row.
 
-        When a pass needs slots beyond them, its row moves to those from `behind` slots before the
-        pass on. For caches of `resize`.
+        When a pass needs slots beyond them, its row drops all but those from `behind` slots before
+        the pass on. For caches that use `resize`.
         """
         self._rolls, self._behind = span, behind
 
     def begin(self, place: int, end: int) -> None:
-        """Let a row begin anew: filled up to a slot, where a pass goes on."""
+        """Restart a row that is filled up to slot `end`, where a pass continues."""
         self.bases[place] = max(0, end - self._window) // LINE * LINE if self.trimmed else 0
 
     def _shift(self, place: int, base: int) -> None:
@@ -190,11 +190,11 @@ class RowCache:
         return min(self.bases, default=0)
 
     def held(self, layer: int, place: int = 0) -> tuple[int, int]:
-        """The first slot that a layer's buffers hold of a row, and how many they hold."""
+        """The first slot of a row in a layer's buffers, and the number of slots they have."""
         return (self.bases[place], self.span) if layer in self.trimmed else (0, self.size)
 
     def first_slots(self, layer: int | None = None) -> list[int]:
-        """The first slots that buffers hold of the rows of the pass: a layer's, or trimmed ones."""
+        """First slots of the pass's rows in the buffers of one layer, or of trimmed layers."""
         places = self._active()
         if layer is not None and layer not in self.trimmed:
             return [0] * len(places)
@@ -204,7 +204,7 @@ class RowCache:
         return range(self.rows) if self.active is None else self.active
 
     def borrow(self, other: RowCache, layers: Mapping[int, int]) -> None:
-        """Take another cache's buffers, not copies of them: its layer for each of some layers."""
+        """Share another cache's buffers without copying: for some layers, its layer of each."""
         self.rows, self.size, self.top = other.rows, other.size, other.top
         self.bases, self.span = [*other.bases], other.span
         self.trimmed = {layer for layer, theirs in layers.items() if theirs in other.trimmed}
@@ -212,7 +212,7 @@ class RowCache:
             self.keys[layer], self.values[layer] = other.keys[theirs], other.values[theirs]
 
     def taking_part(self, buffer: Tensor) -> Tensor:
-        """The rows of something (B, ...) that take part in the pass, a view."""
+        """A view of the rows of a buffer (B, ...) that take part in the pass."""
         return buffer if self.active is None else buffer[self.active.start : self.active.stop]
 
     def placed(self, device: Any) -> Tensor:
@@ -225,7 +225,7 @@ class RowCache:
         return self._index[device]
 
     def positions(self, device: Any) -> Tensor:
-        """The positions of the tokens of the pass, which their angles go by, (B, T)."""
+        """The positions of the pass's tokens, which determine their angles, (B, T)."""
         if self.branches is None:
             return self.placed(device)
         return self._roots(device) + self._depths(device)[:, self.branches.first :]
@@ -241,7 +241,7 @@ class RowCache:
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write this pass's keys and values (B, H, T, D); return all that may be attended to."""
+        """Write this pass's keys and values (B, H, T, D); returns all that may be attended to."""
         all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
         bases = self.first_slots(layer_idx)
         if self.in_step:
@@ -272,12 +272,12 @@ class RowCache:
         return keys, values
 
     def _extent(self) -> int:
-        """How many slots of trimmed layers the rows of the pass use, at most."""
+        """Maximum number of slots of trimmed layers that the pass's rows use."""
         rows = zip(self.firsts, self.first_slots(), strict=True)
         return max(first - base for first, base in rows) + self.count
 
     def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole keys and values of a layer in a pass, (B, H, S, D) each, for heads (H, D)."""
+        """A layer's complete keys and values in a pass, (B, H, S, D) each, for heads (H, D)."""
         if layer not in self.keys:
             for buffers in (self.keys, self.values):
                 self._allocate(buffers, layer, *heads, like)
@@ -286,12 +286,12 @@ class RowCache:
     def _allocate(
         self, buffers: dict[int, Tensor], layer: int, heads: int, width: int, like: Tensor
     ) -> None:
-        # zeros, not empty: a masked slot still multiplies, and 0 * NaN is NaN
+        # Zeros rather than empty: a masked slot is still multiplied, and 0 * NaN is NaN.
         shape = (self.rows, heads, self.held(layer)[1], width)
         buffers[layer] = self._pages.zeros(shape, like)  # (B, H, S, D)
 
     def parts(self, place: int, first: int, end: int) -> Iterator[tuple[tuple[str, int], Tensor]]:
-        """What a row has in slots first .. end - 1: keys and values by layer, views (H, n, D).
+        """Yield a row's slots first .. end - 1: keys and values by layer, views (H, n, D).
 
         Those of trimmed layers may begin later; all end with the last slot.
         """
@@ -302,7 +302,7 @@ class RowCache:
                 yield (name, layer), buffer[place, :, slots]
 
     def fill(self, place: int, part: tuple[str, int], end: int, held: Tensor) -> None:
-        """Write `parts` (H, n, D) into a row's slots before `end`, as far as those are held."""
+        """Write `parts` (H, n, D) into a row's slots before `end`, as far as buffers reach."""
         name, layer = part
         buffers = self.keys if name == "keys" else self.values
         if layer not in buffers:
@@ -320,7 +320,7 @@ class RowCache:
         return copied + self._renew(some, list(places), 0, length - self.base)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
-        """Give the buffers so many rows and slots at once; what the first `kept` rows hold stays.
+        """Change the buffers to `rows` rows and `slots` slots; the first `kept` rows stay.
 
         For caches that roll, or have no trimmed layers.
         """
@@ -332,21 +332,21 @@ class RowCache:
         self._renew({*self.keys} & self.trimmed, slice(kept), 0, min(span, self.span))
 
     def move(self, source: int, place: int, length: int) -> None:
-        """Copy what the first slots of a row hold to another row; as for `resize`."""
+        """Copy the first slots of a row to another row; for the same caches as `resize`."""
         self.bases[place] = self.bases[source]
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[place, :, :length] = buffer[source, :, :length]
 
     def exchange(self, one: int, other: int, length: int) -> None:
-        """Exchange what the first slots of two rows hold; as for `resize`."""
+        """Exchange the first slots of two rows; for the same caches as `resize`."""
         self.bases[one], self.bases[other] = self.bases[other], self.bases[one]
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[[one, other], :, :length] = buffer[[other, one], :, :length]
 
     def keep_path(self, place: int, root: int, path: Sequence[int]) -> None:
-        """Move what a tree's nodes on a path hold to where they lie without other branches.
+        """Move the entries of a tree's nodes on a path to their slots without other branches.
 
-        The path holds the numbers of the nodes behind the root, ascending; `root` is a slot.
+        The path contains the numbers of the nodes after the root, ascending; `root` is a slot.
         """
         if list(path) == list(range(1, len(path) + 1)):
             return
@@ -358,32 +358,32 @@ class RowCache:
                 row.index_copy_(1, (to - base).to(row.device), held)
 
     def reusable(self, place: int, length: int) -> int:
-        """How many of a row's first tokens, at most `length`, a later text can start behind."""
+        """The number of a row's first tokens, at most `length`, that a later text can reuse."""
         return length
 
     def marks(self, length: int, same: int) -> set[int]:
-        """Where a prompt of some length is worth keeping: how many of its tokens.
+        """The numbers of tokens after which a prompt of this length is worth storing.
 
         Args:
-            same: tokens that it has in common with a text that is held.
+            same: tokens that it has in common with a stored text.
         """
         return {length, same} if self.window else {length}
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what a row has besides keys and values."""
+        """Bytes of a row's state besides keys and values."""
         return 0
 
     @property
     def window(self) -> int:
-        """The longest window of layers that need not hold every slot; 0: there are none."""
+        """The longest window of layers that need not keep every slot; 0 if there are none."""
         return self._window if self.trimmed else 0
 
     def needs_mask(self, window: int | None) -> bool:
-        """Whether attention in this pass needs a mask beyond what `update` already leaves out.
+        """Whether attention in this pass needs a mask in addition to what `update` leaves out.
 
-        A single token of rows in step sees exactly what `update` returns, and a pass that starts
-        at slot 0 is plainly causal, unless a window is shorter than the pass.
+        A single token of rows in step sees exactly what `update` returns. A pass that starts at
+        slot 0 is plainly causal, unless a window is shorter than the pass.
         """
         if not self.in_step:
             return True
@@ -392,15 +392,15 @@ class RowCache:
         return self.start > 0 or (window is not None and self.end > window)
 
     def first(self, window: int | None, sink: int = 0) -> int:
-        """The first slot that masks of layers with a window tell of; those with a sink are full.
+        """The first slot that masks of window layers cover; those with a sink cover all.
 
-        Where rows have bases of their own, of the first row.
+        If rows have separate bases, that of the first row.
         """
         trimmed = window is not None and not sink and self.trimmed
         return self.first_slots()[0] if trimmed else 0
 
     def seen(self, window: int | None, device: Any, sink: int = 0) -> Tensor:
-        """Which slots from its row's first on each query sees, (B or 1, 1, T, S) bool."""
+        """Whether each query sees each slot from its row's first on, (B or 1, 1, T, S) bool."""
         if self.in_step:
             queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
         else:
@@ -416,7 +416,7 @@ class RowCache:
     def _seen(
         self, branches: Branches, queries: Tensor, slots: Tensor, window: int | None, sink: int
     ) -> Tensor:
-        """`causal`, where the slots from the root on are those of a tree's nodes."""
+        """`causal`, where the slots from the root on belong to a tree's nodes."""
         device, root = slots.device, self._roots(slots.device)  # (B, 1)
         node = (slots - root).clamp(max=branches.nodes - 1)  # (B, S), below 0 before the root
         inside_node = node.clamp_min(0)
@@ -424,24 +424,24 @@ class RowCache:
         places = torch.where(node < 0, slots, node_places)  # (B, S)
         sees = branches.sees[:, branches.first :].to(device)  # (B, T, N)
         sees = sees.gather(2, inside_node[:, None].expand(-1, sees.shape[1], -1))  # (B, T, S)
-        inside = slots < root + branches.nodes  # (B, S): rows behind others have fewer
+        inside = slots < root + branches.nodes  # (B, S): shorter rows have fewer slots
         sees = (node < 0)[:, None] | (sees & inside[:, None])  # (B, T, S)
         return causal(queries, places, window, sink) & sees[:, None]
 
     def mask(self, window: int | None, dtype: torch.dtype, device: Any, sink: int = 0) -> Tensor:
-        """`seen` as the attention mask of a dtype: bool as it is, otherwise `additive`."""
+        """`seen` as an attention mask: bool for dtype bool, otherwise `additive`."""
         mask = self.seen(window, device, sink)  # (B or 1, 1, T, end)
         return mask if dtype is torch.bool else additive(mask, dtype)
 
 
 def causal(queries: Tensor, slots: Tensor, window: int | None, sink: int = 0) -> Tensor:
-    """(B, 1, T, S) bool for queries at slots (B, T): whether they see each of some slots.
+    """Whether queries at slots (B, T) see each of the given slots, (B, 1, T, S) bool.
 
-    The slots are (S,), or (B, S).
+    The slots are (S,) or (B, S).
 
     Args:
-        window: how many of the last slots they see, their own included; None: all.
-        sink: how many of the first ones they see beside them.
+        window: number of most recent slots that a query sees, including its own; None: all.
+        sink: number of first slots that it sees in addition.
     """
     queries = queries[:, None, :, None]  # (B, 1, T, 1)
     slots = slots if slots.dim() == 1 else slots[:, None, None]  # (S,) or (B, 1, 1, S)
@@ -453,6 +453,6 @@ def causal(queries: Tensor, slots: Tensor, window: int | None, sink: int = 0) ->
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as a mask to add: 0 where a query sees a slot, else the dtype's minimum."""
+    """Convert a bool mask to an additive one: 0 where a query sees a slot, else the minimum."""
     out = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return out.masked_fill_(~mask, torch.finfo(dtype).min)

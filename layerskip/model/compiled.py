@@ -3,9 +3,9 @@
 A function is compiled for a list of blocks (sublayers, and perhaps a head) and a number of rows:
 once for one token per row and once for several. Weights are passed in at every call. The guards of
 `torch.compile` are switched off, as they would cost a small model all of the gain; what they check
-is part of the key of each function. On a GPU functions are captured as CUDA graphs.
+is part of each function's key. On a GPU functions are captured as CUDA graphs.
 `torch.compiler.nested_compile_region` is not used: it gave NaN in torch 2.13 from two layers on.
-Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, S slots of the
+Shapes: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, S slots of the
 buffers, U slots in use, D head width, R rotary width.
 """
 
@@ -32,28 +32,28 @@ from layerskip.model.products import compilable
 
 Function = Callable[..., Tensor]
 
-# model -> how the blocks are built, and what else a function is for -> the function
+# model -> structure of the blocks and further keys -> the compiled function
 _functions: WeakKeyDictionary[nn.Module, dict[Any, Function]] = WeakKeyDictionary()
-_seconds = 0.0  # spent on compiling, by this process
+_seconds = 0.0  # total compile time in this process
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent on compiling passes."""
+    """Seconds that this process has spent compiling passes."""
     return _seconds
 
 
 @cache
 def refusal(device: str) -> str | None:
-    """Why nothing can be compiled for a type of device, or None. Tried once, in a few seconds."""
+    """Why nothing can be compiled for a type of device, or None. A trial takes a few seconds."""
     try:
         _quietly(torch.compile(torch.square, fullgraph=True), torch.ones(8, device=device))
-    except Exception as error:  # whatever a toolchain may raise
+    except Exception as error:  # a toolchain may raise anything
         return " ".join([type(error).__name__, *str(error).split()])[:200]
     return None
 
 
 def _quietly(function: Function, *arguments: Any) -> Tensor:
-    """Call a function for the first time, without the warnings of `torch.compile` about itself."""
+    """Call a function for the first time, hiding the warnings of `torch.compile` about itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*arguments)
@@ -62,20 +62,20 @@ def _quietly(function: Function, *arguments: Any) -> Tensor:
 @cache
 def warn_refusal(reason: str) -> None:
     warnings.warn(
-        f"nothing can be compiled here, so that passes take the fused path: {reason}; install a "
+        f"nothing can be compiled here, so passes take the fused path: {reason}; install a "
         "C++ compiler (on a GPU: Triton), or use execution='auto'",
         stacklevel=2,
     )
 
 
 class Compiled(Fused):
-    """The fused blocks of a model, in compiled passes: in all but those of a prefill.
+    """The fused blocks of a model in compiled passes, except for a prefill.
 
-    Compiled functions are kept for as long as the model lives.
+    Compiled functions are kept as long as the model lives.
     """
 
     name = "compiled"
-    trims = False  # all buffers are alike
+    trims = False  # all buffers have the same shape
     linear = staticmethod(compilable)
 
     def __init__(self, model: Architecture) -> None:
@@ -125,10 +125,10 @@ class Compiled(Fused):
 
 
 def _padded(hidden: Tensor, slots: Tensor, size: int, *, powers: bool) -> tuple[Tensor, Tensor]:
-    """Hidden states (B, T, H) and slots (B, T) of as many tokens as a function is called with.
+    """Pad hidden states (B, T, H) and slots (B, T) to the number of tokens of a function.
 
-    Where lengths are to be powers of two (a graph is captured for every length), padding is written
-    to the last of the buffers' slots, which no token ever has.
+    With `powers`, lengths are powers of two, since a graph is captured for every length. Padding is
+    written to the last of the buffers' slots, which no token ever has.
     """
     count = hidden.shape[1]
     more = (1 << (count - 1).bit_length()) - count if powers else 0
@@ -138,7 +138,7 @@ def _padded(hidden: Tensor, slots: Tensor, size: int, *, powers: bool) -> tuple[
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The tensors, code and constants that blocks consist of, in a fixed order."""
+    """Yield the tensors, code and constants of blocks, in a fixed order."""
     if isinstance(value, tuple | list):
         yield len(value)
         for each in value:
@@ -154,7 +154,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _built(blocks: Sequence[Block]) -> tuple[Any, ...]:
-    """How blocks are built, without the values of their weights."""
+    """The structure of blocks, without the values of their weights."""
     return tuple(
         (type(leaf), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
         if isinstance(leaf, Tensor)
@@ -164,7 +164,7 @@ def _built(blocks: Sequence[Block]) -> tuple[Any, ...]:
 
 
 def _first(arguments: tuple[Any, ...]) -> Function:
-    """The compiled function of those arguments, and of others with the same rows and blocks."""
+    """Compile a function for these arguments, and for others with the same rows and blocks."""
     global _seconds
     start = time.perf_counter()
     blocks, hidden, slots, used, keys, values, tables, inputs = arguments
@@ -186,18 +186,18 @@ def _first(arguments: tuple[Any, ...]) -> Function:
     if hidden.device.type == "cuda":
         options["triton.cudagraphs"] = True
         for each in (*keys, *values, *_leaves(blocks)):
-            if isinstance(each, Tensor):  # used where it lies, not copied for every replay
+            if isinstance(each, Tensor):  # used in place, not copied for every replay
                 torch._dynamo.mark_static_address(each, guard=False)
-    # `torch.compile` remembers by code object, of which it takes a few shapes only: one for each
+    # `torch.compile` caches few shapes per code object, so each function gets its own object.
     function = FunctionType(_pass.__code__.replace(), _pass.__globals__, _pass.__name__)
     compiled: Function = torch.compile(function, fullgraph=True, dynamic=False, options=options)
-    _quietly(compiled, *arguments)  # writes what the call that follows writes again
+    _quietly(compiled, *arguments)  # the following call writes the same values again
     _seconds += time.perf_counter() - start
     return compiled
 
 
 class _Inputs(NamedTuple):
-    """What blocks other than attention need of a step."""
+    """The parts of a step that blocks other than attention need."""
 
     inputs: Tensor | None
 

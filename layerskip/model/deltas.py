@@ -1,10 +1,10 @@
-"""Deltas of low rank that correct products with rounded weights.
+"""Low-rank deltas that correct products with rounded weights.
 
-A draft has errors from rounding and from the sublayers that it leaves out. A trained delta B A
-reduces them; at rank 16 it has a twentieth of the weight's numbers. In 4 bits it is added to the
-product, W x + B (A x), since rounding would lose it. 8 bits keep it, so W + B A is rounded, and
-the delta costs nothing when decoding.
-Letters: R rows and C columns of a weight, r rank.
+A draft has errors from rounding and from skipped sublayers. A trained delta B A reduces them; at
+rank 16 it has a twentieth of the weight's numbers. In 4 bits it is added to the product,
+W x + B (A x), since rounding would lose it. In 8 bits it survives rounding, so W + B A is rounded,
+and the delta costs nothing during decoding.
+Shapes: R rows and C columns of a weight, r rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from layerskip.model.products import Function
 
 MERGED = 8
-"""Bits that are enough to keep a delta that is added to a weight."""
+"""Bits that suffice to preserve a delta that is added to a weight."""
 Delta = tuple[Tensor, Tensor]
 """Inner (r, C) and outer (R, r)."""
 
@@ -28,7 +28,7 @@ class Deltas:
     """The deltas of a model's weights.
 
     Attributes:
-        hash: of their file, by which deltas are equal.
+        hash: hash of their file, which defines equality.
         by_weight: by the id of the weight.
     """
 
@@ -36,11 +36,11 @@ class Deltas:
     by_weight: Mapping[int, Delta] = field(compare=False)
 
     def merged_into(self, weight: Tensor, bits: int) -> Delta | None:
-        """The delta that is added to a weight before it is rounded to so many bits."""
+        """The delta to add to a weight before it is rounded to this many bits, or None."""
         return self.by_weight.get(id(weight)) if bits == MERGED else None
 
     def corrected(self, product: Function, weight: Tensor, bits: int) -> Function:
-        """A product of inputs (..., C) with a weight in so many bits, and the delta's, (..., R)."""
+        """Add the delta's product to one of inputs (..., C) with a rounded weight, (..., R)."""
         delta = self.added_to(weight, bits)
         if delta is None:
             return product
@@ -48,18 +48,18 @@ class Deltas:
         return lambda x: product(x) + F.linear(F.linear(x, inner), outer)
 
     def added_to(self, weight: Tensor, bits: int) -> Delta | None:
-        """The delta that is added to a weight's products."""
+        """The delta to add to a weight's products, or None."""
         return None if bits == MERGED else self.by_weight.get(id(weight))
 
 
 def paired(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor], hash: str) -> Deltas:
-    """The deltas of a file, `name.a` (r, C) and `name.b` (R, r), in their weight's dtype and place.
+    """Match a file's deltas, `name.a` (r, C) and `name.b` (R, r), to weights in dtype and device.
 
     Args:
-        hash: the file's.
+        hash: the file's hash.
 
     Raises:
-        ValueError: a tensor belongs to no weight or does not fit it.
+        ValueError: a tensor belongs to no weight, or does not fit it.
     """
     names = {name.rpartition(".")[0] for name in tensors}
     if unknown := sorted(names - weights.keys()):

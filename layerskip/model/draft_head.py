@@ -1,8 +1,8 @@
-"""An output head with few of the vocabulary's rows.
+"""An output head with only some rows of the vocabulary.
 
 Few tokens make up most of any text: a draft that reads only their rows costs less and proposes
-nearly the same (FR-Spec, arXiv 2502.14856). For the draft, the other tokens' logits are -inf.
-Letters: B rows, T tokens of a pass, H hidden width, V vocabulary, n tokens kept.
+nearly the same tokens (FR-Spec, arXiv 2502.14856). In drafts, other tokens have logits of -inf.
+Shapes: B rows, T tokens of a pass, H hidden width, V vocabulary, n tokens kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrimmedHead:
         self.weight = weight[which]  # (n, H)
         self.bias = None if bias is None else bias.detach()[which]  # (n,)
         self.spread = partial(_spread, tokens=self.tokens, vocabulary=self.vocabulary)
-        """Logits of the rows (B, T, n) over the vocabulary, (B, T, V): -inf elsewhere."""
+        """Expand logits of the rows (B, T, n) to the vocabulary, (B, T, V), with -inf elsewhere."""
 
 
 def _spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
@@ -43,17 +43,17 @@ def _spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return whole.scatter_(-1, tokens.expand_as(logits), logits)
 
 
-# Copies, by head and tokens, oldest first; they live as long as the head does.
+# Copies by head and tokens, oldest first; they live as long as the head.
 _Copies = dict[tuple[int, ...], tuple[Any, TrimmedHead]]
 _copies: weakref.WeakKeyDictionary[nn.Linear, _Copies] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def trimmed_head(head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
-    """Rows of a head, copied once, and again when its weight has changed.
+    """Copy rows of a head, only once unless its weight changes.
 
-    All copies of one head together hold at most as many rows as it has; the oldest go first. A
-    change through `.data` goes unnoticed: it makes drafts worse, but never changes the text.
+    All copies of one head together have at most as many rows as it has; the oldest are dropped. A
+    change through `.data` is not noticed: it makes drafts worse, but never changes the text.
     """
     with _lock:
         kept = _copies.setdefault(head, {})

@@ -1,10 +1,10 @@
 """EAGLE-3 heads: a decoder layer over hidden states from several depths of a target.
 
-A head joins a token's embedding with a state of the token before it: at first what `fc` makes of
-the target's states at three depths, then its own output (Li et al. 2025, arXiv 2503.01840). Its
-logits may be of the target's most frequent tokens only. Folders are read and written as the
-`speculators` package keeps them, and read as the authors of EAGLE publish theirs.
-Letters: R rows, T tokens, H width of the target, W of the head, N depths, D tokens that it drafts.
+A head joins a token's embedding with a state of the token before it: first the combination of the
+target's states at three depths by `fc`, then its own output (Li et al. 2025, arXiv 2503.01840). Its
+logits may cover only the target's most frequent tokens. Folders are read and written in the format
+of the `speculators` package; the format of EAGLE's authors can be read, too.
+Shapes: R rows, T tokens, H width of the target, W of the head, N depths, D tokens that it drafts.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from layerskip.files.writing import replace_folder, write_text
 from layerskip.model.mtp import opener, tensor_files
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
-"""Of the library's classes, by type of the head's layers."""
+"""The library's classes, by type of the head's layers."""
 _UNREAD = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq"}
 """Tensors in published files that drafting does not need."""
 
 
 class Eagle(nn.Module):
-    """A head without weights yet; its parts are called as in the files of `speculators`.
+    """A head, at first without weights; its parts are named as in files of `speculators`.
 
     Args:
-        config: as `eagle_config` returns it.
+        config: as returned by `eagle_config`.
 
     Attributes:
         shape: the library's config of its layer.
-        depths: after how many layers of the target its states are taken; None: the usual three.
-        d2t: by row of its own head, what to add to get the target's token, (D,).
+        depths: numbers of target layers after which its states are read; None: the usual three.
+        d2t: for each row of its own head, the number to add to get the target's token, (D,).
     """
 
     d2t: Tensor
@@ -70,7 +70,7 @@ class Eagle(nn.Module):
             self.embed_tokens = nn.Embedding(shape.vocab_size, width)
             self.fc = nn.Linear(count * self.target_width, width, bias=False)
             layer = layer_type(shape, 0)
-            for name in ("q_proj", "k_proj", "v_proj"):  # of the embedding and the state
+            for name in ("q_proj", "k_proj", "v_proj"):  # inputs: the embedding and the state
                 old = getattr(layer.self_attn, name)
                 new = nn.Linear(2 * width, old.out_features, bias=old.bias is not None)
                 setattr(layer.self_attn, name, new)
@@ -85,7 +85,7 @@ class Eagle(nn.Module):
                 norms = [norm(self.target_width, eps) for _ in range(count)]
                 self.fc_norm = nn.ModuleList(norms)
             self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.long))
-        # in a tuple, so that it stays in float32
+        # In a tuple, so that it stays in float32.
         self.angles = (library[f"{prefix}RotaryEmbedding"](shape),)
         self.eval().requires_grad_(False)
 
@@ -99,15 +99,15 @@ class Eagle(nn.Module):
 
     @property
     def tokens(self) -> Tensor:
-        """The target's tokens that it drafts, (D,)."""
+        """The target's tokens that it can draft, (D,)."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def depths_in(self, num_layers: int) -> list[int]:
-        """After how many of a target's layers its states are taken."""
+        """The numbers of a target's layers after which its states are read."""
         return self.depths or [2, num_layers // 2, num_layers - 3]
 
     def join(self, states: Tensor) -> Tensor:
-        """The target's states at all depths, side by side, as one: (R, T, N H) to (R, T, W)."""
+        """Combine the target's concatenated states of all depths: (R, T, N H) to (R, T, W)."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -119,12 +119,12 @@ class Eagle(nn.Module):
     def forward(
         self, embedded: Tensor, states: Tensor, places: Tensor, mask: Tensor, cache: Any
     ) -> Tensor:
-        """The next states, of tokens' embeddings and the states before them, (R, T, W) each.
+        """The next states, from tokens' embeddings and the states before them, (R, T, W) each.
 
         Args:
-            places: of the tokens, (R or 1, T).
-            mask: of the cache's slots, as the library's layers take it.
-            cache: the library's, of one layer.
+            places: positions of the tokens, (R or 1, T).
+            mask: mask of the cache's slots, as the library's layers take it.
+            cache: the library's cache, with one layer.
         """
         layer: Any = self.layers[0]
         angles = self.angles[0](embedded, places)
@@ -138,15 +138,15 @@ class Eagle(nn.Module):
         return self.norm(hidden) if self.feeds_normed else hidden  # type: ignore[no-any-return]
 
     def normed(self, states: Tensor) -> Tensor:
-        """What its own head reads, of `forward`'s states."""
+        """The input of its own head, from `forward`'s states."""
         return states if self.feeds_normed else self.norm(states)
 
 
 def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The config of a head in a folder or on the Hub, in the form of `speculators`; None: no head.
+    """Read the config of a head in a folder or on the Hub as `speculators` has it; None: no head.
 
     Raises:
-        ValueError: a draft of another kind, named.
+        ValueError: it is a draft of another kind, which the message names.
     """
     if (Path(source) / "trained.json").is_file():
         raise ValueError(
@@ -155,7 +155,7 @@ def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         config: dict[str, Any] = PretrainedConfig.get_config_dict(source)[0]
     except OSError:
-        return None  # whoever loads a model says what is wrong
+        return None  # whatever loads a model will report the error
     kind = config.get("speculators_model_type")
     named = " ".join(config.get("architectures") or ()).lower()
     if kind is None and "eagle" in named and "eagle3" not in named:
@@ -164,10 +164,10 @@ def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
         raise ValueError(
             f"{source} holds a head of kind {kind!r}; eagle3 is the only one read here"
         )
-    if kind is None and "eagle3" in named:  # as its authors publish it
+    if kind is None and "eagle3" in named:  # the format of EAGLE's authors
         more = config.get("eagle_config") or {}
         depths = config.get("eagle_aux_hidden_state_layer_ids")
-        behind = more.get("eagle_aux_hidden_state_layer_ids")  # there, numbers of the layers
+        behind = more.get("eagle_aux_hidden_state_layer_ids")  # here, numbers of the layers
         depths = [number + 1 for number in behind] if behind and not depths else depths
         config = config | {"transformer_layer_config": config | {"model_type": "llama"}}
         return config | {"eagle_aux_hidden_state_layer_ids": depths}
@@ -175,17 +175,17 @@ def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Eagle:
-    """A head from a folder or a Hub id; `dtype` None: as it is stored.
+    """Load a head from a folder or a Hub id; `dtype` None: as it is stored.
 
     Raises:
-        ValueError: no head, one of another kind, or one that is not whole; says which in one line.
+        ValueError: there is no head, it is of another kind or incomplete; says which in one line.
     """
     config = eagle_config(source)
     if config is None:
         raise ValueError(f"{source} holds no EAGLE-3 head")
     try:
         head = Eagle(config)
-    except Exception as error:  # whatever goes wrong here is about the file
+    except Exception as error:  # any error here is about the file
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{source}/config.json describes no EAGLE-3 head of llama or qwen3 layers: "
@@ -234,7 +234,7 @@ def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = No
 
 
 def save_eagle(head: Any, output: Path) -> None:
-    """Write a head to a folder, whole or not at all, as `speculators` reads it."""
+    """Write a head to a folder atomically, in the format of `speculators`."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     partial.mkdir()
     reached = torch.zeros(head.shape.vocab_size, dtype=torch.bool)

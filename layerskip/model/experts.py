@@ -1,13 +1,13 @@
-"""Mixtures of experts: which experts a token takes, and what they add up to.
+"""Mixtures of experts: which experts a token uses, and the sum of their outputs.
 
-A router gives every token the experts with its highest scores. Their weights lie in two parameters
-for all experts of a layer, so that no module of an expert can be called alone. Here router and
-experts are computed in the order and the dtypes of the library. The outputs of a token's experts
-are added in the order of their scores, whatever other tokens are in the pass.
-A draft may take fewer experts of every token: then the router chooses and weighs them as if its
-number were smaller. So their weights still add up to what a token's weights always add up to, and
-the rest of the layer sees an output of the usual size. The router itself is never rounded.
-Letters: N tokens of a pass, H hidden width, E experts, K experts of a token, I width of an expert.
+A router selects for every token the experts with its highest scores. Their weights are in two
+parameters for all experts of a layer, so no expert's module can be called alone. Here router and
+experts are computed in the library's order and dtypes. The outputs of a token's experts are added
+in the order of their scores, whatever other tokens are in the pass.
+A draft may use fewer experts per token. Then the router chooses and weights them as if its number
+were smaller. So their weights still have the usual sum, and the rest of the layer sees an output of
+the usual size. The router itself is never rounded.
+Shapes: N tokens of a pass, H hidden width, E experts, K experts per token, I width of an expert.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from layerskip.model.products import Function
 from layerskip.model.rounded import Rounded
 
 Route = Callable[[Tensor], tuple[Any, Tensor, Tensor]]
-"""Hidden states (N, H) to scores, and the weights and numbers of the experts, (N, K) both."""
+"""Maps hidden states (N, H) to scores, and to weights and numbers of experts, (N, K) both."""
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Hidden states (N, H), the numbers and the weights of the experts to the sum of these, (N, H)."""
+"""Maps hidden states (N, H), numbers and weights of experts to their weighted sum, (N, H)."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Mixture:
     Attributes:
         router: chooses the experts.
         experts: their weights, `gate_up_proj` (E, 2 I, H) and `down_proj` (E, H, I).
-        weight: the router's linear, (E, H).
-        top: how many experts every token takes.
-        norm, scale, number: what is done to the router's inputs (Gemma 4): a norm, and products
-            with a vector (H,) and a number.
-        normalised: the weights of a token's experts add up to one.
-        factors: by expert, what its weight is multiplied by, (E,).
-        cast: the weights are rounded to the dtype of the hidden states.
-        before, after: the norms around the experts, where they run beside a dense MLP (Gemma 4).
-        dense: the norm behind that MLP.
+        weight: the router's linear layer, (E, H).
+        top: number of experts per token.
+        norm, scale, number: applied to the router's inputs (Gemma 4): a norm, a vector (H,) and a
+            number, both of which are multiplied.
+        normalised: whether the weights of a token's experts are scaled to sum to one.
+        factors: a factor for each expert's weight, (E,).
+        cast: whether the weights are rounded to the dtype of the hidden states.
+        before, after: norms around the experts, if they run parallel to a dense MLP (Gemma 4).
+        dense: the norm after that MLP.
     """
 
     router: Any
@@ -65,14 +65,14 @@ class Mixture:
 
     @property
     def beside(self) -> bool:
-        """Whether the experts run beside a dense MLP, not in place of it."""
+        """Whether the experts run in parallel with a dense MLP, instead of replacing it."""
         return self.dense is not None
 
     def taken(self, experts: int | None) -> int:
-        """How many a draft takes that asks for so many; None: all that the model takes.
+        """The number of experts per token in a draft that asks for `experts`; None: the model's.
 
         Raises:
-            ValueError: more than the model takes, or none where nothing else would run.
+            ValueError: more than the model uses, or zero where nothing else would run.
         """
         if experts is None:
             return self.top
@@ -85,15 +85,15 @@ class Mixture:
         return experts
 
     def share_read(self, tokens: int, experts: int | None = None) -> float:
-        """The share of all experts that a pass over so many tokens is expected to read.
+        """The expected share of all experts that a pass over this many tokens reads.
 
-        As if the tokens chose independently and all experts were as likely: 1 - (1 - K / E)^N.
+        It assumes independent tokens and equally likely experts: 1 - (1 - K / E)^N.
         """
         return 1.0 - (1.0 - self.taken(experts) / len(self.experts.gate_up_proj)) ** tokens
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """Both parameters of the experts, which can be rounded; none where they are not plain."""
+        """Both parameters of the experts if they can be rounded; empty if they are not plain."""
         weights = [self.experts.gate_up_proj, self.experts.down_proj]
         plain = (type(w) is nn.Parameter and type(w.data) is Tensor for w in weights)
         return weights if all(plain) and not weights[0].is_meta else []
@@ -102,11 +102,11 @@ class Mixture:
 def mixing(
     route: Route, experts: Experts, before: Function | None = None, after: Function | None = None
 ) -> Function:
-    """A mixture as one function of hidden states (..., H), with the norms around its experts."""
+    """Combine a mixture and the norms around its experts into a function of states (..., H)."""
 
     def apply(x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)  # (N, H)
-        _, weights, chosen = route(flat)  # of what the norm has not seen
+        _, weights, chosen = route(flat)  # the router reads the input before the norm
         out = experts(flat if before is None else before(flat), chosen, weights)  # (N, H)
         return (out if after is None else after(out)).view_as(x)
 
@@ -114,7 +114,7 @@ def mixing(
 
 
 def routing(mixture: Mixture, top: int, norm: Function | None) -> Route:
-    """What a plain router computes, for the `top` experts of every token.
+    """The function of a plain router, for the `top` experts of every token.
 
     Args:
         norm: the function of `Mixture.norm`.
@@ -138,10 +138,10 @@ def routing(mixture: Mixture, top: int, norm: Function | None) -> Route:
 
 
 def fewer(router: Any, top: int) -> Any:
-    """A shallow copy of a router module that chooses so many experts.
+    """A shallow copy of a router module that chooses `top` experts.
 
     Raises:
-        ValueError: its forward is not its class's, so that a copy would call the router itself.
+        ValueError: its forward is not its class's, so a copy would call the original router.
     """
     if "forward" in vars(router):
         raise ValueError(
@@ -149,26 +149,26 @@ def fewer(router: Any, top: int) -> Any:
             "own, which accelerate or a patch has put there; leave experts out"
         )
     made = copy(router)
-    # the library's routers read the one or the other
+    # The library's routers read one attribute or the other.
     made.top_k, made.config = top, SimpleNamespace(top_k_experts=top)
     return made
 
 
 def exact(weight: Tensor) -> Callable[[int], Function]:
-    """The products of every expert, by its number, with a weight (E, R, C)."""
+    """The products with each expert's part of a weight (E, R, C), by its number."""
     linear = F.linear
     return lambda expert: lambda x: linear(x, weight[expert])
 
 
 def low(rounded: Rounded, count: int) -> Callable[[int], Function]:
-    """The products of every expert, by its number, with a rounded weight of `count` experts."""
+    """The products with each expert's part of a rounded weight, by its number."""
     return [part.linear(None) for part in rounded.parts(count)].__getitem__
 
 
 def summed(
     expand: Callable[[int], Function], shrink: Callable[[int], Function], activate: Function
 ) -> Experts:
-    """Experts by their products, those of one expert's tokens together."""
+    """Make the function of all experts, grouping the tokens of each expert."""
 
     def apply(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         numbers, order = chosen.flatten().sort()  # (N K,) both
@@ -182,7 +182,7 @@ def summed(
         sorted_outs = products(shrink, activate(gate) * up)  # (N K, H)
         outs = torch.empty_like(sorted_outs)
         outs[order] = sorted_outs
-        # products and sum in the wider of both dtypes, one rounding at the end
+        # Products and sum in the wider of both dtypes, rounded once at the end.
         return (outs.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(x.dtype)  # (N, H)
 
     return apply

@@ -1,10 +1,10 @@
-"""Builds and loads the C++ module of the native passes, once for a machine.
+"""Builds and loads the C++ module of the native passes, once per machine.
 
-A wheel of `make wheels` brings it, for one version of Python and torch. Elsewhere torch's extension
-loader builds it on first use, into the folder where torch keeps such builds
-(`TORCH_EXTENSIONS_DIR`, else below `~/.cache`), under a hash of the source, flags, compiler and
-versions. A child process compiles and tries it. If that fails, the reason is kept, and the fused
-path is used; the build is tried again after an hour, or on request.
+A wheel made by `make wheels` contains it, for one version of Python and torch. Otherwise torch's
+extension loader builds it on first use, in the folder of such builds (`TORCH_EXTENSIONS_DIR`, else
+below `~/.cache`), under a hash of the source, flags, compiler and versions. A child process
+compiles and tests it. If that fails, the reason is stored, and the fused path is used; the build is
+tried again after an hour, or on request.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _SOURCES = sorted((*_HERE.glob("*.cpp"), *_HERE.glob("*.h")))
 FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-    # where multiplying and adding is one instruction (ARM), a compiler must not choose where it is
-    # one: a number would depend on the code around it
+    # On ARM, one instruction can multiply and add. A compiler must not choose where to use it:
+    # results would depend on the surrounding code.
     "DEFAULT": ("-ffp-contract=off",),
 }
 
 BUILT = _HERE / "built"
-"""What a wheel brings: a folder for each kind of vectors (see `brought`)."""
+"""The part of the package for a wheel's libraries: a folder per kind of vectors (`brought`)."""
 RETRY_AFTER = 3600.0
 """Seconds before a failed build is tried again."""
 WAIT = 180.0
 """Seconds to wait for another process that is building."""
 _AGAIN = "to try again, run layerskip env --rebuild"
-# failures with a passing cause, which a later build need not meet
+# Failures with a temporary cause, which a later build may not meet.
 _PASSING_SIGNALS = ("SIGHUP", "SIGINT", "SIGKILL", "SIGTERM", "SIGXCPU")
 _PASSING_WORDS = re.compile(
     r"\bkilled\b|no space left|disk quota|memoryerror|cannot allocate|memory exhausted"
@@ -60,12 +60,12 @@ _PASSING_WORDS = re.compile(
 
 
 class Unavailable(Exception):
-    """Why there are no native passes on this machine."""
+    """The reason why there are no native passes on this machine."""
 
 
 @cache
 def refusal() -> str | None:
-    """Why there is no native module here, or None. Builds it the first time on a machine."""
+    """Why there is no native module here, or None. The first call on a machine builds it."""
     try:
         extension()
     except Unavailable as reason:
@@ -75,24 +75,24 @@ def refusal() -> str | None:
 
 @cache
 def extension() -> Any:
-    """The native module, built if need be; raises `Unavailable`."""
+    """Return the native module, building it if necessary; raises `Unavailable`."""
     return _opened(again=False)
 
 
 def stamps() -> dict[str, tuple[float, int]]:
     """Seconds of all threads and bytes of weights read since the last call, by phase (`stamps.h`).
 
-    Nothing without `LAYERSKIP_STAMPS=1`, which builds a module that stamps phases.
+    Empty without `LAYERSKIP_STAMPS=1`, which builds a module that records phases.
     """
     taken: dict[str, tuple[float, int]] = extension().stamps()
     return taken
 
 
 def rebuild() -> None:
-    """Build the native module again, whatever is there or has failed before.
+    """Build the native module again, whether or not it exists or has failed before.
 
     Raises:
-        Unavailable: it cannot be built or loaded; what was there stays.
+        Unavailable: it cannot be built or loaded; an existing one stays.
     """
     _opened(again=True)
 
@@ -105,7 +105,7 @@ def _opened(*, again: bool) -> Any:
         if again or not library.exists():
             folder = library.parent
             _make(folder.parent)
-            with FileLock(folder.with_suffix(".lock"), timeout=WAIT):  # a dead process lets go
+            with FileLock(folder.with_suffix(".lock"), timeout=WAIT):  # released if its owner dies
                 if again or not library.exists():
                     _build(folder, again)
         _check_owners(library)
@@ -120,7 +120,7 @@ def _opened(*, again: bool) -> Any:
 
 
 def status() -> str:
-    """Whether the native module is there and what it makes of the CPU, in words. Builds nothing."""
+    """Describe the native module and the CPU features it uses. Builds nothing."""
     vectors = torch.backends.cpu.get_cpu_capability()
     if vectors == "DEFAULT" and platform.machine() in ("aarch64", "arm64"):
         vectors = "NEON"
@@ -150,16 +150,16 @@ def load(library: Path) -> Any:
 
 
 def _kind(capability: str | None) -> str:
-    """A kind of vectors that has flags here, by default torch's.
+    """The kind of vectors to build for: the given one, or torch's, if there are flags for it.
 
-    Of those without (SVE on aarch64) the machine's usual ones are taken (NEON there).
+    For others (SVE on aarch64), the machine's usual kind (NEON there).
     """
     capability = capability or torch.backends.cpu.get_cpu_capability()
     return capability if capability in FLAGS else "DEFAULT"
 
 
 def flags(capability: str | None = None) -> list[str]:
-    """Compiler flags for vectors, by default those that torch itself uses here."""
+    """Compiler flags for vectors, by default for those that torch itself uses here."""
     kind = _kind(capability)
     vectors = [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
     stamps = ["-DLAYERSKIP_STAMPS"] if os.environ.get("LAYERSKIP_STAMPS") == "1" else []
@@ -167,20 +167,20 @@ def flags(capability: str | None = None) -> list[str]:
 
 
 def _openmp() -> list[str]:
-    """For the compiler only: OpenMP's functions come from the library that torch has loaded."""
+    """OpenMP flags for the compiler only; the functions are in the library that torch loads."""
     if platform.system() != "Darwin":
         return ["-fopenmp"]
-    header = Path(torch.__file__).parent / "include" / "omp.h"  # Apple's compiler has none
+    header = Path(torch.__file__).parent / "include" / "omp.h"  # Apple's compiler has no header
     return ["-Xpreprocessor", "-fopenmp"] if header.exists() else []
 
 
 def brought(capability: str | None = None) -> Path:
-    """Where a wheel has the library for this Python, torch and source, whether it is there or not.
+    """The path of a wheel's library for this Python, torch and source, existing or not.
 
     Args:
         capability: the kind of vectors, by default torch's here.
     """
-    release = torch.__version__.partition("+")[0]  # for CPUs alone or not, it is one C++
+    release = torch.__version__.partition("+")[0]  # CPU-only or not, the C++ is the same
     parts = (release, torch._C._GLIBCXX_USE_CXX11_ABI, platform.machine(), *flags(capability))
     digest = hashlib.sha256(repr((sys.implementation.cache_tag, *parts)).encode())
     for source in _SOURCES:
@@ -200,7 +200,7 @@ def _key() -> str:
 
 @cache
 def _version(compiler: str) -> str | None:
-    """The first line of `compiler --version`: after an update the module is built again."""
+    """First line of `compiler --version`: a compiler update causes a new build."""
     try:
         done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -209,7 +209,7 @@ def _version(compiler: str) -> str | None:
 
 
 def library_path() -> Path:
-    """Where the library is for this source, compiler and machine, whether it is there or not."""
+    """The path of the library for this source, compiler and machine, existing or not."""
     if platform.system() not in ("Linux", "Darwin"):
         raise Unavailable(f"native passes are built on Linux and macOS, not {platform.system()}")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
@@ -217,20 +217,20 @@ def library_path() -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder that nobody else can write to, and missing folders above it."""
+    """Make a folder that no other user can write to, and missing parent folders."""
     for each in reversed((folder, *folder.parents)):
         if not each.exists():
             each.mkdir(mode=0o700, exist_ok=True)
 
 
 def _check_owners(library: Path) -> None:
-    """Refuse a library that another user could have written or replaced."""
+    """Reject a library that another user could have written or replaced."""
     library = library.resolve()
     for place, path in enumerate((library, *library.parents)):
         facts = path.stat()
         above = place > 3  # library, folder of this build, folder of all, root
         foreign = not above and facts.st_uid not in (0, os.geteuid())
-        shared = facts.st_mode & stat.S_ISVTX if above else False  # as /tmp: who owns it moves it
+        shared = facts.st_mode & stat.S_ISVTX if above else False  # as in /tmp: only owners move it
         if foreign or (not shared and _others_write(facts)):
             raise Unavailable(
                 f"native passes are not loaded from where other users can write: {path} (owner "
@@ -240,7 +240,7 @@ def _check_owners(library: Path) -> None:
 
 
 def _others_write(facts: os.stat_result) -> bool:
-    """Whether a mode lets other users write; a group of this user alone does not count."""
+    """Whether a mode lets other users write; a group with only this user does not count."""
     import grp
     import pwd
 
@@ -248,7 +248,7 @@ def _others_write(facts: os.stat_result) -> bool:
         return bool(facts.st_mode & stat.S_IWOTH)
     try:
         group, user = grp.getgrgid(facts.st_gid), pwd.getpwuid(os.geteuid())
-    except KeyError:  # neither has a name here
+    except KeyError:  # the group or user has no name here
         return True
     return group.gr_name != user.pw_name or bool({*group.gr_mem} - {user.pw_name})
 
@@ -265,7 +265,7 @@ def _check_tools() -> None:
     compiler = cpp_extension.get_cxx_compiler()
     path = shutil.which(compiler)
     if platform.system() == "Darwin" and (path is None or _version(path) is None):
-        # a Mac's c++ is there from the start, and says so until the tools are
+        # On a Mac, c++ always exists, but only asks for the tools until they are installed.
         raise Unavailable(f"no C++ compiler works ({compiler}); run xcode-select --install")
     if path is None:
         raise Unavailable(f"no C++ compiler was found ({compiler}); install g++ or set CXX")
@@ -274,7 +274,7 @@ def _check_tools() -> None:
 
 
 def _build(folder: Path, again: bool) -> None:
-    """Build the library and move its folder into place, whole or not at all."""
+    """Build the library, and move its folder into place atomically."""
     failed = folder.with_suffix(".failed")
     if not again:
         _check_failed(folder)
@@ -297,14 +297,14 @@ def _build(folder: Path, again: bool) -> None:
         made.mkdir(mode=0o700)
         library = Path(scratch, f"{NAME}.so").rename(made / f"{NAME}.so")
         library.chmod(0o700)
-        if folder.exists():  # processes that have loaded it keep it
+        if folder.exists():  # processes that have loaded it can continue to use it
             folder.rename(Path(scratch, "before"))
         made.rename(folder)
     failed.unlink(missing_ok=True)
 
 
 def _path() -> str:
-    """The PATH, with the ninja package in front."""
+    """The PATH, preceded by the ninja package."""
     import ninja
 
     return os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
@@ -314,20 +314,20 @@ def _reason(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         return f"the build ended by signal {-done.returncode}"
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    # a compiler's, or with a capital an assembler's; not an exception's name
+    # Errors of a compiler, or of an assembler (capitalised), but no exception names.
     errors = [line for line in lines if re.search(r"\b[eE]rror:", line)] or lines[-1:]
     return " ".join((errors or ["no message"])[0].split())[:300]
 
 
 def _passing(done: subprocess.CompletedProcess[str]) -> bool:
-    """Whether a build failed for lack of memory or disk, or because it was stopped."""
+    """Whether a build failed for lack of memory or disk space, or because it was stopped."""
     if done.returncode < 0 and signal.Signals(-done.returncode).name in _PASSING_SIGNALS:
         return True
     return _PASSING_WORDS.search(done.stdout + done.stderr) is not None
 
 
 def compiled(folder: Path, options: list[str], **how: Any) -> Any:
-    """Compile in a folder; the module."""
+    """Compile in a folder and return the module."""
     sources = [str(source) for source in _SOURCES if source.suffix == ".cpp"]
     return cpp_extension.load(
         NAME, sources, extra_cflags=options, build_directory=str(folder), verbose=False, **how
@@ -335,7 +335,7 @@ def compiled(folder: Path, options: list[str], **how: Any) -> Any:
 
 
 def _compile(folder: Path, options: list[str]) -> None:
-    """Compile in a folder and try the result. The child process runs this."""
+    """Compile in a folder and test the result. Run by the child process."""
     module = compiled(folder, options)
     plan = module.Plan()
     for dtype in (torch.float32, torch.bfloat16):
