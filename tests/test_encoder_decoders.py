@@ -136,7 +136,7 @@ def test_what_an_encoder_decoder_needs_is_said():
     with pytest.raises(ValueError, match="an encoder-decoder reads a text before it decodes"):
         next(layerskip.decode(model, prompt(5), max_new_tokens=4))
     decoding = LayerSkipDecoding(assistant=model, lookup=False)
-    with pytest.raises(ValueError, match="an encoder-decoder can draft for another one only"):
+    with pytest.raises(ValueError, match="an encoder-decoder can only draft for another one"):
         tiny_model("llama").generate(prompt(5), custom_generate=decoding, max_new_tokens=4)
     with pytest.raises(ValueError, match=r"runs as a whole.*cannot leave sublayers out"):
         decode("t5", "one", skip=SkipConfig.early_exit(1))

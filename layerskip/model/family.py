@@ -1,8 +1,8 @@
-"""What differs between families of models, and the parts of a layer that follow from it.
+"""The differences between families of models, and the parts of a layer that follow from them.
 
-Every family is declared in a file of the folder `families`. Backends read what is said here; none
-asks for the name of a class.
-Letters: B rows, T tokens, S slots, H hidden width, N query heads, K key-value heads.
+Every family is declared in a file of the folder `families`. Backends read these declarations; none
+checks the name of a class.
+Shapes: B rows, T tokens, S slots, H hidden width, N query heads, K key-value heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerskip.model.experts import Mixture
 class Family:
     """How the decoders of one model type differ from Llama's.
 
-    What the fields cannot say, a subclass says by overriding a method.
+    Differences that the fields cannot express are methods that a subclass overrides.
 
     Attributes:
         name: the `model_type` of the text decoder.
@@ -32,15 +32,15 @@ class Family:
             ("wide").
         windows: which layers have a sliding window: "none", "all" (if `config.sliding_window` is
             set), or "by type" (as `config.layer_types` says).
-        projections: the linears that make queries, keys and values; a layer may lack some.
-        expansions: the linears that lead into the MLP.
+        projections: the linear layers for queries, keys and values; a layer may lack some.
+        expansions: the linear layers at the input of the MLP.
         activation: the attribute of the MLP that holds its activation.
-        positions: the attention is called with positions besides the angles.
-        shares_keys: the attention is called with the keys of layers before it.
-        softcap: the logits pass through `config.final_logit_softcapping`, if that is set.
-        inputs, tail: layers have inputs of their own, and something follows their MLP even where
-            that is left out (Gemma 4).
-        encoder: the `model_type` of the encoder-decoder that it is a part of, whose layers have a
+        positions: whether the attention is called with positions in addition to the angles.
+        shares_keys: whether the attention is called with the keys of earlier layers.
+        softcap: whether the logits pass through `config.final_logit_softcapping`, if set.
+        inputs, tail: whether layers have their own inputs, and whether something follows their MLP
+            even if the MLP is skipped (Gemma 4).
+        encoder: the `model_type` of the encoder-decoder that contains it, whose layers have a
             cross attention (T5Gemma); "" for none.
         modules_only: the reason why only the library's modules can compute it; "" for none.
     """
@@ -63,50 +63,50 @@ class Family:
 
     @property
     def home(self) -> str:
-        """The module that its classes are written in."""
+        """The module that defines its classes."""
         package = self.package or self.name
         return f"transformers.models.{package}.modeling_{package}"
 
     def embed(self, decoder: Any, tokens: Tensor) -> Tensor:
-        """Token ids (B, T) to the hidden states before the first layer, (B, T, H)."""
+        """Embed token ids (B, T): the hidden states before the first layer, (B, T, H)."""
         hidden: Tensor = decoder.embed_tokens(tokens)
         return hidden
 
     def layer_type(self, config: Any, layer: int) -> str:
-        """The type of a layer, which its window follows from."""
+        """The type of a layer, which determines its window."""
         if self.windows == "by type":
             return str(config.layer_types[layer])
         sliding = self.windows == "all" and config.sliding_window is not None
         return "sliding_attention" if sliding else "full_attention"
 
     def turns(self, attention: Any) -> bool:
-        """Whether an attention turns its queries and keys by rotary angles."""
+        """Whether an attention rotates its queries and keys by rotary angles."""
         return True
 
     def writes(self, attention: Any) -> bool:
-        """Whether an attention has keys and values of its own."""
+        """Whether an attention has its own keys and values."""
         return True
 
     def residual(self, layer: Any) -> float:
-        """What the output of a sublayer is multiplied by."""
+        """The factor applied to the output of a sublayer."""
         return 1.0
 
     def divisor(self, config: Any) -> float:
-        """What the logits are divided by."""
+        """The divisor of the logits."""
         return 1.0
 
     def score_cap(self, attention: Any) -> float | None:
-        """The softcap of the attention's scores, if there is one."""
+        """The softcap of the attention's scores, or None."""
         return None
 
     def mixture(self, layer: Any) -> Mixture | None:
-        """The mixture of experts of a layer; None where its MLP is dense."""
+        """The mixture of experts of a layer; None if its MLP is dense."""
         return None
 
 
 @dataclass(frozen=True)
 class Conditional:
-    """A class around a text decoder, whose prompts may have pictures.
+    """A class around a text decoder whose prompts may contain pictures.
 
     Attributes:
         name: its `model_type`.
@@ -119,31 +119,31 @@ class Conditional:
     types: str = "mm_token_type_ids"
 
     def placeholders(self, config: Any) -> list[int]:
-        """The tokens that embed as padding wherever no picture stands for them."""
+        """The tokens that embed as padding wherever no picture replaces them."""
         return []
 
     def two_way(self, text: Any) -> bool:
-        """Whether tokens of a picture see each other, by the config of the text decoder."""
+        """Whether tokens of a picture see each other, according to the text decoder's config."""
         return False
 
     def sees(self, same: Tensor, near: Tensor | None) -> Tensor | None:
         """Which tokens of its own picture a query sees, (B, 1, T, S) bool; None: only earlier ones.
 
         Args:
-            same: the slots that are of the query's picture, (B, 1, T, S) bool.
-            near: the slots in the layer's window, the same shape; None in full layers.
+            same: the slots of the query's picture, (B, 1, T, S) bool.
+            near: the slots in the layer's window, same shape; None in layers with full attention.
         """
         return same if near is None else same & near
 
 
 @dataclass(frozen=True)
 class Assistant:
-    """A decoder without keys and values of its own, which drafts for a model.
+    """A decoder without its own keys and values that drafts for another model.
 
     Attributes:
         name: its `model_type`.
         package: the package of the decoder's classes in `transformers.models`.
-        prefix: what the names of its classes begin with.
+        prefix: the common prefix of its class names.
     """
 
     name: str
@@ -152,27 +152,27 @@ class Assistant:
 
 
 def part_named(module: nn.Module, name: str) -> Any:
-    """The part of a module by that name; None where the module has none."""
+    """The part of a module with that name, or None."""
     return module._modules.get(name)
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """A decoder layer, and how its two sublayers are wired.
+    """A decoder layer, and the wiring of its two sublayers.
 
     Attributes:
-        family: what the layer is one of.
+        family: the family of the layer.
         number: the number of the layer.
         module: the library's layer.
-        kind: which of the rotary tables it turns by; "nope" if it does not turn.
+        kind: the rotary table that it uses; "nope" if it uses none.
         window: its sliding window in tokens, or None for full attention.
-        keys: the layer whose keys and values it attends to, in the cache; in an assistant the
-            first layer of its kind, which stands for the target's.
-        before, after: the norms around the attention, None for none.
-        pre, post: the norms around the MLP, None for none.
-        tail: something follows the MLP, even where that is left out (Gemma 4): the layer's own
+        keys: the layer in the cache whose keys and values it attends to; in an assistant the first
+            layer of its kind, which stands for the target's.
+        before, after: the norms around the attention, or None.
+        pre, post: the norms around the MLP, or None.
+        tail: whether something follows the MLP even if that is skipped (Gemma 4): the layer's own
             input, a scalar.
-        sink: of a draft, how many of the first slots are seen beside the window (see `narrowed`).
+        sink: in a draft, the number of first slots seen in addition to the window (`narrowed`).
     """
 
     family: Family
@@ -195,7 +195,7 @@ class LayerParts:
 
     @property
     def cross(self) -> list[Any]:
-        """The cross attention and the norms before and after it, of a decoder that has one."""
+        """The cross attention and the norms before and after it, if the decoder has one."""
         if not self.family.encoder:
             return []
         layer = self.module
@@ -209,26 +209,26 @@ class LayerParts:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """How many heads of keys its attention reads, and how wide they are."""
+        """The number and width of the key heads that its attention reads."""
         attention = self.attention
         heads = attention.config.num_attention_heads // attention.num_key_value_groups
         return heads, attention.head_dim
 
     @property
     def projections(self) -> list[Any]:
-        """The linears that make queries, keys and values; Gemma 4 may lack the last ones."""
+        """The linear layers for queries, keys and values; in Gemma 4 the last may be missing."""
         parts = (part_named(self.attention, name) for name in self.family.projections)
         return [part for part in parts if part is not None]
 
     @property
     def head_norms(self) -> tuple[Any, Any, Any]:
-        """The norms of queries, keys and values; None for none."""
+        """The norms of queries, keys and values, or None."""
         q, k, v = (part_named(self.attention, f"{name}_norm") for name in "qkv")
         return q, k, v
 
     @property
     def expansions(self) -> list[Any]:
-        """The linears that lead into a dense MLP."""
+        """The linear layers at the input of a dense MLP."""
         return [part_named(self.mlp, name) for name in self.family.expansions]
 
     @property
@@ -243,28 +243,28 @@ class LayerParts:
 
     @property
     def dense(self) -> bool:
-        """Whether it has a dense MLP, perhaps beside a mixture."""
+        """Whether it has a dense MLP, perhaps in parallel with a mixture."""
         mixture = self.mixture
         return mixture is None or mixture.beside
 
     @property
     def writes(self) -> bool:
-        """Whether it has keys and values of its own."""
+        """Whether it has its own keys and values."""
         return self.family.writes(self.attention)
 
     @property
     def residual(self) -> float:
-        """What the output of a sublayer is multiplied by."""
+        """The factor applied to the output of a sublayer."""
         return self.family.residual(self.module)
 
     @property
     def score_cap(self) -> float | None:
-        """The softcap of the attention's scores, if there is one."""
+        """The softcap of the attention's scores, or None."""
         return self.family.score_cap(self.attention)
 
     def narrowed(self, window: int | None) -> LayerParts:
-        """The same for a draft with a window (`SkipConfig.window`)."""
+        """The same layer in a draft with a window (`SkipConfig.window`)."""
         if window is None or (self.window is not None and self.window <= window):
             return self
-        # a layer that slides is used to texts without their first slots
+        # A layer with a sliding window was trained without the first slots.
         return replace(self, window=window, sink=SINK if self.window is None else 0)

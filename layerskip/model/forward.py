@@ -1,6 +1,6 @@
 """The "whole" backend: the library's own forward as one block, and its head as another.
 
-Letters: B rows, T tokens of a pass, H hidden width, V vocabulary.
+Shapes: B rows, T tokens of a pass, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Forward(Backend):
             return forward(tokens, places, past, **more)
 
         def masks(cache: RowCache) -> Any:
-            """Ready masks, (B, 1, T, end) each, by layer type if there are several windows."""
+            """Masks for the library, (B, 1, T, end) each, by layer type if windows differ."""
             by_type = {}
             for kind, window in windows.items():
                 seen = cache.seen(window, device)
@@ -106,7 +106,7 @@ class Forward(Backend):
         return with_products(module, product, name)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        """What the library's forward makes of a decoder's states: it is given them."""
+        """The library's own forward, given the decoder's states instead of tokens."""
         whole = self.model.model
         parts = {
             name: _Handing(self.model.base.config, part) if part is self.model.inner else part
@@ -124,7 +124,7 @@ class Forward(Backend):
         def head(hidden: Tensor, _: Step | None) -> Tensor:
             given: dict[str, Any] = {name: hidden}
             if encoder:
-                given["encoder_outputs"] = BaseModelOutput(hidden)  # which nobody reads
+                given["encoder_outputs"] = BaseModelOutput(hidden)  # required, but never read
             logits: Tensor = forward(made, **given)[0]  # (B, T, V)
             return logits.to(device)
 
@@ -137,10 +137,10 @@ class Forward(Backend):
 
 
 class _Handing:
-    """Stands for a decoder where its states are given.
+    """Replaces a decoder, and returns given states instead of computing them.
 
-    Some families call the decoder inside of their decoder (OPT), or read its config (T5Gemma) or
-    one of its numbers (Falcon H1).
+    Some families call the decoder inside their decoder (OPT), or read its config (T5Gemma) or one
+    of its numbers (Falcon H1).
     """
 
     def __init__(self, config: Any, decoder: Any) -> None:
@@ -159,7 +159,7 @@ class _Handing:
 
 
 class _Handed(tuple[Any, ...]):
-    """A decoder's output with nothing but its states."""
+    """A decoder's output with only its states."""
 
     @property
     def last_hidden_state(self) -> Tensor:

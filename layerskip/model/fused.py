@@ -1,10 +1,10 @@
 """The "fused" backend: sublayers with plain weights, computed in few kernels.
 
 It does the arithmetic of the library's modules in the same order and dtypes, but without module
-calls: on a small model most of a decoding step is launches and Python. Models with hooks, adapters,
-quantised weights, several devices or patched forwards are refused (see `plain`); the "modules"
-backend serves them.
-Letters: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
+calls: in a small model most of a decoding step is launches and Python. Models with hooks, adapters,
+quantised weights, several devices or patched forwards are refused (see `plain`); they use the
+"modules" backend.
+Shapes: B rows, T tokens of a pass, H hidden width, N heads, K key-value heads, G = N / K, S slots,
 D head width, R rotary width (R <= D).
 """
 
@@ -26,8 +26,8 @@ from layerskip.model.family import LayerParts
 from layerskip.model.norms import FusedRotary, rms_norm, rotated
 from layerskip.model.products import Function, Linear, plain
 
-# Queries that share their keys are put side by side where that makes attention faster (1.2 to 2.5
-# times on a CPU): with heads at least so wide, in passes of few tokens, before masks become large.
+# Queries with common keys are put side by side where that makes attention faster (1.2 to 2.5 times
+# on a CPU): with heads of at least this width, in passes of few tokens, before masks become large.
 WIDE, FEW = 64, 16
 
 
@@ -93,7 +93,7 @@ class Fused(Backend):
         return self.mlp_block(part, run, mixed)
 
     def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
-        """A mixture of experts (..., H), None where none of them runs."""
+        """A mixture of experts as a function of (..., H); None if no expert runs."""
         bits = variant.bits
         top = 0 if mixture is None else mixture.taken(variant.experts)
         if mixture is None or not top:
@@ -119,7 +119,7 @@ class Fused(Backend):
 def _sdpa(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """Attention of (B, N, T, D) to (B, K, S, D), (B, N, T, D); keys are never repeated."""
+    """Attention of (B, N, T, D) to (B, K, S, D), (B, N, T, D), without repeating keys."""
     grouped = q.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(
         q, keys, values, mask, 0.0, causal, scale=scale, enable_gqa=grouped
@@ -131,11 +131,11 @@ def _eager(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    _: bool,  # a pass that is causal has a mask
+    _: bool,  # a causal pass has a mask here
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """The library's eager attention, in its order, with the queries of a group side by side."""
+    """The library's eager attention in its order, with the queries of a group side by side."""
     rows, heads, count, width = q.shape
     groups = keys.shape[1]
     q = q.reshape(rows, groups, -1, width)  # (B, K, G * T, D)
@@ -149,7 +149,7 @@ def _eager(
 
 
 def _projections(modules: Sequence[Any], linear: Linear) -> Function:
-    """Linears of the same input as one function, with their outputs side by side."""
+    """Combine linear layers with the same input into one function; outputs are concatenated."""
     projects = [linear(module.weight, module.bias) for module in modules]
     if len(projects) == 1:
         return projects[0]
@@ -160,12 +160,12 @@ class Attention(NamedTuple):
     """An attention sublayer, in two halves around the cache.
 
     Attributes:
-        inputs: (B, T, H) and angles to queries (B, N, T, D), keys and values (B, K, T, D), which
-            are empty where it has none of its own.
-        outputs: hidden states, queries, all keys and values (B, K, S, D), mask to (B, T, H).
-        layer, kind: the layer in the cache that it reads, and rotary kind.
-        writes: whether those are its own.
-        window, sink: which slots it sees (see `cache.causal`).
+        inputs: maps (B, T, H) and angles to queries (B, N, T, D), keys and values (B, K, T, D),
+            which are empty if it has none of its own.
+        outputs: maps hidden states, queries, all keys and values (B, K, S, D), mask to (B, T, H).
+        layer, kind: the layer in the cache that it reads, and its rotary kind.
+        writes: whether that layer is its own.
+        window, sink: the slots it sees (see `cache.causal`).
     """
 
     inputs: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
@@ -199,7 +199,7 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
     q_norm, k_norm, v_norm = (
         None if each is None else rms_norm(each, norm, place) for each in part.head_norms
     )
-    # of OLMo's norms one spans all heads
+    # One of OLMo's norms spans all heads.
     whole = q_norm is not None and part.head_norms[0].weight.shape[0] != width
     grouped = not eager and groups > 1 and width >= WIDE
     attend: Callable[..., Tensor] = partial(_eager, softcap=part.score_cap) if eager else _sdpa
@@ -216,7 +216,7 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
             return turned[:, :queries], turned[:, queries:], heads[:, turning:]
         q = rotated(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
         k, v = heads[:, queries:turning], heads[:, turning:]  # (B, K, T, D)
-        if k_norm is not None:  # it has keys of its own
+        if k_norm is not None:  # it has its own keys
             v = v if v.shape[1] else k  # keys and values of one projection
             k, v = rotated(k_norm(k), angles), v if v_norm is None else v_norm(v)
         return q, k, v
@@ -225,7 +225,7 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
         hidden: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> Tensor:
         rows, count, _ = hidden.shape
-        if count == 1:  # the queries of a group are as good as tokens: no transposes
+        if count == 1:  # treat the queries of a group like tokens, which avoids transposes
             out = attend(
                 q.reshape(rows, -1, groups, width), keys, values, mask, False, scale
             )  # (B, K, G, D)
@@ -255,7 +255,7 @@ def gated(part: LayerParts, linear: Linear) -> Function:
 
 
 def activation(module: Any) -> Function:
-    """The function behind the two activations of the families; else the module itself."""
+    """The plain function of the families' two activations; otherwise the module itself."""
     name = type(module).__name__
     if name in ("SiLUActivation", "SiLU"):
         return F.silu

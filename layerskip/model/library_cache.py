@@ -1,6 +1,6 @@
-"""This project's cache behind the library's classes, for decoders that the library runs.
+"""This project's cache in the form of the library's classes, for decoders run by the library.
 
-Letters: B rows, T tokens of a pass, E tokens that an encoder read, H heads, D head width.
+Shapes: B rows, T tokens of a pass, E tokens that an encoder read, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from layerskip.model.cache import RowCache
 
 
 class EncoderStates(NamedTuple):
-    """What an encoder made of its texts, a row each.
+    """An encoder's output for its texts, one row each.
 
     Attributes:
         states: (B, E, H).
         mask: 1 at real tokens, 0 at pads, (B, E).
-        tokens: the token ids, (B, E), if they are known: drafts are looked up there.
+        tokens: the token ids, (B, E), if known, in which drafts are looked up.
     """
 
     states: Tensor
@@ -29,15 +29,15 @@ class EncoderStates(NamedTuple):
     tokens: Tensor | None = None
 
     def of(self, rows: Any) -> EncoderStates:
-        """Some of the rows."""
+        """Select rows."""
         return EncoderStates(*(None if each is None else each[rows] for each in self))  # type: ignore[arg-type]
 
 
 class Positions:
-    """The positions of a pass, in the place of rotary angles.
+    """The positions of a pass, used instead of rotary angles.
 
     Args:
-        total: the most tokens of a row; pads behind them are put on the last place.
+        total: maximum number of tokens in a row; pads after it get the last position.
     """
 
     def __init__(self, total: int, device: Any) -> None:
@@ -48,14 +48,14 @@ class Positions:
 
 
 class LibraryCache(RowCache):
-    """Keys and values as `RowCache`, of any widths.
+    """Keys and values like `RowCache`, with any widths.
 
     Args:
-        encoded: what an encoder made of the rows' texts.
+        encoded: an encoder's output for the rows' texts.
 
     Attributes:
-        crossed: of an encoder-decoder, by layer the keys and values of `encoded`, (B, H, E, D).
-        unread: the rows whose part of `crossed` has not been made.
+        crossed: for an encoder-decoder, the keys and values of `encoded` by layer, (B, H, E, D).
+        unread: the rows whose part of `crossed` has not been computed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LibraryCache(RowCache):
         self._place_encoded([to.get(row, row) for row in range(self.rows)])
 
     def _place_encoded(self, places: Sequence[int]) -> None:
-        """Give each row what the encoder made of the row at such a place."""
+        """Assign to each row the encoder output of the row at the given place."""
         if self.encoded is None:
             return
         self.encoded = self.encoded.of([*places])
@@ -98,9 +98,9 @@ class LibraryCache(RowCache):
         self.unread = {row for row, place in enumerate(places) if place in self.unread}
 
     def join(self, place: int, encoded: EncoderStates) -> None:
-        """Give a row that joins behind all others what its encoder made of one text without pads.
+        """Add a row after all others with an encoder's output for one text without pads.
 
-        What the others read is padded to its length, or cut to their own.
+        The outputs of the others are padded to its length, or cut to their own.
         """
         assert self.encoded is not None
         count = encoded.states.shape[1]
@@ -116,12 +116,12 @@ class LibraryCache(RowCache):
         self.unread.add(place)
 
     def heard(self, rows: list[int] | None = None) -> EncoderStates:
-        """What an encoder made of the rows of the pass, or of some of them."""
+        """An encoder's output for the rows of the pass, or for some of them."""
         assert self.encoded is not None
         return self.encoded.of(self.places(rows))
 
     def places(self, rows: list[int] | None = None) -> Any:
-        """The places of the rows of the pass, a slice, or of some of them."""
+        """The places of the pass's rows, as a slice, or of some of them."""
         active = self._active()
         return slice(active.start, active.stop) if rows is None else [active[row] for row in rows]
 
@@ -132,7 +132,7 @@ class LibraryCache(RowCache):
         return super().update(keys, values, layer_idx)
 
     def _make(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Make a layer's buffers; values may be narrower than keys (DeepSeek)."""
+        """Allocate a layer's buffers; values may be narrower than keys (DeepSeek)."""
         for buffers, like in ((self.keys, keys), (self.values, values)):
             if layer not in buffers:
                 self._allocate(buffers, layer, like.shape[1], like.shape[3], like)
@@ -140,7 +140,7 @@ class LibraryCache(RowCache):
     def write(
         self, rows: list[int], start: int, keys: Tensor, values: Tensor, layer: int
     ) -> tuple[Tensor, Tensor]:
-        """As `update`, of some rows of the pass that all begin at one slot."""
+        """Like `update`, for some rows of the pass that all begin at one slot."""
         self._make(layer, keys, values)
         end = start + keys.shape[2]
         all_keys, all_values = map(self.taking_part, (self.keys[layer], self.values[layer]))
@@ -148,7 +148,7 @@ class LibraryCache(RowCache):
         return all_keys[rows, :, :end], all_values[rows, :, :end]
 
     def for_library(self, rows: list[int] | None = None, count: int | None = None) -> Cache:
-        """This cache, or some of its rows, as the library's class for one pass."""
+        """Wrap this cache, or some of its rows, as the library's class for one pass."""
         numbers = range(len(self.windows))
         start = self.firsts[rows[0] if rows else 0]
         end = start + (count or self.count) if rows else self.end
@@ -159,9 +159,9 @@ class LibraryCache(RowCache):
 
 
 class AttentionLayer(CacheLayerMixin):
-    """One layer of a cache in one pass from one slot to another, for some rows or all.
+    """One layer of a cache in one pass from one slot to another, for all rows or some.
 
-    Where all rows take part they may begin anywhere, if masks and positions come from elsewhere.
+    If all rows take part, they may begin anywhere; masks and positions are then given separately.
     """
 
     is_sliding = False
@@ -189,7 +189,7 @@ class AttentionLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name in early versions 5
+    get_max_cache_shape = get_max_length  # its name in early releases of version 5
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

@@ -1,9 +1,9 @@
 """The "modules" backend: sublayers as calls of the library's own modules.
 
 The modules are never copied or patched. So quantised, adapted, hooked and offloaded modules work,
-and models spread over devices: hidden states move to a layer's device before the residual, and
-logits back to the embedding's.
-Letters: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
+and so do models spread over devices: hidden states move to a layer's device before the residual,
+and logits back to the embedding's.
+Shapes: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layerskip.model.products import Function, plain
 from layerskip.model.rounded import linears
 
 LinearOf = Callable[[nn.Linear], Function]
-"""Makes the product that replaces a linear's."""
+"""Makes the function that replaces a linear layer."""
 
 
 class Modules(Backend):
@@ -42,7 +42,7 @@ class Modules(Backend):
     def sublayer(
         self, number: int, variant: Variant = EXACT, linear: LinearOf | None = None
     ) -> Block:
-        """A sublayer; with `linear`, its products are those instead of the variant's."""
+        """Return a sublayer; if given, `linear` makes its products instead of the variant."""
         part, second = self.model.parts[number // 2].narrowed(variant.window), number % 2
         module = part.mlp if second else part.attention
         if variant.bits is not None:
@@ -102,9 +102,9 @@ class Modules(Backend):
         return self.mlp_block(part, mlp if part.dense or mixed is None else mixed, mixed)
 
     def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
-        """Experts beside a dense MLP, or in the place of the model's own that are the MLP.
+        """Experts in parallel with a dense MLP, or a draft's replacement for experts as the MLP.
 
-        None where none runs, or where they are the model's own.
+        None if no expert runs, or if the model's own MLP module contains them.
         """
         bits, experts = variant.bits, variant.experts
         if mixture is None or (bits is None and experts is None and not mixture.beside):
@@ -130,15 +130,15 @@ class Modules(Backend):
             mask, rope = step.mask(window, sink), step.rope[kind]
             if device is not None:
                 hidden, rope = hidden.to(device), tuple(each.to(device) for each in rope)
-            if mask is not None:  # an additive one in the layer's own dtype
+            if mask is not None:  # an additive mask in the layer's own dtype
                 mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
             more: dict[str, Any] = {}
-            # blocks are trained without a cache
+            # Blocks are trained without a cache.
             cache = None if step.cache is None else _Narrowed(step.cache, window, sink)
             if positions:
                 places = step.slots if cache is None else step.cache.positions(hidden.device)
                 more["position_ids"] = places
-            if shares:  # layers without keys and values of their own look here
+            if shares:  # layers without their own keys and values read them here
                 read = {}
                 if not part.writes and cache is not None:
                     read[attend.layer_type] = cache.read(part.keys)
@@ -156,7 +156,7 @@ class Modules(Backend):
 
 
 def _with_cross(block: Block, attend: Any, before: Any, after: Any) -> Block:
-    """A self attention and the cross attention behind it as one block."""
+    """Combine a self attention and the cross attention after it into one block."""
 
     def with_cross(hidden: Tensor, step: Step) -> Tensor:
         hidden = block(hidden, step)
@@ -183,7 +183,7 @@ class _Narrowed(NamedTuple):
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """`RowCache.update`, for the library."""
+        """`RowCache.update` with the library's signature."""
         self.cache.update(keys, values, layer_idx)
         return self.read(layer_idx)
 
@@ -192,12 +192,12 @@ class _Narrowed(NamedTuple):
 
 
 def _on(device: torch.device, function: Function | None = None) -> Function:
-    """A function that moves its input to a device first."""
+    """Make a function that first moves its input to a device."""
     return lambda x: x.to(device) if function is None else function(x.to(device))
 
 
 def with_products(module: Any, linear: LinearOf, name: str) -> Any:
-    """A shallow copy of a module whose linears take other products.
+    """A shallow copy of a module whose linear layers use other products.
 
     Replacing them in the module itself would change what other threads compute.
     """

@@ -1,8 +1,8 @@
-"""Heads for the token after the next, which checkpoints hold and the library does not load.
+"""Heads that predict the token after the next; checkpoints have them, the library ignores them.
 
-A head joins a token's embedding with the model's last state of the token before, and runs one
-decoder layer of its own over all such pairs; the model's head makes logits of the result.
-Letters: R rows, T tokens, H hidden width.
+A head joins a token's embedding with the model's last state of the token before it, and runs its
+own decoder layer over all such pairs; the model's head turns the result into logits.
+Shapes: R rows, T tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
 
 
 class Layout(NamedTuple):
-    """How the tensors of a head are called, behind a prefix ("{}": the model's layers).
+    """The names of a head's tensors after a prefix ("{}": the number of the model's layers).
 
     Attributes:
-        layer: what those of its decoder layer begin with.
+        layer: the prefix of its decoder layer's tensors.
         of_tokens, of_states: norms of embeddings and of the model's states.
-        join: makes one of both.
+        join: the linear layer that combines both.
         last: the norm before the model's head.
     """
 
@@ -53,14 +53,14 @@ _BEHIND = Layout("model.layers.{}.", "", "enorm", "hnorm", "eh_proj", "shared_he
 _BESIDE = Layout("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 LAYOUTS = dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _BEHIND)
 LAYOUTS |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _BESIDE)
-"""By model type. Of several heads, each for one token further, the first is run again and again."""
+"""By model type. If there are heads for several tokens, the first is applied repeatedly."""
 
 
 class Head(nn.Module):
-    """A head without weights; `read` gives it those of a checkpoint.
+    """A head without weights; `read` loads them from a checkpoint.
 
     Args:
-        model: the model it belongs to, of a type in `LAYOUTS`.
+        model: the model it belongs to, with a type in `LAYOUTS`.
     """
 
     def __init__(self, model: Whole) -> None:
@@ -79,14 +79,14 @@ class Head(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, embedded: Tensor, states: Tensor, **more: Any) -> Tensor:
-        """What its layer makes of embeddings and states (R, T, H), before the model's head.
+        """Its layer's output for embeddings and states (R, T, H), before the model's head.
 
         Args:
-            more: what the layer needs besides: mask, angles, cache.
+            more: other arguments of the layer: mask, angles, cache.
         """
         parts = [self.of_tokens(embedded), self.of_states(states)]
         hidden = self.layer(self.join(torch.cat(parts, -1)), **more)
-        hidden = hidden if isinstance(hidden, Tensor) else hidden[0]  # early versions 5
+        hidden = hidden if isinstance(hidden, Tensor) else hidden[0]  # early releases of version 5
         return self.last(hidden)  # type: ignore[no-any-return]
 
 
@@ -94,10 +94,10 @@ class Found(NamedTuple):
     """The tensors of a head in a checkpoint.
 
     Attributes:
-        head: without weights yet.
-        files: by tensor of the checkpoint, its file.
-        parts: by tensor of the head, those of the checkpoint that it consists of: one, or a list
-            for each of its rows, which are joined.
+        head: the head, without weights yet.
+        files: the file of each of the checkpoint's tensors.
+        parts: for each of the head's tensors, the checkpoint's tensors that form it: one, or a list
+            for each of its rows, which are concatenated.
     """
 
     head: Head
@@ -106,15 +106,15 @@ class Found(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of its parameters."""
         return sum(weight.numel() for weight in self.head.state_dict().values())
 
 
 def find(model: Whole) -> Found | str | None:
-    """The head in the files that a model was loaded from; why it cannot draft; None: no head.
+    """Find the head in the files of a model: the head, why it cannot draft, or None for no head.
 
     Raises:
-        ValueError: a tensor of it is missing or of a wrong shape, or the files cannot be read.
+        ValueError: a tensor of it is missing or has the wrong shape, or a file cannot be read.
     """
     kind, layers = model.config.model_type, model.num_layers
     revision = getattr(model.model.config, "_commit_hash", None)
@@ -158,7 +158,7 @@ def find(model: Whole) -> Found | str | None:
 
 
 def read(found: Found, like: Tensor) -> Head:
-    """The head with its weights, in the dtype and on the device of a tensor."""
+    """Load the head's weights in the dtype and on the device of a tensor."""
     weights, opened = {}, opener()
 
     def tensor(name: str) -> Tensor:
@@ -172,7 +172,7 @@ def read(found: Found, like: Tensor) -> Head:
 
 
 def opener() -> Callable[[Path], Any]:
-    """Opens each file once: one with thousands of experts takes a while."""
+    """Return a function that opens each file once, since thousands of experts take a while."""
 
     @functools.cache
     def opened(path: Path) -> Any:
@@ -185,7 +185,7 @@ def opener() -> Callable[[Path], Any]:
 
 
 def _parts(name: str, count: int, files: dict[str, Path]) -> Iterator[Sequence[str]]:
-    """The tensors that one of the head consists of; experts may be stored one by one."""
+    """Yield the checkpoint's tensors that form one of the head's; experts may be separate."""
     match = _EXPERTS.match(name)
     if match is None or name in files:
         yield [name]
@@ -198,10 +198,10 @@ def _parts(name: str, count: int, files: dict[str, Path]) -> Iterator[Sequence[s
 def tensor_files(
     source: str, revision: str | None = None, *, fetch: bool = False
 ) -> dict[str, Path]:
-    """By tensor in the safetensors of a checkpoint, its file; empty where there are none.
+    """The file of each tensor in a checkpoint's safetensors files; empty if there are none.
 
     Args:
-        source: a folder, or a repository of the hub, in its cache or fetched if `fetch` says so.
+        source: a folder, or a Hub repository, read from its cache, or downloaded with `fetch`.
 
     Raises:
         ValueError: the files cannot be read.
@@ -211,7 +211,7 @@ def tensor_files(
         if index is not None:
             inside = json.loads(read_file(index))["weight_map"].items()
             parts = {Path(file).name for _, file in inside} if fetch else ()
-            for part in parts:  # beside the index, once they are in the cache
+            for part in parts:  # download them next to the index
                 _file(source, part, revision, fetch)
             return {name: index.parent / Path(file).name for name, file in inside}
         if single is not None:
@@ -227,6 +227,6 @@ def _file(source: str, name: str, revision: str | None, fetch: bool) -> Path | N
     how |= {"local_files_only": not fetch, "revision": revision}
     try:
         path = cached_file(source, name, **how) if source else None
-    except (OSError, ValueError):  # no folder, and no name of a repository
+    except (OSError, ValueError):  # neither a folder nor a repository name
         return None
     return None if path is None else Path(path)

@@ -1,9 +1,9 @@
-"""The "native" backend: one C++ call for a pass, on a CPU.
+"""The "native" backend: one C++ call per pass, on a CPU.
 
-The C++ source is `native.cpp`. Every pass is native, however many tokens it has, so that a token's
-numbers depend on the tokens before it alone: not on those verified with it, nor on how its prompt
+The C++ source is `native.cpp`. Every pass is native, however many tokens it has. So a token's
+numbers depend only on the tokens before it: not on those verified with it, nor on how its prompt
 was cut. Only gradients, pictures and chained replays take the fused path.
-Letters: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
+Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
 rotary width.
 """
 
@@ -46,12 +46,12 @@ _limited = _Limited()
 
 
 def limited_from() -> int | None:
-    """How many threads torch had here, where a round takes one because others need the cores."""
+    """Torch's normal number of threads if a round is limited to one, as others need the cores."""
     return _limited.before
 
 
 def refusal(model: Architecture) -> str | None:
-    """Why a model that the fused path serves has no native passes, or None."""
+    """Why a model that the fused path supports has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes are a CPU's, the model is on {model.device.type}"
     modules = [*model.layers, model.unembedding]
@@ -76,20 +76,20 @@ def refusal(model: Architecture) -> str | None:
 
 @cache
 def warn_refusal(reason: str) -> None:
-    """Say, once, that there are no native passes."""
+    """Warn, once, that there are no native passes."""
     warnings.warn(f"passes take the fused path: {reason}", stacklevel=2)
 
 
 Matrix = Callable[[Any], Any]
-"""Makes what the native passes read of a linear, or anything with a weight: exact or rounded."""
+"""Prepares a linear layer, or anything with a weight, for native passes: exact or rounded."""
 
 
 class NativeBlock:
-    """A sublayer, or a head, for native passes and for the fused path.
+    """A sublayer or a head, both for native passes and for the fused path.
 
     Attributes:
         layer, heads: for an attention, the layer in the cache that it reads, and (K, D).
-        after: what to apply to the logits of a head.
+        after: the function to apply to the logits of a head.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Native(Fused):
         self.extension = extension()
         self.drawn = self.extension.drawn
         self.plan = self.extension.Plan()
-        self._fresh: list[Tensor] = []  # weights that have not been moved to huge pages
+        self._fresh: list[Tensor] = []  # weights that have not been moved to huge pages yet
 
     def _attention(self, part: LayerParts, variant: Variant) -> Block:
         fused, number = super()._attention(part, variant), self._plan_attention(part, variant)
@@ -167,12 +167,12 @@ class Native(Fused):
         return number
 
     def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
-        """Products of wide passes, with the numbers of native ones, which round inputs, too."""
+        """Products for wide passes that equal native ones, which also round inputs."""
         matrix, wide = self._rounded(weight, bias, variant), self.extension.wide_products
         widened = super().product(weight, bias, variant)
 
         def apply(x: Tensor) -> Tensor:
-            # there are no native gradients
+            # There are no native gradients.
             return widened(x) if x.requires_grad else wide(matrix, x)
 
         return apply
@@ -194,7 +194,7 @@ class Native(Fused):
 
     @contextmanager
     def disturbed(self) -> Iterator[None]:
-        # torch's own work between the passes would wait for a second thread, too
+        # Torch's own work between the passes would also wait for a second thread.
         if limited_from() is not None or not self.extension.disturbed():
             yield
             return
@@ -206,7 +206,7 @@ class Native(Fused):
             _limited.before = None
 
     def run(self, hidden: Tensor, step: Step | None, blocks: Sequence[Any]) -> Tensor:
-        # there are no native gradients, and no native way to see other slots than earlier ones
+        # Natively there are no gradients, and queries see only earlier slots.
         chained = step is not None and (not step.cache.firsts or step.blocks is not None)
         if torch.is_grad_enabled() or chained:
             for block in blocks:
@@ -227,7 +227,7 @@ class Native(Fused):
         angles: list[Any] = []
         bases: list[int] = []
         inputs = None
-        # moving takes up to a second for a quarter of a gigabyte, and saves a tenth of a pass
+        # Moving takes up to a second per quarter of a gigabyte, and saves a tenth of a pass.
         if self.long_lived and self._fresh:
             fresh, self._fresh = self._fresh, []
             self.extension.move_to_huge_pages(fresh)
@@ -239,7 +239,7 @@ class Native(Fused):
                     k, v = cache.buffers(block.layer, block.heads, hidden)
                     keys.append(k)
                     values.append(v)
-                    if cache.trimmed:  # else all rows of all layers begin at slot 0
+                    if cache.trimmed:  # otherwise all rows of all layers begin at slot 0
                         bases += cache.first_slots(block.layer)
         branches = cache.branches.flat if keys and cache.branches is not None else []
         numbers = [block.number for block in blocks]
@@ -304,7 +304,7 @@ class Native(Fused):
             for weight in (weights.gate_up_proj, weights.down_proj)
         )
         return self.extension.Mixture(
-            # the router stays exact, as on the fused path
+            # The router stays exact, as on the fused path.
             router=self.extension.Matrix(mixture.weight, None),
             norm=self._norm(mixture.norm),
             scale=mixture.scale,
@@ -322,7 +322,7 @@ class Native(Fused):
         )
 
     def _tail(self, part: LayerParts) -> Any:
-        layer = part.module  # its linears stay exact, as on the fused path
+        layer = part.module  # its linear layers stay exact, as on the fused path
         gated = bool(self.model.inputs_width)
         return self.extension.Tail(
             gate=self._exact(layer.per_layer_input_gate) if gated else None,
@@ -371,9 +371,9 @@ def _fused(block: Any) -> Block:
 
 
 def _in_blocks(part: LayerParts) -> bool:
-    """Whether up begins with a block of rows where gate and up are rounded together.
+    """Whether `up` begins at a block of rows when gate and up are rounded together.
 
-    So must every expert of a mixture, in both of its weights.
+    The same must hold for every expert of a mixture, in both of its weights.
     """
     mixture, linears = part.mixture, part.expansions if part.dense else []
     sizes = [linears[0].weight.shape[0] // 2] if len(linears) == 1 else []

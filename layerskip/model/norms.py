@@ -1,6 +1,6 @@
-"""Norms and rotary angles in few kernels, as the fused blocks need them.
+"""Norms and rotary angles in few kernels, for the fused blocks.
 
-Letters: B rows, T tokens of a pass, N heads, K key-value heads, S slots, D head width, R rotary
+Shapes: B rows, T tokens of a pass, N heads, K key-value heads, S slots, D head width, R rotary
 width (R <= D).
 """
 
@@ -17,24 +17,24 @@ from layerskip.model.products import Function
 
 
 def weight_and_epsilon(module: Any) -> tuple[Tensor | None, float]:
-    """The weight of an RMSNorm module, None where it has none, and its epsilon."""
-    attributes = vars(module)  # the library's classes call it by two names
+    """The weight of an RMSNorm module, or None if it has none, and its epsilon."""
+    attributes = vars(module)  # the library's classes have two names for it
     epsilon: float = attributes.get("variance_epsilon", attributes.get("eps"))
     return module._parameters.get("weight"), epsilon
 
 
 def rms_norm(module: Any, style: str, device: torch.device | None = None) -> Function:
-    """The function of an RMSNorm module; it computes in float32, whatever the model's dtype.
+    """The function of an RMSNorm module. It computes in float32, whatever the model's dtype.
 
     Args:
         style: see `Family.norm`.
-        device: where it computes, if it has no weight (then it only normalises).
+        device: where to compute if the norm has no weight (it then only normalises).
     """
     weight, number = weight_and_epsilon(module)
     epsilon = torch.tensor(number, device=device if weight is None else weight.device)
     vector_norm, addcmul = torch.linalg.vector_norm, torch.addcmul
 
-    # x / sqrt(mean(x^2) + epsilon) in four small kernels, where F.rms_norm has six on a CPU
+    # x / sqrt(mean(x^2) + epsilon) in four small kernels; F.rms_norm takes six on a CPU
     def normalised(x: Tensor) -> Tensor:
         norm = vector_norm(x, 2, -1, True)  # (..., 1)
         return x * addcmul(epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -70,7 +70,7 @@ class TableRotary:
         self.tables = tables
 
     def at(self, cache: RowCache) -> Tables:
-        """The tables at the positions of the pass the cache is placed for, (B or 1, T, R)."""
+        """The tables at the positions for which the cache is placed, (B or 1, T, R)."""
         if not cache.in_step:
             device = next(iter(self.tables.values()))[0].device
             return gathered(self.tables, cache.positions(device))
@@ -79,7 +79,7 @@ class TableRotary:
 
 
 class FusedRotary(TableRotary):
-    """The same for the fused blocks: the sines have the sign of `rotate_half` in them."""
+    """Rotary tables for the fused blocks: the sines include the sign of `rotate_half`."""
 
     def __init__(self, tables: Tables) -> None:
         super().__init__({kind: (cos, _signed(sin)) for kind, (cos, sin) in tables.items()})
@@ -95,12 +95,12 @@ def _signed(sin: Tensor) -> Tensor:
 
 
 def gathered(tables: Tables, slots: Tensor) -> Tables:
-    """Tables of all positions, (1, S, R), at slots (B, T), (B, T, R)."""
+    """Select entries of tables (1, S, R) at slots (B, T): (B, T, R)."""
     return {kind: (cos[0, slots], sin[0, slots]) for kind, (cos, sin) in tables.items()}
 
 
 def for_heads(tables: Tables) -> Tables:
-    """Tables (B, T, R) for all heads, (B, 1, T, R)."""
+    """Add a head dimension to tables (B, T, R): (B, 1, T, R)."""
     return {kind: (cos[:, None], sin[:, None]) for kind, (cos, sin) in tables.items()}
 
 

@@ -1,8 +1,8 @@
-"""Opened models (or whole ones, see `whole`), remembered until the model changes.
+"""Opens models (or uses them as a whole, see `whole`), and remembers them until they change.
 
-Every call checks, in a millisecond or two, whether modules, their numbers (`scaling`), hooks,
-forwards or the places of weights and buffers have changed. Changed numbers in the same place need
-no new opening: passes read weights where they lie, and copies of weights check for changes
+Every call checks, in a millisecond or two, whether modules, their numbers (such as `scaling`),
+hooks, forwards or the addresses of weights and buffers have changed. Changed numbers at the same
+address need no new opening: passes read weights in place, and copies of weights check for changes
 themselves (see `rounded`).
 """
 
@@ -26,10 +26,10 @@ _lock = threading.Lock()
 
 
 def open_model(model: Any, execution: str = "auto") -> Sublayers:
-    """A model as `Sublayers`, or `Whole` if its sublayers are not known.
+    """Open a model as `Sublayers`, or as `Whole` if its sublayers are not known.
 
     Raises:
-        UnsupportedModelError: it can be served in neither way.
+        UnsupportedModelError: neither is possible.
     """
     if level(unwrapped(model))[0] == "opened":
         return Sublayers(model, execution)
@@ -37,7 +37,7 @@ def open_model(model: Any, execution: str = "auto") -> Sublayers:
 
 
 def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
-    """A model as `Sublayers`, built again only if it has changed since the last call."""
+    """Return a model as `Sublayers`, built again only if it has changed since the last call."""
     if isinstance(model, Sublayers):
         return model
     model = unwrapped(model)
@@ -53,7 +53,7 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
 
 
 def opened_of(model: Any) -> Sublayers:
-    """`sublayers_of`, for what needs the states between sublayers.
+    """Like `sublayers_of`, for callers that need the states between sublayers.
 
     Raises:
         ValueError: the model runs as a whole.
@@ -75,7 +75,7 @@ def release(model: Any) -> int:
     Decodings in progress keep what they use. The next call makes new copies.
 
     Returns:
-        The bytes of the copies.
+        The size of the copies in bytes.
     """
     model = unwrapped(model.model if isinstance(model, Sublayers) else model)
     with _lock:
@@ -87,7 +87,7 @@ def release(model: Any) -> int:
 
 
 def _state(model: Any) -> list[Any]:
-    """What an opening depends on, as far as it can be checked cheaply."""
+    """Everything on which an opening depends that can be checked cheaply."""
     state: list[Any] = [{**vars(config_of(model).get_text_config(decoder=True))}]
     state += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
@@ -99,7 +99,7 @@ def _state(model: Any) -> list[Any]:
         state += (kind, kind.forward, attributes.get("forward"), attributes["training"])
         state += (*attributes["_forward_hooks"], *attributes["_forward_pre_hooks"])  # by number
         state.append(attributes.get("_hf_hook"))
-        # scaling, epsilons, softcaps: blocks hold them by value
+        # Scaling, epsilons, softcaps: blocks store them by value.
         state += (value for value in attributes.values() if type(value) in (int, float))
         for weight in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             if weight is not None:

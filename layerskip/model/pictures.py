@@ -1,8 +1,8 @@
 """Pictures in prompts: their features, and which of their tokens see each other.
 
-The library runs the vision tower before the engine is called. Only the prefill knows of pictures:
-after it, a picture is keys and values like any text's.
-Letters: B rows, W width of the prompts, N features, T tokens of a pass, H hidden width, S slots.
+The library runs the vision tower before the engine is called. Only the prefill handles pictures:
+afterwards, a picture consists of keys and values like any text.
+Shapes: B rows, W width of the prompts, N features, T tokens of a pass, H hidden width, S slots.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Pictures:
     """The pictures in the prompts of a batch.
 
     Attributes:
-        features: what stands at the placeholders, row after row, (N, H).
-        numbers: by slot, which of the features stands there, -1: none, (B, W).
-        blocks: by slot, the picture whose tokens see each other, -1: text, (B, W). None: pictures
-            are as causal as text.
+        features: the features that replace placeholders, row after row, (N, H).
+        numbers: by slot, the number of its feature, -1 for none, (B, W).
+        blocks: by slot, the number of the picture whose tokens see each other, -1 for text, (B, W).
+            None: pictures are as causal as text.
     """
 
     features: Tensor
@@ -39,13 +39,13 @@ class Pictures:
     def of(
         cls, features: Tensor, placeholders: Tensor, mask: Tensor, two_way: Tensor | None
     ) -> Pictures:
-        """Pictures in left-padded prompts.
+        """Locate pictures in left-padded prompts.
 
         Args:
             features: of all placeholders, (N, H).
-            placeholders: which tokens they are, (B, W) bool.
+            placeholders: whether a token is a placeholder, (B, W) bool.
             mask: 0 at pads, (B, W).
-            two_way: which tokens of pictures see each other, (B, W) bool; None: none.
+            two_way: tokens of pictures that see each other, (B, W) bool; None: none.
         """
         numbers = (placeholders.flatten().cumsum(0) - 1).view_as(placeholders)
         numbers = numbers.masked_fill(~placeholders, -1)  # (B, W)
@@ -57,31 +57,31 @@ class Pictures:
         return cls(features, _by_slot(numbers, mask), blocks)
 
     def to(self, device: torch.device) -> Pictures:
-        """The same on a device."""
+        """Move the tensors to a device."""
         blocks = None if self.blocks is None else self.blocks.to(device)
         return Pictures(self.features.to(device), self.numbers.to(device), blocks)
 
     def some(self, rows: range) -> Pictures:
-        """The pictures of neighbouring rows."""
+        """Select the pictures of neighbouring rows."""
         chosen = slice(rows.start, rows.stop)
         blocks = None if self.blocks is None else self.blocks[chosen]
         return Pictures(self.features, self.numbers[chosen], blocks)
 
     def over(self, hidden: Tensor, slots: Tensor) -> Tensor:
-        """Embedded tokens (B, T, H) at slots (B, T), with features in place of placeholders."""
+        """Replace placeholders by features in embedded tokens (B, T, H) at slots (B, T)."""
         numbers = self.numbers.gather(1, slots)  # (B, T)
         there = numbers >= 0
         return hidden.masked_scatter(there[..., None], self.features[numbers[there]].to(hidden))
 
     def blocks_of(self, slots: Tensor) -> Tensor | None:
-        """The blocks, if any of the slots (B, T) of a pass are in one."""
+        """The blocks, if any of the slots (B, T) of a pass is in one; otherwise None."""
         if self.blocks is None or not bool((self.blocks.gather(1, slots) >= 0).any()):
             return None
         return self.blocks
 
     def named(self, row: int, tokens: Sequence[int]) -> list[int]:
-        """A row's first tokens, with numbers below 0 that only equal pictures share as their
-        placeholders."""
+        """A row's first tokens. Placeholders get negative numbers, which are the same for equal
+        pictures only."""
         named, numbers = list(tokens), self.numbers[row].tolist()
         places = [place for place in range(len(named)) if numbers[place] >= 0]
         for _, run in groupby(places, lambda place: numbers[place] - place):
@@ -96,7 +96,7 @@ class Pictures:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest picture whose tokens see each other; 0: there is none."""
+        """Tokens of the longest picture whose tokens see each other; 0 if there is none."""
         if self.blocks is None:
             return 0
         blocks = [row[row >= 0] for row in self.blocks]
@@ -104,7 +104,7 @@ class Pictures:
 
     @property
     def inside(self) -> frozenset[int]:
-        """The slots where a pass must not begin: a picture whose tokens see each other goes on."""
+        """Slots where a pass must not begin: inside a picture whose tokens see each other."""
         if self.blocks is None:
             return frozenset()
         goes_on = (self.blocks[:, 1:] >= 0) & (self.blocks[:, 1:] == self.blocks[:, :-1])
@@ -112,7 +112,7 @@ class Pictures:
 
 
 def _by_slot(values: Tensor, mask: Tensor) -> Tensor:
-    """Left-padded values (B, W) by slot, which is the place without pads; -1 behind the end."""
+    """Convert left-padded values (B, W) to values by slot, without pads; -1 after the end."""
     rows = [row[real] for row, real in zip(values, mask.bool(), strict=True)]
     return pad_sequence(rows, batch_first=True, padding_value=-1)  # (B, W)
 
@@ -120,10 +120,10 @@ def _by_slot(values: Tensor, mask: Tensor) -> Tensor:
 def ahead(
     wrapper: Conditional, blocks: Tensor, slots: Tensor, end: int, window: int | None
 ) -> Tensor | None:
-    """Which slots up to `end` each query sees as they are of its own picture, (B, 1, T, end) bool.
+    """The slots before `end` that a query sees as part of its own picture, (B, 1, T, end) bool.
 
     Args:
-        wrapper: the class around the decoder, as families differ.
+        wrapper: the class around the decoder, since families differ.
         blocks: as in `Pictures`, (B, W).
         slots: of the queries, (B, T).
         window: of the layer.

@@ -1,7 +1,7 @@
-"""Whether the modules of a model are plain, so that other code may compute with their weights.
+"""Checks whether a model's modules are plain, so that other code may compute with their weights.
 
-Hooks, adapters, quantised weights and patched forwards are found by class and by code. What is not
-plain is called as it is (the "modules" backend).
+Hooks, adapters, quantised weights and patched forwards are found by class and by code. A module
+that is not plain is called unchanged (the "modules" backend).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def refusal(model: Architecture) -> str | None:
-    """Why a model must keep the module path, or None where this path computes the same.
+    """Why a model must use the module path, or None if the fused path computes the same.
 
-    Hooks and weights are looked at now: open the model again after changing its modules.
+    Hooks and weights are checked now: open the model again after changing its modules.
     """
     if _global_hooks():
         return "global module hooks are registered"
@@ -48,7 +48,7 @@ def refusal(model: Architecture) -> str | None:
 
 
 def head_refusal(head: Any) -> str | None:
-    """Why a head must be called whole, or None where its rows are those of a plain weight."""
+    """Why a head must be called as a whole, or None if its rows are those of a plain weight."""
     if _global_hooks():
         return "global module hooks are registered"
     return _not_plain(head, nn.Linear.__module__, "lm_head")
@@ -59,7 +59,7 @@ def _global_hooks() -> bool:
 
 
 def _involved(model: Architecture) -> Iterator[tuple[str, Any]]:
-    """Every module whose call this path replaces, and how to call it in a message."""
+    """Yield every module whose call this path replaces, and its name for messages."""
     decoder = model.decoder
     yield "model.norm", decoder.norm
     yield "lm_head", model.unembedding
@@ -73,11 +73,11 @@ def _involved(model: Architecture) -> Iterator[tuple[str, Any]]:
 
 
 def _not_plain(module: Any, home: str, name: str) -> str | None:
-    """Why a module is not what the library puts there, as the family's `home` has it."""
+    """Why a module differs from the one that the library's `home` module defines, or None."""
     kind = type(module)
-    # classes are compared by module, as a patch may have replaced the library's own class there
+    # Compare by module, since a patch may have replaced the library's own class there.
     ours = kind is nn.Linear or kind is nn.Dropout or kind.__module__ == home
-    # an activation may be any function of one tensor
+    # An activation may be any function of one tensor.
     if not ours and not name.endswith(("act_fn", "activation_fn")):
         return f"is a {kind.__name__} of {kind.__module__}, not one of {home}"
     if module.training:
@@ -105,7 +105,7 @@ def _written_in(function: Any, module: str, name: str) -> bool:
     """Whether a method is the one of that name in a module's source.
 
     Its package may have decorated it. `functools.wraps` copies `__module__` to a patch, so that
-    proves nothing: the globals and the code are compared.
+    proves nothing; the globals and the code are compared instead.
     """
     package, home = module.partition(".")[0], sys.modules.get(module)
     while hasattr(function, "__wrapped__"):

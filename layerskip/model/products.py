@@ -14,16 +14,16 @@ Linear = Callable[[Tensor, Tensor | None], Function]
 
 
 def plain(weight: Tensor, bias: Tensor | None) -> Function:
-    """The linear as it is."""
+    """The ordinary linear layer."""
     linear = F.linear
     return lambda x: linear(x, weight, bias)
 
 
 def compilable(weight: Tensor, bias: Tensor | None) -> Function:
-    """The linear for compiled code: one token's product in plain loops on a CPU.
+    """A linear layer for compiled code: one token's product as plain loops on a CPU.
 
     Loops read memory faster than BLAS (1.25 to 1.4 times with float32 matrices of 1 to 64 MB on a
-    Zen 4 core). In half precision, for several tokens, and when not compiled, it is `plain`.
+    Zen 4 core). In half precision, for several tokens, or if not compiled, it is `plain`.
     """
     linear = F.linear
     loops = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)

@@ -1,10 +1,10 @@
-"""Recurrent layers: their states cannot be rolled back, so they are kept.
+"""Recurrent layers: their states cannot be rolled back, so copies are kept.
 
-For each row there are the state behind its last committed token, or one before that, and the newest
-state. A pass starts from the newest one that has seen none of its tokens, and feeds the tokens in
-between again, in front of its own. Where all drafts were accepted that is the newest one, and no
-token is fed twice.
-Letters: R rows of a pass, T tokens, H hidden width.
+Each row keeps the state after its last committed token, or an earlier one, and the newest state. A
+pass starts from the newest state that has seen none of its tokens, and feeds the tokens in between
+again before its own. If all drafts were accepted, that is the newest one, and no token is fed
+twice.
+Shapes: R rows of a pass, T tokens, H hidden width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from layerskip.model.library_cache import AttentionLayer, LibraryCache
 
 LONGEST = 16
-"""Tokens to be fed again from which on they get a pass of their own, whose state is kept."""
+"""Number of tokens to feed again from which on they get a separate pass, whose state is kept."""
 SERVED = frozenset(
     (
         *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe"),
@@ -29,13 +29,13 @@ SERVED = frozenset(
         *("qwen3_5_text", "qwen3_next"),
     )
 )
-"""The types of models with recurrent layers whose text was compared with `generate()`."""
+"""Types of models with recurrent layers whose text was compared with `generate()`."""
 ONE_BY_ONE = frozenset(("falcon_mamba", "jamba", "mamba"))
-"""Those that the library lets go on from a state by one token at a time only."""
+"""Those that the library can continue from a state by only one token at a time."""
 
 
 class _Absent:
-    """In place of what early versions of the library lack."""
+    """Replaces classes that early versions of the library lack."""
 
 
 _Linear: Any = vars(cache_utils).get("LinearAttentionLayer", _Absent)
@@ -43,11 +43,11 @@ KINDS = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 
 
 class State(NamedTuple):
-    """What recurrent layers hold after a row's first tokens.
+    """The contents of recurrent layers after a row's first tokens.
 
     Attributes:
-        end: how many tokens.
-        tensors: by kind ("conv", "recurrent") and number of the layer, of one row, (1, ...).
+        end: number of tokens.
+        tensors: by kind ("conv", "recurrent") and number of the layer, for one row, (1, ...).
     """
 
     end: int
@@ -58,7 +58,7 @@ _NOTHING = State(0, {})
 
 
 class RecurrentCache(LibraryCache):
-    """Keys, values and states of rows whose passes are grouped by how many tokens they feed.
+    """Keys, values and states of rows; passes are grouped by the number of tokens they feed.
 
     Args:
         make: makes the library's layers of an empty cache.
@@ -69,9 +69,9 @@ class RecurrentCache(LibraryCache):
     ) -> None:
         super().__init__(rows, slots, windows)
         self.make = make
-        self._tokens = torch.zeros(rows, slots, dtype=torch.long)  # (B, S), those fed so far
+        self._tokens = torch.zeros(rows, slots, dtype=torch.long)  # (B, S), tokens fed so far
         self._states = [[_NOTHING] for _ in range(rows)]  # the committed one, and the newest
-        self._drafted = [_NOTHING] * rows  # of a draft in other weights, in the round in progress
+        self._drafted = [_NOTHING] * rows  # of a draft with other weights, in this round
 
     def run(
         self,
@@ -82,13 +82,13 @@ class RecurrentCache(LibraryCache):
         one_by_one: bool,
         draft: bool,
     ) -> Tensor:
-        """Run the tokens (R, T) of a pass; hidden states (R, T, H).
+        """Run the tokens (R, T) of a pass; returns hidden states (R, T, H).
 
         Args:
-            total: the most tokens of a row; those behind it are pads.
-            forward: takes tokens and positions (r, t) and the library's cache; states (r, t, H).
-            one_by_one: several tokens never go on from a state.
-            draft: the weights are not the model's: only its committed states are of use.
+            total: maximum number of tokens in a row; tokens after it are pads.
+            forward: maps tokens and positions (r, t) and the library's cache to states (r, t, H).
+            one_by_one: whether only one token at a time may continue from a state.
+            draft: whether the weights are not the model's: only its committed states are useful.
         """
         device, count = tokens.device, tokens.shape[1]
         out: Tensor | None = None
@@ -121,7 +121,7 @@ class RecurrentCache(LibraryCache):
         return out
 
     def _start(self, place: int, row: int, draft: bool) -> State:
-        """The state that a row's pass goes on from."""
+        """The state from which a row's pass continues."""
         first = self.firsts[row]
         if draft and first > self.settled[row]:
             return self._drafted[place]
@@ -135,7 +135,7 @@ class RecurrentCache(LibraryCache):
     def _layers(
         self, rows: list[int], places: list[int], start: int, end: int, draft: bool
     ) -> Cache:
-        """The library's cache for some rows of the pass, which all go on from one token."""
+        """The library's cache for rows of the pass that all continue from the same token."""
         states = [self._drafted[p] if draft else self._states[p][-1] for p in places]
         layers = self.make()
         for number, layer in enumerate(layers):
@@ -167,7 +167,7 @@ class RecurrentCache(LibraryCache):
                 self._states[place] = [*settled[-1:], state]
 
     def parts(self, place: int, first: int, end: int) -> Iterator[tuple[tuple[str, int], Tensor]]:
-        """As of `RowCache`, and the state at the end as what the last slot holds, (..., 1, D)."""
+        """As for `RowCache`, and the state at the end as the last slot's contents, (..., 1, D)."""
         yield from super().parts(place, first, end)
         state = next(each for each in self._states[place] if each.end == end)  # see `reusable`
         for name, tensor in state.tensors.items():
@@ -188,13 +188,13 @@ class RecurrentCache(LibraryCache):
 
     @property
     def window(self) -> int:
-        return 1  # a text is of use where its state is kept
+        return 1  # a text is useful only where its state was kept
 
     def reusable(self, place: int, length: int) -> int:
         return max((each.end for each in self._states[place] if each.end <= length), default=0)
 
     def marks(self, length: int, same: int) -> set[int]:
-        return {length - 1, same}  # the last token is run again, should the same prompt come
+        return {length - 1, same}  # the last token runs again if the same prompt comes
 
     def keep(self, places: Sequence[int], length: int) -> int:
         self._tokens = self._tokens[list(places)]
@@ -226,7 +226,7 @@ class RecurrentCache(LibraryCache):
 
 
 class _Both(_Linear, AttentionLayer):  # type: ignore[misc]
-    """A layer with a state and an attention."""
+    """A layer with both a state and an attention."""
 
     def __init__(self, *given: Any) -> None:
         _Linear.__init__(self)
@@ -234,7 +234,7 @@ class _Both(_Linear, AttentionLayer):  # type: ignore[misc]
 
 
 def _fill(layer: Any, kind: str, tensor: Tensor) -> None:
-    """Give a layer of the library a state, of as many rows as the pass has."""
+    """Set the state of one of the library's layers, for as many rows as the pass has."""
     layer.device, layer.dtype, layer.has_previous_state[0] = tensor.device, tensor.dtype, True
     if kind == "conv":
         layer.conv_states[0], layer.conv_kernel_size[0] = tensor, tensor.shape[-1]

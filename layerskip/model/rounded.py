@@ -1,14 +1,14 @@
 """Weights rounded to 8 or 4 bits, and products with them.
 
 8 bits: numbers from -127 to 127 with one scale per row. 4 bits: numbers from -8 to 7 with one
-scale, of either sign, for every 32 columns of a row. Scales are bfloat16. Copies are made once for
-a model and kept for as long as it lives; all its decodings share them.
+scale, of either sign, per 32 columns of a row. Scales are bfloat16. Copies are made once per model
+and kept as long as it lives; all its decodings share them.
 
-Every call compares each weight with what it was when it was copied: by place, shape, dtype, device
-and version, and by some of its numbers, since changes through `.data` leave no other trace. A
-changed weight is rounded again. A change that goes unnoticed lowers acceptance and nothing else: no
-text depends on a copy. A trained delta may be added before rounding (see `deltas`).
-Letters: R rows, C columns, E experts, G groups of 32 columns, U units of 64, r rank.
+Every call compares each weight with its state when it was copied: address, shape, dtype, device and
+version, and some of its numbers, since changes through `.data` leave no other trace. A changed
+weight is rounded again. A change that is not noticed only lowers acceptance: no text depends on a
+copy. A trained delta may be added before rounding (see `deltas`).
+Shapes: R rows, C columns, E experts, G groups of 32 columns, U units of 64, r rank.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from layerskip.model.stored import Stored
 GROUP = 32
 """Columns that share a scale in 4 bits."""
 LARGEST = (-8.6, -8.0, -7.4, 7.0)
-"""Values that the largest number of a group is scaled to; the scale with the least error is taken.
+"""Values to which the largest number of a group is scaled; the scale with the least error is used.
 On SmolLM2 that leaves .6 of the squared error of 7 alone; 50 scales leave .57."""
 ROWS = 16
-"""Rows of a block of packed numbers. `integers.h` says how they lie."""
-_UNIT = 64  # columns that lie together
-_CHUNK = 1 << 20  # numbers that are rounded at a time
-_SAMPLES = 32  # numbers of every weight that are compared
+"""Rows in a block of packed numbers. `integers.h` describes their layout."""
+_UNIT = 64  # columns stored together
+_CHUNK = 1 << 20  # numbers rounded at a time
+_SAMPLES = 32  # numbers of every weight to compare
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A rounded weight (R, C); of an expert weight (E, R, C), those of its experts, (E R, C).
+    """A rounded weight (R, C); for an expert weight (E, R, C) all experts together, (E R, C).
 
     Attributes:
-        numbers: (R, C), int8. In 4 bits two to a byte, (R, G, 16): columns 0 to 15 of a group in
-            the lower halves, with an offset of 8. Packed for native products, (bytes,).
-        scales: (R,), in 4 bits (R, G), bfloat16; None where they are packed with the numbers.
+        numbers: (R, C), int8. In 4 bits two per byte, (R, G, 16): columns 0 to 15 of a group in the
+            lower halves, with an offset of 8. Packed for native products, (bytes,).
+        scales: (R,), in 4 bits (R, G), bfloat16; None if they are packed with the numbers.
     """
 
     bits: int
@@ -76,10 +76,10 @@ class Rounded:
         return _widened(numbers, scales, self.shape[1], dtype)  # (R, C)
 
     def linear(self, bias: Tensor | None) -> Function:
-        """Products of inputs (..., C) with the widened weight, (..., R).
+        """Multiply inputs (..., C) by the widened weight, (..., R).
 
-        They are fast only in compiled code, or by the native backend. Torch's own crash with some
-        widths (`_weight_int8pack_mm` of torch 2.13, with 33 rows of 100 columns).
+        This is fast only in compiled code or in the native backend. Torch's own products crash with
+        some widths (`_weight_int8pack_mm` of torch 2.13, with 33 rows of 100 columns).
         """
         if self.packed:
             return lambda x: F.linear(x, self.widened(x.dtype), bias)
@@ -90,7 +90,7 @@ class Rounded:
         def apply(x: Tensor) -> Tensor:
             if not (loops and torch.compiler.is_compiling() and x.numel() == columns):
                 return F.linear(x, _widened(numbers, scales, columns, x.dtype), bias)
-            # as `products.compilable`: loops that widen as they go
+            # Like `products.compilable`: loops that widen as they go.
             out = (x[..., None, :] * numbers.to(x.dtype)).sum(-1) * scales.to(x.dtype)
             return out if bias is None else out + bias
 
@@ -100,10 +100,10 @@ class Rounded:
 def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     """Round a weight (R, C), or (E, R, C) of experts, to 8 or 4 bits."""
     *experts, rows, columns = weight.shape
-    # in chunks, so that rounding needs little memory
+    # In chunks, so that rounding needs little memory.
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
     with torch.inference_mode(False), torch.no_grad():
-        # each expert for itself, so that in packed numbers it begins with a block
+        # Each expert separately, so that in packed numbers it begins with a block.
         each = weight.detach() if experts else [weight.detach()]
         chunks = [_rounded(some, bits) for one in each for some in one.split(step)]
         if packed:
@@ -117,7 +117,7 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
 
 
 def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
-    """`Rounded.nbytes` of a weight, without making it."""
+    """`Rounded.nbytes` of a weight, without creating it."""
     if weight.dim() == 3:
         return len(weight) * rounded_bytes(weight[0], bits, packed=packed)
     rows, columns = weight.shape
@@ -131,7 +131,7 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
 
 
 def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Numbers, (R, C) or in 4 bits (R, G, 32), and their scales (R,) or (R, G)."""
+    """The numbers, (R, C) or in 4 bits (R, G, 32), and their scales (R,) or (R, G)."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
     if bits == 8:
         scales = (exact.abs().amax(-1) / 127).bfloat16()  # (R,)
@@ -154,13 +154,13 @@ def _numbers(exact: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
 
 
 def _filled(tensor: Tensor, multiple: int) -> Tensor:
-    """(R, C, ...) with zeros behind its columns up to a multiple."""
+    """Pad (R, C, ...) with zero columns up to a multiple."""
     fill = -tensor.shape[1] % multiple
     return F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, fill)) if fill else tensor
 
 
 def _paired(numbers: Tensor) -> Tensor:
-    """Two numbers of 4 bits in a byte, (R, G, 32) to (R, G, 16)."""
+    """Put two 4-bit numbers into each byte, (R, G, 32) to (R, G, 16)."""
     low, high = (numbers + 8).to(torch.uint8).chunk(2, -1)
     return low | high << 4
 
@@ -174,13 +174,13 @@ def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) 
 
 
 # ---------------------------------------------------------------------------------------------
-# Numbers as native products read them.
+# Numbers in the layout that native products read.
 
 
 def _blocks(numbers: Tensor, offset: int) -> Tensor:
-    """Numbers with an offset (R, C) in whole blocks and units, (blocks, 16, C)."""
+    """Add an offset to numbers (R, C), and pad to whole blocks and units, (blocks, 16, C)."""
     whole = _filled(numbers, _UNIT)
-    whole = F.pad(whole, (0, 0, 0, -len(whole) % ROWS)) + offset  # which wraps around
+    whole = F.pad(whole, (0, 0, 0, -len(whole) % ROWS)) + offset  # wraps around
     return whole.view(torch.uint8).view(-1, ROWS, whole.shape[1])
 
 
@@ -201,7 +201,7 @@ def _packed4(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
-    """The numbers and scales of a packed copy, in the layout that is not packed."""
+    """The numbers and scales of a packed copy, in the unpacked layout."""
     rows, columns = copy.shape
     units = -(-columns // _UNIT)
     if copy.bits == 8:
@@ -236,7 +236,7 @@ class _Origin:
         flat = weight.detach().reshape(-1)
         step = max(1, len(flat) // _SAMPLES)
         self.place = weight.data_ptr()
-        self.sample = flat[step // 2 :: step]  # of the weight's own memory, if that is contiguous
+        self.sample = flat[step // 2 :: step]  # a view of the weight, if it is contiguous
 
     def holds(self, weight: Tensor) -> bool:
         if self.facts != _facts(weight):
@@ -246,7 +246,7 @@ class _Origin:
         if torch.equal(self.sample, self.before):
             return True
         same = (self.sample == self.before) | (self.sample.isnan() & self.before.isnan())
-        return bool(same.all())  # NaN is not itself
+        return bool(same.all())  # NaN does not equal itself
 
 
 def _facts(weight: Tensor) -> tuple[Any, ...]:
@@ -255,21 +255,21 @@ def _facts(weight: Tensor) -> tuple[Any, ...]:
 
 
 class RoundedCopies:
-    """The rounded weights of a model, each made when it is first asked for.
+    """The rounded weights of a model, each made when first needed.
 
     Attributes:
-        changes: how often copies were dropped; callers that keep something made of them compare.
+        changes: how often copies were dropped; callers that store results of copies compare it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: Any = WeakTensorKeyDictionary()  # a weight -> its `_Origin`
+        self._made: Any = WeakTensorKeyDictionary()  # weight -> `_Origin`
         self.changes = 0
 
     def of(
         self, weight: Tensor, bits: int, *, packed: bool = False, deltas: Deltas | None = None
     ) -> Rounded:
-        """A weight of the model in low precision, with deltas added where a copy can hold them."""
+        """A rounded weight of the model, with deltas added if a copy preserves them."""
         delta = None if deltas is None else deltas.merged_into(weight, bits)
         key = (bits, packed, None if delta is None or deltas is None else deltas.hash)
         with self._lock:
@@ -313,11 +313,11 @@ def copies_of(model: nn.Module) -> RoundedCopies:
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears of a sublayer, decoder or head that can be rounded, and their names ("" for
-    itself).
+    """Yield the linear layers of a sublayer, decoder or head that can be rounded, and their names
+    ("" for the module itself).
 
-    Others are used as they are: those that the library has quantised or offloaded, the small ones
-    that adapters put beside a base, and those that choose experts.
+    All others are used unchanged: those that the library has quantised or offloaded, the small ones
+    of adapters, and those that choose experts.
     """
     adapted = [name for name, each in module.named_modules() if hasattr(each, "base_layer")]
     for name, each in module.named_modules():

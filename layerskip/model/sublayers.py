@@ -2,7 +2,7 @@
 
 Sublayer 2i is the attention of layer i, sublayer 2i+1 its MLP, each with its norms and residual
 add. The model is not changed: a backend computes with its weights or calls its modules.
-Letters: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
+Shapes: B rows, T tokens of a pass, H hidden width, S slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ ASKED = "as asked for"
 
 
 class Pass:
-    """What all sublayers of one forward pass share: the cache, angles and masks.
+    """The data that all sublayers of one forward pass share: the cache, angles and masks.
 
     Args:
         cache: placed for the pass.
-        inputs: the layers' own inputs, (B, T, L, P), where layers have any (`Sublayers.inputs`).
+        inputs: the layers' own inputs, (B, T, L, P), if they have any (`Sublayers.inputs`).
         blocks: by slot, the picture whose tokens see each other (see `Pictures`), (B, W).
     """
 
@@ -62,14 +62,14 @@ class Pass:
         return self.rotary.at(self.cache)
 
     def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
-        """The attention mask of layers with a window and a sink, None where they need none."""
+        """The mask of layers with this window and sink, or None if they need none."""
         if (window, sink) not in self._masks:
             self._masks[window, sink] = self._mask(window, sink)
         return self._masks[window, sink]
 
     def _mask(self, window: int | None, sink: int) -> Tensor | None:
         model, cache = self.model, self.cache
-        # one mask for all layers: sdpa takes bool, whatever dtype a layer has
+        # One mask for all layers: sdpa takes bool, whatever a layer's dtype.
         dtype = torch.bool if model.backend.bool_masks else model.dtype
         more = None
         if self.blocks is not None and model.wrapper is not None:
@@ -78,14 +78,14 @@ class Pass:
             more = more[..., cache.first(window, sink) :]
             seen = cache.seen(window, model.device, sink) | more  # (B, 1, T, slots)
             return seen if dtype is torch.bool else additive(seen, dtype)
-        # the eager kernel always needs a mask; sdpa is causal without one
+        # The eager kernel always needs a mask; sdpa is causal without one.
         if (model.eager and cache.count > 1) or cache.needs_mask(window):
             return cache.mask(window, dtype, model.device, sink)
         return None
 
     @cached_property
     def cross(self) -> tuple[Tensor, Tensor, Any]:
-        """What an encoder made of the rows, (B, E, H), its mask, (B, 1, 1, E), and the cache."""
+        """An encoder's output for the rows, (B, E, H), its mask, (B, 1, 1, E), and the cache."""
         encoded = self.cache.heard()  # type: ignore[attr-defined]
         mask = encoded.mask.bool()[:, None, None]
         mask = additive(mask, self.model.dtype) if self.model.eager else mask
@@ -93,7 +93,7 @@ class Pass:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where the pass writes, (B, T)."""
+        """The slots that the pass writes, (B, T)."""
         return self.cache.placed(self.model.device)
 
 
@@ -101,32 +101,32 @@ class Sublayers(Architecture):
     """A causal language model opened up into its sublayers.
 
     Args:
-        model: a `transformers` causal language model of a family in `families.FAMILIES`, or
-            PEFT's wrapper.
-        execution: "modules" calls the library's modules, "fused" the fused path for plain weights,
-            "native" the same in one call for a pass on a CPU, "compiled" in compiled
-            functions, except the prefill (with a warning the fused path where either cannot be
-            had), "auto" the first of native, fused and modules that can serve the model as it is
-            now.
+        model: a `transformers` causal language model of a family in `families.FAMILIES`, or a PEFT
+            wrapper of one.
+        execution: "modules" calls the library's modules, "fused" takes the fused path for plain
+            weights, "native" does the same in one call per pass on a CPU, "compiled" uses compiled
+            functions except for the prefill (either falls back to the fused path with a warning if
+            it is not available), "auto" takes the first of native, fused and modules that supports
+            the model as it is now.
 
     Attributes:
-        execution: the one taken, any of those but "auto".
-        reason: why it is not a faster one; None where it is the fastest.
+        execution: the one in use, any of those except "auto".
+        reason: why it is not a faster one; None if it is the fastest.
         blocks: the sublayers.
         head: final norm, head and softcap.
-        encoded: what an encoder made of the texts of a batch, if the model has one.
-        read: token ids of the texts that an encoder has read for a batch, a row each, if there are.
-        drawn: draws tokens in one native call, where there is one (see `Backend`).
-        weights: what drafts compute with.
+        encoded: an encoder's output for the texts of a batch, if the model has an encoder.
+        read: token ids of the texts that an encoder has read for a batch, one row each, if any.
+        drawn: draws tokens in one native call, or None (see `Backend`).
+        weights: the weights that drafts compute with.
 
     Raises:
-        UnsupportedModelError: naming what is not supported and what is.
-        ValueError: "fused", "native" or "compiled" was asked for and the model's modules must be
-            called; or training mode.
+        UnsupportedModelError: names what is not supported, and what is.
+        ValueError: "fused", "native" or "compiled" is requested but the model's modules must be
+            called; or the model is in training mode.
     """
 
     encoded: EncoderStates | None = None
-    recurrent = False  # whether it has layers with a state that cannot be rolled back
+    recurrent = False  # whether it has layers whose state cannot be rolled back
     read: Sequence[Tensor] = ()
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
@@ -140,24 +140,24 @@ class Sublayers(Architecture):
 
     @property
     def exact(self) -> bool:
-        """Whether a token's numbers are the same bit by bit, whatever tokens are verified with it.
+        """Whether a token's numbers are the same bit for bit, whatever tokens are verified with it.
 
-        On other backends library kernels may sum in another order for other passes.
+        In other backends, library kernels may sum in another order for other pass sizes.
         """
         return self.execution == "native"
 
     @property
     def branches(self) -> bool:
-        """Whether a pass may be over a tree of tokens."""
+        """Whether a pass may run a tree of tokens."""
         return not self.encoder
 
     def let_go(self) -> Sublayers:
-        """The same, which no longer keeps the model alive."""
+        """The same opened model, without keeping the model itself alive."""
         self._held = None
         return self
 
     def handle(self) -> Sublayers:
-        """The same opened model, which keeps the model alive."""
+        """The same opened model, keeping the model itself alive."""
         other = copy(self)
         other._held = self.model
         return other
@@ -172,9 +172,9 @@ class Sublayers(Architecture):
 
     @property
     def threads(self) -> int | None:
-        """How many threads of the CPU passes take, torch's own number; None on other devices.
+        """The number of CPU threads that passes use, torch's own number; None on other devices.
 
-        Rounds of which other processes keep all but one take fewer for a while (`disturbed`).
+        Rounds use fewer for a while if other processes occupy all cores but one (`disturbed`).
         """
         if self.device.type != "cpu":
             return None
@@ -182,19 +182,19 @@ class Sublayers(Architecture):
 
     @property
     def limited(self) -> bool:
-        """Whether passes take one thread for the moment, in a context of `disturbed`."""
+        """Whether passes use one thread at the moment, inside a context of `disturbed`."""
         return native.limited_from() is not None
 
     def disturbed(self) -> AbstractContextManager[None]:
-        """A context for a round: it uses one thread where other processes need the cores."""
+        """A context for a round: it uses one thread if other processes need the cores."""
         return self.backend.disturbed()
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
-        """An empty cache for a batch; of an encoder-decoder, for the first rows that it has read.
+        """An empty cache for a batch; in an encoder-decoder, for the first rows that it has read.
 
         Raises:
-            ValueError: the model has no keys and values of its own, or an encoder-decoder has read
-                nothing.
+            ValueError: the model has no keys and values of its own, or an encoder-decoder has not
+                read anything.
         """
         if self.encoder and self.encoded is None:
             raise ValueError(
@@ -205,14 +205,14 @@ class Sublayers(Architecture):
             return LibraryCache(rows, slots, self.windows, self.encoded.of(slice(rows)))
         if not any(part.writes for part in self.parts):
             raise ValueError(
-                "this model has no keys and values of its own, it drafts for another one: give "
-                "that one as the model, and this as its assistant"
+                "this model has no keys and values of its own: it drafts for another model; give "
+                "that one as the model, and this one as its assistant"
             )
         slots = self.backend.capacity(slots)
         return RowCache(rows, slots, self.windows, trims=self.backend.trims)
 
     def encode(self, tokens: Tensor, mask: Tensor) -> EncoderStates:
-        """What the encoder makes of texts (B, E), padded where the mask (B, E) is 0."""
+        """Encode texts (B, E), padded where the mask (B, E) is 0."""
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         states = self.model.get_encoder()(input_ids=tokens, attention_mask=mask)[0]  # (B, E, H)
         return EncoderStates(states, mask, tokens)
@@ -227,7 +227,7 @@ class Sublayers(Architecture):
         return other
 
     def reading_of(self, target: Sublayers) -> Self:
-        """The same model for what another one's encoder has read.
+        """The same model for the texts that another model's encoder has read.
 
         Raises:
             ValueError: those texts are not known as tokens.
@@ -235,19 +235,19 @@ class Sublayers(Architecture):
         encoded = target.encoded
         if encoded is None or encoded.tokens is None:
             raise ValueError(
-                "an encoder-decoder can draft for another one only, whose encoder was given tokens"
+                "an encoder-decoder can only draft for another one whose encoder was given tokens"
             )
         return self.reading(self.encode(encoded.tokens, encoded.mask))
 
     def cache_bytes(self, tokens: int) -> float:
-        """Bytes of the keys and values that a text of so many tokens takes; 0 if unknown."""
+        """Bytes of keys and values for a text of `tokens` tokens; 0 if unknown."""
         per_token = self.key_bytes(part.number for part in self.parts if part.writes)
         if not self.backend.trims:  # windows are masked
             per_token = {None: math.fsum(per_token.values())}
         return keys_read(per_token, tokens)
 
     def first_pass(self, tokens: Tensor) -> tuple[Tensor, Pass]:
-        """Begin a pass over whole texts (B, T), with a cache of its own, as `feed`."""
+        """Begin a pass over whole texts (B, T) with a new cache, like `feed`."""
         rows, count = tokens.shape
         cache = self.new_cache(rows, count)
         cache.place([0] * rows, count)
@@ -256,7 +256,7 @@ class Sublayers(Architecture):
     def feed(
         self, tokens: Tensor, cache: RowCache, rotary: Rotary, pictures: Pictures | None = None
     ) -> tuple[Tensor, Pass]:
-        """Begin a pass: tokens (B, T) as hidden states (B, T, H), and what sublayers share."""
+        """Begin a pass: embed tokens (B, T) as hidden states (B, T, H), and make its `Pass`."""
         hidden, blocks = self.embed(tokens), None  # (B, T, H)
         if pictures is not None:
             slots = cache.placed(self.device)  # (B, T)
@@ -265,7 +265,7 @@ class Sublayers(Architecture):
         return hidden, Pass(self, cache, rotary, self.inputs(tokens, hidden), blocks)
 
     def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
-        """Rotary tables for `slots` positions; those past `total - 1` repeat the last real one.
+        """Rotary tables for `slots` positions; those after `total - 1` repeat the last real one.
 
         Args:
             first: the position of slot 0.
@@ -283,35 +283,35 @@ class Sublayers(Architecture):
         return self.backend.rotary(tables)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, T) to the hidden states before sublayer 0, (B, T, H)."""
+        """Embed token ids (B, T): the hidden states before sublayer 0, (B, T, H)."""
         return self.family.embed(self.decoder, self._embedded_as(tokens))
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
-        """The layers' own inputs (Gemma 4), of tokens (B, T) and their `embed`, (B, T, L, P)."""
+        """The layers' own inputs (Gemma 4), from tokens (B, T) and their `embed`, (B, T, L, P)."""
         if not self.inputs_width:
             return None
         rows = self.decoder.embed_tokens_per_layer(self._embedded_as(tokens))  # (B, T, L P)
         return self.backend.inputs(hidden, rows.unflatten(-1, (self.num_layers, -1)))
 
     def _embedded_as(self, tokens: Tensor) -> Tensor:
-        """Tokens, with the padding in place of placeholders."""
+        """Replace placeholders by the padding token."""
         if not self.placeholders:
             return tokens
         empty = torch.isin(tokens, torch.tensor(self.placeholders, device=tokens.device))
         return tokens.masked_fill(empty, self.config.pad_token_id)
 
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
-        """Carry hidden states (B, T, H) through the given sublayers, in order."""
+        """Pass hidden states (B, T, H) through the given sublayers, in order."""
         return self.backend.run(hidden, step, [self.blocks[index] for index in sublayers])
 
     def finish(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
-        """`run`, and `logits` of what comes out: (B, T, H) to (B, T, V)."""
+        """`run`, then `logits` of the result: (B, T, H) to (B, T, V)."""
         return self.backend.run(hidden, step, [*(self.blocks[i] for i in sublayers), self.head])
 
     def logits(self, hidden: Tensor, step: Pass | None = None) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
 
-        Pass `step` where a pass verifies or decodes: all of those use one arithmetic.
+        Give `step` if a pass verifies or decodes: all such passes use the same arithmetic.
         """
         return self.head(hidden, step)
 
@@ -326,7 +326,7 @@ class Sublayers(Architecture):
 
 
 def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
-    """The backend that serves a model, of those that were asked for, and why no faster one."""
+    """The requested backend, or the best one for "auto", and why there is no faster one."""
     if execution not in EXECUTIONS:
         raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
     if execution == "modules":

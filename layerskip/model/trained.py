@@ -1,4 +1,4 @@
-"""The files of trained draft weights: reading, checking and writing them."""
+"""Reads, checks and writes the files of trained draft weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from layerskip.model.fingerprint import fingerprint
 Weights = dict[str, Tensor]
 
 TOKENS = "tokens"
-"""In a module's file: the tokens that it was trained on, (n,) int32; all tokens if it is missing.
-Other tokens' probabilities are untrained: on SmolLM2 they sum to an eighth. All else are weights.
-"""
+"""In a module's file: the tokens on which it was trained, (n,) int32; all tokens if missing. Other
+tokens' probabilities are untrained: on SmolLM2 they sum to an eighth. The rest are weights."""
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,10 +30,10 @@ _lock = threading.Lock()
 
 
 def trained_weights(model: nn.Module, trained: Trained) -> Weights:
-    """The tensors of a file, by name. They are kept for the model; the file is checked each time.
+    """Read the tensors of a file by name. They are kept with the model; the file is always checked.
 
     Raises:
-        ValueError: the model has other weights than they were trained on, or the file is missing,
+        ValueError: the model's weights differ from those in training, or the file is missing,
             damaged or another one; says which in one line.
     """
     base = fingerprint(model)
@@ -60,7 +59,7 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
         if trained.hash not in read:
             try:
                 found_weights = load(data)
-            except (SafetensorError, KeyError) as error:  # the latter: a dtype that torch lacks
+            except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks
                 raise ValueError(
                     f"the trained draft {trained.weights} is not a safetensors file: {error}"
                 ) from error
@@ -70,7 +69,7 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
 
 
 def _largest(model: nn.Module) -> int:
-    """Bytes of a trained draft, at most: twice the model in float32, and more for tiny models."""
+    """Maximum bytes of a trained draft: twice the model in float32, more for tiny models."""
     return 8 * sum(weight.numel() for weight in model.parameters()) + (64 << 20)
 
 
@@ -91,10 +90,10 @@ def _check_numbers(tensors: Weights, trained: Trained) -> None:
 
 
 def save_trained(path: Path, weights: Weights, kind: str, model: nn.Module) -> Trained:
-    """Write a file of tensors, whole or not at all; returns its description for this model.
+    """Write tensors to a file atomically, and return its description for this model.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full.
+        OSError: the folder cannot be written to, or the disk is full.
     """
     data = save({name: tensor.contiguous() for name, tensor in weights.items()})
     with replacing(path) as partial:

@@ -1,7 +1,7 @@
 """The weights that drafts compute with: rounded, corrected, trained, or fewer rows of the head.
 
-They are made on first use and kept for as long as the model stays opened. Rounded copies are shared
-by all openings of a model (see `rounded`).
+They are made on first use and kept as long as the model stays opened. All openings of a model share
+its rounded copies (see `rounded`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DraftWeights:
     """The blocks that drafts of an opened model run.
 
     Attributes:
-        vocabulary: how many tokens drafts can draw; the model's, unless `trimmed`.
+        vocabulary: number of tokens that drafts can use; the model's, unless `trimmed`.
     """
 
     def __init__(self, model: Architecture, backend: Backend, head: Block) -> None:
@@ -40,7 +40,7 @@ class DraftWeights:
         self.copies = copies_of(model.model)
         self._seen = self.copies.changes
         self._sublayers: dict[tuple[int, Variant], Block] = {}
-        # by bits, and hash of the module whose tokens it draws
+        # By bits, and by the hash of the module whose tokens the head covers.
         self._heads: dict[tuple[int | None, str | None], Block] = {}
         self._tails: dict[int, Block] = {}
         self._deltas: dict[str, Deltas] = {}  # by hash
@@ -53,7 +53,7 @@ class DraftWeights:
         return self._hash
 
     def refresh(self) -> None:
-        """Drop what was made of weights that have changed since."""
+        """Drop everything that was made from weights that have changed since."""
         self.copies.forget_changed()
         if self._seen != self.copies.changes:
             self._seen = self.copies.changes
@@ -64,12 +64,12 @@ class DraftWeights:
             self._hash = None
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
-        """The same, but drafts read the head's rows of these tokens only, and draw no others.
+        """The same, but drafts read only the head's rows of these tokens, and draw no others.
 
         A head that is not a plain weight stays whole, with a warning.
 
         Raises:
-            ValueError: the model does not have one of them.
+            ValueError: the model does not have one of the tokens.
         """
         vocabulary = self.model.vocabulary
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
@@ -97,9 +97,9 @@ class DraftWeights:
         return trimmed
 
     def blocks(self, skip: SkipConfig) -> list[Block]:
-        """The blocks that a draft runs after its shared prefix; the head is the last.
+        """The blocks that a draft runs after its shared prefix; the last one is the head.
 
-        A left-out MLP's tail runs all the same, unless only left-out sublayers follow.
+        The tail of a skipped MLP still runs, unless only skipped sublayers follow.
 
         Raises:
             ValueError: the skip config does not fit the model, or the model cannot run in low
@@ -136,7 +136,7 @@ class DraftWeights:
         return self._sublayers[index, variant]
 
     def _check_keys(self, skip: SkipConfig) -> None:
-        """Refuse to leave out an attention whose keys a kept one reads: they would be old."""
+        """Reject skipping an attention whose keys a kept one reads: they would be outdated."""
         missed = self.model.missed_keys(skip.attention)
         if missed is not None:
             raise ValueError(
@@ -160,7 +160,7 @@ class DraftWeights:
         return self._tails[layer]
 
     def head(self, skip: SkipConfig | None = None) -> Block:
-        """The head of a draft, exact or rounded, with the rows of the tokens it may draft."""
+        """The head of a draft, exact or rounded, with the rows of the tokens it may use."""
         rows = self._rows if skip is None else self._rows_of(skip)
         if skip is None or (rows is self._rows and not skip.head_bits):
             return self._head
@@ -171,7 +171,7 @@ class DraftWeights:
         return self._heads[key]
 
     def _rows_of(self, skip: SkipConfig) -> TrimmedHead | None:
-        """The rows of the head that a draft reads, None for all. Modules may have few tokens."""
+        """The rows of the head that a draft reads, None for all. Modules may use few tokens."""
         if skip.trained is None or not skip.trained.module:
             return self._rows
         head: Any = self.model.unembedding
@@ -181,7 +181,7 @@ class DraftWeights:
         return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
 
     def deltas(self, trained: Trained) -> Deltas:
-        """The deltas of the sublayers' linears, checked once for each opening."""
+        """The deltas of the sublayers' linear layers, checked once per opening."""
         if trained.hash not in self._deltas:
             weights = {name: linear.weight for name, linear in self.linears()}
             tensors = trained_weights(self.model.model, trained)
@@ -189,7 +189,7 @@ class DraftWeights:
         return self._deltas[trained.hash]
 
     def module(self, skip: SkipConfig) -> OpenBlock:
-        """The module that a skip config names, checked once for each opening (`open_block`)."""
+        """The module that a skip config names, checked once per opening (`open_block`)."""
         trained, bits = skip.trained, skip.module_bits
         assert trained is not None
         if self.model.encoder:
@@ -200,7 +200,7 @@ class DraftWeights:
         return self._modules[key]
 
     def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
-        """The linears of some sublayers, or all, that can be rounded, and their names."""
+        """Yield the linear layers of some or all sublayers that can be rounded, and their names."""
         for index in range(self.model.num_sublayers) if sublayers is None else sublayers:
             part = self.model.parts[index // 2]
             modules = {"mlp": part.mlp} if index % 2 else {"self_attn": part.attention}
@@ -211,7 +211,7 @@ class DraftWeights:
                     yield f"layers.{part.number}.{name}.{inner}", linear
 
     def nbytes(self, skip: SkipConfig) -> int:
-        """Bytes that a draft's rounded and trained weights take, or would take."""
+        """Bytes that a draft's rounded and trained weights use, or would use."""
         skip = skip.resolve(self.model.num_layers)
         module_bytes = 0
         if skip.trained is not None and skip.trained.module:
@@ -220,7 +220,7 @@ class DraftWeights:
             return module_bytes
         rounded = skip.rounded()
         weights = [linear.weight for _, linear in self.linears(rounded)]
-        if skip.experts != 0:  # the copies are of all experts, which tokens choose from
+        if skip.experts != 0:  # the copies contain all experts, among which tokens choose
             mixtures = [self.model.parts[index // 2].mixture for index in rounded if index % 2]
             weights += [weight for each in mixtures if each is not None for weight in each.weights]
         bits, packed = skip.low.bits, self.backend.packed
@@ -238,7 +238,7 @@ class DraftWeights:
         return nbytes
 
     def read_by(self, skip: SkipConfig) -> list[float]:
-        """Bytes that a draft step reads: of each sublayer of a resolved config, and the head."""
+        """Bytes that a draft step reads: for each sublayer of a resolved config, and the head."""
         model, low = self.model, skip.low
         self._check_experts(skip)
         experts, rounded = skip.experts, set(skip.rounded())
@@ -248,7 +248,7 @@ class DraftWeights:
         return [*read, self.head_bytes(skip)]
 
     def head_bytes(self, skip: SkipConfig | None = None) -> float:
-        """Bytes of the rows of the head that a draft reads."""
+        """Bytes of the head's rows that a draft reads."""
         rows = self._rows if skip is None else self._rows_of(skip)
         count = self.model.vocabulary if rows is None else len(rows.tokens)
         whole = self.model.weight_bytes(None if skip is None else skip.head_bits)["head"]

@@ -1,11 +1,10 @@
-"""Any causal language model as one block: the library's own forward over this project's cache.
+"""Any causal language model as one block: the library's own forward with this project's cache.
 
-A family whose sublayers are not opened (see `families`) is served this way: its decoder is called
-whole, and its head is the library's own, too. Its drafts need nothing from inside: lookups, a
-second model, sources of a user's own, and the model itself with its linears in 8 or 4 bits. The
-decoders of encoder-decoders are served in the same way; their encoder's output is part of the
-cache.
-Letters: B rows, T tokens of a pass, E tokens that an encoder read, H hidden width, D head width,
+This is how a family is used whose sublayers are not opened (see `families`): its decoder is called
+as a whole, and its head is the library's own. Its drafts need nothing from inside: lookups, a
+second model, a user's own sources, and the model itself with its linear layers in 8 or 4 bits. The
+decoders of encoder-decoders are used in the same way; the encoder's output is part of the cache.
+Shapes: B rows, T tokens of a pass, E tokens that an encoder read, H hidden width, D head width,
 V vocabulary.
 """
 
@@ -42,8 +41,8 @@ DRAFTS = (
     "drafts there: lookups, a second model, sources of your own, and the model itself with its "
     "linears in 8 or 4 bits (SkipConfig.low_precision(8))"
 )
-# Layers of the library's caches whose keys and values can be rolled back, by name: not every
-# version has all of them.
+# Layers of the library's caches whose keys and values can be rolled back, by name, since some
+# versions lack some of them.
 _ROLLED_BACK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _NAMED = {
     "blt": "it works on patches of bytes, whose borders move with the text",
@@ -58,9 +57,9 @@ _NO_LIMIT = 1 << 40
 
 
 def level(model: Any) -> tuple[str, str]:
-    """How a model is served: "opened", "whole" or "refused", and why, in words.
+    """How a model is used: "opened", "whole" or "refused", and the reason in words.
 
-    Nothing is run. A model may still be refused when it is opened (its hooks, say), or decodes.
+    Nothing is run. A model may still be refused when it is opened (for its hooks, say), or decodes.
 
     Args:
         model: a model, or the config of a causal language model or an encoder-decoder.
@@ -76,7 +75,7 @@ def level(model: Any) -> tuple[str, str]:
 
 
 def _refusal(model: Any, config: Any) -> str | None:
-    """Why a model cannot be served even whole; None if it can."""
+    """Why a model cannot even be used as a whole; None if it can."""
     kind: Any = type(model) if isinstance(model, nn.Module) else None
     encoder = config.is_encoder_decoder
     classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
@@ -113,23 +112,23 @@ def _refusal(model: Any, config: Any) -> str | None:
 
 
 class Whole(Sublayers):
-    """A causal language model that is one block, under the interface of an opened one.
+    """A causal language model as one block, with the interface of an opened one.
 
-    The states before that block are the token ids themselves, (B, T, 1); those behind it are what
-    the decoder returns. It counts as 2L sublayers all the same, all or none of which are run.
+    The states before that block are the token ids themselves, (B, T, 1); those after it are the
+    decoder's output. It still counts as 2L sublayers, of which all or none are run.
 
     Args:
-        model: a causal language model or encoder-decoder of `transformers`, or PEFT's wrapper.
+        model: a causal language model or encoder-decoder of `transformers`, or a PEFT wrapper.
 
     Attributes:
         base: the decoder, without the head.
-        inner: the part of the model that is the decoder, or holds it and an encoder.
+        inner: the part of the model that is the decoder, or contains it and an encoder.
         window_by_type: the sliding window in tokens, or None for full attention, by layer type; ""
-            where a config names no types.
-        together: whether rows of different lengths run in one pass; else those of equal length do.
+            if a config names no types.
+        together: whether rows of different lengths run in one pass, or only those of equal length.
 
     Raises:
-        UnsupportedModelError: naming what is not supported.
+        UnsupportedModelError: names what is not supported.
         ValueError: training mode, or an execution that needs the sublayers.
     """
 
@@ -161,7 +160,7 @@ class Whole(Sublayers):
         layers = DynamicCache(config=self.base.config if self.encoder else config).layers
         self.num_layers = len(layers)
         self.num_sublayers = 2 * self.num_layers
-        # a library's layer that slides has a window; masks leave out here what it hides
+        # A library layer that slides has a window. Here masks hide those slots instead.
         window = vars(layers[0]).get("sliding_window")
         self.windows = (None,) * self.num_layers
         types = getattr(text, "layer_types", None)
@@ -200,12 +199,12 @@ class Whole(Sublayers):
         return tokens[..., None]
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> None:
-        """None: the library's forward makes what its layers need."""
+        """None, since the library's forward makes the inputs of its layers."""
 
     def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
-        """All sublayers of the model, or none of them."""
+        """Run all sublayers of the model, or none of them."""
         chosen = len([*sublayers])
-        if chosen not in (0, self.num_sublayers):  # a source with a tap, say
+        if chosen not in (0, self.num_sublayers):  # e.g. for a source with a tap
             raise ValueError(self.refusal("it has no states between sublayers"))
         return self.blocks[0](hidden, step) if chosen else hidden
 
@@ -217,7 +216,7 @@ class Whole(Sublayers):
         return f"this model runs as a whole, as {self.reason}: {what}; {DRAFTS}"
 
     def weight_bytes(self, bits: int | None = None, **_: Any) -> dict[str, Any]:
-        """As of an opened model, with the decoder as one entry under "sublayers"."""
+        """As for an opened model, with the decoder as one entry under "sublayers"."""
         tables = [each for each in self.base.modules() if isinstance(each, nn.Embedding)]
         body = read_bytes(self.base, bits) - sum(read_bytes(table, bits) for table in tables)
         head = sum(read_bytes(part, bits) for part in self.head_parts().values())
@@ -226,7 +225,7 @@ class Whole(Sublayers):
     def key_bytes(
         self, layers: Iterable[int] | None = None, window: int | None = None
     ) -> dict[int | None, float]:
-        """Nothing: how the library's attentions read keys is not known here."""
+        """Empty: how the library's attentions read keys is not known here."""
         return {}
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
@@ -240,7 +239,7 @@ class Whole(Sublayers):
                 )
 
     def head_parts(self) -> dict[str, Any]:
-        """The parts of the model behind its decoder, by name."""
+        """The parts of the model after its decoder, by name."""
         beside = [self.inner, *([self.model.get_encoder()] if self.encoder else [])]
         return {
             name: part
@@ -251,7 +250,7 @@ class Whole(Sublayers):
         }
 
     def _decoder(self, model: Any) -> tuple[Any, Any]:
-        """`inner` and `base` of a model, which must be callable apart from the head."""
+        """`inner` and `base` of a model, which must be callable separately from the head."""
         parts = [part for part in model._modules.values() if part is not None]
         named = [model.base_model, part_named(model, "model")]
         named += [model.get_decoder()] if self.encoder else []
@@ -335,11 +334,11 @@ class _Weights(DraftWeights):
 
 
 def _takes_places(base: Any, windows: Mapping[str, int | None]) -> bool:
-    """Whether a decoder takes positions and ready masks for rows of different lengths.
+    """Whether a decoder accepts positions and ready masks for rows of different lengths.
 
-    So it does if its forward has `position_ids`, if it makes its masks by the library's functions,
-    which pass ready ones through, and if nothing else in its source asks a cache for its one
-    length (ALiBi, say). Where windows differ, its forward must take masks by layer type.
+    It does if its forward has `position_ids`, if it makes its masks with the library's functions,
+    which pass ready ones through, and if nothing else in its source asks a cache for a single
+    length (as ALiBi does). If windows differ, its forward must accept masks by layer type.
     """
     kind = type(base)
     source = _source(kind)

@@ -1,7 +1,7 @@
-"""Unwraps models from adapter libraries, and refuses wrappers that change prompts.
+"""Unwraps models from adapter libraries, and rejects wrappers that change prompts.
 
-Adapters inside layers (such as LoRA) are part of the model and stay. What changes a prompt on its
-way to the decoder lies outside of the layers, would be lost, and is refused.
+Adapters inside layers (such as LoRA) are part of the model and stay. Changes to a prompt on its way
+to the decoder happen outside the layers; they would be lost, so they are rejected.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class UnsupportedModelError(ValueError):
-    """The model's architecture, or a setting of it, is not one this engine serves exactly."""
+    """This engine does not exactly support the model's architecture, or one of its settings."""
 
 
 def config_of(model: Any) -> Any:
-    """The configuration of a model.
+    """Return the configuration of a model.
 
     Raises:
         UnsupportedModelError: it has none.
@@ -29,11 +29,11 @@ def config_of(model: Any) -> Any:
 
 
 def unwrapped(model: Any) -> Any:
-    """The `transformers` model in a PEFT wrapper, or the model itself.
+    """Return the `transformers` model in a PEFT wrapper, or the model itself.
 
     Raises:
-        UnsupportedModelError: virtual tokens, prefixes or the like go in front of the prompt, or a
-            `prepare_inputs_for_generation` that is not the library's makes the inputs.
+        UnsupportedModelError: virtual tokens, prefixes or the like precede the prompt, or the model
+            has a `prepare_inputs_for_generation` that is not the library's.
     """
     while True:
         _check_adapters(getattr(model, "peft_config", None))
@@ -52,7 +52,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def peft() -> Any:
-    """The library of adapters.
+    """Import the library of adapters.
 
     Raises:
         ValueError: it is not installed.
@@ -65,7 +65,7 @@ def peft() -> Any:
 
 
 def merge_adapter(model: Any, folder: Path) -> None:
-    """Add an adapter of peft's to the weights of a model.
+    """Merge a peft adapter into the weights of a model.
 
     Raises:
         ValueError: peft is not installed, or it cannot load the adapter or merge it here.
@@ -73,7 +73,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
     library = peft()
     try:
         library.PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)
-    except Exception as error:  # whatever goes wrong here is about the adapter
+    except Exception as error:  # any error here is about the adapter
         reason = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(f"--lora {folder} cannot be merged into this model: {reason}") from error
 

@@ -1,6 +1,6 @@
-"""The families of models whose sublayers are known: a file for each family or kind of family.
+"""Families of models whose sublayers are known: one file per family or kind of family.
 
-A family is added by a file in this folder that makes a `Family`; nothing else names it.
+To add a family, add a file to this folder that makes a `Family`; nothing else names it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__pa
 
 
 def _declared(kind: type[Declared]) -> dict[str, Declared]:
-    """Everything of a kind that the files of this folder make, by name."""
+    """Collect everything of a kind that the files of this folder define, by name."""
     everything = (value for file in _FILES for value in vars(file).values())
     return {value.name: value for value in everything if isinstance(value, kind)}
 
@@ -26,13 +26,13 @@ def _declared(kind: type[Declared]) -> dict[str, Declared]:
 FAMILIES = _declared(Family)
 """Families by the `model_type` of the text decoder."""
 CONDITIONAL = _declared(Conditional)
-"""The classes around such decoders that take pictures, too, by `model_type`."""
+"""Classes around such decoders that also take pictures, by `model_type`."""
 ASSISTANTS = _declared(Assistant)
-"""The decoders that draft from another model's keys and values, by `model_type`."""
+"""Decoders that draft from another model's keys and values, by `model_type`."""
 
 
 def unopened(config: Any) -> str | None:
-    """Why a model of this configuration is not opened into sublayers, or None."""
+    """Why a model with this configuration is not opened into sublayers, or None."""
     if not isinstance(config, PretrainedConfig):
         return f"{type(config).__name__} is no model of transformers"
     kind = config.model_type
@@ -51,6 +51,6 @@ def unopened(config: Any) -> str | None:
 
 
 def two_way(text: Any) -> bool:
-    """Whether the text decoder of a configuration has bidirectional attention."""
-    # only some of the library's configurations have this attribute
+    """Whether a configuration's text decoder has bidirectional attention."""
+    # Only some of the library's configurations have this attribute.
     return getattr(text, "use_bidirectional_attention", None) in (True, "all")

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: scaled embeddings, norms times (1 + weight), from Gemma 2 on on both sides."""
+"""Gemma 1 to 3: scaled embeddings, norms times (1 + weight), on both sides from Gemma 2 on."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ AROUND = (
 class Gemma(Family):
     def embed(self, decoder: Any, tokens: Tensor) -> Tensor:
         hidden = super().embed(decoder, tokens)
-        # in early versions 5 of transformers the decoder scales, later ones do it in the embedding
+        # Early releases of transformers 5 scale in the decoder, later ones in the embedding.
         if hasattr(decoder.embed_tokens, "embed_scale"):
             return hidden
         return hidden * torch.tensor(decoder.config.hidden_size**0.5, dtype=hidden.dtype)

@@ -1,4 +1,4 @@
-"""Gemma 4: upper layers that read the keys of lower ones, layers' own inputs, and experts."""
+"""Gemma 4: upper layers that read the keys of lower ones, separate layer inputs, and experts."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Granite: constants multiply the embedding and the residual adds, and divide the logits."""
+"""Granite: constant factors on the embedding and the residual adds, a divisor of the logits."""
 
 from typing import Any
 

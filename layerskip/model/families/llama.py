@@ -1,4 +1,4 @@
-"""Llama, which the other families are compared with."""
+"""Llama, the reference for the other families."""
 
 from layerskip.model.family import Family
 

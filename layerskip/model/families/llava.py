@@ -1,4 +1,4 @@
-"""LLaVA and LLaVA-NeXT: a text decoder of any family behind pictures, which are causal."""
+"""LLaVA and LLaVA-NeXT: a text decoder of any family with pictures, which are causal."""
 
 from layerskip.model.family import Conditional
 

@@ -1,4 +1,4 @@
-"""Mistral's models: sliding windows, positions in the queries, and a mixture of experts."""
+"""Mistral's models: sliding windows, position-scaled queries, and a mixture of experts."""
 
 from typing import Any
 

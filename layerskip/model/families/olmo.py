@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind the sublayers, and over all heads of queries and of keys."""
+"""OLMo 2 and 3: norms after the sublayers, and over all heads of queries and of keys."""
 
 from layerskip.model.family import Family
 

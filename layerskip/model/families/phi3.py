@@ -1,4 +1,4 @@
-"""Phi 3: queries, keys and values of one linear, and a gate and its MLP of one."""
+"""Phi 3: one linear layer for queries, keys and values, and one for gate and MLP."""
 
 from layerskip.model.family import Family
 

@@ -1,4 +1,4 @@
-"""SmolLM3: some layers do not turn queries and keys by their positions."""
+"""SmolLM3: some layers do not rotate queries and keys by their positions."""
 
 from typing import Any
 

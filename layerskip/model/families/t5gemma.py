@@ -1,4 +1,4 @@
-"""T5Gemma: Gemma 2's decoder beside an encoder, with a cross attention in every layer."""
+"""T5Gemma: Gemma 2's decoder with an encoder, and a cross attention in every layer."""
 
 from layerskip.model.families.gemma import Gemma2
 

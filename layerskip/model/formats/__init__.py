@@ -1,1 +1,1 @@
-"""Readers of checkpoints of few bits: a file for each kind of checkpoint."""
+"""Readers for low-bit checkpoints, one file per format."""

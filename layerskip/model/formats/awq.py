@@ -1,4 +1,4 @@
-"""AWQ: integers of 4 bits in words along the outputs, as its products of matrices read them."""
+"""AWQ: 4-bit integers in words along the outputs, in the order of its matrix kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from layerskip.model.formats.codes import Codes, Read, unpacked_codes, width_of
 from layerskip.model.formats.tensors import FLOATS, Tensors
 
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of each output in a word
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # position of each output in a word
 
 
 def awq(config: dict[str, Any]) -> Read:
-    """What reads the matrices of a checkpoint.
+    """Return a function that reads the matrices of a checkpoint.
 
     Raises:
-        ValueError: it is in another format.
+        ValueError: the format is not supported.
     """
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm" or config.get("bits", 4) != 4:
@@ -39,6 +39,6 @@ def awq(config: dict[str, Any]) -> Read:
 
 
 def _turned(words: Tensor) -> Tensor:
-    """Codes (N, 8 W) of words (N, W), turned: (8 W, N)."""
+    """Transpose the codes (N, 8 W) in words (N, W): (8 W, N)."""
     codes = unpacked_codes(words, 4, 8 * words.shape[1]).view(len(words), -1, 8)
     return codes[:, :, _PLACES].flatten(1).T

@@ -1,4 +1,4 @@
-"""Models made of their configuration alone, whose weights are put in one by one."""
+"""Builds models from their configuration alone; their weights are set one by one later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Unfilled(TorchFunctionMode):
-    """Weights of modules that are made inside take no memory; their buffers are filled."""
+    """Weights of modules made in this context take no memory; buffers are filled as usual."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -18,12 +18,12 @@ class Unfilled(TorchFunctionMode):
 
 
 def attention(config: Any) -> str:
-    """The implementation of attention that the library would take."""
+    """The attention implementation that the library would choose."""
     return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def put(model: nn.Module, name: str, weight: Tensor) -> None:
-    """Give a model's parameter or buffer its data."""
+    """Set the data of a model's parameter or buffer."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     kept = weight if last in module._buffers else nn.Parameter(weight, requires_grad=False)

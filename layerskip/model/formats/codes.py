@@ -1,6 +1,6 @@
-"""Matrices of codes in groups: what they mean, and how native passes read them.
+"""Matrices of codes in groups: their values, and their layout for native passes.
 
-Letters: R rows, C columns, G groups of columns.
+Shapes: R rows, C columns, G groups of columns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Codes:
     """A matrix of codes. A number is (code - zero) * scale, rounded to the dtype of the scales.
 
     Attributes:
-        codes: (R, C), uint8, or float8_e4m3fn.
-        bits: of a code, 4 or 8.
+        codes: (R, C), uint8 or float8_e4m3fn.
+        bits: bits of a code, 4 or 8.
         scales: (R, G), in float32, bfloat16 or float16.
-        zeros: (R, G), whole numbers in 0..256; None with FP8.
-        width: how many columns a group has; the last may have fewer.
-        groups: (C,), the group of each column, where that is not column // width.
+        zeros: (R, G), whole numbers in 0..256; None for FP8.
+        width: number of columns in a group; the last group may be smaller.
+        groups: (C,), the group of each column, if that is not column // width.
     """
 
     codes: Tensor
@@ -40,10 +40,10 @@ class Codes:
     groups: Tensor | None = None
 
     def weight(self, dtype: torch.dtype, *, packed: bool) -> Tensor:
-        """The matrix: a `Stored` where it can be one and `packed` says so, else its numbers.
+        """Return the matrix: a `Stored` if possible and `packed` is set, otherwise its numbers.
 
         Raises:
-            ValueError: parts of it do not fit each other, or a number is not finite.
+            ValueError: its parts do not fit together, or a number is not finite.
         """
         rows, columns = self.codes.shape
         shape = (rows, -(-columns // self.width))
@@ -62,14 +62,14 @@ class Codes:
             raise ValueError("a code is NaN")
         if self.groups is not None and not ((self.groups >= 0) & (self.groups < shape[1])).all():
             raise ValueError(f"its g_idx must be in 0..{shape[1] - 1}")
-        most = self.scales.float().abs().amax() * 512  # than which no number is more
+        most = self.scales.float().abs().amax() * 512  # an upper bound of all numbers
         if most > torch.finfo(self.scales.dtype).max and not self.numbers().isfinite().all():
             raise ValueError("a number is not finite")
         stored = self._stored(dtype) if packed else None
         return self.numbers().to(dtype) if stored is None else stored
 
     def numbers(self) -> Tensor:
-        """What the codes mean, (R, C), in the dtype of the scales."""
+        """The values of the codes, (R, C), in the dtype of the scales."""
         columns = torch.arange(self.codes.shape[1])
         groups = columns // self.width if self.groups is None else self.groups.long()
         values = self.codes.to(self.scales.dtype)
@@ -78,10 +78,10 @@ class Codes:
         return values * self.scales[:, groups]
 
     def _stored(self, dtype: torch.dtype) -> Stored | None:
-        """As native passes read it; None where groups are no units, or unequal, or extreme."""
+        """The layout for native passes; None if groups are unequal, extreme or not whole units."""
         columns = self.codes.shape[1]
         least, most = self.scales.float().abs().aminmax()
-        if least < 2.0**-100 or most > 2.0**100:  # products round in another way
+        if least < 2.0**-100 or most > 2.0**100:  # products would round differently
             return None
         if self.width % UNIT or columns % self.width:
             return None
@@ -96,7 +96,7 @@ class Codes:
             halves = codes.unflatten(1, (-1, 2, UNIT // 2))
             codes = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)  # (R, C / 2)
         parts = [codes, self.scales]
-        if self.zeros is not None:  # as with all but FP8
+        if self.zeros is not None:  # all formats except FP8
             parts.append(self.zeros.to(self.scales.dtype))
         data = torch.cat([_bytes(each) for each in parts], 1)
         kind = "G" if self.codes.dtype == torch.uint8 else "F"
@@ -105,12 +105,12 @@ class Codes:
 
 
 Read = Callable[[Tensors, str, int, int], Codes | None]
-"""Reads a linear's weight (rows, columns) by its path; None where it is not packed."""
+"""Reads a linear layer's weight (rows, columns) by its path; None if it is not packed."""
 
 
 @lru_cache(maxsize=16)
 def _order(groups: bytes) -> Tensor:
-    """Columns by their group, (C,) int32: one tensor for all matrices that have the same."""
+    """Columns ordered by group, (C,) int32; one tensor shared by all matrices with equal groups."""
     each = torch.frombuffer(bytearray(groups), dtype=torch.int32)
     return torch.argsort(each, stable=True).int()
 
@@ -120,7 +120,7 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 def unpacked_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes of 4 or 8 bits from whole words, the lowest bits first: (N, W) int32 to (N, count)."""
+    """Extract 4- or 8-bit codes from words, lowest bits first: (N, W) int32 to (N, count)."""
     codes = _bytes(words)  # (N, 4 W)
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)  # (N, 8 W)
@@ -128,10 +128,10 @@ def unpacked_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def bits_of(words: int, count: int) -> int:
-    """How many bits a code has, of `count` in so many words of 32.
+    """The number of bits per code if `words` 32-bit words contain `count` codes.
 
     Raises:
-        ValueError: neither 4 nor 8.
+        ValueError: it is neither 4 nor 8.
     """
     for bits in (4, 8):
         if words == -(-count * bits // 32):
@@ -140,10 +140,10 @@ def bits_of(words: int, count: int) -> int:
 
 
 def width_of(columns: int, groups: int, size: int | None = None) -> int:
-    """How many columns a group has: those asked for, if they make so many groups.
+    """The number of columns in a group: `size` if that gives `groups` groups.
 
     Raises:
-        ValueError: so many groups do not divide the columns.
+        ValueError: the groups do not divide the columns.
     """
     if size and size > 0 and -(-columns // size) == groups:
         return size
@@ -155,10 +155,10 @@ def width_of(columns: int, groups: int, size: int | None = None) -> int:
 def spread(
     scales: Tensor, rows: int, columns: int, block: Sequence[int] | None = None
 ) -> tuple[Tensor, int]:
-    """The scales of rows' groups, (R, G), and how many columns a group has.
+    """Expand scales to rows' groups, (R, G); also returns the number of columns in a group.
 
     Args:
-        scales: one for all, one of each row (R,), of its groups (R, G), or of blocks.
+        scales: one for all, one per row (R,), per group (R, G), or per block.
         block: rows and columns of a block.
 
     Raises:
@@ -181,14 +181,14 @@ def byte_codes(
     columns: int,
     block: Sequence[int] | None = None,
 ) -> Codes:
-    """A matrix of one code a byte: int8, or FP8 (E4M3).
+    """A matrix with one code per byte: int8, or FP8 (E4M3).
 
     Args:
-        names: of its codes, its scales and its zeros, which need not be there.
-        block: rows and columns of a block, where scales are those of blocks.
+        names: of its codes, its scales and its zeros, which are optional.
+        block: rows and columns of a block, if there is one scale per block.
 
     Raises:
-        ValueError: they have other shapes or dtypes.
+        ValueError: shapes or dtypes are wrong.
     """
     codes = tensors.take(names[0], (rows, columns), torch.int8, torch.float8_e4m3fn)
     scales = tensors.take(names[1], None, *FLOATS, _POWERS)

@@ -1,4 +1,4 @@
-"""compressed-tensors: integers of 4 or 8 bits, in words or one a byte, and FP8 (E4M3)."""
+"""compressed-tensors: 4- or 8-bit integers, packed in words or one per byte, and FP8 (E4M3)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from layerskip.model.formats.codes import Codes, Read, bits_of, byte_codes, spre
 from layerskip.model.formats.tensors import FLOATS, Tensors
 
 FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
-"""Those that are read; "mixed-precision" has one of them for each group of modules."""
+"""Supported formats; "mixed-precision" has one of the others for each group of modules."""
 
 
 def compressed(config: dict[str, Any]) -> Read:
-    """What reads the matrices of a checkpoint.
+    """Return a function that reads the matrices of a checkpoint.
 
     Raises:
-        ValueError: it is in another format.
+        ValueError: the format is not supported.
     """
     groups = [*(config.get("config_groups") or {}).values()]
     for form in (config.get("format"), *(each.get("format") for each in groups)):
@@ -50,11 +50,11 @@ def _packed(tensors: Tensors, path: str, rows: int, columns: int) -> Codes:
     scales, width = spread(scales, rows, columns)
     zero, order = f"{path}.weight_zero_point", f"{path}.weight_g_idx"
     zeros = torch.full(scales.shape, 1 << bits - 1, dtype=torch.int16)
-    if zero in tensors:  # in words of several rows
+    if zero in tensors:  # words contain several rows
         given = tensors.take(zero, (-(-rows * bits // 32), scales.shape[1]), torch.int32)
         zeros = unpacked_codes(given.T, bits, rows).T  # (R, G)
     groups = None
     if order in tensors:
         groups = tensors.take(order, (columns,), torch.int32, torch.int64)
-        groups = None if (groups == -1).all() else groups  # never filled
+        groups = None if (groups == -1).all() else groups  # -1: never set
     return Codes(unpacked_codes(words, bits, columns), bits, scales, zeros, width, groups)

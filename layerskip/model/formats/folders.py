@@ -1,7 +1,7 @@
 """Models of packed checkpoint folders, with their weights as the files store them.
 
-A file for each format says what codes a matrix of it has (`codes.py`). All other tensors are read
-as they are. What a folder has beside the model's own weights is left out, as the library does.
+Each format has a file that extracts the codes of its matrices (`codes.py`). All other tensors are
+read unchanged. Tensors that do not belong to the model are ignored, as in the library.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _HALVES = {torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def is_packed(config: Any) -> bool:
-    """Whether a configuration is that of a packed checkpoint in a format that is read here."""
+    """Whether a configuration describes a packed checkpoint in a supported format."""
     how = getattr(config, "quantization_config", None)
     experts = any(getattr(config, f"num_{each}experts", None) for each in ("", "local_"))
     return isinstance(how, dict) and how.get("quant_method") in _READERS and not experts
 
 
 def left_whole(config: Any) -> str | None:
-    """What a packed checkpoint rounds besides weights, which is not done here; None if nothing."""
+    """What a packed checkpoint rounds besides weights, which is ignored here; None if nothing."""
     how = config.quantization_config
     groups = (how.get("config_groups") or {}).values()
     rounded = how["quant_method"] == "fp8" or "Activation" in str(how.get("quant_type"))
@@ -53,24 +53,24 @@ def left_whole(config: Any) -> str | None:
 
 
 def reader(how: dict[str, Any]) -> Read:
-    """What reads the matrices of a checkpoint with that `quantization_config`.
+    """Return a function that reads matrices of checkpoints with that `quantization_config`.
 
     Raises:
-        ValueError: it is in a format that is not read.
+        ValueError: the format is not supported.
     """
     return _READERS[how["quant_method"]](how)
 
 
 def folder_model(folder: Path, config: Any, dtype: torch.dtype, *, packed: bool) -> nn.Module:
-    """The causal language model of a packed checkpoint, on the CPU.
+    """Load the causal language model of a packed checkpoint on the CPU.
 
     Args:
-        config: the folder's; `is_packed` says that it is read.
+        config: the folder's configuration, for which `is_packed` is true.
         dtype: of activations, and of weights that are unpacked.
-        packed: weights stay as the files store them.
+        packed: keep weights as the files store them.
 
     Raises:
-        ValueError: a format or tensor that is not read, or a checkpoint that is not whole.
+        ValueError: a format or tensor is not supported, or the checkpoint is not complete.
     """
     read = reader(config.quantization_config)
     config = copy(config)
@@ -105,7 +105,7 @@ def folder_model(folder: Path, config: Any, dtype: torch.dtype, *, packed: bool)
 
 
 def _of(path: str, make: Callable[..., Any], *given: Any, **how: Any) -> Any:
-    """What is made of a matrix; errors name it."""
+    """Call `make` for a matrix, and name the matrix in errors."""
     try:
         return make(*given, **how)
     except ValueError as error:
@@ -113,7 +113,7 @@ def _of(path: str, make: Callable[..., Any], *given: Any, **how: Any) -> Any:
 
 
 def _plain(tensors: Tensors, name: str, like: Tensor, dtype: torch.dtype, packed: bool) -> Tensor:
-    """A tensor that is not packed, as a parameter's data."""
+    """A tensor that is not packed, as data of a parameter."""
     tensor = tensors.take(name, tuple(like.shape), *FLOATS)
     matrix = packed and tensor.dim() == 2 and tensor.shape[1] % UNIT == 0
     if matrix and tensor.dtype in _HALVES and tensor.dtype != dtype:

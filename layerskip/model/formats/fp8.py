@@ -1,4 +1,4 @@
-"""FP8 (E4M3) in blocks, or with one scale for a matrix, as transformers itself stores it."""
+"""FP8 (E4M3) in blocks, or with one scale per matrix, as transformers itself stores it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layerskip.model.formats.tensors import Tensors
 
 
 def fp8(config: dict[str, Any]) -> Read:
-    """What reads the matrices of a checkpoint."""
+    """Return a function that reads the matrices of a checkpoint."""
 
     def read(tensors: Tensors, path: str, rows: int, columns: int) -> Codes | None:
         names = [f"{path}.weight{part}" for part in ("", "_scale_inv", "_zero_point")]

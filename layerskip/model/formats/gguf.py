@@ -1,8 +1,9 @@
 """Models of GGUF files, with their weights as the file stores them.
 
-The configuration is the one that transformers makes of a file's metadata, and the weights are its
-weights. What it would leave out (factors of rotary frequencies) or guess is read here, or refused
-by name. Nothing is trusted: tensors must be those of the model, in number and shape, and finite.
+The configuration and the names of the weights are those that transformers derives from a file's
+metadata. Parts that it would omit (factors of rotary frequencies) or guess are read here, or
+rejected by name. Nothing is trusted: tensors must match the model in number and shape, and be
+finite.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODELS = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
-"""The `model_type` of each architecture that is read."""
+"""The `model_type` of each supported architecture."""
 
 _GEMMAS = ("gemma2", "gemma3")
 _NUMBERS = {
@@ -72,18 +73,18 @@ _GEMMA_NAMES = {
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FACTORS = "rope_freqs.weight"
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")
-"""Kinds of tokenizers that split off each digit, which the library's conversion leaves out."""
+"""Kinds of tokenizers that split off each digit, which the library's conversion omits."""
 
 
 def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
-    """The causal language model of a file, on the CPU.
+    """Load the causal language model of a file on the CPU.
 
     Args:
         dtype: of activations, and of weights that are unpacked.
-        packed: weights stay as the file stores them, mapped, not read into memory.
+        packed: keep weights as the file stores them, mapped rather than read into memory.
 
     Raises:
-        ValueError: what `read_gguf` refuses, a model that is not read, or one that is not whole.
+        ValueError: as for `read_gguf`, or the model is not supported or not complete.
     """
     contents = read_gguf(path)
     config = _config(contents)
@@ -92,7 +93,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
             config, dtype=dtype, attn_implementation=attention(config)
         )
     names, lacking = dict(_named(contents)), []
-    for name, parameter in model.named_parameters():  # shared ones once
+    for name, parameter in model.named_parameters():  # yields shared ones once
         entry = names.pop(name, None)
         if entry is None:
             lacking.append(name)
@@ -117,7 +118,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer that a file describes."""
+    """Load the tokenizer that a file describes."""
     tokenizer = PreTrainedTokenizerFast(gguf_file=path.name, name_or_path=str(path.parent))
     kind = read_gguf(path).metadata.get("tokenizer.ggml.pre")
     if kind in _DIGITS:
@@ -164,7 +165,7 @@ def _config(contents: Contents) -> Any:
     scaling = given.get("rope.scaling.type", "none")
     try:
         config = AutoConfig.for_model(MODELS[kind], **values)
-    except Exception as error:  # whatever the library makes of hostile numbers
+    except Exception as error:  # the library may raise anything for malicious numbers
         raise ValueError(f"{path}: its metadata describe no model: {error}") from error
     if scaling == "linear" and kind == "gemma3":
         full = config.rope_parameters["full_attention"]
@@ -177,7 +178,7 @@ def _config(contents: Contents) -> Any:
 
 
 def _named(contents: Contents) -> Iterator[tuple[str, Entry]]:
-    """The model's weights by name, besides factors of frequencies."""
+    """Yield the model's weights by name, without factors of frequencies."""
     gemma = contents.metadata["general.architecture"] in _GEMMAS
     names = _NAMES | _GEMMA_NAMES if gemma else _NAMES
     for name, entry in contents.tensors.items():
@@ -187,11 +188,11 @@ def _named(contents: Contents) -> Iterator[tuple[str, Entry]]:
             within = names[part] if layer is None else f"model.layers.{int(layer)}.{names[part]}"
             yield f"{within}.{kind}", entry
         elif name != _FACTORS:
-            yield name, entry  # which no weight has
+            yield name, entry  # a name that no weight has
 
 
 def _weight(contents: Contents, entry: Entry, dtype: torch.dtype, packed: bool) -> Tensor:
-    """A tensor as a parameter's data."""
+    """A tensor as data of a parameter."""
     kind = contents.metadata["general.architecture"]
     part = entry.name.rpartition(".")[0].rpartition(".")[2]
     if packed and len(entry.shape) == 2 and entry.shape[1] % UNIT == 0:
@@ -209,7 +210,7 @@ def _weight(contents: Contents, entry: Entry, dtype: torch.dtype, packed: bool) 
 
 
 def _stored(contents: Contents, entry: Entry, dtype: torch.dtype = torch.float32) -> Stored:
-    """A tensor as the file stores it, if its numbers are finite; one of one dimension as a row."""
+    """A tensor as the file stores it, if its numbers are finite; a vector becomes a row."""
     *rows, columns = entry.shape
     data = _bytes(contents, entry).view(math.prod(rows), -1)
     stored = Stored(data, entry.format, columns, dtype)
@@ -219,7 +220,7 @@ def _stored(contents: Contents, entry: Entry, dtype: torch.dtype = torch.float32
 
 
 def _numbers(contents: Contents, entry: Entry) -> Tensor:
-    """The numbers of a tensor, in float32."""
+    """The numbers of a tensor in float32."""
     if entry.format not in _TORCH:
         return _stored(contents, entry).unpacked().view(entry.shape)
     numbers = _bytes(contents, entry).clone().view(_TORCH[entry.format]).float()
@@ -239,7 +240,7 @@ def _not_finite(contents: Contents, entry: Entry) -> ValueError:
 
 
 def _turned(rows: Tensor, metadata: Mapping[str, Any], part: str) -> Tensor:
-    """Rows of queries or keys in the library's order: both halves of a head one after the other."""
+    """Reorder rows of queries or keys as in the library: the halves of a head one after another."""
     count = metadata["llama.attention.head_count"]
     if part == "attn_k":
         count = metadata.get("llama.attention.head_count_kv", count)
@@ -247,6 +248,6 @@ def _turned(rows: Tensor, metadata: Mapping[str, Any], part: str) -> Tensor:
 
 
 def _stretch(rotary: Any, factors: Tensor) -> None:
-    """Divide rotary frequencies by the factors of a file (Llama 3)."""
+    """Divide rotary frequencies by the factors in a file (Llama 3)."""
     for name in ("inv_freq", "original_inv_freq"):
         getattr(rotary, name).div_(factors)

@@ -1,4 +1,4 @@
-"""GPTQ: integers of 4 or 8 bits in words along the inputs, of both versions."""
+"""GPTQ: 4- or 8-bit integers in words along the inputs, in both versions of the format."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from layerskip.model.formats.codes import Codes, Read, bits_of, unpacked_codes, 
 from layerskip.model.formats.tensors import FLOATS, Tensors
 
 FORMATS = ("gptq", "gptq_v2")
-"""In the first one zeros are stored as one less."""
+"""The first version stores zeros minus one."""
 
 
 def gptq(config: dict[str, Any]) -> Read:
-    """What reads the matrices of a checkpoint.
+    """Return a function that reads the matrices of a checkpoint.
 
     Raises:
-        ValueError: it is in another format.
+        ValueError: the format is not supported.
     """
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     if form not in FORMATS:
@@ -29,7 +29,7 @@ def gptq(config: dict[str, Any]) -> Read:
         words = tensors.take(f"{path}.qweight", (None, rows), torch.int32)
         bits = bits_of(len(words), columns)
         zeros = tensors.take(f"{path}.qzeros", (None, -(-rows * bits // 32)), torch.int32)
-        if form == "gptq":  # added to words: what passes the last code goes on to the next one
+        if form == "gptq":  # added to whole words, so an overflow carries to the next code
             zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
         scales = tensors.take(f"{path}.scales", (len(zeros), rows), *FLOATS)
         groups = None

@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tensors:
-    """The tensors of a folder's safetensors files, each mapped when it is asked for."""
+    """The tensors of a folder's safetensors files, each mapped when requested."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -33,13 +33,13 @@ class Tensors:
         return name in self._files
 
     def take(self, name: str, shape: tuple[int | None, ...] | None, *dtypes: torch.dtype) -> Tensor:
-        """A tensor in one of some dtypes.
+        """Return a tensor in one of some dtypes.
 
         Args:
-            shape: where a length may be any one, None; None is any shape.
+            shape: None as a length allows any length; None as the shape allows any shape.
 
         Raises:
-            ValueError: there is none, or another.
+            ValueError: it is missing, or has another shape or dtype.
         """
         if name not in self._files:
             raise ValueError(f"{name} is missing")

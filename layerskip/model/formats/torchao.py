@@ -1,4 +1,4 @@
-"""torchao: integers of up to 8 bits, one a byte, and FP8 (E4M3), as transformers saves them."""
+"""torchao: integers of up to 8 bits, one per byte, and FP8 (E4M3), as transformers saves them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from layerskip.model.formats.tensors import Tensors
 
 
 def torchao(config: dict[str, Any]) -> Read:
-    """What reads the matrices of a checkpoint.
+    """Return a function that reads the matrices of a checkpoint.
 
     Raises:
-        ValueError: its 4 bits are packed for one kind of device.
+        ValueError: its 4-bit weights are packed for one kind of device.
     """
     if re.search("int4_?weight", str(config.get("quant_type")), re.IGNORECASE):
         raise ValueError(
