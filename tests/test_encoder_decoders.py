@@ -284,7 +284,7 @@ def test_commands_take_them_or_refuse_by_name(family, tmp_path):
         assert got["usage"]["prompt_tokens"] == 7
         for wrong, words in (
             ({"echo": True, "logprobs": 1}, "gives no log-probabilities"),
-            ({"prompt": "w5 " * 65}, "have 64 tokens at most, the prompt has 65"),
+            ({"prompt": "w5 " * 65}, "have at most 64 tokens; the prompt has 65"),
         ):
             got = httpx.post(f"{url}/v1/completions", json=body | wrong)
             assert (got.status_code, words in got.json()["error"]["message"]) == (400, True)

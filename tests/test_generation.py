@@ -195,7 +195,7 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama, monkeyp
     assert costs(ours) == CostTable(0.3, (1.0,), "given")
     for name, value in {"hardware": "a faster one", "dtype": "float16", "batch_size": 8}.items():
         others = replace(ours, costs={**(ours.costs or {}), name: value})
-        with pytest.warns(UserWarning, match=f"left aside.* for {name} {value}; here it is"):
+        with pytest.warns(UserWarning, match=f"costs are ignored.* for {name} {value}; here it is"):
             found = costs(others)
         assert found.source == "analytic"  # six tokens are not worth measuring
     assert costs(enabled=False) is None

@@ -27,7 +27,7 @@ from layerskip.settings import Settings
 native = pytest.mark.skipif(
     extension.refusal() is not None, reason="there are no native passes here"
 )
-pytestmark = pytest.mark.filterwarnings("ignore:.* rounds activations, too")
+pytestmark = pytest.mark.filterwarnings("ignore:.* also rounds activations")
 LINEARS = 2 * 7  # of a model of two layers
 
 

@@ -254,13 +254,13 @@ def test_rows_that_came_from_something_else_are_refused_before_a_model_is_loaded
         if what is None:
             assert result.exit_code == 0
         else:
-            assert "rows (9) that came from something else" in result.stderr
+            assert "has 9 rows with another origin" in result.stderr
             assert f"from {what}; give another --output" in result.stderr
     assert settled(output) == before
     monkeypatch.undo()
     lines = given.read_text().splitlines(keepends=True)
     given.write_text("".join(lines[:3]).replace("return 1", "return 11") + "".join(lines[3:]))
-    words = "rows (1) that came from something else, the first of prompt a1, from another prompt"
+    words = "has 1 rows with another origin; the first is that of prompt a1, from another prompt"
     assert words in run(given, output, *SAMPLED).stderr
     assert run(given, output, *SAMPLED, "--force").exit_code == 0
     after = settled(output)

@@ -354,7 +354,7 @@ def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
 
 
 def test_laws_that_texts_would_share_are_refused(model):
-    with pytest.raises(ValueError, match=r"keeps texts apart, and this LogitLookup .* known="):
+    with pytest.raises(ValueError, match=r"keeps texts apart, but this LogitLookup .* known="):
         Serving(model, sources=[LogitLookup(StoredLogits())], **SETTINGS)
 
 
@@ -397,7 +397,7 @@ def test_a_full_queue_refuses(model):
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
-    with pytest.raises(QueueFull, match="2 texts wait, 2 may"):
+    with pytest.raises(QueueFull, match="2 texts are waiting, at most 2 may"):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
 
 
@@ -467,7 +467,7 @@ def test_a_thread_that_ends_by_an_error_says_so(model, monkeypatch):
     assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: worse")
     while serving.alive:
         pass
-    with pytest.raises(RuntimeError, match="ended by an error"):
+    with pytest.raises(RuntimeError, match="ended with an error"):
         serving.submit(TextRequest([3]), tell)
     serving.stop()
 

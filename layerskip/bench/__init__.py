@@ -1,1 +1,1 @@
-"""Methods side by side: timed, compared, checked."""
+"""Times, compares and checks methods side by side."""

@@ -1,4 +1,4 @@
-"""Prompts as token ids: joined or cut to a length of context, and in left-padded batches."""
+"""Prompts as token ids: joined or cut to a context length, and in left-padded batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerskip.prompts import Prompt
 
 
 class Encoded(NamedTuple):
-    """A prompt's name, category, token ids (1, T), and the context that it was made for."""
+    """A prompt's name, category, token ids (1, T), and the context length it was made for."""
 
     name: str
     category: str | None
@@ -31,7 +31,7 @@ class PromptBatch:
 
     names: tuple[str, ...]
     numbers: tuple[int, ...]
-    """The prompts' places among all of the run."""
+    """The prompts' numbers among all prompts of the run."""
     category: str | None
     input_ids: Tensor
     attention_mask: Tensor
@@ -43,7 +43,7 @@ class PromptBatch:
 
 
 def one_by_one(prompts: Sequence[Tensor]) -> list[PromptBatch]:
-    """A batch for each prompt, (1, T); named by their numbers, from 1."""
+    """A batch for each prompt, (1, T), named by its number from 1 on."""
     return [
         PromptBatch((str(number + 1),), (number,), None, ids, torch.ones_like(ids))
         for number, ids in enumerate(prompts)
@@ -53,7 +53,7 @@ def one_by_one(prompts: Sequence[Tensor]) -> list[PromptBatch]:
 def make_batches(
     prompts: Sequence[Encoded], sizes: Sequence[int], pad: int
 ) -> tuple[list[PromptBatch], list[str]]:
-    """Batches of every size, each of one category; and words about prompts that fill none."""
+    """Make batches of each size within a category, and messages about prompts that fill none."""
     by_category: dict[str | None, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         by_category[prompt.category].append(number)
@@ -97,16 +97,16 @@ def long_prompts(
     least: int = 1,
     most: int | None = None,
 ) -> tuple[list[Encoded], int | None]:
-    """Prompts of exactly so many tokens, each made of the next whole prompts in their order.
+    """Make prompts of exactly the given numbers of tokens from whole prompts, taken in order.
 
-    They are joined until they suffice, chats inside one user turn. What is too many is cut out of
-    the middle: the text's begin, its last question and the chat template's ends stay.
+    Prompts are joined until they suffice, chats inside one user turn. Excess tokens are cut out of
+    the middle, so the beginning, the last question and the end of the chat template remain.
 
     Args:
-        least, most: how many there are of each context; by default as many as no repeating makes.
+        least, most: number of prompts per context; by default as many as possible without repeats.
 
     Returns:
-        The long prompts, and the context from which on prompts are repeated, if they are.
+        The long prompts, and the context from which on prompts are repeated, or None.
     """
     made: list[Encoded] = []
     again = None
@@ -128,7 +128,7 @@ def long_prompts(
 def _joined(
     tokenizer: Any, prompts: Sequence[Prompt], tokens: int
 ) -> Iterator[tuple[Tensor, bool]]:
-    """Joined prompts as ids (1, `tokens` or more), without end; and whether they are repeated."""
+    """Yield joined prompts as ids (1, `tokens` or more), and whether they repeat; endless."""
     chat = any(prompt.messages is not None for prompt in prompts)
 
     def encoded(text: str) -> Tensor:
@@ -150,7 +150,7 @@ def _joined(
         parts: list[str] = []
         count = around
         while count < tokens:
-            while count < tokens:  # by the texts' own tokens, as joining anew takes time
+            while count < tokens:  # count the texts' own tokens first, since encoding takes time
                 text, length = next(source)
                 parts.append(text)
                 count += max(1, length)

@@ -1,4 +1,4 @@
-"""The losslessness check of a model on this machine, in token ids."""
+"""Checks that decoding is lossless for a model on this machine, in token ids."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from layerskip.drafts import Drafts, choose_drafts
 from layerskip.model.opening import open_model
 
 LEVEL = 1e-6
-"""Probability that the sampled-law tests together call a correct engine wrong."""
+"""Probability that the tests of sampled distributions together reject a correct engine."""
 
 ANY = SkipConfig(attention=(0,))
-"""A draft that every model has."""
+"""A draft that is possible for every model."""
 
-_LAW_PROMPTS = 2  # prompts that distributions are recorded on, at two positions each
+_LAW_PROMPTS = 2  # prompts on which distributions are recorded, at two positions each
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found.
+    """The results of `check`.
 
     Attributes:
-        greedy: self-speculation against the library's own `generate(do_sample=False)`.
-        plain: the same texts against this engine's plain decoding.
-        coupled: coupled sampling against this engine's plain decoding with the same seed.
-        laws: by accept rule, tokens drawn from recorded laws.
+        greedy: self-speculation compared with the library's `generate(do_sample=False)`.
+        plain: the same texts compared with this engine's plain decoding.
+        coupled: coupled sampling compared with this engine's plain decoding at the same seed.
+        laws: by acceptance rule, tokens drawn from recorded distributions.
         cache_error: largest deviation of the keys and values after decoding from a fresh prefill,
-            over the largest value of the layer.
-        cache_resolution: the square root of the dtype's resolution: far above what rounding does,
-            far below the keys of a token that does not belong there.
-        changed: what is not as it was found in the model: names of weights, hooks or settings.
+            relative to the layer's largest value.
+        cache_resolution: the square root of the dtype's resolution: far more than rounding causes,
+            far less than the keys of a wrong token would.
+        changed: what is changed in the model: names of weights, hooks or settings.
     """
 
     greedy: Comparison
@@ -106,15 +106,15 @@ def check(
     Args:
         model: a supported causal language model.
         prompts: token ids, each (1, T), at least one.
-        skip: of its `decoding` block only the draft vocabulary counts: every round drafts a fixed
-            length, so that drafts are checked also where they would not pay.
-        temperature, seed: of the sampled parts, on the plain softmax otherwise.
+        skip: only the draft vocabulary of its `decoding` block is used: every round has a fixed
+            draft length, so that drafts are checked even where they would not pay.
+        temperature, seed: of the sampled parts, which otherwise use the plain softmax.
         execution: as for `LayerSkipDecoding`.
-        note: told what begins, in words.
-        drafts: what else drafts, `lookup`, `sources` and `assistant` as for `LayerSkipDecoding`.
+        note: called with a description of each part as it begins.
+        drafts: other sources: `lookup`, `sources` and `assistant` as for `LayerSkipDecoding`.
 
     Raises:
-        ValueError: nothing to compare, or prompts that the model's positions cannot hold.
+        ValueError: there is nothing to compare, or prompts exceed the model's positions.
     """
     if not prompts:
         raise ValueError("check needs at least one prompt, got none")
@@ -137,7 +137,7 @@ def check(
             (batch.input_ids, plain.decode(batch, 0, perf_counter).tokens[0])
             for batch in batches[:_LAW_PROMPTS]
         ]
-        # a lookup has no distribution of its own, so that of any draft will do
+        # A lookup has no distribution of its own; that of any draft will do.
         source = next((each for each in chosen.sources if not each.step_free), ANY)
         laws = law_tests(chosen.model, texts, source, temperature=temperature, seed=seed)
         note("the cache")
@@ -155,15 +155,15 @@ def check(
 
 
 def _drafting(model: Any, task: Task, skip: SkipConfig | None, drafts: dict[str, Any]) -> Engine:
-    """The method that is checked: every round drafts a fixed length."""
+    """The method to check, with a fixed draft length in every round."""
     bare = None if skip is None else skip.bare()
     return Engine(model, task, "self", bare, controller="fixed", **drafts)
 
 
 def compare(model: Any, batches: Sequence[PromptBatch], drafting: Engine) -> dict[str, Comparison]:
-    """The texts of decoding with drafts against those that they must equal.
+    """Compare texts decoded with drafts with their references.
 
-    Those are this engine's plain decoding, "plain", and, where the task does not sample,
+    These are this engine's plain decoding, "plain", and, for a greedy task,
     `model.generate(do_sample=False)`, "generate".
     """
     task = drafting.task
@@ -174,7 +174,7 @@ def compare(model: Any, batches: Sequence[PromptBatch], drafting: Engine) -> dic
     comparisons = {}
     for reference in references:
         comparison = judge.compare(drafting, texts, reference, every=True)
-        assert comparison is not None  # greedy and coupled texts are promised
+        assert comparison is not None  # greedy and coupled texts must equal their references
         comparisons[reference.kind] = comparison
     return comparisons
 
@@ -199,9 +199,9 @@ def _cache_error(drafts: Drafts, ids: Tensor, max_new_tokens: int) -> float:
 
 
 def deviation(got: Tensor, wanted: Tensor) -> float:
-    """The largest, over the largest value, in the last slots (H, n, D) that both hold."""
+    """Largest deviation in the last slots (H, n, D) of both, relative to the largest value."""
     held = min(got.shape[1], wanted.shape[1])
-    # on the CPU: not every device has float64
+    # On the CPU, since not every device has float64.
     got, wanted = (kept[:, -held:].cpu().double() for kept in (got, wanted))
     return float((got - wanted).abs().max() / wanted.abs().max())
 
@@ -210,7 +210,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """What must be the same afterwards, by name: weights bit by bit, hooks, classes, settings."""
+    """The state that must not change, by name: weights bit for bit, hooks, classes, settings."""
     state: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         state[name] = (tensor.data_ptr(), tensor.shape, tensor.dtype, _bits(tensor))
@@ -228,7 +228,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _bits(tensor: Tensor) -> int | None:
-    """The sum of a tensor's bit patterns; None where there are none to read."""
+    """The sum of a tensor's bit patterns; None if they cannot be read."""
     if tensor.is_meta or not tensor.is_contiguous() or not tensor.numel():
         return None
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

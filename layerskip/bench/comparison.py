@@ -1,18 +1,18 @@
-"""Compares texts with those they must equal, and tells near-ties from faults.
+"""Compares texts with those that they must equal, and separates near-ties from faults.
 
-A text is judged along its own tokens: at every position the reference's choice is asked for given
-the text's tokens before it (teacher forcing), so that one near-tie does not hide what follows.
-A token that is not that choice is a near-tie if the reference's scores of the two lie within the
-resolution, and a fault otherwise.
+A text is judged along its own tokens: at every position the reference's choice is computed given
+the text's tokens before it (teacher forcing), so that one near-tie does not hide later faults. A
+token that differs from that choice is a near-tie if the reference's scores of the two differ by at
+most the resolution, and a fault otherwise.
 
-The resolution is measured on the very texts. The library scores them as `generate()` does, token
-by token, and again in wide passes, once by its other attention. By how much two candidates'
-distance changes from one computation to the next is what rounding does; its size differs from
-position to position, and so does the resolution: `QUANTILE` of these changes lie within it.
+The resolution is measured on the texts themselves. The library scores them as `generate()` does,
+token by token, and again in wide passes, once with its other attention. The change of the distance
+between two candidates from one computation to another is the effect of rounding. Its size varies
+between positions, and so does the resolution: it covers a share of `QUANTILE` of these changes.
 
-Where passes are `exact`, drafting may change nothing at all, and there is no resolution.
+If passes are `exact`, drafting must not change anything, and the resolution is zero.
 
-Letters: T tokens of a prompt, W width of padded prompts, n tokens of a text, V vocabulary.
+Shapes: T tokens of a prompt, W width of padded prompts, n tokens of a text, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from layerskip.model.wrappers import unwrapped
 from layerskip.requests import end_tokens
 
 QUANTILE = 0.999
-CANDIDATES = 8  # the best tokens of a position, whose distances are measured
-WIDTH, OTHER_WIDTH = 32, 5  # tokens of a wide pass; of the second one where there is one attention
+CANDIDATES = 8  # number of best tokens per position whose distances are measured
+WIDTH, OTHER_WIDTH = 32, 5  # tokens of wide passes; of the second if there is only one attention
 
 Scores = Callable[[Tensor, int], Tensor]
-"""Logits (N, V) of new tokens from a number on, to what those tokens are chosen by, (N, V)."""
+"""Maps logits (N, V) of new tokens from a number on to the scores that choose them, (N, V)."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A token that is not the reference's; the tokens are None where a text ends."""
+    """A token that differs from the reference's; a token is None where its text has ended."""
 
     prompt: int
     position: int
@@ -56,13 +56,13 @@ class Difference:
     expected: int | None
     got: int | None
     margin: float
-    """How far the lower of the two lies below the highest score; infinite where a text ends."""
+    """How far the lower score of the two is below the highest; infinite if a text has ended."""
     resolution: float
-    """What rounding can do to their distance; 0 for the same bit for bit, and where a text ends."""
+    """The effect of rounding on their distance; 0 if it must be exact, or if a text has ended."""
 
     @property
     def near_tie(self) -> bool:
-        """Whether rounding explains the difference; otherwise it is a fault."""
+        """Whether rounding explains the difference; if not, it is a fault."""
         return 0 < self.resolution >= self.margin
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,13 +72,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Texts against those that they must equal: how many prompts and new tokens were compared."""
+    """Texts compared with references, and the numbers of prompts and new tokens compared."""
 
     prompts: int
     tokens: int
     differences: tuple[Difference, ...]
     resolution: float | None = None
-    """The median over positions; 0 for the same bit for bit, None where it was not measured."""
+    """The median over positions; 0 if texts must be bit-identical, None if not measured."""
 
     @property
     def near_ties(self) -> int:
@@ -101,14 +101,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Along:
-    """What the library says along a text of n tokens.
+    """The library's scores along a text of n tokens.
 
     Attributes:
         best: its choice at each position, (n,).
-        margins: how far the lower of two given tokens lies below it, (n,) float64.
-        places: the last place of the best score, as far as numbers are held, (n,) float64.
-        changes: of the candidates' distances from the best one, two computations against the one
-            of `generate()`; nan where a score is not finite, (2, n, K) float64.
+        margins: how far the lower of two given tokens is below its choice, (n,) float64.
+        places: the last place of the best score at its precision, (n,) float64.
+        changes: changes of the candidates' distances from the best one in two computations,
+            relative to that of `generate()`; nan if a score is not finite, (2, n, K) float64.
     """
 
     best: list[int]
@@ -120,10 +120,10 @@ class Along:
 def along(
     model: Any, prompt: Tensor, text: Sequence[int], others: Sequence[int], scores: Scores
 ) -> Along:
-    """Let the library's own passes score a text behind a prompt (1, T).
+    """Score a text after a prompt (1, T) with the library's own passes.
 
     Args:
-        text, others: at every position the two tokens in question; the text's are fed.
+        text, others: the two tokens to compare at every position; those of the text are fed.
     """
     ids = torch.cat([prompt, prompt.new_tensor([text[:-1]])], dim=1)  # (1, T + n - 1)
     first = prompt.shape[1]
@@ -145,11 +145,11 @@ def along(
                 wide.append(part.gather(-1, asked[done : done + len(part)]))  # (N, K + 3)
                 done += len(part)
         computed.append(torch.cat(wide))
-    # on the CPU: not every device has float64
+    # On the CPU, since not every device has float64.
     logits = torch.stack([each.cpu().double() for each in computed])  # (3, n, K + 3)
     gaps = logits[..., 1:-2] - logits[..., :1]  # (3, n, K)
     changes = gaps[1:] - gaps[0]
-    # logits come in the model's dtype, and scores are made of them in float32
+    # Logits have the model's dtype, and scores are computed from them in float32.
     eps = max(torch.finfo(unwrapped(model).dtype).eps, 2 * torch.finfo(torch.float32).eps)
     return Along(
         best=best,
@@ -163,9 +163,9 @@ def along(
 def _scored(
     model: Any, ids: Tensor, first: int, width: int | None, scores: Scores
 ) -> Iterator[Tensor]:
-    """Scores from token number `first` of ids (1, T + n - 1) on, pass by pass, (N, V).
+    """Yield scores from token number `first` of ids (1, T + n - 1) on, pass by pass, (N, V).
 
-    In passes of a width or, as `generate()` does, the prompt at once and then token by token.
+    In passes of `width` tokens, or like `generate()`: the prompt at once, then token by token.
     """
     total = ids.shape[1]
     starts = range(0, total, width) if width else (0, *range(first, total))
@@ -185,11 +185,11 @@ def _scored(
 
 
 def _attentions(model: Any) -> tuple[str, str | None]:
-    """The attention that a model computes with, and another that computes the same."""
+    """The attention that a model uses, and another one that computes the same, or None."""
     inner = unwrapped(model)
     text = inner.config.get_text_config()
     usual: str = text._attn_implementation
-    capped = getattr(text, "attn_logit_softcapping", None)  # sdpa leaves the cap out
+    capped = getattr(text, "attn_logit_softcapping", None)  # sdpa ignores the cap
     sdpa = inner._supports_sdpa and capped is None
     return usual, {"sdpa": "eager", "eager": "sdpa"}.get(usual) if sdpa else None
 
@@ -206,11 +206,11 @@ def _attending(model: Any, attention: str) -> Iterator[None]:
 
 
 def resolutions(texts: Sequence[Along]) -> list[Tensor]:
-    """What rounding can do to the distance of two tokens, at every position of texts, (n,) each.
+    """The effect of rounding on the distance of two tokens at every position of texts, (n,) each.
 
-    A computation's changes are held against their scale at the position as the other computation
-    shows it, and half of that is what they are everywhere: the positions next to each other are
-    too few to tell. Where nothing changed, the last place still may.
+    A computation's changes are compared with their scale at the position in the other computation,
+    averaged with the scale over all positions, since a position has too few candidates to estimate
+    it alone. Where nothing has changed, the last place still may.
     """
     changes = torch.cat([each.changes for each in texts], dim=1)  # (2, N, K)
     power = changes.square().nanmean(-1)  # (2, N)
@@ -225,12 +225,12 @@ def resolutions(texts: Sequence[Along]) -> list[Tensor]:
 
 
 def _scale(power: Tensor, typical: Tensor) -> Tensor:
-    """Of changes whose mean squares are known at a position, unless nan, and everywhere."""
+    """The scale of changes: from mean squares at a position, unless nan, and from all positions."""
     return ((power.nan_to_num(float(typical)) + typical) / 2).nan_to_num(0.0).sqrt()
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """The position of the first token that is another one, or there in one text only."""
+    """The first position at which two texts differ, or one has ended; None if they are equal."""
     pairs = zip_longest(expected, got)
     return next((i for i, (left, right) in enumerate(pairs) if left != right), None)
 
@@ -245,12 +245,12 @@ def differences(
     bitwise: bool,
     longest: int,
 ) -> list[Difference]:
-    """Every token of a text that is not the reference's; where `bitwise`, nothing is excused.
+    """All tokens of a text that differ from the reference; `bitwise` allows no near-ties.
 
     Args:
-        scored: along the text, beside it the expected token where they first differ; where the text
-            ends too soon, one token further.
-        longest: how long the text may get, ended by a token of its own or by the limit.
+        scored: scores along the text and the expected token at the first difference; one token
+            further if the text ends too early.
+        longest: the length at which the text must end, by an end token or by the limit.
     """
     first = first_difference(expected, got)
     if first is None:
@@ -261,7 +261,7 @@ def differences(
         if wanted != got[i]:
             most = 0.0 if bitwise and i == first else float(resolution[i])
             wrong.append(Difference(prompt, i, wanted, got[i], float(scored.margins[i]), most))
-    if len(got) > longest:  # no score explains an end
+    if len(got) > longest:  # no score explains a wrong end
         wrong.append(Difference(prompt, longest, None, got[longest], math.inf, 0.0))
     elif len(got) < longest:
         wrong.append(Difference(prompt, len(got), scored.best[len(got)], None, math.inf, 0.0))
@@ -269,12 +269,12 @@ def differences(
 
 
 class Judge:
-    """Tells whether methods' texts are as promised, and near-ties from faults.
+    """Decides whether methods' texts are as promised, separating near-ties from faults.
 
     Self-speculation must give the text of plain decoding. Greedy text of every other method must be
-    that of transformers' `generate()`, or of plain decoding where that is not measured. Samples of
-    other kinds follow the law, which no text can show. Where top-k or top-p are about to cut a
-    token or not, a difference counts as a fault: rounding may explain it, no score shows.
+    that of transformers' `generate()`, or of plain decoding if that is not measured. Other samples
+    follow the same distribution, which a single text cannot show. Where top-k or top-p nearly cut a
+    token, a difference counts as a fault: rounding may explain it, but no score shows that.
     """
 
     def __init__(self, model: Any, task: Task, methods: Sequence[Method]) -> None:
@@ -285,23 +285,23 @@ class Judge:
         self.greedy = self.plain if task.do_sample else kinds.get("generate", self.plain)
         self._batch: PromptBatch | None = None
         self._expected: dict[str, list[list[int]]] = {}
-        self._scored: dict[Hashable, Along] = {}  # texts repeat
+        self._scored: dict[Hashable, Along] = {}  # since texts repeat
 
     @cached_property
     def opened(self) -> Sublayers:
         return open_model(self.model, self.task.execution)
 
     def promised(self, method: Method) -> bool:
-        """Whether the method's text must be the reference's."""
+        """Whether the method's text must equal the reference's."""
         coupled = self.task.acceptance == "coupled" and method.kind in ("plain", "self")
         return coupled or not self.task.do_sample
 
     def reference(self, method: Method) -> Method:
-        """The method whose text another must give."""
+        """The method whose text another method must give."""
         return self.plain if method.kind == "self" else self.greedy
 
     def learn(self, method: Method, batch: PromptBatch, tokens: list[list[int]]) -> None:
-        """Take a reference's texts from a call that was timed, instead of decoding them again."""
+        """Use a reference's texts from a timed call, instead of decoding them again."""
         if method in (self.plain, self.greedy):
             self._texts(batch).setdefault(method.kind, tokens)
 
@@ -313,7 +313,7 @@ class Judge:
         return texts[reference.kind]
 
     def _texts(self, batch: PromptBatch) -> dict[str, list[list[int]]]:
-        """What is known of the batch's texts, by kind of reference."""
+        """The known texts of the batch, by kind of reference."""
         if batch is not self._batch:
             self._batch, self._expected = batch, {}
         return self._expected
@@ -326,11 +326,11 @@ class Judge:
         *,
         every: bool = False,
     ) -> Comparison | None:
-        """A method's texts of batches against the reference's; None: nothing is promised.
+        """Compare a method's texts of batches with the reference's; None if nothing is promised.
 
         Args:
-            reference: another one than usual.
-            every: tell the resolution also where no text differs.
+            reference: one other than usual.
+            every: report the resolution even if no text differs.
         """
         if not self.promised(method):
             return None
@@ -362,14 +362,14 @@ class Judge:
         return Comparison(len(cases), tokens, tuple(differing), 0.0 if bitwise else median)
 
     def _longest(self, text: Sequence[int]) -> int:
-        """How long a text may get: up to its first token that ends it, or the limit."""
+        """The maximum length of a text: up to its first end token, or the limit."""
         limit, ends = self.task.max_new_tokens, end_tokens(self.model)
         return next((i + 1 for i, token in enumerate(text[:limit]) if token in ends), limit)
 
     def _along(self, batch: PromptBatch, row: int, expected: list[int], got: list[int]) -> Along:
-        """What the library says along a text, and at its end if that comes too soon."""
+        """The library's scores along a text, and at its end if that comes too early."""
         longest = self._longest(got)
-        text = got[:longest] if len(got) >= longest else [*got, 0]  # what is last is not fed
+        text = got[:longest] if len(got) >= longest else [*got, 0]  # the last token is not fed
         others = [*text]
         first = first_difference(expected, got)
         if first is not None and first < min(len(expected), len(text)):
@@ -382,10 +382,10 @@ class Judge:
         return self._scored[key]
 
     def _scores(self, batch: PromptBatch, row: int, text: Sequence[int]) -> Scores:
-        """What tokens of a text are chosen by: scored scores, and the noise of their places."""
+        """The function that chooses a text's tokens: processed scores, plus their noise."""
         ids, mask = (part[row : row + 1] for part in (batch.input_ids, batch.attention_mask))
         width, length = ids.shape[1], int(mask.sum())
-        processors = self.model.generate(  # the library makes them, and decodes nothing
+        processors = self.model.generate(  # the library makes them without decoding anything
             input_ids=ids,
             attention_mask=mask,
             custom_generate=lambda _model, _ids, logits_processor, **_rest: logits_processor,

@@ -1,7 +1,7 @@
-"""Tests of the emitted law: the engine's own rounds on recorded logits, without the model.
+"""Tests of the emitted distribution: the engine's own rounds on recorded logits, without the model.
 
-Passes that reply with recorded logits of one position draw many rounds of one draft token; a
-chi-square test compares them with the target's law. N positions, R rows of a pass, V vocabulary.
+Passes that return recorded logits of one position draw many rounds of one draft token. A chi-square
+test compares these with the target's law. N positions, R rows of a pass, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from layerskip.decoding.sources.base import Source, State
 from layerskip.decoding.speculator import Outcome, Speculator
 from layerskip.model.sublayers import Sublayers
 
-DRAWS = 2048  # of each position and rule
-_SUPPORT = 256  # tokens of a recorded law that are drawn from, the most probable ones
+DRAWS = 2048  # per position and rule
+_SUPPORT = 256  # number of most probable tokens of a recorded law that are drawn from
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class LawTest:
     draws: int
     """Rounds drawn at each recorded position."""
     p_values: tuple[float, ...]
-    """Two for each position, of a round's first token and of its bonus token."""
+    """Two for each position: of a round's first token, and of its bonus token."""
 
     def passed(self, level: float) -> bool:
         return min(self.p_values) * len(self.p_values) >= level
 
 
 class Recorded:
-    """Stands for the `Passes` of rows whose target and draft have given raw logits, (V,) each."""
+    """Replaces the `Passes` of rows; returns recorded raw logits of target and draft, (V,) each."""
 
     reads_logits = False
 
@@ -79,14 +79,14 @@ def recorded_rounds(
     longest: int,
     rejection: bool,
 ) -> Iterator[Outcome]:
-    """Rounds of a row for each noise-stream key, behind its first token, by the engine's own loop.
+    """Run rounds with the engine's own loop, one row per noise-stream key, after its first token.
 
     Args:
         target, draft: raw logits, the same at every position, (V,).
-        longest: the most tokens of a draft.
+        longest: maximum number of tokens in a draft.
     """
     passes: Any = Recorded(target, draft, len(keys))
-    history = torch.zeros(1, 1, dtype=torch.long)  # (B, W), which no such law reads
+    history = torch.zeros(1, 1, dtype=torch.long)  # (B, W), not read by these laws
     seats = [
         Seat([], 1, sys.maxsize, key=key, number=row, history=history, remembers=False)
         for row, key in enumerate(keys)
@@ -111,14 +111,14 @@ def draw_rounds(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> tuple[list[int], list[int]]:
-    """Rounds of one draft token each on given laws, by the engine's own loop.
+    """Run rounds of one draft token each on given laws, with the engine's own loop.
 
     Args:
         target, draft: raw logits at one position, (V,).
-        rejection: the rejection rule instead of coupled draws.
+        rejection: use the rejection rule instead of coupled draws.
 
     Returns:
-        The first emitted token of every round, and the bonus tokens of those that had one: both
+        The first emitted token of every round, and the bonus tokens of those that had one. Both
         follow the target's law.
     """
     law = Law([TemperatureLogitsWarper(temperature)], do_sample=True, rows=draws)
@@ -129,7 +129,7 @@ def draw_rounds(
 
 
 def chi_square(tokens: Sequence[int], law: Tensor) -> float:
-    """p-value of tokens drawn from a law (V,); cells that expect fewer than 5 are pooled."""
+    """p-value of tokens drawn from a law (V,). Cells with expectation below 5 are pooled."""
     law = law.cpu().double()  # (V,); not every device has float64
     drawn = torch.tensor(tokens, dtype=torch.long)
     counts = torch.bincount(drawn, minlength=len(law)).double()  # (V,)
@@ -137,7 +137,7 @@ def chi_square(tokens: Sequence[int], law: Tensor) -> float:
         return 0.0
     expected = law * len(tokens)  # (V,)
     order = expected.argsort()
-    pooled = int((expected[order].cumsum(0) < 5).sum()) + 1  # the smallest, until they expect 5
+    pooled = int((expected[order].cumsum(0) < 5).sum()) + 1  # the smallest, up to a sum of 5
     pooled = max(pooled, int((expected < 5).sum()))
     if pooled >= len(law):
         return 1.0  # one cell: nothing to compare
@@ -159,7 +159,7 @@ def law_tests(
     temperature: float,
     seed: int,
 ) -> dict[str, LawTest]:
-    """By accept rule, tokens drawn from the laws at two positions of texts.
+    """By acceptance rule, test tokens drawn from the laws at two positions of texts.
 
     Args:
         texts: prompts (1, T) and the tokens that follow them.
@@ -191,7 +191,7 @@ def _record(
 ) -> tuple[Tensor, Tensor]:
     """Raw logits of target and draft after the tokens, on the CPU, (V,) each.
 
-    Of a large vocabulary the tokens that either law finds most probable.
+    For a large vocabulary, only those tokens that either law considers most probable.
     """
     ids = torch.tensor(tokens)
     prompt, emitted = [ids[:-1]], [tokens[-1:]]
@@ -199,7 +199,7 @@ def _record(
     passes.prefill()
     last = ids[-1:].to(model.device)  # (1,)
     draft = passes.draft_step(last, 0)[0].float().cpu()  # (V,)
-    # what follows `last` is not read
+    # The logits after `last` are not used.
     target = passes.verify(last[None], [(0, 0), (0, 1)])[0].float().cpu()  # (V,)
     either = torch.maximum(softmax_law(target), softmax_law(draft))
     kept = either.topk(min(_SUPPORT, len(either))).indices

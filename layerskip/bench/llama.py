@@ -42,7 +42,7 @@ class LlamaCpp:
         self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
         limit = max_new_tokens or self.task.max_new_tokens
-        self.llama.reset()  # nothing of the text before is used again
+        self.llama.reset()  # do not reuse the previous text
         tokens: list[int] = []
         first = 0.0
         for token in self.llama.generate(batch.input_ids[0].tolist(), temp=0.0, repeat_penalty=1.0):
@@ -54,13 +54,13 @@ class LlamaCpp:
 
 
 def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -> list[Method]:
-    """The one GGUF in a checkpoint's folder, widened to the model's dtype once, on its threads.
+    """Open the only GGUF file in a checkpoint's folder, converted once to the model's dtype.
 
-    A model that is a GGUF file itself is read as it is.
+    It runs on the model's threads. A model that is a GGUF file itself is used unchanged.
 
     Raises:
-        ValueError: llama.cpp is not installed, texts are sampled, there is not one GGUF, or the
-            dtype is not one of llama.cpp's.
+        ValueError: llama.cpp is not installed, texts are sampled, there is not exactly one GGUF
+            file, or llama.cpp does not have the dtype.
     """
     if task.do_sample:
         raise ValueError(f"{names[0]} is compared greedily; leave --do-sample out")
@@ -74,7 +74,7 @@ def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -
     file = own if own.suffix == ".gguf" else _widened(llama_cpp, loaded, dtype)
     options = dict.fromkeys(("n_threads", "n_threads_batch"), torch.get_num_threads())
     options |= {"n_ctx": context, "verbose": False}
-    if dtype == "float32":  # the keys and values, too, which are half precision otherwise
+    if dtype == "float32":  # including keys and values, which would be in half precision
         options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     ends = end_tokens(loaded.model)
     return [
@@ -86,7 +86,7 @@ def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -
 
 
 def _widened(llama_cpp: Any, loaded: Loaded, dtype: str) -> Path:
-    """The one GGUF in a checkpoint's folder in the model's dtype."""
+    """The only GGUF file in a checkpoint's folder, converted to the model's dtype."""
     files = [] if loaded.folder is None else sorted(loaded.folder.glob("*.gguf"))
     if len(files) != 1:
         raise ValueError(

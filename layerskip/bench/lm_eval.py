@@ -1,8 +1,8 @@
 """The engine as a model class of lm-evaluation-harness, `--model layerskip`.
 
-Tokens, templates and windows are those of the harness's own class `hf`; texts and scores are made
-here, many at once, with drafts. Versions of the harness with plug-ins find it by its entry point;
-for others this file is the command: `python -m layerskip.bench.lm_eval run ...`.
+Tokens, templates and windows are those of the harness's own class `hf`; this class computes texts
+and scores, many at once, with drafts. Versions of the harness with plug-ins find it by its entry
+point; for other versions this file is the command: `python -m layerskip.bench.lm_eval run ...`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LAW = {"do_sample", "temperature", "top_k", "top_p", "min_p"}
 
 @register_model("layerskip")
 class LayerSkipLM(HFLM):  # type: ignore[misc]
-    """A model that this engine serves, for evaluations.
+    """A model run by this engine, for evaluations.
 
     Args:
-        pretrained, dtype, device, trust_remote_code: as of `layerskip.checkpoints.load`.
-        batch_size: texts at once.
+        pretrained, dtype, device, trust_remote_code: as for `layerskip.checkpoints.load`.
+        batch_size: number of texts at once.
         draft: False decodes plainly; scores and texts are the same.
-        assistant: a second model that drafts, by name.
-        seed: of sampling; request i is drawn with `seed + i`.
+        assistant: name of a second model that drafts.
+        seed: sampling seed; request i uses `seed + i`.
         **kwargs: further arguments of `HFLM`.
     """
 
@@ -52,7 +52,7 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
         trust_remote_code: bool = False,
         **kwargs: Any,
     ) -> None:
-        # the harness asks for "cuda:0" where nobody has said anything
+        # The harness requests "cuda:0" if the user has not chosen a device.
         place = device if torch.cuda.is_available() or device == "cpu" else "auto"
         where: dict[str, Any] = {"device": place or "auto", "dtype": dtype}
         loaded = load(str(pretrained), **where, trust_remote_code=trust_remote_code)
@@ -68,14 +68,14 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Tokens that a score may depend on; the scored token and one more have a place, too."""
+        """Maximum context of a score; there is also room for the scored token and one more."""
         return min(int(super().max_length), self._serving.max_tokens - 2)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The texts that continue contexts, cut before their first stop string.
+        """Continue contexts; each text is cut before its first stop string.
 
         Raises:
-            ValueError: a task says something of sampling that is not known here.
+            ValueError: a task has sampling settings that are not known here.
         """
         end = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         tasks, stops = list[TextRequest](), list[list[str]]()
@@ -100,7 +100,7 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of each continuation its log-probability, and whether greedy decoding writes it."""
+        """For each continuation, its log-probability, and whether greedy decoding gives it."""
         tasks = []
         for _, context, continuation in requests:
             tokens = (context + continuation)[-(self.max_length + 1) :]
@@ -118,7 +118,7 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
         return scores
 
     def _ask(self, tasks: Sequence[TextRequest], what: str, quiet: bool) -> list[list[Piece]]:
-        """What is told of each; those that begin alike beside each other, as one helps the next."""
+        """Run requests and collect their pieces; common prefixes are adjacent, to share caches."""
         told: list[list[Piece]] = [[] for _ in tasks]
         with tqdm(total=len(tasks), desc=f"Running {what} requests", disable=quiet) as bar:
 

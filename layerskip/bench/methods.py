@@ -1,4 +1,4 @@
-"""The ways to decode that a benchmark compares: this engine's and transformers' own."""
+"""Ways to decode that a benchmark compares: this engine's and transformers' own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Task:
-    """What every method is asked for; settings of sampling that are None are off."""
+    """The task of every method; settings of sampling that are None are off."""
 
     max_new_tokens: int
     do_sample: bool = False
@@ -43,7 +43,7 @@ class Task:
         return {"do_sample": self.do_sample, **settings, "seed": self.seed}
 
     def arguments(self) -> dict[str, Any]:
-        """For any `generate()`."""
+        """Arguments for any `generate()`."""
         shared: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": self.do_sample,
@@ -59,15 +59,15 @@ class Task:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a method made of a batch."""
+    """The result of a method for a batch."""
 
     tokens: list[list[int]]
-    """New tokens of every row, the one that ended it included, nothing after it."""
+    """New tokens of every row, including an end token, but nothing after it."""
     first: float
-    """What the clock said when the first tokens were out."""
+    """The clock's time after the first tokens."""
     first_tokens: list[int]
     rounds: Sequence[Round] | None = None
-    """Of this engine; None elsewhere."""
+    """Rounds of this engine; None for other methods."""
 
 
 class Method(Protocol):
@@ -76,26 +76,26 @@ class Method(Protocol):
     name: str
     kind: str
     one_row: bool
-    """Whether it serves batches of one row only."""
+    """Whether it only supports batches of one row."""
 
     def describe(self) -> dict[str, Any]:
-        """The header's entry."""
+        """The method's entry in the header."""
 
     def decode(
         self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
-        """Decode the batch, the same again for the same repeat; warm-ups have their own limit."""
+        """Decode the batch, identically for the same repeat; warm-ups have their own limit."""
 
 
 class Engine:
-    """This engine: plain decoding, or self-speculation where there is something to draft from.
+    """This engine: self-speculation, or plain decoding if there is nothing to draft from.
 
     Attributes:
         draft, named: names of the draft and of the assistant.
-        settings: those of `LayerSkipDecoding`; what they do not name does not draft.
-        costs: by `costs_key`, what the controller decides with; measured at the first call
-            where there is no entry.
-        prices: the header's `costs`, likewise: what was measured.
+        settings: settings of `LayerSkipDecoding`; sources that they do not name are not used.
+        costs: by `costs_key`, the controller's costs; measured at the first call if there is no
+            entry.
+        prices: the header's `costs`, with the same keys: the measured costs.
     """
 
     one_row = False
@@ -116,7 +116,7 @@ class Engine:
         self.settings = {
             "skip": skip,
             "lookup": False,
-            "draft_memory": 0 if skip is None else None,  # no draft of the model's own choice
+            "draft_memory": 0 if skip is None else None,  # disables the model's default draft
             "acceptance": task.acceptance,
             "execution": task.execution,
             **settings,
@@ -129,12 +129,12 @@ class Engine:
 
     @property
     def decoding(self) -> LayerSkipDecoding:
-        """Its settings, with those of the skip config where there are no others."""
+        """The settings, completed by those of the skip config."""
         return LayerSkipDecoding(**self.settings)
 
     @property
     def source_names(self) -> list[str]:
-        """What its drafts come from, in the order in which rounds number them."""
+        """The names of its draft sources, in the order of their numbers in rounds."""
         decoding = self.decoding
         names = [] if decoding.lookup is None else ["lookup"]
         names += [each.name for each in decoding.sources]
@@ -169,15 +169,15 @@ class Engine:
             "max_draft_length": decoding.max_draft_length,
             "threshold": decoding.threshold,
             **({"adaptive": decoding.adaptive} if decoding.adaptive else {}),
-            **({"branches": True} if decoding.branches else {}),  # so that older runs can go on
+            **({"branches": True} if decoding.branches else {}),  # so that older runs can resume
             "costs": self.prices,
         }
 
     def use(self, key: str, costs: CostTable) -> None:
-        """Let the controller decide with these costs in batches of a key.
+        """Let the controller use these costs in batches with a key.
 
-        Where the skip config brings costs, the accept rule lets no clock decide, or several skip
-        configs have costs of their own, they serve predictions only.
+        If the skip config has costs, the acceptance rule allows no measured costs, or several skip
+        configs have their own costs, they are used for predictions only.
         """
         brought = self.skip is not None and self.skip.costs is not None
         rejects = self.task.do_sample and self.task.acceptance == "rejection"
@@ -197,7 +197,7 @@ class Engine:
     def generate(
         self, batch: PromptBatch, clock: Clock | None = None, **settings: Any
     ) -> GenerationOutput:
-        """As a person would call it; a prompt's text depends on its number and the seed only."""
+        """Generate like a user; a prompt's text depends only on its number and the seed."""
         return generate(
             self.model,
             {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask},
@@ -214,7 +214,7 @@ class Engine:
 
 
 def _sublayers_of(resolved: SkipConfig | None, num_layers: int) -> dict[str, Any]:
-    """What a header says of the target's sublayers in a draft; None: it runs none of them."""
+    """A header's description of the target's sublayers in a draft; None: the draft runs none."""
     if resolved is None or (resolved.trained is not None and resolved.trained.alone):
         skipped = {kind: list(range(num_layers)) for kind in ("attention", "mlp")}
         return {"skipped": skipped, "low": None, "num_kept": 0, "prefix": 0}
@@ -230,7 +230,7 @@ def _sublayers_of(resolved: SkipConfig | None, num_layers: int) -> dict[str, Any
 
 @dataclass(eq=False)
 class Peer:
-    """A way to decode that comes with transformers.
+    """A way to decode that is part of transformers.
 
     Attributes:
         options: further arguments of its `generate()`.
@@ -263,7 +263,7 @@ class Peer:
         arguments = self.task.arguments()
         arguments["max_new_tokens"] = max_new_tokens or self.task.max_new_tokens
         base = self.model.config.get_text_config()
-        layers = base.num_hidden_layers  # the library's early exit changes it, also on errors
+        layers = base.num_hidden_layers  # the library's early exit changes it, even after errors
         try:
             sequences = self.model.generate(
                 input_ids=batch.input_ids,
@@ -285,7 +285,7 @@ class Peer:
 
 
 class _First:
-    """A stopping criterion that stops nothing, and notes when the first new tokens are out."""
+    """A stopping criterion that never stops, but records the time of the first new tokens."""
 
     def __init__(self, clock: Clock, width: int) -> None:
         self.clock = clock

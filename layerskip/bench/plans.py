@@ -1,4 +1,4 @@
-"""What a benchmark measures: its methods, priced, and the header of its records."""
+"""What a benchmark measures: its methods with their costs, and the header of its records."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from layerskip.registry import WITH_THRESHOLD, named
 from layerskip.replay.exits import exit_sweep, law_of
 from layerskip.timing.tables import cost_tables
 
-SWEEP_TOKENS = 64  # of each text of a sweep, at most
-SWEEP_PROMPTS = 2  # of each category
-SWEEP_BEST = 3  # cells of a sweep that are then timed
-PRICE_SECONDS = 2.0  # that measuring what drafts cost may take, by batch size and context
+SWEEP_TOKENS = 64  # maximum number of tokens of each text in a sweep
+SWEEP_PROMPTS = 2  # per category
+SWEEP_BEST = 3  # cells of a sweep that are timed afterwards
+PRICE_SECONDS = 2.0  # time limit for measuring costs, per batch size and context
 
-PROMPT_LOOKUP_TOKENS = 10  # the value that transformers' documentation shows
+PROMPT_LOOKUP_TOKENS = 10  # the value in transformers' documentation
 
 
 def make_header(
@@ -55,11 +55,11 @@ def make_header(
     path: Path | None,
     encoded: Sequence[Encoded] = (),
 ) -> dict[str, Any]:
-    """The header but for what the command adds: repeats, warm-ups, batch sizes, methods.
+    """Make the header, except what the command adds: repeats, warm-ups, batch sizes, methods.
 
     Args:
-        path: the prompts' file.
-        encoded: the prompts as they are asked, if they are joined or cut.
+        path: the file of prompts.
+        encoded: the prompts as they are used, if they are joined or cut.
     """
     content = [[p.id, p.category, p.text, p.messages] for p in prompts]
     categories = [p.category or "none" for p in encoded or prompts]
@@ -98,18 +98,18 @@ def make_header(
 
 @dataclass(frozen=True)
 class Plan:
-    """From what was asked for to methods; what a run to go on with has decided stays as it is."""
+    """Turns a request into methods. Decisions of a run that is resumed are kept."""
 
     loaded: Loaded
     task: Task
     prompts: Sequence[Encoded]
-    """For sweeps, not joined to long ones."""
+    """For sweeps: prompts that are not joined to longer ones."""
     batches: Sequence[PromptBatch]
     earlier: Run | None
     say: Callable[[str], None]
-    """Told what a person reads in lines that stay."""
+    """Called with messages that stay on the terminal."""
     progress: Callable[[str], None]
-    """The same in a line that is replaced."""
+    """Called with messages that the next one replaces."""
 
     def engines(
         self,
@@ -125,20 +125,20 @@ class Plan:
         head: Source | None = None,
         **pace: Any,
     ) -> list[Engine]:
-        """The methods of this engine that draft: one for every source, and controller.
+        """The methods of this engine that draft: one for every source and controller.
 
         Args:
-            given: skip configs of "self", with names; without any what drafts without set-up.
-            lookup: whether, and in which other texts, "self" looks drafts up; None: as its skip
-                config says, and where there is none it does.
-            default: the model's own draft where none is given, if it has one.
-            controllers: None is the skip config's own, or the default.
-            laws: of earlier texts, which every call of "self" starts with.
-            head: of the checkpoint, which drafts beside `default`.
+            given: skip configs of "self" with names; without any, sources that need no setup.
+            lookup: whether, and in which other texts, "self" looks drafts up; None: as in its skip
+                config, and without one it does.
+            default: the model's own draft if none is given, or None.
+            controllers: None stands for the skip config's own, or the default.
+            laws: stored likely tokens of earlier texts, with which every call of "self" starts.
+            head: the checkpoint's own head, which drafts in addition to `default`.
             pace: further settings of `LayerSkipDecoding`.
         """
         looks_up = True if lookup is None else lookup
-        drafts: list[tuple[str, str, dict[str, Any]]] = []  # method, label, what drafts
+        drafts: list[tuple[str, str, dict[str, Any]]] = []  # method, label, sources
         if "self" in kinds:
             for label, skip in given:
                 stored = skip.decoding is not None and skip.decoding.lookup is True
@@ -189,7 +189,7 @@ class Plan:
         return list(engines.values())
 
     def swept(self, sweep: Mapping[str, Any]) -> list[Engine]:
-        """The exits and draft lengths of a sweep that are predicted to be fastest."""
+        """The exits and draft lengths of a sweep with the highest predicted speed."""
         cells = []
         for entry in sweep["exits"]:
             costs = CostTable.from_dict(entry["costs"])
@@ -206,13 +206,13 @@ class Plan:
     def methods(
         self, kinds: set[str], engines: Sequence[Engine], assistant: Loaded | None
     ) -> list[Method]:
-        """All methods to measure, those that draft with their prices."""
+        """All methods to measure; those that draft with their costs."""
         model, task = self.loaded.model, self.task
         for each in engines:
             self._price(each)
         methods: list[Method] = [Engine(model, task), *engines]
         if any(kind.startswith("generate") for kind in kinds):
-            model = unpacked_model(model)  # in every product, the library would do it again
+            model = unpacked_model(model)  # otherwise the library would unpack in every product
         if "generate" in kinds:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds:
@@ -250,7 +250,7 @@ class Plan:
         model = self.loaded.model
         skip.resolve(model.config.get_text_config().num_hidden_layers)
         skip.warn_if_foreign(self.loaded.name, fingerprint(model))
-        return replace(skip, model=None, model_hash=None)  # said once is enough
+        return replace(skip, model=None, model_hash=None)  # one warning is enough
 
     def _depth(self, engines: Sequence[Engine]) -> int:
         """The early exit of transformers: as many sublayers as our draft runs, or half of them."""
@@ -267,24 +267,24 @@ class Plan:
             for key, costs in decided.items():
                 method.use(key, CostTable.from_dict({name: costs[name] for name in names}))
             return
-        self.progress(f"measuring what drafting costs: {method.name}")
+        self.progress(f"measuring the costs of drafting: {method.name}")
         price(method, self.batches)
 
     @cached_property
     def _entries(self) -> dict[str, dict[str, Any]]:
-        """What a run to go on with says of its methods, by name."""
+        """The entries of methods in the header of a resumed run, by name."""
         entries = self.earlier.header["methods"] if self.earlier else []
         return {entry["name"]: entry for entry in entries}
 
     def sweep(self, exits: Sequence[int], draft_lengths: Sequence[int]) -> dict[str, Any]:
-        """What every exit would have drafted, on the first prompts of every category, priced."""
+        """Replay every exit on the first prompts of every category, with costs."""
         if self.earlier is not None and self.earlier.sweeps:
             return self.earlier.sweeps[0]
         chosen: dict[str | None, list[Encoded]] = {}
         for prompt in self.prompts:
             chosen.setdefault(prompt.category, []).append(prompt)
         prompts = [prompt for each in chosen.values() for prompt in each[:SWEEP_PROMPTS]]
-        # texts are replayed on the path that is compiled only
+        # Texts are replayed on the path that is also compiled.
         execution = "fused" if self.task.execution == "compiled" else self.task.execution
         opened = open_model(self.loaded.model, execution)
         law = self.task.law | {"acceptance": "coupled"}
@@ -312,11 +312,11 @@ class Plan:
 
 
 DRAFTS = ("lookup", "sources", "assistant")
-"""Settings that say what drafts, beside the skip config."""
+"""Settings that select draft sources in addition to the skip config."""
 
 
 def price(method: Engine, batches: Sequence[PromptBatch]) -> None:
-    """Measure what drafting costs, once, and give it to the method for all its calls."""
+    """Measure the costs of drafting once, and give them to the method for all its calls."""
     skip = [each.bare() for each in method.skips] or None
     drafts = {name: method.settings[name] for name in DRAFTS if name in method.settings}
     task = replace(method.task, acceptance="coupled")

@@ -1,6 +1,6 @@
-"""How many bytes the passes of a call read from memory, whatever the CPU's caches keep.
+"""Estimates the bytes that the passes of a call read from memory, ignoring the CPU's caches.
 
-A pass reads every weight once, and of every row's keys and values what its attentions see.
+A pass reads every weight once, and the keys and values that its attentions see of every row.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from layerskip.costs.speculation import keys_read
 from layerskip.drafts import choose_drafts
 from layerskip.model.sublayers import Sublayers
 
-STEPWISE = ("plain", "generate", "llama.cpp")  # methods whose passes are of one token of every row
+STEPWISE = ("plain", "generate", "llama.cpp")  # methods with one token per row and pass
 
 
 def bytes_read(
     opened: Sublayers, method: Method, batch: PromptBatch, decoded: Decoded
 ) -> float | None:
-    """Bytes that a call's passes read after the first tokens; None where that is not known.
+    """Bytes that a call's passes read after the first tokens; None if unknown.
 
-    A round's draft steps read what their source says, however many tokens they take, and its target
+    A round's draft steps read what their source states, whatever the number of tokens; its target
     pass reads the whole model.
     """
     keys = opened.key_bytes()
@@ -49,9 +49,9 @@ def bytes_read(
 
 
 def _rounds(decoded: Decoded) -> Iterator[tuple[int, int, set[int], list[int]]]:
-    """Of rounds after the first tokens: most drafted, steps, sources, and tokens by row.
+    """Rounds after the first tokens: longest draft, steps, sources, and tokens by row.
 
-    Methods without rounds take one a token.
+    Methods without rounds have one per token.
     """
     for each in (decoded.rounds or ())[1:]:
         sources = map(each.source_of, range(len(each.tokens)))

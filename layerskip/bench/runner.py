@@ -1,7 +1,7 @@
-"""The measuring loop: methods side by side on the same prompts, timed, compared, as records.
+"""The measuring loop: times and compares methods side by side on the same prompts.
 
-They decode a batch one after another, in an order that rotates from repeat to repeat, so that
-whatever else the machine does meets all of them alike.
+The methods decode each batch in turn, in an order that rotates between repeats, so that other
+activity on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from layerskip.decoding.rounds import Round
 from layerskip.files.records import Key
 from layerskip.model.compiled import compile_seconds
 
-WARMUP_TOKENS = 16  # enough for every kind of step, and for the caches to hold this prompt's
+WARMUP_TOKENS = 16  # enough for every kind of step, and to load this prompt into the caches
 
 LOOP_TIMES = 3
 LOOP_TOKENS = 24
@@ -34,23 +34,23 @@ LOOP_TOKENS = 24
 
 @dataclass(frozen=True)
 class Timed:
-    """One call of a method; `repeat` is negative in a warm-up, which ends sooner."""
+    """One call of a method; `repeat` is negative for a warm-up, which is shorter."""
 
     method: Method
     batch: PromptBatch
     repeat: int
     order: int
-    """Its place among the methods of this repeat."""
+    """Its position among the methods of this repeat."""
     decoded: Decoded
     seconds: float
     first: float
-    """Seconds of the call until the first new tokens were out."""
+    """Seconds from the start of the call to the first new tokens."""
     peak_memory: int | None
-    """Bytes above what was held before; None where the device does not tell."""
+    """Bytes in addition to those in use before; None if the device does not report them."""
 
 
 def device_clock(device: torch.device) -> Clock:
-    """A clock in seconds that first waits for what the device has still to do."""
+    """A clock in seconds that first waits for the device's pending work."""
     if device.type not in ("cuda", "mps"):
         return time.perf_counter
     wait = torch.cuda.synchronize if device.type == "cuda" else torch.mps.synchronize
@@ -73,11 +73,11 @@ def interleaved(
     until: float = math.inf,
     note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> Iterator[Timed]:
-    """Run every method on every batch, warm-ups first; what is `done` is left out.
+    """Run every method on every batch, warm-ups first, except for those in `done`.
 
-    After the first repeat, none is begun that would end after `until` (of `time.monotonic`), if it
-    took as long as the longest so far. The garbage collector rests during a call, and torch's
-    random numbers are afterwards what they were.
+    After the first repeat, none starts that would end after `until` (of `time.monotonic`) if it
+    took as long as the longest so far. The garbage collector is off during a call, and torch's
+    random state is restored afterwards.
     """
     longest, made = 0.0, 0
     with _quiet_collector(), torch.random.fork_rng(devices=_gpus(batches)):
@@ -109,7 +109,7 @@ def _gpus(batches: Sequence[PromptBatch]) -> set[torch.device]:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Keep what is there now out of the collections between the calls."""
+    """Exempt present objects from the collections between calls."""
     gc.collect()
     gc.freeze()
     try:
@@ -119,7 +119,7 @@ def _quiet_collector() -> Iterator[None]:
 
 
 def _timed(method: Method, batch: PromptBatch, repeat: int, order: int, now: Clock) -> Timed:
-    """A call and its times, none of which went into compiling."""
+    """Time a call, excluding any compilation."""
     while True:
         compiling = compile_seconds()
         timed = _once(method, batch, repeat, order, now)
@@ -148,7 +148,7 @@ def _once(method: Method, batch: PromptBatch, repeat: int, order: int, now: Cloc
 
 
 def try_out(methods: Sequence[Method], batches: Sequence[PromptBatch]) -> None:
-    """Let every method decode a few tokens, so that what refuses does before a file is begun."""
+    """Let every method decode a few tokens, so that errors come before a file is started."""
     for method in methods:
         batch = next((b for b in batches if b.rows == 1 or not method.one_row), None)
         if batch is not None:
@@ -172,15 +172,15 @@ def benchmark(
     until: float = math.inf,
     note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> None:
-    """Measure, and `write` records of calls as soon as all methods have had their turn.
+    """Measure methods, and `write` records of calls as soon as all methods have had their turn.
 
     Args:
-        methods: plain decoding, every speedup's baseline, must be among them.
-        done: keys of records that are there already.
-        text: decodes tokens; texts are part of the records where it is given.
-        until: of `time.monotonic`, when to end after a whole number of repeats, one at least.
-        bandwidth: asked after every call; what it says, bytes a second, is part of the record.
-        note: told what is going on, and the share of it all that is done.
+        methods: must include plain decoding, the baseline of every speedup.
+        done: keys of existing records.
+        text: decodes tokens; if given, records include texts.
+        until: the time (of `time.monotonic`) to end at, after whole repeats, at least one.
+        bandwidth: called after every call; its result in bytes per second is part of the record.
+        note: called with the current activity, and the completed share.
     """
     now = now or device_clock(batches[0].input_ids.device)
     judge = Judge(model, task, methods)
@@ -208,7 +208,7 @@ def decoded_records(
 ) -> list[dict[str, Any]]:
     """Measure prompts (1, T) one by one; arguments are those of `benchmark`.
 
-    Texts that end with their first token say nothing of decoding, and have no records.
+    Texts that end with their first token contain no decoding, and have no records.
     """
     records: list[dict[str, Any]] = []
     benchmark(
@@ -237,7 +237,7 @@ def record_of(
         marks = [each.times for each in after if each.times is not None]
         draft = sum(drafted - start for start, drafted, _, _ in marks)
         verify = sum(verified - drafted for _, drafted, verified, _ in marks)
-        # the rest of the rounds, and what the door does after them
+        # The rest: of the rounds, and of the call after them.
         other = max(0.0, timed.seconds - timed.first - draft - verify)
         seconds |= {"draft": draft, "verify": verify, "other": other}
         names = ("source", "drafted", "accepted", "confidences", "steps")
@@ -279,7 +279,7 @@ def record_of(
 
 
 def depth(round_: Round, row: int) -> int:
-    """How many tokens a row could have accepted at most: the longest path behind those it did."""
+    """Maximum number of tokens that a row could have accepted: the longest path in its draft."""
     parents = round_.parents[row]
     if parents is None:
         return round_.drafted[row]
@@ -292,15 +292,15 @@ def depth(round_: Round, row: int) -> int:
 
 
 def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of the text's n-grams that occurred in it before; 0 where it has none."""
+    """Share of the text's n-grams that occurred in it before; 0 if it has none."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the text ends in a block that is said at least `LOOP_TIMES` times in a row.
+    """Whether the text ends in a block that occurs at least `LOOP_TIMES` times in a row.
 
-    Together they take up at least `LOOP_TOKENS` tokens.
+    Together the blocks must have at least `LOOP_TOKENS` tokens.
     """
     text = list(tokens)
     for period in range(1, len(text) // LOOP_TIMES + 1):

@@ -1,1 +1,1 @@
-"""What drafting costs and gains, in closed formulas; no torch, no clock."""
+"""Costs and gains of drafting in closed formulas; uses neither torch nor a clock."""

@@ -1,10 +1,10 @@
-"""The model of costs: what a pass takes, from the bytes it reads and a machine's few numbers.
+"""The cost model: the time of a pass, from the bytes it reads and a few numbers of the machine.
 
-A pass reads the weights once, and the keys and values of every row's text. More tokens cost
-arithmetic as well: a pass over n tokens takes `growth(n)` times as long, a short ladder of factors,
-as there is no sharp bend between the two limits (v(2) of 1.2, v(8) of 1.55 and v(16) of 3.3 were
-seen on one machine, 1.05, 1.1 and 1.8 on another). What a pass takes beside is spread over its
-bytes; what a further row takes beside is a constant.
+A pass reads the weights once, and the keys and values of every row's text. More tokens also cost
+arithmetic: a pass over n tokens takes `growth(n)` times as long. This is a short table of factors,
+since there is no sharp bend between the two limits (v(2) of 1.2, v(8) of 1.55 and v(16) of 3.3 were
+measured on one machine, 1.05, 1.1 and 1.8 on another). Other time of a pass is spread over its
+bytes; other time of an additional row is a constant.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import NamedTuple, TypeVar
 
 from layerskip.costs.speculation import CostTable, keys_read, rising
 
-READ = 2e10  # bytes a second at which weights are read, where nothing has been timed
-USUAL = {1: 1.0, 16: 2.0}  # growth, where nothing has been timed: rows share a pass's arithmetic
-_TOKENS = 16  # of a row, up to which tables hold passes
+READ = 2e10  # assumed bytes per second for reading weights, if nothing has been timed
+USUAL = {1: 1.0, 16: 2.0}  # assumed growth, if nothing has been timed
+_TOKENS = 16  # maximum number of tokens per row in tables
 
 
 class Place(NamedTuple):
-    """Where passes are timed: with how many rows, behind how many tokens of each."""
+    """Where passes are timed: the number of rows, and of tokens before each."""
 
     rows: int
     context: int
 
 
 Work = tuple[Hashable | None, int]
-"""What is timed: (None, n), a pass over n tokens of every row; (source's key, 0), a step of it."""
+"""What is timed: (None, n), a pass over n tokens of every row; (source's key, 0), its step."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Traffic:
     """Bytes that passes of a model, and steps of a source, read.
 
     Attributes:
-        weights: of a pass, by its tokens; more than one number for mixtures of experts.
-        keys: keys and values of a token of each row (see `keys_read`).
-        draft, draft_keys: the same of a step of the source; 0 where tokens are looked up.
-        prefix: weights of the sublayers that steps have carried their tokens through already.
+        weights: of a pass, by its number of tokens; several entries for mixtures of experts.
+        keys: keys and values per token of each row (see `keys_read`).
+        draft, draft_keys: the same for a step of the source; 0 if tokens are looked up.
+        prefix: weights of the sublayers that steps have already run for their tokens.
     """
 
     weights: Sequence[float]
@@ -51,7 +51,7 @@ class Traffic:
     prefix: float = 0.0
 
     def of(self, tokens: int) -> float:
-        """Bytes of the weights that a pass over so many tokens in all reads."""
+        """Bytes of the weights that a pass over `tokens` tokens in total reads."""
         return self.weights[min(tokens, len(self.weights)) - 1]
 
 
@@ -59,7 +59,7 @@ N = TypeVar("N", int, float)
 
 
 def on_line(points: Mapping[N, float], place: float) -> float:
-    """Linear interpolation between points; constant before the first, the last slope behind."""
+    """Linear interpolation between points: constant before the first, last slope at the end."""
     places = sorted(points)
     if len(places) == 1 or place <= places[0]:
         return points[places[0]]
@@ -73,11 +73,11 @@ class Rates:
     """The numbers of a machine, for one model, dtype and number of threads.
 
     Attributes:
-        byte, key_byte: seconds for a byte of weights in a pass over one token, and of keys.
-        row: seconds that each further row takes beside its tokens.
-        growth: by tokens of all rows, by what factor weights take longer than for one token.
-        key_growth: the same of keys, by tokens of a row.
-        steps: by source and rows, by what factor its steps take longer than by their bytes.
+        byte, key_byte: seconds per byte of weights in a pass over one token, and of keys.
+        row: additional seconds per further row, besides its tokens.
+        growth: by tokens of all rows, the factor of time for weights relative to one token.
+        key_growth: the same for keys, by tokens of a row.
+        steps: by source and rows, the factor of its steps' time relative to their bytes.
     """
 
     byte: float = 1 / READ
@@ -91,10 +91,10 @@ class Rates:
     def seconds(
         self, traffic: Traffic, tokens: int, rows: int, context: int, prefix: float = 0.0
     ) -> float:
-        """Seconds of a pass over so many tokens of every row, behind so many each.
+        """Seconds of a pass over `tokens` tokens of every row, after `context` tokens each.
 
         Args:
-            prefix: bytes of the weights that the pass carries but one of a row's tokens through.
+            prefix: bytes of the weights that the pass runs for only one of a row's tokens.
         """
         count = rows * tokens
         weights = (traffic.of(count) - prefix) * on_line(self.growth, count)
@@ -104,7 +104,7 @@ class Rates:
         return max(self.byte * weights + beside, self.byte * traffic.of(1)) + self.key_byte * keys
 
     def step(self, traffic: Traffic, source: Hashable, rows: int, context: int) -> float:
-        """Seconds of a draft step; 0 where the source takes none."""
+        """Seconds of a draft step; 0 if the source takes none."""
         factors = self.steps.get(source, {rows: 1.0})
         near = min(factors, key=lambda timed: abs(math.log(timed / rows)))
         weights = traffic.draft * on_line(self.growth, rows) * factors[near]
@@ -126,7 +126,7 @@ class Rates:
 def fitted(
     seconds: Mapping[Place, Mapping[Work, float]], traffic: Mapping[Hashable, Traffic]
 ) -> Rates:
-    """The rates that explain timed seconds; a plain pass at the first place must be among them."""
+    """Fit rates to timed seconds, which must include a plain pass at the first place."""
     first, *others = sorted(seconds)
     whole = next(iter(traffic.values()))
     byte = seconds[first][None, 1] / whole.of(1)
@@ -135,7 +135,7 @@ def fitted(
         return dict(sorted((n, each) for (_, n), each in seconds[place].items() if n))
 
     def grown(times: Mapping[int, float], rows: int, beside: float = 0.0) -> dict[int, float]:
-        """By tokens in all; a longer pass is never cheaper, except by noise."""
+        """By total number of tokens; a longer pass is never cheaper, except by noise."""
         values = [(each - beside) / (byte * whole.of(rows * n)) for n, each in times.items()]
         return dict(zip((rows * n for n in times), rising(values), strict=True))
 

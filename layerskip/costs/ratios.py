@@ -12,27 +12,27 @@ from numpy.typing import NDArray
 
 DRAWS = 4000
 Ratio = tuple[float, float, float]
-"""The ratio, and the ends of its 95% interval (NaN where there is none)."""
+"""The ratio, and the ends of its 95% interval (NaN if there is none)."""
 
 
 class Totals(NamedTuple):
-    """A method's new tokens for every prompt (or batch of prompts), and the time they took."""
+    """A method's new tokens for every prompt (or batch of prompts), and their total time."""
 
     tokens: NDArray[np.float64]  # (units,)
     seconds: NDArray[np.float64]  # (units,)
 
     @property
     def rate(self) -> float:
-        """All tokens over all seconds: a text of one token counts as one token."""
+        """All tokens divided by all seconds: a text of one token counts as one token."""
         return float(self.tokens.sum() / self.seconds.sum())
 
 
 def measured_speedup(method: Totals, over: Totals) -> Ratio:
-    """Tokens a second of `method` over those of `over`, and the ratio's 95% bootstrap interval.
+    """Tokens per second of `method` over those of `over`, and the 95% bootstrap interval.
 
-    Both hold the same prompts in one order. For the interval, prompts are drawn with replacement,
-    both methods of a prompt together (paired), DRAWS times from a fixed seed; its ends are the 2.5%
-    and 97.5% quantiles. One prompt has no interval: NaN. No prompt has no ratio either.
+    Both have the same prompts in the same order. For the interval, prompts are drawn with
+    replacement, both methods of a prompt together (paired), DRAWS times from a fixed seed; its ends
+    are the 2.5% and 97.5% quantiles. With one prompt the interval is NaN, with none the ratio, too.
     """
     units = len(method.tokens)
     ratio = method.rate / over.rate if units else math.nan
@@ -47,16 +47,16 @@ def measured_speedup(method: Totals, over: Totals) -> Ratio:
 
 
 def times_over(method: Totals, over: Totals) -> dict[str, float | None]:
-    """The same as JSON values, with the rate; None for an end that does not exist."""
+    """The same as JSON values, with the rate; None for a missing end."""
     faster, *ends = measured_speedup(method, over)
     low, high = (None if np.isnan(end) else end for end in ends)
     return {"speedup": faster, "low": low, "high": high, "tokens_per_second": method.rate}
 
 
 def decoding_totals(records: Sequence[dict[str, Any]], name: str) -> Totals:
-    """A method's tokens and seconds from the first new token on: no draft changes the prefill.
+    """A method's tokens and seconds after the first new token, since drafts affect no prefill.
 
-    A prompt counts with the medians of its repeats; prompts are sorted by their ids.
+    Each prompt counts with the medians of its repeats; prompts are sorted by id.
     """
     repeats: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for each in records:

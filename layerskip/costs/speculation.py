@@ -1,8 +1,8 @@
-"""The closed formulas of speculative decoding: expected tokens, speedups, costs of a round.
+"""Closed formulas of speculative decoding: expected tokens, speedups, costs of a round.
 
-`alpha` is the probability that one draft token is accepted (independent of the others; the rate of
-accepted among drafted tokens is another number), `draft_cost` (c) the cost of one draft step in
-target steps, v(n) that of a verify pass over n positions.
+`alpha` is the probability that a draft token is accepted (independently of the others; the share of
+accepted tokens among drafted ones is another number), `draft_cost` (c) the cost of one draft step
+in target steps, v(n) that of a verify pass over n positions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from layerskip.files.schema import POSITIVE, has, items, text
 
-SOURCES = ("measured", "analytic", "given")  # of the numbers of a cost table
-_UNIT = 64  # tokens of context that share a table, at least; longer ones by sixteenths
+SOURCES = ("measured", "analytic", "given")  # origins of the numbers in a cost table
+_UNIT = 64  # minimum tokens of context that share a table; sixteenths of longer contexts
 
 
 def _check_length(draft_length: int) -> None:
@@ -60,38 +60,38 @@ def speedup(
 
 
 def speedup_bound(draft_cost: float) -> float:
-    """What no draft can exceed, whatever its acceptance: 1 / c."""
+    """The upper bound of the speedup at any acceptance: 1 / c."""
     _check_positive("draft_cost", draft_cost)
     return 1.0 / draft_cost
 
 
 def optimal_draft_length(alpha: float, costs: CostTable, longest: int = 64) -> int:
-    """The draft length in 0..longest of the highest expected speedup; the shortest one of equals.
+    """The draft length in 0..longest with the highest expected speedup; the shortest of equals.
 
-    With a verify cost of 1 this is the rule "draft one more iff a^g / c > S(g - 1)"; a general
-    table may have several local optima, so that every length is tried.
+    With a verify cost of 1 this is the rule "draft one more iff a^g / c > S(g - 1)". A general
+    table may have several local optima, so every length is tried.
     """
     _check_length(longest)
     return max(range(longest + 1), key=lambda g: speedup(alpha, g, costs.draft, costs.verify_cost))
 
 
 def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:
-    """The most tokens a round may draft: with d drafts it emits, and caches, up to d + 1."""
+    """Maximum number of tokens to draft: a round emits and caches up to one token more."""
     return max(0, min(asked, tokens_left - 1, free_slots - 1))
 
 
 def remaining(rows: int, going: int) -> int:
-    """The rows of a pass once only `going` of them are not finished.
+    """The number of rows in a pass when only `going` of them are unfinished.
 
-    Finished rows are dropped if the others fit into half of the rows, or fewer: a power of two
-    stays, so that passes have few shapes.
+    Finished rows are dropped when the others fit into half of the rows, or fewer. A power of two
+    remains, so that passes have few shapes.
     """
     size = 1 << (going - 1).bit_length()
     return size if 2 * size <= rows else rows
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The nearest values that never fall (isotonic regression, pooling adjacent violators)."""
+    """The nearest non-decreasing values (isotonic regression, pooling adjacent violators)."""
     pools: list[list[float]] = []
     for value in values:
         pools.append([value])
@@ -105,10 +105,10 @@ def rising(values: Sequence[float]) -> list[float]:
 class CostTable:
     """Costs of draft steps and verify passes in units of one target step (a plain decode step)."""
 
-    draft: float  # c: one draft step; 0 where drafts are looked up
+    draft: float  # c: one draft step; 0 if drafts are looked up
     verify: tuple[float, ...]  # verify[n - 1] = v(n); longer passes are extrapolated
     source: str = "given"  # one of `SOURCES`
-    step: float = field(default=1.0, compare=False, repr=False)  # about its seconds
+    step: float = field(default=1.0, compare=False, repr=False)  # its approximate seconds
 
     def __post_init__(self) -> None:
         if self.draft != 0.0:
@@ -121,7 +121,7 @@ class CostTable:
             raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {self.source!r}")
 
     def verify_cost(self, n: int) -> float:
-        """v(n); beyond the table the line through its last two, never falling."""
+        """v(n); beyond the table along the line through its last two entries, non-decreasing."""
         if n < 1:
             raise ValueError(f"a verify pass covers at least 1 position, got {n}")
         longest = len(self.verify)
@@ -131,10 +131,10 @@ class CostTable:
         return self.verify[-1] + slope * (n - longest)
 
     def round_cost(self, drafted: int, steps: int | None = None) -> float:
-        """d c + v(d + 1); a round without drafts is a plain step and costs 1.
+        """d c + v(d + 1); a round without a draft is a plain step and costs 1.
 
         Args:
-            steps: draft steps, where they are fewer: tokens were looked up, or in trees.
+            steps: number of draft steps, if fewer than tokens: looked-up tokens, or trees.
         """
         _check_length(drafted)
         if drafted == 0:
@@ -143,29 +143,29 @@ class CostTable:
         return self.draft * steps + self.verify_cost(drafted + 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict that `from_dict` reads back equal."""
+        """A JSON-ready dict that `from_dict` turns back into an equal table."""
         return {"draft": self.draft, "verify": list(self.verify), "source": self.source}
 
     @classmethod
     def from_dict(cls, data: Any) -> CostTable:
-        """The table in `to_dict`'s form; ValueError or TypeError where it is not one."""
+        """Read the form of `to_dict`; raises ValueError or TypeError if it is not a table."""
         has(draft=POSITIVE, verify=items(POSITIVE, least=1), source=text)(data, "costs")
         return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
     def at(self, context: int, rows: int = 1) -> CostTable:
-        """This table, whatever the context and the rows are."""
+        """This table, for any context and number of rows."""
         return self
 
 
 class ContextCosts:
-    """The costs by context and rows, from a function that is called once for similar contexts."""
+    """Costs by context and rows, from a function that is called once for similar contexts."""
 
     def __init__(self, table: Callable[[int, int], CostTable]) -> None:
         self._table = table
         self._made: dict[tuple[int, int], CostTable] = {}
 
     def at(self, context: int, rows: int = 1) -> CostTable:
-        """The same object for similar contexts, so that callers see cheaply whether it changes."""
+        """The same object for similar contexts, so that changes are cheap to detect."""
         unit = max(_UNIT, 1 << max(0, context.bit_length() - 4))
         key = context // unit * unit + unit // 2, rows
         if key not in self._made:
@@ -177,14 +177,14 @@ class Costs(Protocol):
     """The costs of a source: a table, or tables by context and rows."""
 
     def at(self, context: int, rows: int = 1) -> CostTable:
-        """The table for that many tokens before a pass, in each of so many rows."""
+        """The table for `context` tokens before a pass, in each of `rows` rows."""
 
 
 def keys_read(per_token: Mapping[int | None, float], context: int) -> float:
-    """Bytes of keys and values that a pass reads for one row, of so many tokens before it.
+    """Bytes of keys and values that a pass reads for one row with `context` tokens before it.
 
     Args:
-        per_token: bytes of a token, by how many tokens the layers see at most; None: all of them.
+        per_token: bytes per token, by the maximum number of tokens that layers see; None: all.
     """
     return math.fsum(
         each * (context if seen is None else min(context, seen)) for seen, each in per_token.items()

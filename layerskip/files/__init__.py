@@ -1,1 +1,1 @@
-"""Files that runs and searches leave behind: what they hold, reading, writing; no torch."""
+"""Files written by runs and searches: their contents, reading and writing; without torch."""

@@ -1,4 +1,4 @@
-"""Files that a report reads: tells their kinds apart, and reads those of one JSON document."""
+"""Identifies the files that a report reads, and reads those that are one JSON document."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BEGINS: dict[FileKind, bytes] = {
     "exits": rb'\s*\{\s*"kind"\s*:\s*"exits"',
     "training": rb'\s*\{\s*"schema"\s*:\s*\d+\s*,\s*"recipe"',
 }
-"""What a document begins with as it is written, so that one that was cut off is known, too."""
+"""The first characters of a document as written, which identify even an incomplete one."""
 
 
 def kind_of(path: str | os.PathLike[str]) -> FileKind:
-    """What a file holds, whole or cut off: "other" is a whole JSON document of no known kind.
+    """The kind of a file, complete or not: "other" is a complete JSON document of unknown kind.
 
-    Whatever is no document at all counts as a run, whose reader says what is wrong with it.
+    Anything that is not a document counts as a run, whose reader reports what is wrong.
     """
     try:
         data = read_file(path)
@@ -49,11 +49,11 @@ def read(
     check: Callable[[dict[str, Any]], None],
     advice: str = "",
 ) -> dict[str, Any]:
-    """Read and check a document; `what` it is, and `advice` where it is cut off, are for errors.
+    """Read and check a document; `what` names it in errors, `advice` follows if it is incomplete.
 
     Raises:
-        ValueError: the file cannot be read or is cut off, or `check` refuses it; names the file and
-            the reason, in one line.
+        ValueError: the file cannot be read or is incomplete, or `check` rejects it; names the file
+            and the reason in one line.
     """
     try:
         document: dict[str, Any] = mapping(parse(read_file(path)), f"a {what}")

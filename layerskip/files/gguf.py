@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, and where their tensors lie.
+"""GGUF files: their metadata, and the location of their tensors.
 
 A file is not trusted. All counts, lengths and offsets are compared with its size before anything is
 read or allocated for them. Big-endian files and version 1 are refused.
@@ -27,7 +27,7 @@ BLOCKS = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-"""Numbers and bytes of a block, by the format of a tensor that is read."""
+"""Numbers and bytes of a block, for each supported tensor format."""
 
 _FORMATS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
 _FORMATS |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16"}
@@ -38,17 +38,17 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _SCALARS |= {12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
-_KEPT = 4096  # numbers of an array that are read
+_KEPT = 4096  # maximum number of elements of an array that are read
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file.
+    """A tensor in a file.
 
     Attributes:
         shape: as in torch, rows first.
         format: a key of `BLOCKS`.
-        offset, nbytes: where it lies in the file.
+        offset, nbytes: its location in the file.
     """
 
     name: str
@@ -60,10 +60,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        metadata: by key. Of arrays of strings, and of long ones, the length alone.
+        metadata: by key. For arrays of strings and long arrays, only the length.
         data: the file, mapped; changes stay in memory.
     """
 
@@ -81,7 +81,7 @@ class _Reader:
         return ValueError(f"{self.path} is no GGUF file that can be read: {words}")
 
     def skip(self, count: int, what: str) -> int:
-        """Step over so many bytes; returns where they begin."""
+        """Skip `count` bytes; returns the position where they begin."""
         start, left = self.at, len(self.data) - self.at
         if count > left:
             raise self.refusal(
@@ -92,7 +92,7 @@ class _Reader:
         return start
 
     def count(self, least: int, what: str) -> int:
-        """A number of things that take at least so many bytes each."""
+        """Read a number of items that take at least `least` bytes each."""
         number: int = self.number("Q", what)
         if number * least > len(self.data) - self.at:
             raise self.refusal(f"it claims {number:,} {what}, more than its bytes can hold")
@@ -133,7 +133,7 @@ class _Reader:
         return list(struct.unpack_from(f"<{count}{_SCALARS[of]}", self.data, at))
 
     def named(self, count: int, what: str, read: Callable[[str], Any]) -> dict[str, Any]:
-        """So many things with different names."""
+        """Read items with distinct names."""
         things: dict[str, Any] = {}
         for _ in range(count):
             name = self.string(f"the name of {what}")
@@ -143,7 +143,7 @@ class _Reader:
         return things
 
     def entry(self, name: str) -> tuple[tuple[int, ...], str, int, int]:
-        """Shape, format, offset among the tensors, and bytes."""
+        """Read shape, format, offset among the tensors, and bytes."""
         dimensions = self.number("I", name)
         if dimensions > _MOST_DIMENSIONS:
             raise self.refusal(f"{name} has {dimensions:,} dimensions, more than 4")
@@ -163,11 +163,11 @@ class _Reader:
 
 
 def read_gguf(path: Path) -> Contents:
-    """Read what a file says of itself, and map it; no tensor is read.
+    """Read a file's metadata, and map it without reading any tensor.
 
     Raises:
-        ValueError: it is no GGUF file, is cut off, contradicts itself, or holds a format that is
-            not read.
+        ValueError: it is not a GGUF file, is incomplete, contradicts itself, or uses a format that
+            is not supported.
         OSError: it cannot be opened.
     """
     with path.open("rb") as file:

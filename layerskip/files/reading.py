@@ -1,4 +1,4 @@
-"""Reads whole files that a user names; those too large to be meant are refused."""
+"""Reads whole files named by the user; refuses implausibly large ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import stat
 from pathlib import Path
 
 LARGEST = 1 << 30
-"""Bytes of a file of ours, at most: far more than any that this package writes."""
+"""Maximum bytes of a file of this package: far more than it ever writes."""
 LONGEST = 1 << 28
-"""Bytes of a text of a person's own, at most."""
+"""Maximum bytes of a user's own text."""
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """The bytes of a file of at most `most` bytes.
+    """Read a file of at most `most` bytes.
 
     Raises:
-        OSError: it cannot be read, is larger, or is no regular file: a pipe may wait for ever, a
+        OSError: it cannot be read, is larger, or is not a regular file: a pipe may block forever, a
             device may never end.
     """
     status = os.stat(path)
@@ -30,7 +30,7 @@ def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a person's text, which another program may also write to a pipe.
+    """Read a user's text, which another program may also write to a pipe.
 
     Raises:
         OSError: it cannot be read, or does not end within `LONGEST`.

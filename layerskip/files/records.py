@@ -1,9 +1,9 @@
-"""The record files of runs: what they must hold, reading them, and appending to them.
+"""Record files of runs: their required contents, reading them, and appending to them.
 
 A run file is JSON lines: a header, then lines of the kinds "record" (one per method, batch of
-prompts and repeat) and "sweep" in any order. Times are in seconds. A record's "context" is
-what its prompts were joined or cut to, "bytes_read" what its passes after the first tokens read of
-weights, keys and values, and "read_bandwidth" what a sweep over memory read, in bytes a second.
+prompts and repeat) and "sweep" in any order. Times are in seconds. A record's "context" is the
+length to which its prompts were joined or cut, "bytes_read" the weights, keys and values that its
+passes after the first tokens read, and "read_bandwidth" a measured bandwidth in bytes per second.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repe
 
 _START = b'{"kind": "header"'
 _MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes"}
-"""Between the parts of a resumed run."""
+"""The separator of the parts of a resumed run."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run file holds."""
+    """The contents of a run file."""
 
     path: Path
     header: Line
     records: tuple[Line, ...]
-    """In the file's order; of records with one key the first."""
+    """In the file's order; only the first of records with equal keys."""
     sweeps: tuple[Line, ...]
     whole_bytes: int
-    """Length of the file without a last line that was cut off."""
+    """Length of the file without an incomplete last line."""
     cut_off: bool
 
 
@@ -51,16 +51,16 @@ def key_of(record: Mapping[str, Any]) -> Key:
 
 
 def costs_key(batch_size: int, context: int | None) -> str:
-    """The key of what drafts cost in such batches, in the `costs` of a header's method."""
+    """The key of the costs for such batches, in the `costs` of a method in the header."""
     return str(batch_size) if context is None else f"{batch_size}@{context}"
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read and check a run file; a last line without an end was cut off, and is left out.
+    """Read and check a run file; a last line without a line end is incomplete, and is ignored.
 
     Raises:
-        ValueError: the file cannot be read or is empty, has another schema, or a line that is not
-            as it must be; names the file and the line.
+        ValueError: the file cannot be read or is empty, has another schema, or has a wrong line;
+            names the file and the line.
     """
     path = Path(path)
     run = _run(path, _bytes(path))
@@ -70,13 +70,13 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
-    """A run to go on with; None: there is no file, or only the start of a header."""
+    """Read a run to resume; None if there is no file, or only the beginning of a header."""
     path = Path(path)
     return _run(path, _bytes(path)) if path.exists() else None
 
 
 def begins_as_run(path: Path) -> bool:
-    """Whether a file begins as those of runs do."""
+    """Whether a file begins like a run file."""
     with path.open("rb") as file:
         return file.read(len(_START)) == _START
 
@@ -200,7 +200,7 @@ def _record(line: Line, header: Line) -> None:
 
 
 def _rounds(line: Line, sources: int) -> None:
-    """Check the rounds of a record whose method drafts from so many sources."""
+    """Check the rounds of a record whose method has this number of sources."""
     rounds = has(drafted=items(schema.anything))(line["rounds"], "rounds")
     turns, rows = len(rounds["drafted"]), line["batch_size"]
 
@@ -259,13 +259,13 @@ _CHECKS = {"record": _record, "sweep": _sweep}
 
 
 class RunWriter:
-    """Appends to a run file line by line, so that a killed run keeps what it measured.
+    """Appends to a run file line by line, so that a killed run keeps its measurements.
 
     Args:
-        earlier: what `read_unfinished` read there. Its header stays; the cut-off line goes.
+        earlier: the result of `read_unfinished`. Its header stays; an incomplete line is removed.
 
     Raises:
-        ValueError: the file's settings are not those of `header`; names what differs.
+        ValueError: the file's settings differ from those of `header`; names the differences.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Line, earlier: Run | None) -> None:
@@ -302,7 +302,7 @@ def _dumps(line: Line) -> str:
 
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """Where two headers differ, in words, without what may."""
+    """Describe the differences of two headers, except for those that are allowed."""
     if name in _MAY_DIFFER or there == here:
         return []
     if isinstance(there, dict) and isinstance(here, dict):
@@ -315,6 +315,6 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
 
 
 def redacted(text: str) -> str:
-    """The text with the passwords of its URLs and their queries blotted out."""
+    """The text without the passwords and queries of its URLs."""
     text = re.sub(r"(\w+://[^\s/:@]*):[^\s]*@", r"\1:***@", text)
     return re.sub(r"(?i)([?&][^=&\s]*(?:passw|pwd|secret|token)[^=&\s]*)=[^&\s]+", r"\1=***", text)

@@ -1,7 +1,7 @@
-"""Parsing JSON, and checking its values by name: what the formats of all files are made of.
+"""Parses JSON, and checks its values by name; used for the formats of all files.
 
-A check is told a value and its name and returns the value. It raises a TypeError where the kind is
-wrong and a ValueError where the value is; both say the name, what is allowed, and what was found.
+A check takes a value and its name, and returns the value. It raises a TypeError for a wrong kind
+and a ValueError for a wrong value; both state the name, what is allowed, and what was got.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Check = Callable[[Any, str], Any]
 
 
 def parse(data: str | bytes) -> Any:
-    """A JSON document: finite numbers, and no key twice in one object.
+    """Parse a JSON document: finite numbers, and no key twice in one object.
 
     Raises:
-        ValueError: it is not one; says so and why in one line. `json.JSONDecodeError`, a kind of
-            it, where the text is no JSON or is cut off.
+        ValueError: it is not one; says why in one line. A `json.JSONDecodeError`, which is a
+            subclass, if the text is not JSON or is incomplete.
     """
     try:
         return json.loads(data, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
@@ -38,7 +38,7 @@ def parse(data: str | bytes) -> Any:
 
 
 def parse_characters(data: str | bytes) -> Any:
-    """A document as of `parse`; half of a surrogate pair, which nothing can encode, is refused."""
+    """Like `parse`, but refuses half of a surrogate pair, which cannot be encoded."""
     document = parse(data)
     try:
         json.dumps(document, ensure_ascii=False).encode()
@@ -84,7 +84,7 @@ def flag(value: Any, name: str) -> bool:
 
 
 def integer(least: int = 0) -> Check:
-    """An integer from `least`; anything with `__index__` will do, except bool."""
+    """An integer from `least`; anything with `__index__` is allowed, except bool."""
 
     def check(value: Any, name: str) -> int:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -98,7 +98,7 @@ def integer(least: int = 0) -> Check:
 
 
 def number(low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> Check:
-    """A finite number in `low`..`high`, `low` itself left out with `above`."""
+    """A finite number in `low`..`high`, excluding `low` with `above`."""
 
     def check(value: Any, name: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
@@ -117,7 +117,7 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
 def _finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -163,7 +163,7 @@ def version(expected: int) -> Check:
 
 
 def items(check: Check, length: int | None = None, *, least: int = 0) -> Check:
-    """A list of values of one kind, `length` of them where given, else `least` or more."""
+    """A list of values of one kind: exactly `length` if given, otherwise at least `least`."""
 
     def check_items(value: Any, name: str) -> list[Any]:
         if not isinstance(value, list | tuple):
@@ -178,7 +178,7 @@ def items(check: Check, length: int | None = None, *, least: int = 0) -> Check:
 
 
 def index_set(values: Any, name: str) -> tuple[int, ...]:
-    """Layer indices from 0, sorted, each once."""
+    """Layer indices from 0, sorted and distinct."""
     indices = sorted(_integers(values, name, "layer indices", f"{name} index"))
     for left, right in pairwise(indices):
         if left == right:
@@ -187,7 +187,7 @@ def index_set(values: Any, name: str) -> tuple[int, ...]:
 
 
 def token_list(values: Any, name: str) -> tuple[int, ...]:
-    """Token ids, at least one, each once, in their order."""
+    """Token ids, at least one, distinct, in their order."""
     tokens = tuple(_integers(values, name, "token ids", f"a token of {name}"))
     if not tokens:
         raise ValueError(f"{name} must hold 1 token or more, got none; leave it out to use all")
@@ -211,7 +211,7 @@ def array(*shape: int, of: Check) -> Check:
 
 
 def named(check: Check) -> Check:
-    """An object of any keys with values of one kind."""
+    """An object with any keys and values of one kind."""
 
     def check_named(value: Any, name: str) -> dict[str, Any]:
         return {
@@ -222,7 +222,7 @@ def named(check: Check) -> Check:
 
 
 def has(**checks: Check) -> Check:
-    """An object with these keys and perhaps others; its own name is left out where it is empty.
+    """An object with these keys and possibly others. An empty name of its own is left out.
 
     Keys whose check is a `Maybe` may be missing.
     """
@@ -242,7 +242,7 @@ def has(**checks: Check) -> Check:
 
 
 def model_facts(value: Any, name: str) -> None:
-    """What a file says of the model it is about."""
+    """A file's facts about the model."""
     has(
         **dict.fromkeys(("name", "hash", "architecture"), text),
         num_layers=integer(1),
@@ -251,7 +251,7 @@ def model_facts(value: Any, name: str) -> None:
 
 
 def low_sets(value: Any, name: str) -> None:
-    """What a draft runs in low precision, in a file: sets written out."""
+    """The parts of a draft in low precision, in a file: explicit sets."""
     sets = dict.fromkeys(("attention", "mlp"), items(COUNT))
     has(bits=integer(1), **sets, head=_head)(value, name)
 

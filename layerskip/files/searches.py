@@ -1,6 +1,6 @@
-"""The file of a layer search: what it must hold, and reading it.
+"""The file of a layer search: its required contents, and reading it.
 
-Speedups are over plain decoding, times in seconds, costs in target steps; intervals are of 95%.
+Speedups are over plain decoding, times in seconds, costs in target steps, intervals at 95%.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and check a search file.
 
     Raises:
-        ValueError: the file cannot be read, or a key is missing or wrong; names the two.
+        ValueError: the file cannot be read, or a key is missing or wrong; names both.
     """
     advice = "; run the search again with the same --output, which writes it anew"
     return read(path, "search", _check, advice)
 
 
 def _trial(value: Any, name: str) -> None:
-    """A complete trial says all; one that failed may know no more than its number."""
+    """A complete trial has all values; a failed one may have only its number."""
     has(number=COUNT, state=text, low=Maybe(schema.low_sets))(value, name)
     if value["state"] not in ("complete", "failed"):
         raise ValueError(f"{name}.state must be complete or failed, got {shown(value['state'])}")
@@ -138,7 +138,7 @@ _SEARCH = has(
 
 
 def _check(document: dict[str, Any]) -> None:
-    """Every key by itself, then what the parts of a search say of each other."""
+    """Check every key separately, then the consistency of the parts."""
     _SEARCH(document, "")
     layers = document["model"]["num_layers"]
     trials, finalists = document["trials"], document["finalists"]

@@ -1,6 +1,6 @@
-"""The file that a training leaves, `train.json`: what was done and measured.
+"""The file of a training, `train.json`: its settings and results.
 
-It is of a draft for a frozen model, or of the early exits of a model.
+The training is that of a draft for a frozen model, or of a model's early exits.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def read_training(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and check the file of a training.
 
     Raises:
-        ValueError: the file cannot be read, or a key is missing or wrong; names the two.
+        ValueError: the file cannot be read, or a key is missing or wrong; names both.
     """
     return read(path, "training", check_record)
 
 
 EXITS_SCHEMA = 1
 LARGEST_RISE = 0.02
-"""Nats that the final layer's loss may rise by without a warning: 2% of perplexity."""
+"""Maximum rise of the final layer's loss without a warning, in nats: 2% of perplexity."""
 _EXITS = items(
     has(exit=NUMBER, loss=NUMBER, agreement=SHARE, accepted=SHARE, overlap=SHARE), least=2
 )
@@ -83,19 +83,19 @@ def read_exit_training(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def rise(record: Mapping[str, Any]) -> float:
-    """By how many nats the final layer's loss rose in a training of exits."""
+    """The rise of the final layer's loss in a training of exits, in nats."""
     return float(record["after"][-1]["loss"] - record["before"][-1]["loss"])
 
 
 def check_exit_record(record: Any) -> None:
-    """`check_record` of a training of exits."""
+    """`check_record` for a training of exits."""
     _EXIT_RECORD(record, "")
     if len(record["before"]) != len(record["after"]):
         raise ValueError("before and after must have as many exits")
 
 
 def check_record(record: Any) -> None:
-    """Raise a TypeError or ValueError that says what is wrong, what is allowed and what came."""
+    """Raise a TypeError or ValueError that says what is wrong, what is allowed and what was got."""
     _RECORD(record, "")
     steps = {len(point["overlap"]) for point in record["curve"]}
     if len(steps) > 1:

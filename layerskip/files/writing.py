@@ -1,7 +1,7 @@
-"""Files and folders that come to be whole or not at all.
+"""Writes files and folders atomically.
 
-What is written goes to a temporary name beside its place and is renamed into it, so that a reader
-sees the old or the new, and a failure leaves the old.
+Data goes to a temporary name in the same folder, which is then renamed. So a reader sees either the
+old or the new contents, and a failure leaves the old.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path to write a file to, which takes the place of `path` at the end.
+    """A temporary path to write a file to; at the end it replaces `path`.
 
-    A link stays, and the file that it leads to is replaced.
+    A link stays, and the file that it points to is replaced.
 
     Raises:
-        OSError: the folder is not there or cannot be written, the disk is full, or there is a pipe
-            or a device in that place.
+        OSError: the folder does not exist or cannot be written to, the disk is full, or `path` is a
+            pipe or a device.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -39,24 +39,24 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
-    """An error that names no file, as that of a full disk, or the temporary one, names this."""
+    """Make errors that name no file (a full disk), or the temporary one, name this path."""
     try:
         yield
     except OSError as error:
         if error.errno is not None and error.filename in (None, str(partial)):
             error.filename = str(path)
-            del error.filename2  # None would be printed
+            del error.filename2  # otherwise None would be printed
         raise
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write UTF-8 with `\\n` line ends, whole or not at all."""
+    """Write UTF-8 text with `\\n` line ends, atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
 
 def replace_folder(built: Path, output: Path) -> None:
-    """Put a folder in a place; what was there goes, unless that fails."""
+    """Move a folder into place. What was there is removed, unless that fails."""
     old = output.with_name(f".{output.name}.{os.getpid()}.old")
     if output.exists():
         os.replace(output, old)

@@ -1,1 +1,1 @@
-"""What drafts would have drafted along recorded texts; decodes each text once."""
+"""Replays drafts along recorded texts, which are decoded only once."""

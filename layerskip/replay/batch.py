@@ -11,7 +11,7 @@ from layerskip.replay.trace import Trace, TraceText
 
 
 class TextSeat(Seat):
-    """The row of a recorded text, which ends where it was recorded to end."""
+    """The row of a recorded text, which ends where the recording ends."""
 
     def __init__(self, trace: Trace, text: TraceText, number: int) -> None:
         self.starts = text.starts
@@ -25,7 +25,7 @@ class TextSeat(Seat):
 
 
 class TextBatch:
-    """Texts of a trace as the batch that the states of step-free sources read, a row each."""
+    """Texts of a trace as a batch for the states of step-free sources, one row each."""
 
     def __init__(self, trace: Trace, texts: Sequence[TraceText]) -> None:
         self.model = trace.model
@@ -44,5 +44,5 @@ class TextBatch:
         self.scores = self.draws.scores
 
     def commit(self, row: int) -> None:
-        """Go on behind what a row has emitted, of which the last one has not been fed."""
+        """Continue after a row's emitted tokens, of which the last has not been fed."""
         self.lengths[row] = self.prompt_lengths[row] + len(self.emitted[row]) - 1

@@ -1,8 +1,8 @@
-"""What drafts that begin alike share at the first token of their chains.
+"""Shares the first steps of drafts that begin with the same blocks.
 
-A search follows hundreds of drafts from the same places. Sets whose first blocks are the same, in
-the same precision, compute the same states there, which are kept.
-Letters: B groups, G chains of a group, H hidden width.
+A search follows hundreds of drafts from the same places. Drafts whose first blocks are the same, in
+the same precision, compute the same states at the first token of a chain; these are kept.
+Shapes: B groups, G chains of a group, H hidden width.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from layerskip.model.backend import Block
 from layerskip.replay.chain_cache import ChainCache
 
 EVERY = 6
-"""Blocks from one kept state to the next."""
+"""Number of blocks between kept states."""
 LIMIT = 2**26
-"""Numbers that are kept, at most; then all are dropped."""
+"""Maximum number of values to keep; beyond it all are dropped."""
 
 
 class Beginning(NamedTuple):
-    """States (B, G, H) behind some blocks, and the chains' own keys and values by layer."""
+    """States (B, G, H) after some blocks, and the chains' own keys and values by layer."""
 
     hidden: Tensor
     keys: Mapping[int, tuple[Tensor, Tensor]]
     blocks: Sequence[Block]
-    """Kept alive: they are known by their identities."""
+    """Kept alive, since they are known by their identities."""
 
 
 class Beginnings:
@@ -45,15 +45,15 @@ class Beginnings:
         cache: ChainCache,
         chains: Hashable,
     ) -> Tensor:
-        """`run(hidden, blocks)` at the chains' first tokens, from the last states that are kept.
+        """`run(hidden, blocks)` at the chains' first tokens, starting from the last kept states.
 
         Args:
-            hidden: what the first block reads, (B, G, H).
-            chains: what these states depend on beside the blocks.
+            hidden: the input of the first block, (B, G, H).
+            chains: identifies what these states depend on besides the blocks.
         """
         chains = chains, cache.slots, str(cache.texts.tolist()), str(cache.starts.tolist())
         names = [id(block) for block in blocks]
-        ends = range(EVERY, len(blocks), EVERY)  # the head is never among them
+        ends = range(EVERY, len(blocks), EVERY)  # never includes the head
         keys: Mapping[int, tuple[Tensor, Tensor]] = {}
         done = 0
         while done + EVERY in ends and (chains, *names[: done + EVERY]) in self._kept:
@@ -65,7 +65,7 @@ class Beginnings:
         for end in ends[done // EVERY :]:
             hidden = run(hidden, blocks[end - EVERY : end])
             made = {}
-            if cache.end < cache.slots:  # another token follows, which reads them
+            if cache.end < cache.slots:  # another token follows, and reads them
                 made = {layer: cache.own(layer) for layer in cache.keys if layer not in keys}
             keys = {**keys, **made}
             self._numbers += hidden.numel() + sum(2 * key.numel() for key, _ in made.values())

@@ -1,6 +1,6 @@
 """The keys and values of many drafts of one text in one pass, and their mask.
 
-Letters: B groups, G chains of a group, S places of the text, H key-value heads, D head width.
+Shapes: B groups, G chains of a group, S places of the text, H key-value heads, D head width.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from layerskip.model.cache import RowCache
 
 
 class ChainCache(RowCache):
-    """Keys and values of many drafts at once: a text's up to each start, and each draft's own.
+    """Keys and values of many drafts at once: the text's up to each start, and each draft's own.
 
-    A row of the buffers serves a group of chains that start in one text. The text's slots come
-    first, then G slots for every step. The mask lets a chain see its text's places before its
-    start, and its own slot of each step, inside the layer's window.
+    A row of the buffers holds a group of chains that start in one text. The text's slots come
+    first, then G slots for every step. The mask lets a chain see the text before its start and its
+    own slot of each step, within the layer's window.
 
     Args:
         starts: place of each chain's first fed token, (B, G).
-        steps: the most tokens a chain feeds.
+        steps: maximum number of tokens that a chain feeds.
     """
 
     def __init__(self, source: RowCache, texts: Tensor, starts: Tensor, steps: int) -> None:
@@ -34,7 +34,7 @@ class ChainCache(RowCache):
         self.in_step = False
 
     def advance(self, step: int) -> None:
-        """Say that the next pass feeds token `step` of every chain."""
+        """Prepare for a pass that feeds token `step` of every chain."""
         self.start = self.places + step * self.group
         self.end = self.start + self.group
 
@@ -48,7 +48,7 @@ class ChainCache(RowCache):
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write one step's keys and values (B, H, G, D); return all there are to attend to."""
+        """Write one step's keys and values (B, H, G, D); returns all to attend to."""
         if layer_idx not in self.keys:
             self._open(layer_idx, keys, values)
         self.keys[layer_idx].narrow(2, self.start, self.group).copy_(keys)
@@ -62,27 +62,27 @@ class ChainCache(RowCache):
         return keys[:, :, at].clone(), values[:, :, at].clone()
 
     def read(self, layer: int, window: int | None = None, sink: int = 0) -> tuple[Tensor, Tensor]:
-        """All that there is of a layer to attend to, (B, H, end, D) each; windows are masked."""
-        if layer not in self.keys:  # that no chain writes
+        """All of a layer to attend to, (B, H, end, D) each; windows are masked."""
+        if layer not in self.keys:  # a layer that no chain writes
             self._open(layer, self.source.keys[layer], self.source.values[layer])
         return self.keys[layer].narrow(2, 0, self.end), self.values[layer].narrow(2, 0, self.end)
 
     def _open(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Buffers of a layer, like some keys and values (B, H, any, D), with the texts' slots."""
+        """Allocate a layer's buffers, like given keys and values, with the texts' slots."""
         for mine, theirs, like in (
             (self.keys, self.source.keys, keys),
             (self.values, self.source.values, values),
         ):
             shape = (self.rows, like.shape[1], self.slots, like.shape[3])
             mine[layer] = like.new_empty(shape)  # (B, H, S + J G, D), written before it is read
-            for row, text in enumerate(self.texts.tolist()):  # copied once, not gathered before
+            for row, text in enumerate(self.texts.tolist()):  # copies once, without a gather
                 mine[layer][row, :, : self.places] = theirs[layer][text, :, : self.places]
 
     def regrouped(self, chosen: Tensor, steps: int, fed: int) -> ChainCache:
-        """The same for some of the chains, in other groups, after `fed` tokens of each.
+        """Make the cache of some of the chains in new groups, after `fed` tokens of each.
 
         Args:
-            chosen: which of the B G chains, (B', G'), of one text in each group.
+            chosen: numbers of the B G chains, (B', G'), with one text per group.
         """
         texts = self.texts[chosen[:, 0] // self.group]  # (B',)
         new = ChainCache(self.source, texts, self.starts.flatten()[chosen], steps)
@@ -99,11 +99,11 @@ class ChainCache(RowCache):
         return new
 
     def needs_mask(self, window: int | None) -> bool:
-        """Always: chains of a group must not see each other."""
+        """Always true: chains of a group must not see each other."""
         return True
 
     def seen(self, window: int | None, device: Any, sink: int = 0) -> Tensor:
-        """Which slots each chain sees, (B, 1, G, end) bool."""
+        """The slots that each chain sees, (B, 1, G, end) bool."""
         steps = self._fed()
         starts = self.starts.to(device)[:, :, None]  # (B, G, 1)
         slots = torch.arange(self.places, device=device)  # (S,)

@@ -1,11 +1,11 @@
-"""Drafts that run on from places of a trace, many of them through the model together.
+"""Drafts that continue from places of a trace, run through the model many at a time.
 
-A draft's round depends on its start alone: it feeds the start's token, then its own, and sees the
+A draft's round depends only on its start: it feeds the start's token, then its own, and sees the
 target's keys and values before the start. So the drafts from all places are chains of tokens, and
-those of the model's own sublayers run in a few wide passes. Where chains are followed only until
-they leave their text, the prefix that they share with the target is taken from the trace, and
-passes shrink.
-Letters: A chains of a pass, B groups, G chains of a group, C chains, J steps, N some chains, P
+those of the model's own sublayers run in a few wide passes. If chains are followed only until they
+leave their text, the prefix that they share with the target is taken from the trace, and passes
+shrink.
+Shapes: A chains of a pass, B groups, G chains of a group, C chains, J steps, N some chains, P
 places of all texts, V vocabulary, H hidden width.
 """
 
@@ -30,18 +30,18 @@ Chain = tuple[TraceText, int, int]  # the text left, the place and the id of the
 
 GROUPS = (64, 48, 32, 24, 16, 12, 8, 6, 4)  # chains that share one copy of their text's keys
 COPY = 3  # chains that cost about as much as such a copy
-CHAINS = 512  # of one pass, at most
-LOGITS = 2**24  # elements of one pass's logits, at most
-_TILE = 2**20  # logits that are drawn from at once on a CPU: what is made of them stays in caches
-REGROUP = 0.8  # a pass is made smaller when at most so many of its places are needed
+CHAINS = 512  # maximum per pass
+LOGITS = 2**24  # maximum number of logits per pass
+_TILE = 2**20  # logits drawn at once on a CPU, so that intermediate results stay in its caches
+REGROUP = 0.8  # a pass is shrunk when at most this share of its places is needed
 
 
 class Chains:
-    """C drafts of J steps that run on from given tokens, through the model together.
+    """C drafts of J steps that continue from given tokens, run together through the model.
 
     Args:
         allowed: tokens that can be drawn on each text, (texts, V) bool; None: all.
-        follow: whether drafts are left at their first wrong token (`agreeing`, not `drafts`).
+        follow: whether to leave drafts at their first wrong token (`agreeing`, not `drafts`).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Chains:
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
     def drafts(self) -> Drawn:
-        """What is drafted, (C, J) each; chains feed their own tokens."""
+        """The drafted tokens, (C, J) each; chains feed their own tokens."""
         shape = len(self.chains), self.steps
         made = Drawn(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape))
         fed = self.token[:, None].repeat(1, self.steps + 1)  # (C, J + 1)
@@ -92,16 +92,16 @@ class Chains:
                 for whole, part in zip(made, drawn, strict=True):
                     whole[at.chains, step] = part.cpu()
                 tokens = made.tokens[at.chains, step]
-                # behind the last known token of a text no draft is on it
+                # After the last known token of a text, no draft is on it.
                 following = self.trace.following[at.rows]
                 wrong = (tokens != following) | (following == NOTHING)
                 strays = wrong & (left[at.chains] == 0)
                 left[at.chains[strays]] = at.places[strays]
-                fed[at.chains, step + 1] = tokens.clamp_min(0)  # behind `NOTHING` anything will do
+                fed[at.chains, step + 1] = tokens.clamp_min(0)  # any token will do after `NOTHING`
         return made
 
     def agreeing(self) -> Tensor:
-        """Whether each draft is its text's up to each token, (C, J) bool; chains feed the text."""
+        """Whether each draft equals its text up to each token, (C, J) bool; feeds the text."""
         agreed = torch.zeros(len(self.chains), self.steps, dtype=torch.bool)
         fed = self.token[:, None].repeat(1, self.steps + 1)  # (C, J + 1)
         for layout in self._layouts():
@@ -121,7 +121,7 @@ class Chains:
         return agreed
 
     def _layouts(self) -> Iterator[Tensor]:
-        """The chains of every pass, (B, G), each from all over the texts."""
+        """Yield the chains of each pass, (B, G), each spread over the texts."""
         if not self.chains or not self.steps:
             return
         if isinstance(self.draft, Walk):
@@ -135,14 +135,14 @@ class Chains:
         yield from (torch.tensor(groups[part::parts]) for part in range(parts))
 
     def _in_turn(self) -> Iterator[Tensor]:
-        """A chain of each text at a time, (B, 1), from its first place to its last."""
+        """Yield one chain per text at a time, (B, 1), from its first place to its last."""
         chains = sorted(range(len(self.chains)), key=lambda chain: self.place[chain])
         texts = [[n for n in chains if self.text[n] == text] for text in self.text.unique()]
         for turn in range(max(map(len, texts))):
             yield torch.tensor([[mine[turn]] for mine in texts if turn < len(mine)])
 
     def _places(self, layout: Tensor, step: int, fed: Tensor) -> Places:
-        """Where the chains of a pass draw; `fed` has what they were fed, (C, J + 1)."""
+        """The places where the chains of a pass draw; `fed` holds the tokens fed, (C, J + 1)."""
         chains = layout.flatten()  # (N,)
         rows = torch.minimum(self.row[chains] + step, self.last_row[chains])  # (N,)
         histories = None
@@ -158,7 +158,7 @@ class Chains:
         return Places(chains, rows, self.place[chains] + step + 1, histories)
 
     def _raw(self, step: int, tokens: Tensor, at: Places, layout: Tensor) -> Tensor:
-        """Raw logits (N, V) of a step behind tokens (B, G)."""
+        """Raw logits (N, V) of a step after tokens (B, G)."""
         raw = self.draft.raw(step, tokens, at.rows.view(layout.shape)).flatten(0, 1)  # (N, V)
         if self.allowed is None:
             return raw
@@ -169,7 +169,7 @@ class Chains:
         return [self.trace.texts[text].key for text in self.text[at.chains].tolist()]
 
     def _draw(self, raw: Tensor, at: Places, left: Tensor) -> Drawn:
-        """Draw from raw logits (N, V), under the trace's law and accept rule.
+        """Draw from raw logits (N, V), under the trace's law and acceptance rule.
 
         Args:
             left: place of each chain's first token off the text, 0 on it, (N,).
@@ -198,7 +198,7 @@ class Chains:
         return propose(trace.law, raw, histories, beside, target)
 
     def _right(self, raw: Tensor, at: Places) -> Tensor:
-        """Whether what raw logits (N, V) draw is the text's next token and accepted, (N,) bool."""
+        """Whether raw logits (N, V) give the text's next token and it is accepted, (N,) bool."""
         trace = self.trace
         following = trace.following[at.rows].to(raw.device)  # (N,)
         if trace.rejection:
@@ -218,13 +218,13 @@ class Chains:
         return (right & (following != NOTHING)).cpu()
 
     def _noise(self, at: Places) -> Tensor | None:
-        """The Gumbel noise that drafts share with their texts, (N, V); None: greedy decoding."""
+        """The Gumbel noise that drafts share with their texts, (N, V); None for greedy decoding."""
         if not self.trace.law.do_sample:
             return None
         return self.trace.noise(self._keys(at), at.places.tolist())
 
     def _regrouped(self, layout: Tensor, kept: Sequence[int], fed: int) -> Tensor:
-        """The chains to be kept, in groups of a size that leaves few places empty."""
+        """The chains to keep, in groups of a size that leaves few places empty."""
         if isinstance(self.draft, Walk) or len(kept) > REGROUP * layout.numel():
             return layout
         groups = min((self._grouped(kept, size) for size in GROUPS), key=_cost)
@@ -236,7 +236,7 @@ class Chains:
         return torch.tensor(groups)
 
     def _grouped(self, chains: Sequence[int], size: int) -> list[list[int]]:
-        """Groups of chains of one text, short ones filled up with their last."""
+        """Groups of chains of one text; short groups are filled with their last chain."""
         texts = self.text.tolist()
         groups: list[list[int]] = []
         for chain in chains:
@@ -247,7 +247,7 @@ class Chains:
 
 
 class Places(NamedTuple):
-    """What chains (N,) draw at: rows among the P places, the places drawn, what they have seen."""
+    """Where chains (N,) draw: rows among the P places, places drawn, and histories."""
 
     chains: Tensor
     rows: Tensor
@@ -259,11 +259,11 @@ class Places(NamedTuple):
 
 
 def _tiles(raw: Tensor) -> list[slice]:
-    """Parts of logits (N, V) to be drawn from one by one; all of them off a CPU."""
+    """Parts of logits (N, V) to draw from one by one; a single part unless on a CPU."""
     size = max(1, _TILE // raw.shape[1]) if raw.device.type == "cpu" else len(raw)
     return [slice(first, first + size) for first in range(0, len(raw), size)]
 
 
 def _cost(groups: Sequence[Sequence[int]]) -> int:
-    """Of a pass over groups of one size, in chains."""
+    """The cost of a pass over groups of one size, in chains."""
     return len(groups) * (len(groups[0]) + COPY)

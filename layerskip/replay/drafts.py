@@ -1,8 +1,8 @@
-"""What any source would have drafted from every place of a trace, without decoding anything.
+"""Computes what a source would have drafted from every place of a trace, without decoding.
 
 `replay` drafts to the full length, as decoding would. `follow` leaves each draft at its first wrong
-token, at a part of the cost: a search follows hundreds of drafts, and replays only the best whole.
-Letters: J steps, N starts, V vocabulary.
+token, at a fraction of the cost: a search follows hundreds of drafts, and replays only the best.
+Shapes: J steps, N starts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from layerskip.replay.trace import Trace
 class Replay:
     """A draft's tokens from every start of a trace.
 
-    Starts are those of the trace's texts, text by text: `texts[t]` is the slice of text t. What a
-    controller would have kept of these drafts is for `simulation.py` to say.
+    Starts are those of the trace's texts, text by text: `texts[t]` is the slice of text t.
+    `simulation.py` determines what a controller would have kept of these drafts.
 
     Attributes:
-        source: what drafts.
-        tokens: what each step drafts, (N, J) int64; `NOTHING` where nothing could be drawn, and
-            what stands behind that means nothing.
-        matches: whether that is the text's own token, and so accepted, (N, J) bool; behind a row's
-            first False the draft has left the text and it means nothing.
-        confidences, margins: of each token, what controllers of the signals "probability" and
-            "margin" are told, (N, J) float32 each.
+        source: the source that drafts.
+        tokens: drafted token of each step, (N, J) int64; `NOTHING` if none could be drawn; later
+            ones are meaningless.
+        matches: whether that is the text's own token, and so accepted, (N, J) bool; meaningless
+            after a row's first False, where the draft has left the text.
+        confidences, margins: of each token, what controllers with the signals "probability" and
+            "margin" receive, (N, J) float32 each.
         ends: whether the token ends a draft: an end of text, or `NOTHING`, (N, J) bool.
-        matched: of looked-up drafts, how many tokens each start matched, (N,); None of a model's.
-        longest: how many tokens a draft has at most, where that is less than J.
+        matched: for looked-up drafts, the tokens each start matched, (N,); None for a model's.
+        longest: maximum number of tokens in a draft, if that is less than J.
     """
 
     trace: Trace
@@ -74,14 +74,14 @@ def replay(
     *,
     allowed: Tensor | None = None,
 ) -> Replay:
-    """Draft from every start of a trace with one draft, as decoding would.
+    """Draft from every start of a trace with one source, as decoding would.
 
     Args:
         allowed: the draft vocabulary of each text, (texts, V) bool; all tokens by default.
 
     Raises:
-        ValueError: a draft length that the trace does not know all places for, or a skip config
-            that does not fit the model.
+        ValueError: the draft length exceeds the places that the trace knows, or a skip config
+            does not fit the model.
     """
     source, length = source_of(trace.model, draft), _length(trace, draft_length)
     if source.step_free:
@@ -99,17 +99,17 @@ def follow(
     *,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Whether drafts from some starts are their text's up to each token, (N, J) bool.
+    """Whether drafts from some starts equal their text up to each token, (N, J) bool.
 
     Each draft is left at its first wrong token, and takes the states of the prefix that it shares
-    with the target from the trace: a small part of what `replay` computes.
+    with the target from the trace. This is a small part of the work of `replay`.
 
     Args:
         starts: all of the trace by default, text by text.
-        allowed: as of `replay`.
+        allowed: as for `replay`.
 
     Raises:
-        ValueError: as `replay`.
+        ValueError: as for `replay`.
     """
     source, length = source_of(trace.model, draft), _length(trace, draft_length)
     starts = all_starts(trace) if starts is None else starts
@@ -117,7 +117,7 @@ def follow(
 
 
 def _look_up(trace: Trace, source: Source, length: int) -> Replay:
-    """What a source of known tokens drafts from every start, as decoding would."""
+    """The drafts of a source of known tokens from every start, as in decoding."""
     offers = []
     for text in trace.texts:
         row = TextBatch(trace, [text])
@@ -134,7 +134,7 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             proposal = state.offer(0, length)
             offers.append((list(proposal.tokens or ()), proposal.match or 0))
     tokens = [offered + [NOTHING] * (length - len(offered)) for offered, _ in offers]
-    sure = torch.zeros(len(offers), length)  # nobody asks for confidences
+    sure = torch.zeros(len(offers), length)  # confidences are not used
     played = _assembled(trace, source, Drawn(torch.tensor(tokens), sure, sure))
     return replace(played, matched=torch.tensor([match for _, match in offers]))
 
@@ -150,7 +150,7 @@ def _length(trace: Trace, draft_length: int | None) -> int:
 
 
 def all_starts(trace: Trace) -> list[Chain]:
-    """A chain from every start, N of them."""
+    """A chain from each of the N starts."""
     return [
         (text, place, token)
         for text in trace.texts
@@ -160,11 +160,11 @@ def all_starts(trace: Trace) -> list[Chain]:
 
 
 def _assembled(trace: Trace, source: Source, drafts: Drawn, longest: int = 0) -> Replay:
-    """The replay of drafts (N, any) from every start, of J tokens where `longest` is J."""
+    """The replay of drafts (N, any) from every start, with J tokens where `longest` is J."""
     most = drafts.tokens.shape[1]
     length = max(most, longest)
     if most < length:
-        # behind `NOTHING` confidences mean nothing
+        # After `NOTHING`, confidences are meaningless.
         rest = (F.pad(each, (0, length - most), value=NOTHING) for each in drafts)
         drafts = Drawn(*rest)  # (N, J) each
     texts, wanted, first = [], [], 0

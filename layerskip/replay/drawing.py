@@ -1,13 +1,13 @@
-"""What drafts draw beside a text, from shared noise or under the rejection rule; runs no model.
+"""Draws drafts along a text, from shared noise or by the rejection rule; runs no model.
 
 Under the rejection rule, too, a text follows the target's law p whatever is drafted. Given that it
-goes on with x, a draft of law q has proposed x there, and it was accepted, with probability
-w = min(1, q(x) / p(x)); or else the draft proposed another token, of the law (q - p)+ normalised,
-independently of all that follows. So drafts can be drawn after the text is known.
+continues with x, a draft of law q has proposed x there and was accepted with probability
+w = min(1, q(x) / p(x)). Otherwise the draft has proposed another token, with law (q - p)+
+normalised, independently of what follows. So drafts can be drawn after the text is known.
 
-The mean of the products of j such w, a share of accepted drafts, would not do: controllers look at
-the drawn tokens' confidences, accepted or not, and learn from them, so that they need rounds.
-Letters: N places, R places rejected or off their texts, V vocabulary.
+The mean of products of j such w, a share of accepted drafts, would not suffice: controllers see the
+drawn tokens' confidences, accepted or not, and learn from them, so that they need rounds.
+Shapes: N places, R places rejected or off their texts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from layerskip.decoding.noise import DRAFT, accept_uniform, gumbel_noise, stream
 from layerskip.decoding.rules import acceptance_probability, largest, residual, with_margin
 
 NOTHING = -1
-"""Stands for a token that could not be drawn: no score above -inf. Drafting ends there."""
+"""A token that could not be drawn, since no score is above -inf. Drafting ends there."""
 
 Histories = Sequence[Tensor] | None
-"""The tokens each place has seen, (length,) each; None where the law reads none."""
+"""The tokens before each place, (length,) each; None if the law does not read them."""
 
 
 class Drawn(NamedTuple):
     """Tokens drawn at N places, or of all steps of chains, (C, J) each.
 
     Attributes:
-        tokens: `NOTHING` where none can be drawn, (N,) int64.
+        tokens: `NOTHING` if none can be drawn, (N,) int64.
         confidences: their probability under the raw logits at temperature 1, (N,) float32.
-        margins: 1 - exp(-m), m the margin between the two best scores, noise included; under the
-            rejection rule the confidences again, as controllers are told, (N,) float32.
+        margins: 1 - exp(-m), m the margin between the two best scores, including noise; under the
+            rejection rule the confidences again, as for controllers, (N,) float32.
     """
 
     tokens: Tensor
@@ -46,13 +46,13 @@ class Drawn(NamedTuple):
 
 
 class TextPlaces(NamedTuple):
-    """What is known of N places of texts.
+    """The known facts about N places of texts.
 
     Attributes:
-        following: the texts' next tokens, `NOTHING` where a text is known no further, (N,) int64.
+        following: the texts' next tokens, `NOTHING` after the last known one, (N,) int64.
         likelihoods: probability of each under the target's law, (N,) float32.
         keys, places: noise-stream key of each text, and place of each next token, of length N.
-        left: place of the token with which each draft left its text, 0 while it is on it.
+        left: place of the token with which each draft left its text; 0 while it is on it.
     """
 
     following: Tensor
@@ -63,11 +63,11 @@ class TextPlaces(NamedTuple):
 
 
 def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
-    """Processed scores (N, V) of raw logits (N, V) at places of any texts."""
+    """Process raw logits (N, V) at places of any texts into scores (N, V)."""
     if histories is None:
         nothing = torch.zeros(1, 1, dtype=torch.long, device=raw.device)
         return law.scores(raw, nothing, [0] * len(raw), [0] * len(raw))
-    # one by one, since processors may read whole rows and their number
+    # One by one, since processors may read whole rows and their number.
     alone = Law(law.processors, do_sample=law.do_sample, rows=1)
     return torch.cat(
         [
@@ -78,7 +78,7 @@ def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
 
 
 def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> Drawn:
-    """What the engine draws from raw logits (N, V), whether of a draft or of the target.
+    """Draw from raw logits (N, V) as the engine does, for a draft or for the target.
 
     Args:
         noise: Gumbel noise of each place, (N, V); None for greedy decoding.
@@ -95,21 +95,21 @@ def propose(
     beside: TextPlaces,
     target: Callable[[Tensor], Tensor],
 ) -> Drawn:
-    """What drafts propose at places of texts under the rejection rule, given the texts.
+    """Draw the proposals of drafts at places of texts under the rejection rule, given the texts.
 
-    On its text, a proposal is accepted where it is the text's next token, by one accept test of the
-    engine's uniform number at each place, whatever is tested. Off its text, a draft just draws.
+    On its text, a proposal is accepted if it is the text's next token, by an acceptance test with
+    the engine's uniform number at each place. Off its text, a draft simply draws.
 
     Args:
         raw: the drafts' raw logits, (N, V).
-        target: the target's law, (R, V), at those of the N places that it is asked for.
+        target: the target's law, (R, V), for those of the N places that request it.
     """
     scores = scores_at(law, raw, histories)  # (N, V)
     q, following = softmax_law(scores), beside.following
     left = torch.tensor(beside.left or [0] * len(raw), device=raw.device)  # (N,)
     likely = q.gather(1, following.clamp_min(0)[:, None])[:, 0]  # (N,)
-    weights = acceptance_probability(likely, beside.likelihoods)  # with p and q changed over
-    lucky = accept_uniform(beside.keys, beside.places, raw.device) < weights  # (N,), not if NaN
+    weights = acceptance_probability(likely, beside.likelihoods)  # with p and q exchanged
+    lucky = accept_uniform(beside.keys, beside.places, raw.device) < weights  # (N,), False for NaN
     tokens = torch.where(lucky & (left == 0), following, NOTHING)
     others = torch.nonzero(tokens == NOTHING)[:, 0]  # (R,)
     if len(others):
@@ -132,9 +132,9 @@ def propose(
 def stray_noise(
     keys: Sequence[int], origins: Sequence[int], places: Sequence[int], scores: Tensor
 ) -> Tensor:
-    """Gumbel noise of drafts that leave their texts at `origins`, like scores (N, V).
+    """Gumbel noise of drafts that left their texts at `origins`, like scores (N, V).
 
-    Decoding rejects at a place once at most, so that no noise is used twice along a text.
+    Decoding rejects at most once at a place, so no noise is used twice along a text.
     """
     keys = list(map(stream_key, keys, origins))
     return gumbel_noise(keys, places, scores.shape[-1], purpose=DRAFT, device=scores.device)

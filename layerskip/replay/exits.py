@@ -1,6 +1,6 @@
-"""What early exits are worth: one recorded decoding, replayed with every exit and draft length.
+"""The value of early exits: one recorded decoding, replayed with every exit and draft length.
 
-No clock is read here: prices come from the caller.
+Nothing is timed here; costs come from the caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 
 
 def law_of(settings: Mapping[str, Any]) -> Law:
-    """The law of a record's `law` block, for one row: temperature, top-k, top-p, in that order."""
+    """The law of a record's `law` block for one row: temperature, top-k, top-p, in that order."""
     if not settings["do_sample"]:
         return Law(do_sample=False, rows=1)
     chosen = (settings.get(name) for name in ("temperature", "top_k", "top_p"))
@@ -40,19 +40,19 @@ def exit_sweep(
     max_new_tokens: int = 64,
     progress: Progress = lambda _what, _share: None,
 ) -> dict[str, Any]:
-    """Exact counts of decoding texts with every early exit and fixed draft length.
+    """Exact counts for decoding texts with every early exit and fixed draft length.
 
     Args:
         model: a causal language model, or one opened as `Sublayers`.
         prompts: token ids without pads, (T,) or (1, T) each.
         law: the record's `law` block: do_sample, temperature, top_p, top_k, seed, acceptance; text
-            i is drawn from seed + i.
+            i uses seed + i.
 
     Returns:
         `tokens` of all texts after their first ones, which every cell emits; `draft_lengths`; and
         `exits`, each with its layer (`exit`), `agreement` of its likeliest tokens with the model's,
-        `match` of its drafts with the text (when greedy the same), and `rounds`: by draft length
-        the number of rounds that drafted 0, 1, 2, ... tokens.
+        `match` of its drafts with the text (for greedy the same), and `rounds`: by draft length,
+        the numbers of rounds that drafted 0, 1, 2, ... tokens.
     """
     opened = opened_of(model)
     seed = law.get("seed") or 0
@@ -80,7 +80,7 @@ def exit_sweep(
 
 
 def likeliest(trace: Trace, layer: int) -> Tensor:
-    """The likeliest token behind every start, read off the states behind a layer, (N,)."""
+    """The likeliest token after every start, from the states after a layer, (N,)."""
     states = torch.cat([text.states[layer - 1, : text.starts] for text in trace.texts])  # (N, H)
     parts = chunks(len(states), trace.model.vocabulary)
     return torch.cat([trace.model.logits(states[None, some])[0].argmax(-1) for some in parts])

@@ -1,4 +1,4 @@
-"""A recorded target: what the drafts and the target said along the texts of a trace."""
+"""A recorded target: the results of drafts and target along the texts of a trace."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from layerskip.replay.drawing import NOTHING
 
 
 class _TextDraft:
-    """What a replayed draft proposes from every start of a text."""
+    """The proposals of a replayed draft from every start of a text."""
 
     def __init__(self, replay: Replay, text: int) -> None:
         rows = replay.texts[text]
         tokens, ends = replay.tokens[rows], replay.ends[rows]  # (starts, J)
         eos = torch.tensor([*replay.trace.eos], dtype=torch.long)
-        # behind a wrong token a followed draft has any, which ends nothing
+        # After a wrong token a followed draft may have any token; it must not end anything.
         unlike = ~ends & torch.isin(tokens, eos)
         self.tokens = tokens.masked_fill(unlike, replay.trace.model.vocabulary).tolist()
         self.margins = replay.margins[rows].tolist()
@@ -61,7 +61,7 @@ class RecordedTarget:
         return self.batch.rows
 
     def room(self, row: int) -> int:
-        # the cache has a slot for every token and every draft, so that it never limits
+        # The cache has a slot for every token and every draft, so it is never a limit.
         return self.trace.max_new_tokens + 1
 
     def _start(self, row: int) -> int:

@@ -1,6 +1,6 @@
-"""Rounds of decoding without decoding: the engine's own, run on a recorded target.
+"""Rounds of decoding without a model: the engine's own code, run on a recorded target.
 
-Letters: N starts, J steps.
+Shapes: N starts, J steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from layerskip.replay.recorded import RecordedTarget
 
 @dataclass(frozen=True)
 class SimulatedRound:
-    """Counts of one round, row by row, and which draft it took, as in the engine's `Round`.
+    """Counts of one round by row, and the draft it used, as in the engine's `Round`.
 
     Attributes:
-        context, rows: what the controller was told at its start (see `Controller.begin`).
-        steps: draft steps.
+        context, rows: the controller's inputs at its start (see `Controller.begin`).
+        steps: number of draft steps.
     """
 
     drafted: tuple[int, ...]
@@ -43,17 +43,17 @@ def simulate(
     *,
     max_draft_length: int | None = None,
 ) -> Iterator[SimulatedRound]:
-    """Rounds of decoding texts of the trace together, one row each, as the engine would.
+    """Simulate decoding texts of the trace together, one row each, as the engine would.
 
-    The controller is reset. The texts' end and the request's length hold as in decoding.
+    The controller is reset. The texts' ends and the request's limit apply as in decoding.
 
     Args:
-        sources: of one trace, one for each of the drafts that a round may take, in their order.
-        texts: numbers of the texts that share the batch, and the controller.
-        max_draft_length: the most tokens any round drafts; the replays' draft length by default.
+        sources: replays of one trace, one for each draft that a round may use, in order.
+        texts: numbers of the texts that share the batch and the controller.
+        max_draft_length: maximum number of tokens per round; by default the replays' draft length.
 
     Raises:
-        ValueError: `max_draft_length` is beyond what was replayed.
+        ValueError: `max_draft_length` exceeds the replayed length.
         TypeError: the controller reads distributions, which are not recorded.
     """
     if isinstance(controller, Observer):
@@ -93,10 +93,10 @@ def simulate(
 def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Costs]) -> float:
     """Tokens emitted by all rows per target step; for one row that is the speedup over plain.
 
-    A round of several rows costs what its longest draft does, and its steps those of one source.
+    A round of several rows costs as much as its longest draft, with the steps of one source.
 
     Args:
-        costs: of the draft; of several, those of each, in their order.
+        costs: of the draft, or of each of several drafts, in order.
     """
     tables = costs if isinstance(costs, Sequence) else [costs]
     tokens, cost = 0, 0.0
@@ -109,15 +109,15 @@ def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Co
 def _cost(round_: SimulatedRound, tables: Sequence[CostTable]) -> float:
     sources = round_.source if isinstance(round_.source, tuple) else (round_.source,)
     used = [tables[source or 0] for source in sources if source is not None] or tables[:1]
-    stepping = max(used, key=lambda table: table.draft)  # the others' tokens are known
+    stepping = max(used, key=lambda table: table.draft)  # other sources need no steps
     return stepping.round_cost(max(round_.drafted), round_.steps)
 
 
 def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> list[int]:
-    """Rounds by tokens drafted, 0..draft_length, of decoding every text of the trace alone.
+    """Numbers of rounds by drafted tokens, 0..draft_length, with every text decoded alone.
 
-    The rounds of `Confidence(threshold, draft_length)`; with threshold 0, those of
-    `Fixed(draft_length)`. Fast: stops are found for all starts at once.
+    The rounds are those of `Confidence(threshold, draft_length)`; with threshold 0, those of
+    `Fixed(draft_length)`. Fast, since stops are found for all starts at once.
     """
     if draft_length == 0:
         return [replay.trace.starts]  # plain steps
@@ -125,12 +125,12 @@ def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> l
     agreeing = replay.matches.cumprod(1).sum(1)  # (N,)
     stops = replay.ends.clone()  # (N, J)
     if threshold > 0:
-        # in double, as controllers compare; written so that NaN stops
+        # In double precision, like controllers; written so that NaN stops.
         stops |= ~(replay.confidences.double() >= threshold)
     stops = stops[:, :draft_length]
-    nothing = replay.tokens[:, :draft_length] < 0  # drafted before, not with it
+    nothing = replay.tokens[:, :draft_length] < 0  # stops before such a token, not after it
     first = torch.where(stops.any(1), stops.int().argmax(1), draft_length - 1)  # (N,)
-    free = first + 1 - nothing.gather(1, first[:, None])[:, 0].int()  # (N,) drafted without a limit
+    free = first + 1 - nothing.gather(1, first[:, None])[:, 0].int()  # (N,) lengths without a limit
     for text, rows in zip(replay.trace.texts, replay.texts, strict=True):
         lengths, agreed = free[rows].tolist(), agreeing[rows].tolist()
         start, asked = 0, replay.trace.max_new_tokens - 1 - text.starts

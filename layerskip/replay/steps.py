@@ -1,10 +1,10 @@
-"""How chains of drafted tokens run through a model; nothing is drawn here.
+"""Runs the steps of chains of drafted tokens; draws nothing.
 
 A chain begins at a place of a text and feeds its own tokens. It sees what a draft there would see:
-the text's keys and values before its start, and its own after it. A draft of the model's own
-sublayers runs many chains in a pass (`Wide`); any other source drafts by its own state, which walks
-along the texts (`Walk`).
-Letters: B groups, G chains of a group, P places of all texts, H hidden width, V vocabulary.
+the text's keys and values before its start, and its own after it. Drafts with the model's own
+sublayers run as many chains per pass (`Wide`); any other source drafts with its own state, which
+moves along the texts (`Walk`).
+Shapes: B groups, G chains of a group, P places of all texts, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Wide:
     """Steps of the model's own sublayers for many chains at once.
 
     Args:
-        follow: whether chains follow their texts: then the texts' states replace those of the
+        follow: whether chains follow their texts. Then the texts' states replace those of the
             shared prefix's whole layers.
     """
 
@@ -36,7 +36,7 @@ class Wide:
 
     def __init__(self, trace: Trace, source: SublayerDraft, *, follow: bool) -> None:
         self.trace, self.model = trace, trace.model
-        # whole ones, whose states the texts have, up to the first whose keys others read
+        # Whole layers, whose states the texts have, before the first whose keys others read.
         layers = min([source.prefix // 2, *self.model.read_layers])
         shared = self.model.blocks[2 * layers if follow else 0 : source.prefix]
         self.blocks = [*shared, *self.model.weights.blocks(source.skip)]
@@ -46,13 +46,13 @@ class Wide:
             self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)
 
     def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
-        """Begin chains in texts (B,) at places (B, G), of at most so many steps."""
+        """Begin chains in texts (B,) at places (B, G), with at most `steps` steps."""
         texts, starts = (each.to(self.model.device) for each in (texts, starts))
         self.cache = ChainCache(self.trace.cache, texts, starts, steps)
         self.rotary = self.trace.rotary(int(starts.max()) + steps)
 
     def raw(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        """Raw logits (B, G, V) of a step behind tokens (B, G).
+        """Raw logits (B, G, V) of a step after tokens (B, G).
 
         Args:
             rows: their places among all P, (B, G), while a chain follows its text.
@@ -75,15 +75,15 @@ class Wide:
         return self.model.backend.run(hidden, pass_, blocks)
 
     def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
-        """Continue with some chains in other groups, as `ChainCache.regrouped`."""
+        """Continue with some chains in new groups, as in `ChainCache.regrouped`."""
         self.cache = self.cache.regrouped(chosen.to(self.model.device), steps, fed)
 
 
 class Walk:
-    """Steps of a source's own state, a chain of each text at a time, from start to start.
+    """Steps of a source's own state, one chain per text at a time, from start to start.
 
     Raises:
-        TypeError: the source learns from the target's logits, which a trace does not have.
+        TypeError: the source learns from the target's logits, which a trace does not contain.
     """
 
     def __init__(self, trace: Trace, source: Source) -> None:
@@ -110,13 +110,13 @@ class Walk:
             self.passes.tell(row, self._next(row))
 
     def _next(self, row: int) -> list[int]:
-        """Emit the text's next token; returns it alone."""
+        """Emit the text's next token, and return it alone."""
         text, emitted = self.trace.texts[row], self.emitted[row]
         emitted.append(int(text.tokens[text.prompt + len(emitted)]))
         return emitted[-1:]
 
     def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
-        """Walk on to one place (B, 1) in each of some texts (B,), in order."""
+        """Move on to one place (B, 1) in each of some texts (B,), in order."""
         passes, places = self.passes, dict(zip(texts.tolist(), starts[:, 0].tolist(), strict=True))
         while behind := [row for row, place in places.items() if passes.lengths[row] < place]:
             last = [self.emitted[row][-1:] for row in passes.rows]
@@ -124,9 +124,9 @@ class Walk:
             passes.verify(fed, [(row, 0) for row in passes.rows])
             for row in behind:
                 passes.commit(row, self._next(row))
-        if [*places] != [*passes.rows]:  # now, as draft steps read what was just committed
+        if [*places] != [*passes.rows]:  # only now: draft steps read what was just committed
             passes.keep([*places])
 
     def raw(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
-        """Raw logits (B, 1, V) of a step behind tokens (B, 1)."""
+        """Raw logits (B, 1, V) of a step after tokens (B, 1)."""
         return self.passes.draft_step(tokens[:, 0].to(self.passes.model.device), step)[:, None]

@@ -1,9 +1,9 @@
-"""The target's texts, along which any draft is replayed.
+"""The target's texts, along which any draft can be replayed.
 
-Prompts are decoded once by the target alone: what is drafted does not change the texts, or, under
-the rejection rule, their law. Then one whole pass over each text leaves the target's keys and
-values, and its states behind every layer.
-Letters: N places, P of them in all texts, L layers, T tokens of a text, H hidden width, V
+Prompts are decoded once by the target alone: drafts do not change the texts, or, under the
+rejection rule, their law. Then one pass over each whole text gives the target's keys and values,
+and its states after every layer.
+Shapes: N places, P of them in all texts, L layers, T tokens of a text, H hidden width, V
 vocabulary.
 """
 
@@ -33,11 +33,11 @@ from layerskip.replay.drawing import NOTHING, Histories, scores_at
 from layerskip.requests import check_tokens
 
 DRAFT_LENGTH = 8
-"""Tokens that a trace lets any draft look ahead, where nobody says otherwise."""
+"""Default number of tokens that a trace allows drafts to look ahead."""
 
 ROWS = 16  # texts decoded together
-NOISE = 2**27  # numbers of noise that are kept, at most
-LOGITS = 2**24  # elements of one chunk of logits, at most (but a few places always go together)
+NOISE = 2**27  # maximum number of noise values to keep
+LOGITS = 2**24  # maximum size of a chunk of logits (but a few places always stay together)
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class TraceText:
 
     Attributes:
         tokens: prompt, emitted tokens, then those that only serve as context, (T,) int64.
-        prompt: tokens of the prompt, so that place `prompt` holds the first emitted one.
-        emitted: tokens the request emits, EOS included.
+        prompt: number of prompt tokens, so that place `prompt` holds the first emitted one.
+        emitted: number of tokens that the request emits, including EOS.
         key: of the text's noise stream.
-        likelihoods: under the rejection rule, the probability of the token behind each emitted one
-            under the target's law, (T - prompt,) float32; else NaN.
+        likelihoods: under the rejection rule, the probability of the token after each emitted one
+            under the target's law, (T - prompt,) float32; otherwise NaN.
         states: hidden states after every layer, from place `prompt` on, (L, T - prompt, H).
     """
 
@@ -64,12 +64,12 @@ class TraceText:
 
     @property
     def starts(self) -> int:
-        """Emitted tokens that a round may start from: all but the last."""
+        """Number of emitted tokens from which a round may start: all but the last."""
         return self.emitted - 1
 
     @property
     def following(self) -> Tensor:
-        """The token behind each emitted one, (T - prompt,); `NOTHING` behind the last known."""
+        """The token after each emitted one, (T - prompt,); `NOTHING` after the last known."""
         return torch.cat([self.tokens[self.prompt + 1 :], torch.tensor([NOTHING])])
 
 
@@ -78,10 +78,10 @@ class Trace:
     """Texts of one model under one law, ready for replays.
 
     Attributes:
-        law: what tokens are drawn from, for single rows.
-        cache: the target's keys and values of all their tokens, a row each; slot equals place.
+        law: the law from which tokens are drawn, for single rows.
+        cache: the target's keys and values of all their tokens, one row each; slot equals place.
         eos: tokens that end a text, and a draft.
-        draft_length: how far drafts may be replayed with all of their places known.
+        draft_length: maximum draft length for which all places are known.
         rejection: whether drafts are accepted by the rejection rule instead of by shared noise.
     """
 
@@ -96,42 +96,42 @@ class Trace:
 
     @property
     def starts(self) -> int:
-        """Places that a round may start from, over all texts."""
+        """Number of places from which a round may start, over all texts."""
         return sum(text.starts for text in self.texts)
 
     @property
     def context(self) -> int:
-        """Tokens that lie before the middle of a text's new ones, on average."""
+        """Mean number of tokens before the middle of a text's new ones."""
         spans = [text.prompt + text.emitted / 2 for text in self.texts]
         return round(sum(spans) / len(spans))
 
     @cached_property
     def offsets(self) -> list[int]:
-        """How many of the P places lie in the texts before each."""
+        """For each text, the number of the P places in earlier texts."""
         return [0, *accumulate(len(text.tokens) - text.prompt for text in self.texts)][:-1]
 
     @cached_property
     def following(self) -> Tensor:
-        """The token behind each place from a text's first emitted one on, all texts, (P,)."""
+        """The token after each place from a text's first emitted one on, all texts, (P,)."""
         return torch.cat([text.following for text in self.texts])
 
     @cached_property
     def likelihoods(self) -> Tensor:
-        """Likelihood of each of `following`, (P,)."""
+        """The likelihood of each of `following`, (P,)."""
         return torch.cat([text.likelihoods for text in self.texts])
 
     def rotary(self, slots: int) -> Any:
-        """Angles of so many places, for drafts of any text."""
+        """Angles of `slots` places, for drafts of any text."""
         ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
         return self.model.rotary(slots, min(slots, max(ends)))
 
     def target_law(self, rows: Tensor, histories: Histories) -> Tensor:
-        """Law of the token behind each of the P places so numbered, (N, V)."""
+        """The law of the token after each of these numbered places, (N, V)."""
         raw = self.model.logits(self._states[rows.to(self.model.device)][None])[0]  # (N, V)
         return softmax_law(scores_at(self.law, raw, histories))
 
     def noise(self, keys: Sequence[int], places: Sequence[int]) -> Tensor:
-        """Gumbel noise of places of texts, (N, V) float32; kept, as every draft asks for the same.
+        """Gumbel noise at places of texts, (N, V) float32; kept, since all drafts use the same.
 
         Args:
             keys, places: of the texts' noise streams, and of the tokens drawn, N each.
@@ -150,7 +150,7 @@ class Trace:
 
     @cached_property
     def beginnings(self) -> Beginnings:
-        """What drafts that are followed share with others that were."""
+        """The states that followed drafts share with earlier ones."""
         return Beginnings()
 
     @cached_property
@@ -181,17 +181,17 @@ def take_trace(
     Args:
         model: a causal language model, or one opened as `Sublayers`.
         prompts: token ids without pads, (T,) or (1, T) each.
-        max_new_tokens: tokens each text may grow by; places that only serve as context come on top,
-            as far as the model's positions reach.
-        law: the processors and whether to sample; greedy by default. Processors see one row
+        max_new_tokens: maximum number of new tokens per text; places that only serve as context
+            are added, as far as the model's positions reach.
+        law: the processors, and whether to sample; greedy by default. Processors see one row
             without pads.
-        seeds: one per text, as `seeds=` of decoding; 0, 1, 2, ... by default.
+        seeds: one per text, like `seeds=` in decoding; 0, 1, 2, ... by default.
         eos: tokens that end a text.
-        draft_length: the most tokens a replay will draft from one start.
+        draft_length: maximum number of tokens that a replay drafts from one start.
         acceptance: of drafts in sampling, "coupled" or "rejection"; the texts are the same.
 
     Raises:
-        ValueError: an argument out of its range, or no text with a token to draft.
+        ValueError: an argument is out of range, or no text has a token to draft.
     """
     opened = opened_of(model)
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]
@@ -214,7 +214,7 @@ def take_trace(
     law = law or Law(do_sample=False, rows=1)
     rejection = law.do_sample and acceptance == "rejection"
     keys = [stream_key(seed) for seed in seeds]
-    # processors that read the tokens so far would read pads; such texts are decoded one by one
+    # Processors that read the tokens so far would read pads, so such texts are decoded singly.
     together = 1 if law.reads_history else ROWS
     texts: list[TraceText] = []
     caches: list[RowCache] = []
@@ -274,7 +274,7 @@ def _read(
     *,
     rejection: bool,
 ) -> TraceText:
-    """Carry a text (T,) through the whole model, looking at it after every layer."""
+    """Run a text (T,) through the whole model, and record its states after every layer."""
     cache.place([0], len(tokens))
     rotary = model.rotary(len(tokens), len(tokens))
     hidden, step = model.feed(tokens[None], cache, rotary)  # (1, T, H)
@@ -304,13 +304,13 @@ def _read(
 
 
 def chunks(places: int, vocabulary: int) -> Iterator[slice]:
-    """So many places in parts, for logits that take little room."""
+    """Divide places into chunks whose logits take little memory."""
     size = max(16, LOGITS // vocabulary)
     return (slice(first, min(first + size, places)) for first in range(0, places, size))
 
 
 def _stacked(caches: list[RowCache]) -> RowCache:
-    """One cache with a row for each of these, which are emptied layer by layer."""
+    """Combine caches into one with a row for each; they are emptied layer by layer."""
     joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
     for layer in list(caches[0].keys):
         for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):

@@ -125,7 +125,7 @@ class ExitStudent(BlockStudent):
         resolved = (skip or usual).resolve(num_layers)
         if not len(resolved.kept()) == resolved.shared_prefix() < 2 * num_layers:
             raise ValueError(
-                "an exit block stands behind an early exit: name an exit_layer, and leave out or "
+                "an exit block follows an early exit: name an exit_layer, and leave out or "
                 "round nothing before it"
             )
         return resolved

@@ -1,1 +1,1 @@
-"""Many requests on one model at once, each with the text that it has alone."""
+"""Many requests on one model at once, each with the same text as if it were alone."""

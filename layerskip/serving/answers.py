@@ -1,4 +1,4 @@
-"""From a task's pieces to what a client reads, in OpenAI's shapes."""
+"""Turns the pieces of a text into answers in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Choice:
     """One text as it comes, cut before the first stop string.
 
     Args:
-        reader: takes a chat's answer apart; None: it is told as it is.
+        reader: splits a chat's answer into its parts; None: the text is returned as it is.
         keep: special tokens whose text the reader needs.
-        echo: the prompt, where it is told before the text.
-        hidden: whether the text itself is not told, as none was asked for.
+        echo: the prompt, if it is to be returned before the text.
+        hidden: whether to return no text, if the request asks for none.
 
     Attributes:
-        text: what may be shown, in all.
-        tokens: how many there are, those that are not shown included.
-        reason: why it ended, as clients are told; None while it goes on.
+        text: the complete text that may be shown so far.
+        tokens: number of tokens, including those that are not shown.
+        reason: why the text ended, in the client's terms; None while it continues.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Choice:
         self.reader = reader
         self._tokenizer, self._stops = tokenizer, stops
         self._decoder = Detokenizer(tokenizer, keep)
-        self._held = ""  # may become a stop string
-        self._waiting: list[tuple[int, int, dict[int, float]]] = []  # where a token's text begins
+        self._held = ""  # text that may become a stop string
+        self._waiting: list[tuple[int, int, dict[int, float]]] = []  # start of each token's text
         self._echo, self._hidden = echo, hidden
 
     def add(self, piece: Piece) -> tuple[list[Delta], list[dict[str, Any]]]:
-        """What a piece adds to the text, and what is told of its tokens."""
+        """Add a piece; returns what it adds to the text, and the information on its tokens."""
         deltas, told = list[Delta](), list[dict[str, Any]]()
         if self._echo is not None:
             deltas, told = [{"content": self._echo}], self._prompt(piece)
@@ -70,7 +70,7 @@ class Choice:
             new += self._decoder.put([token])
         if piece.reason is not None:
             new += self._decoder.end()
-        if self.reason is not None:  # a stop string was there
+        if self.reason is not None:  # the text has already ended at a stop string
             return [], []
         cut = min((at for each in self._stops if (at := new.find(each)) >= 0), default=None)
         if cut is not None:
@@ -89,7 +89,7 @@ class Choice:
         return deltas, told + [self._told(*each) for each in ready]
 
     def _prompt(self, piece: Piece) -> list[dict[str, Any]]:
-        """The prompt's tokens, if their log-probabilities are asked for; the first has none."""
+        """The prompt's tokens if their log-probabilities are requested; the first has none."""
         if not self.task.prompt_logprobs:
             return []
         begin, decoder, told = 0, Detokenizer(self._tokenizer), []
@@ -99,7 +99,7 @@ class Choice:
         return told
 
     def _told(self, begin: int, token: int, logprobs: dict[int, float]) -> dict[str, Any]:
-        """A token as chats tell of it, and where its text begins."""
+        """A token in the format of chats, with the start of its text."""
         most = self.task.top_logprobs or 0
         top = sorted(logprobs.items(), key=lambda each: -each[1])[:most]
         return {
@@ -116,7 +116,7 @@ class Choice:
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
-    """Deltas of one choice as one, or as its message."""
+    """Combine deltas of one choice into one, or into its message."""
     whole: Delta = {}
     for delta in deltas:
         for name, value in delta.items():
@@ -134,10 +134,10 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 
 class Answer:
-    """All choices of a request, and the JSON documents that tell of them.
+    """All choices of a request, and the JSON documents for them.
 
     Args:
-        called: whether one tool was asked for by its name, which is then no reason to end.
+        called: whether the client requires one tool by name; a call is then no reason to end.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Answer:
         self._messages: list[Delta] = [{} for _ in choices]
 
     def add(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """Take a piece of a choice; the chunk that tells of it, if it tells anything."""
+        """Add a piece to a choice; returns the chunk for it, or None if there is nothing to say."""
         choice = self.choices[index]
         ended = choice.reason
         deltas, told = choice.add(piece)
@@ -176,7 +176,7 @@ class Answer:
         return choice.reason
 
     def role(self, index: int) -> dict[str, Any]:
-        """The first chunk of a chat's choice."""
+        """The first chunk of a choice of a chat."""
         return self.chunk(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
 
     def chunk(
@@ -185,7 +185,7 @@ class Answer:
         return {**self._of_chunks, "choices": [self._choice(index, content, told, reason)]}
 
     def message(self, index: int) -> dict[str, Any]:
-        """What a choice of a chat says, in all."""
+        """The complete message of a choice of a chat."""
         whole = self._messages[index]
         calls = [
             {name: value for name, value in call.items() if name != "index"}
@@ -198,7 +198,7 @@ class Answer:
         return {"role": "assistant", "content": content, "refusal": None, **also}
 
     def whole(self) -> dict[str, Any]:
-        """The answer to a client that does not stream."""
+        """The answer for a client that does not stream."""
         choices = []
         for index, (choice, told) in enumerate(zip(self.choices, self._told, strict=True)):
             content = {"message": self.message(index)} if self._chat else {"text": choice.text}
@@ -206,11 +206,11 @@ class Answer:
         return {**self._head, "choices": choices, **self.counted()}
 
     def last(self) -> dict[str, Any]:
-        """The chunk with usage, behind all others."""
+        """The chunk with usage, after all others."""
         return {**self._of_chunks, "choices": [], **self.counted()}
 
     def counted(self) -> dict[str, Any]:
-        """How many tokens there were, and what drafting came to."""
+        """Token counts and the results of drafting."""
         counted = {"usage": self.usage(), "timings": self.timings()}
         if len(self.choices) == 1:
             counted["metrics"] = {"speculative_decoding": acceptance(self.choices[0].counts)}
@@ -233,7 +233,7 @@ class Answer:
         }
 
     def timings(self) -> dict[str, Any]:
-        """What drafting came to, and seconds from the submission on; not OpenAI's."""
+        """Results of drafting, and seconds since the submission; not part of OpenAI's API."""
         counts = [choice.counts for choice in self.choices]
         return {
             "drafted": sum(each.drafted for each in counts),
@@ -255,7 +255,7 @@ class Answer:
 
 
 def acceptance(counts: Counts) -> dict[str, Any]:
-    """What was accepted in a text's rounds, in vLLM's names, which AIPerf reads."""
+    """Acceptance in a text's rounds, with vLLM's names, which AIPerf reads."""
     steps = sum(counts.accepted_of.values())
     return {
         "mean_acceptance_length": 1 + counts.accepted / steps if steps else 1.0,

@@ -1,4 +1,4 @@
-"""The model as clients of OpenAI's interface see it, and the texts that come of what they ask."""
+"""The model as clients of OpenAI's API see it, and the texts for their requests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from layerskip.serving.prompts import check_tokens, prompts_of, seen_in
 from layerskip.serving.requests import TextRequest
 from layerskip.text import decode_text
 
-COLDEST = 0.001  # a temperature below has scores that float32 does not hold
-_PREDICTED = 16  # characters of a prediction for each token of the context, at most
+COLDEST = 0.001  # lower temperatures give scores beyond float32
+_PREDICTED = 16  # maximum characters of a prediction per token of the context
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Served:
     """The model as clients see it.
 
     Attributes:
-        context: the most tokens of a prompt and its text together.
-        max_new_tokens: where a request says nothing.
+        context: maximum number of tokens of a prompt and its text together.
+        max_new_tokens: default of requests.
         temperature, top_k, top_p: likewise.
-        format: how the model writes tool calls, if that is known.
-        reasoning: the marks around its reasoning, if it has some.
-        longest_token: characters of a token, at most.
-        added: tokens that a tokenizer has beside its model's, by their text.
+        format: the format of the model's tool calls, if known.
+        reasoning: the marks around its reasoning, if any.
+        longest_token: maximum number of characters in a token.
+        added: tokens that a tokenizer adds to its model's, by their text.
     """
 
     name: str
@@ -68,18 +68,18 @@ class Served:
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> Served:
-        """A loaded model with what its own configuration says.
+        """Describe a loaded model by its own configuration.
 
         Args:
-            name: by default the model's own, without the path of its folder.
-            tool_parser, reasoning_parser: names of formats; "auto": as the chat template says.
+            name: by default the model's own name, without the path of its folder.
+            tool_parser, reasoning_parser: names of formats; "auto": found from the chat template.
         """
         model, tokenizer = loaded.model, loaded.tokenizer
         text, config = model.config.get_text_config(decoder=True), model.generation_config
         longest = getattr(text, "max_position_embeddings", None)
         limits = [limit for limit in (context, longest) if limit is not None]
         if not limits:
-            raise ValueError("this model does not say how long its texts may be; give --context N")
+            raise ValueError("this model does not limit the length of its texts; give --context N")
         local = loaded.folder is not None or Path(loaded.name).is_file()
         plain = Path(loaded.name).resolve().name if local else loaded.name
         template = tokenizer.chat_template
@@ -103,20 +103,20 @@ class Served:
 
     @property
     def encoder(self) -> bool:
-        """Whether it reads a prompt before it decodes."""
+        """Whether it reads a prompt with an encoder before it decodes."""
         return bool(self.loaded.model.config.is_encoder_decoder)
 
     def marks(self, texts: Sequence[str]) -> frozenset[int]:
-        """The tokens that are these marks."""
+        """The tokens that correspond to these marks."""
         return frozenset(self.added[each] for each in texts if each in self.added)
 
 
 def answer_of(asked: Asked, served: Served) -> Answer:
-    """The answer that is asked for, before its texts: n for each prompt, choice i with seed + i.
+    """Prepare the answer to a request: n texts for each prompt, choice i with seed + i.
 
     Raises:
-        Refusal: another model, a prompt that is empty, too long or of unknown tokens, or fields
-            that do not go together.
+        Refusal: another model is named, a prompt is empty, too long or has unknown tokens, or
+            fields contradict each other.
     """
     if asked.model != served.name:
         message = f"there is no model {asked.model!r} here, but {served.name!r}"
@@ -181,7 +181,7 @@ def _sampling(asked: Asked, served: Served) -> dict[str, Any]:
         raise Refusal(400, message, param="temperature")
     if not temperature:
         return {"do_sample": False}
-    top_k = served.top_k if asked.top_k is None else max(0, asked.top_k)  # elsewhere -1 is all
+    top_k = served.top_k if asked.top_k is None else max(0, asked.top_k)  # other servers use -1
     return {
         "do_sample": True,
         "temperature": temperature,
@@ -192,7 +192,7 @@ def _sampling(asked: Asked, served: Served) -> dict[str, Any]:
 
 
 def _predicted(asked: Asked, served: Served) -> list[int]:
-    """Tokens of the prediction, no more than a text may have."""
+    """Tokens of the prediction, at most as many as a text may have."""
     if asked.prediction is None:
         return []
     text, most = asked.prediction.text, _PREDICTED * served.context
@@ -201,18 +201,18 @@ def _predicted(asked: Asked, served: Served) -> list[int]:
 
 
 def _echoed(asked: Asked, prompt: list[int], served: Served) -> str:
-    """The prompt, to be told before the text."""
+    """The prompt, to be returned before the text."""
     assert isinstance(asked, CompletionAsked)
     given = asked.prompts[0] if len(asked.prompts) == 1 else None
     return given if isinstance(given, str) else decode_text(served.tokenizer, prompt)
 
 
 class _Readers:
-    """What reads the texts of a request: tool calls and reasoning, if it is a chat's.
+    """Makes readers for the texts of a request: of tool calls and reasoning, if it is a chat.
 
     Attributes:
         keep: special tokens whose text is read.
-        named: whether one tool is asked for by its name.
+        named: whether one tool is required by name.
     """
 
     def __init__(self, asked: Asked, served: Served) -> None:
@@ -227,7 +227,7 @@ class _Readers:
             if self._format is None:
                 raise Refusal(
                     400,
-                    "this model's chat template has none of the tool calls that are known here; "
+                    "this model's chat template has no format of tool calls that is known here; "
                     "leave out tools, or start the server with --tool-parser",
                     param="tools",
                 )
@@ -239,13 +239,13 @@ class _Readers:
             return None
         several = self._asked.parallel_tool_calls and not self.named
         inside = False
-        if self._reasoning is not None:  # the template may have begun it
+        if self._reasoning is not None:  # the template may have started it
             text: str = self._served.tokenizer.decode(prompt[-16:]).rstrip()
             inside = text.endswith(self._reasoning[0].rstrip())
         return Reader(self._format, self._reasoning, inside=inside, several=several)
 
     def grammar(self) -> list[Any]:
-        """Calls that are asked for, required or by name, as a processor."""
+        """A processor that enforces calls which are required, or required by name."""
         asked, served = self._asked, self._served
         if not isinstance(asked, ChatAsked) or self._format is None or asked.choice == "auto":
             return []
@@ -267,15 +267,15 @@ class _Readers:
 
 
 def _limit(asked: Asked, prompt: int, served: Served) -> int:
-    """The most new tokens behind so many of a prompt."""
+    """The maximum number of new tokens after a prompt of `prompt` tokens."""
     name, wanted = asked.most
-    # a decoder of its own begins with one token
+    # An encoder-decoder's own decoder begins with one token.
     room = served.context - (1 if served.encoder and prompt <= served.context else prompt)
     if room < 1 or (wanted or 1) > room:
         more = f" and {wanted} of {name}" if wanted and room > 0 else " and at least one new one"
         raise Refusal(
             400,
-            f"this model's texts have {served.context} tokens at most, the prompt has {prompt}"
+            f"this model's texts have at most {served.context} tokens; the prompt has {prompt}"
             f"{more}; make it shorter",
             param=name if room > 0 else "messages" if isinstance(asked, ChatAsked) else "prompt",
             code="context_length_exceeded",
@@ -284,7 +284,7 @@ def _limit(asked: Asked, prompt: int, served: Served) -> int:
 
 
 def _grammar(asked: Asked, served: Served) -> list[Any]:
-    """`response_format` as a processor; it serves any number of texts."""
+    """`response_format` as a processor, which serves any number of texts."""
     if asked.response_format is None:
         return []
     ends = sorted(served.ends) or None
@@ -293,7 +293,7 @@ def _grammar(asked: Asked, served: Served) -> list[Any]:
 
 
 def _bias(asked: Asked, served: Served) -> list[Any]:
-    """`repetition_penalty` and `logit_bias` as processors of the library."""
+    """`repetition_penalty` and `logit_bias` as the library's processors."""
     bias: list[Any] = []
     for token, value in asked.logit_bias.items():
         number = int(token) if token.isdecimal() and len(token) < 12 else -1

@@ -1,4 +1,4 @@
-"""Texts on one model, which join a batch and leave it; each is the text that it has alone."""
+"""Texts on one model that join and leave a batch; each is the same as if it were alone."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from layerskip.settings import LONGEST_DRAFT
 from layerskip.timing.tables import cost_tables
 
 _PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
-_SCORED = 64  # tokens of a prompt whose log-probabilities are told, in one pass
-_MEASURING = 2.0  # seconds, about, before the first request
+_SCORED = 64  # prompt tokens per pass if their log-probabilities are requested
+_MEASURING = 2.0  # approximate seconds of measurements before the first request
 
 
 class Batch:
     """Texts on one model.
 
     Args:
-        max_tokens: the most tokens of a text, its prompt included; None: what the model allows.
+        max_tokens: maximum number of tokens of a text, prompt included; None: the model's limit.
 
     Raises:
-        ValueError: a setting or a model that cannot be served.
+        ValueError: a setting or a model is not supported.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Batch:
         decoding = LayerSkipDecoding(**settings)
         if decoding.acceptance != "coupled":
             raise ValueError(
-                "serving does not support acceptance 'rejection': a text would depend on those "
-                "beside it; use 'coupled'"
+                "serving does not support acceptance 'rejection': a text would depend on others "
+                "in the batch; use 'coupled'"
             )
         opened = sublayers_of(model, decoding.execution)
-        if opened.encoder:  # places of what texts bring with them
+        if opened.encoder:  # make places for encoder states, which come with the texts
             nothing = torch.zeros(seats, 1, dtype=torch.long)  # (B, 1)
             with torch.no_grad():
                 opened = opened.reading(opened.encode(nothing, torch.ones_like(nothing)))
@@ -77,14 +77,14 @@ class Batch:
                 )
             if source.keeps_texts:
                 raise ValueError(
-                    f"serving keeps texts apart, and this {type(source).__name__} keeps what it "
-                    "learns from each for later ones; give what all look up as known=..."
+                    f"serving keeps texts apart, but this {type(source).__name__} learns from each "
+                    "for later ones; give what all may look up as known=..."
                 )
         self.num_seats, self.cached = seats, cached
         limit, theirs = self.model.max_positions, [each.max_positions for each in self._own]
         self.max_tokens = min(limit, max_tokens or limit, *(each for each in theirs if each))
         self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
-        self.seats: list[Any] = [Seat([], 0, 0)] * seats  # a `Text`, where one is seated
+        self.seats: list[Any] = [Seat([], 0, 0)] * seats  # a `Text` in each occupied seat
         forced = OfTexts("forced", self.seats, Text.forced)
         predicted = OfTexts("predicted", self.seats, Text.predicted)
         self.passes = Passes(
@@ -104,12 +104,12 @@ class Batch:
             self.target, self.controller, self.seats, longest=self.longest
         )
         self.controller.reset(seats)
-        self._weights: object = None  # that keys and values are of
+        self._weights: object = None  # identifies the weights of the keys and values
         self._free = list(range(seats))
         self.rounds = 0
 
     def _controller(self, decoding: LayerSkipDecoding) -> Controller:
-        """The controller; costs are measured here, not while somebody waits for a text."""
+        """Make the controller; costs are measured here, before any text is waited for."""
         if not decoding.enabled:
             return make_controller("fixed", costs=CostTable(1.0, (1.0,)))
         if not isinstance(decoding.controller, str):
@@ -122,12 +122,12 @@ class Batch:
         request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
         drafts = Drafts(self.model, timed)
         tables = costs_of(decoding, drafts, request)
-        if any(isinstance(each, CorrectedCosts) for each in tables):  # now, not in rounds
+        if any(isinstance(each, CorrectedCosts) for each in tables):  # measure now, not in rounds
             with torch.no_grad():
                 tables = cost_tables(self.model, timed, request, seconds=_MEASURING)
         if decoding.branches:
             warn_of_branches(drafts)
-        # what texts bring with them costs as much as what is looked up
+        # Tokens that texts bring with them cost as much as looked-up ones.
         return controller_of(decoding, [timed[0], *timed], [tables[0], *tables], ahead=math.inf)
 
     def clear(self) -> None:
@@ -147,7 +147,7 @@ class Batch:
         return [self.seats[row] for row in passes.seated[len(passes.rows) :]]
 
     def shape(self, text: Text, memory: int) -> tuple[int, int] | None:
-        """Places and slots with which a text can join; None: not beside the others."""
+        """Places and slots with which a text can join; None if it does not fit with the others."""
         passes = self.passes
         going = [*self.texts, *self.joining, text]
         rows, slots = len(going), max(each.slots for each in going)
@@ -174,7 +174,7 @@ class Batch:
         self.controller.forget(row)
 
     def leave(self, text: Text) -> None:
-        if text.row < 0:  # it could not join
+        if text.row < 0:  # it never joined
             return
         self._keep(text, self.passes.lengths[text.row])
         self.passes.leave(text.row)
@@ -188,14 +188,14 @@ class Batch:
         return text.prompt_length - self.passes.lengths[text.row]
 
     def prefill(self, text: Text, most: int) -> int:
-        """Run the next tokens of a joining text's prompt, at first behind what is cached; how many.
+        """Run the next tokens of a joining text's prompt after the cached ones; returns the number.
 
-        Behind the last one the text is in rounds.
+        After the last one, the text takes part in rounds.
         """
         passes, row, scored = self.passes, text.row, text.request.prompt_logprobs
-        if not passes.lengths[row]:  # by now more may be cached than when it joined
+        if not passes.lengths[row]:  # more may be cached now than when it joined
             if not any(passes.lengths[each] for each in passes.seated):
-                # not beside texts on their way, which new weights would spoil anyway
+                # Only if no text is in progress: new weights would spoil those anyway.
                 self._weights = self.cached.check(self.model)
             text.weights = self._weights
             window = passes.cache.window
@@ -229,7 +229,7 @@ class Batch:
         return passes.lengths[row] - before
 
     def round(self) -> None:
-        """One round of the texts that have begun."""
+        """Run a round of the texts that have begun."""
         if all(text.finished for text in self.texts):
             return
         self.rounds += 1

@@ -1,4 +1,4 @@
-"""Connections of the server: one that does not send a request's head in time is closed."""
+"""Connections of the server: one is closed if it does not send a request's head in time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 30.0  # in which a client sends the head of a request
-_END_SECONDS = 5  # in which answers under way may end
+HEAD_SECONDS = 30.0  # time limit for a client to send the head of a request
+_END_SECONDS = 5  # time limit for answers in progress to end
 
 
 class Connection(H11Protocol):
-    """A connection with a limit of time for the heads of requests."""
+    """A connection with a time limit for the heads of requests."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -36,7 +36,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Start the time where a head is waited for, and end it where one is there."""
+        """Start the timer when a head is expected, and stop it when one has arrived."""
         if self.conn.their_state is not h11.IDLE:
             if self._late is not None:
                 self._late.cancel()
@@ -46,10 +46,10 @@ class Connection(H11Protocol):
 
 
 def configured(app: Any, *, log: bool = False) -> uvicorn.Config:
-    """How the application is served.
+    """The configuration of the server for an application.
 
     Args:
-        log: whether each request is told on standard error.
+        log: whether to log each request to standard error.
     """
     formats: dict[str, Any] = {
         "version": 1,

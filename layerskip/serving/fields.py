@@ -1,6 +1,6 @@
-"""The fields of requests as OpenAI's clients send them, checked.
+"""The fields of requests as OpenAI's clients send them, with checks.
 
-What is not supported is refused by name, never ignored.
+Unsupported fields are refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 _SEEDS, _LARGE = 2**63, 2**31 - 1
-# Fields that say who asks or where, not what for.
+# Fields about the client or the connection, which do not affect the answer.
 _ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-# What other fields may say, as it asks for nothing.
+# Values of other fields that are accepted, since they ask for nothing.
 _NOTHING: Mapping[str, Sequence[Any]] = {
     "audio": (),
     "background": (False,),
@@ -38,10 +38,10 @@ _NOTHING: Mapping[str, Sequence[Any]] = {
 
 
 class Refusal(ValueError):
-    """A request that is not served, with the HTTP status that says so.
+    """A request that is refused, with its HTTP status.
 
     Attributes:
-        param: the field that is wrong, if it is one.
+        param: the wrong field, if there is one.
         code: one word for programs.
     """
 
@@ -52,7 +52,7 @@ class Refusal(ValueError):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """The error in OpenAI's format."""
         kind = "invalid_request_error" if self.status < 429 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -61,7 +61,7 @@ class Refusal(ValueError):
 
 @contextmanager
 def refusing(param: str) -> Iterator[None]:
-    """Refuse a field for what is found wrong inside."""
+    """Turn errors in a field's content into a refusal of the field."""
     try:
         yield
     except ValueError as error:
@@ -74,7 +74,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _asked(cls, given: Any) -> Any:
-        """Without fields that ask for nothing."""
+        """Drop fields that ask for nothing."""
         if not isinstance(given, dict):
             return given
         return {
@@ -93,11 +93,11 @@ class TextPart(Fields):
 
 class ImageUrl(Fields):
     url: str
-    detail: Literal["auto", "low", "high"] = "auto"  # processors have one size
+    detail: Literal["auto", "low", "high"] = "auto"  # ignored: processors have one size
 
 
 class Part(Fields):
-    """A piece of text, or a picture."""
+    """A part of a message: text or a picture."""
 
     type: Literal["text", "image_url"]
     text: str = ""
@@ -111,7 +111,7 @@ class Part(Fields):
 
     @property
     def address(self) -> str | None:
-        """Where a picture is; None of text."""
+        """The address of a picture; None for text."""
         return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
 
@@ -145,17 +145,17 @@ class Message(Fields):
 
     @property
     def parts(self) -> list[Part]:
-        """What is said, in parts."""
+        """The content in parts."""
         content = self.content
         return [Part(type="text", text=content)] if isinstance(content, str) else content
 
     @property
     def pictures(self) -> list[str]:
-        """Addresses of its pictures."""
+        """The addresses of its pictures."""
         return [part.address for part in self.parts if part.address is not None]
 
     def spoken(self) -> dict[str, Any]:
-        """The message as chat templates read it: text, or parts where it has pictures."""
+        """The message for chat templates: text, or parts if it has pictures."""
         parts = [
             {"type": "text", "text": part.text} if part.address is None else {"type": "image"}
             for part in self.parts
@@ -175,12 +175,12 @@ class Message(Fields):
 
 
 def _arguments(called: Called) -> dict[str, Any]:
-    """A call with its arguments as templates want them: an object, where they are one."""
+    """A call with its arguments as templates need them: an object, if they are one."""
     arguments: Any = called.arguments
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:  # what a model wrote, cut off perhaps
+        except ValueError:  # written by a model, perhaps cut off
             arguments = called.arguments
     return {"name": called.name, "arguments": arguments}
 
@@ -227,10 +227,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Asked(Fields):
-    """What chats and completions may both say; OpenAI's first, behind them those of others.
+    """Fields of both chats and completions: OpenAI's first, then those of other servers.
 
     Attributes:
-        same_seed: whether every prompt of a list is drawn with `seed`, and not the i-th with more.
+        same_seed: whether every prompt of a list uses `seed`; otherwise the seeds count up.
     """
 
     model: str
@@ -257,7 +257,7 @@ class Asked(Fields):
 
     @property
     def texts(self) -> int:
-        """How many texts are asked for."""
+        """The number of texts requested."""
         return self.n
 
     @property
@@ -270,7 +270,7 @@ class Asked(Fields):
 
     @property
     def most(self) -> tuple[str, int | None]:
-        """The field that limits new tokens, and what it says."""
+        """The field that limits new tokens, and its value."""
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         if self.max_tokens not in (None, self.max_completion_tokens):  # some clients send both
@@ -283,7 +283,7 @@ class Asked(Fields):
 
     @property
     def told(self) -> int | None:
-        """How many log-probabilities are told beside each token's own; None: none at all."""
+        """How many log-probabilities to report besides each token's own; None: none at all."""
         raise NotImplementedError
 
 
@@ -299,7 +299,7 @@ class ChatAsked(Asked):
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Refuse a choice of tools that are not there."""
+        """Refuse a choice of tools that do not exist."""
         names = [each.function.name for each in self.tools]
         if self.choice not in ("none", "auto", "required", *names):
             message = f"tool_choice names {self.choice!r}, tools are {', '.join(names) or 'none'}"
@@ -333,7 +333,7 @@ class CompletionAsked(Asked):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Each of them, text or token ids."""
+        """The prompts, as texts or as lists of token ids."""
         given: Any = self.prompt
         several: Any = given if isinstance(given, list) else [given]
         return [several] if several and isinstance(several[0], int) else several
@@ -368,29 +368,29 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def read(kind: type[Body], body: bytes) -> Body:
-    """A request's body, checked.
+    """Parse and check a request's body.
 
     Raises:
-        Refusal: it is no JSON, or a field is unknown, not supported or wrong; names it.
+        Refusal: it is not JSON, or a field is unknown, unsupported or wrong; names the field.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as failure:
-        # of a union's kinds, the one that fits best is wrong at the deepest place
+        # Of a union's kinds, the one that fits best fails at the deepest place.
         error = max(failure.errors(include_url=False), key=lambda each: len(each["loc"]))
         place = [str(part) for part in error["loc"] if not _is_kind(part)]
         param = ".".join(place) or None
         if error["type"] == "extra_forbidden":
             message = f"{param} is not supported; leave it out"
         elif param is None:
-            message = f"the body is not what is asked here: {error['msg']}"
+            message = f"the body is not what is expected here: {error['msg']}"
         else:
             message = f"{param}: {error['msg']}"
         raise Refusal(400, message, param=param) from failure
 
 
 def _is_kind(part: int | str) -> bool:
-    """Whether a part of an error's place is one of the kinds of a union, no field."""
+    """Whether a part of an error's location names a kind of a union rather than a field."""
     return isinstance(part, str) and (
         part in ("str", "int", "constrained-str") or "[" in part or part[:1].isupper()
     )

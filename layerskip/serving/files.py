@@ -1,7 +1,7 @@
-"""A file of prompts answered by a `Serving`: a row for each, kept as soon as it is there.
+"""Answers a file of prompts with a `Serving`, and stores each row as soon as it is complete.
 
-Several processes, on machines that share a folder, may write one file: each answers its own part
-of the prompts, and adds whole rows under a lock.
+Several processes, on machines that share a folder, may write one file: each answers its own part of
+the prompts, and appends complete rows under a lock.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from layerskip.text import decode_text
 
 Row = dict[str, Any]
 Asked = tuple[int, Prompt]
-"""A prompt and its number among all."""
-_BEGIN = b'{"id": "'  # of every row
-_WAIT = 60.0  # seconds for a lock that others hold while they add a row
-_PARTS = ("another model", "other settings", "another prompt")  # what a fingerprint tells apart
+"""A prompt and its number among all prompts."""
+_BEGIN = b'{"id": "'  # the beginning of every row
+_WAIT = 60.0  # seconds to wait for a lock while others append rows
+_PARTS = ("another model", "other settings", "another prompt")  # the parts of a fingerprint
 
 
 @dataclass
 class Progress:
-    """Of this run: rows written, those of them with an error, and new tokens."""
+    """Counts of this run: rows written, those with an error, and new tokens."""
 
     rows: int = 0
     errors: int = 0
@@ -44,11 +44,11 @@ class Progress:
 
 
 class Answers:
-    """Rows in a file of JSON lines, on the disk when `add` returns.
+    """Rows of a JSON lines file. They are on disk when `add` returns.
 
     Attributes:
         done: ids of the rows.
-        progress: what has been added.
+        progress: counts of added rows.
     """
 
     def __init__(self, path: Path, fingerprints: Mapping[str, str], done: set[str]) -> None:
@@ -56,7 +56,7 @@ class Answers:
         self.done, self.progress = done, Progress()
 
     def add(self, row: Row) -> None:
-        """Write a row."""
+        """Append a row."""
         if (fingerprint := self._fingerprints.get(row["id"])) is not None:
             row = row | {"fingerprint": fingerprint}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
@@ -78,18 +78,18 @@ def open_answers(
     retry_errors: bool = False,
     force: bool = False,
 ) -> Iterator[Answers]:
-    """The rows of a file, and more; no other run writes it, but for other parts of this one.
+    """Open a file of rows; only runs with other parts of the same prompts may write it meanwhile.
 
     Args:
-        fingerprints: by the id of each prompt of this part, what its answer depends on: three
-            hashes with hyphens between, of the model, the settings and the prompt.
-        part: which of how many processes this is.
-        retry_errors: rows of these prompts that have an error go.
-        force: rows of these prompts that have another fingerprint go, too.
+        fingerprints: by the id of each prompt of this part, everything that its answer depends on:
+            three hashes separated by hyphens, of the model, the settings and the prompt.
+        part: the number of this process, and the number of processes.
+        retry_errors: remove rows of these prompts that have an error.
+        force: also remove rows of these prompts that have another fingerprint.
 
     Raises:
-        ValueError: another run has the file, a line is no row, or a row has another fingerprint.
-        OSError: it cannot be read or written.
+        ValueError: another run uses the file, or a line is not a row with the right fingerprint.
+        OSError: the file cannot be read or written.
     """
     with _alone(path, *part):
         with _locked(path):
@@ -106,7 +106,7 @@ def open_answers(
 
 
 def _differs(row: Row, fingerprint: str | None) -> bool:
-    """Whether a row tells that it came from something else."""
+    """Whether a row states another fingerprint."""
     return fingerprint is not None and row.get("fingerprint", fingerprint) != fingerprint
 
 
@@ -117,13 +117,13 @@ def _refusal(path: Path, rows: Mapping[str, Row], fingerprints: Mapping[str, str
     )
     what = " and ".join(name for name, old, new in pairs if old != new)
     return (
-        f"{path} has rows ({len(rows)}) that came from something else, the first of prompt "
-        f"{first}, from {what}; give another --output, or --force to answer these prompts again"
+        f"{path} has {len(rows)} rows with another origin; the first is that of prompt {first}, "
+        f"from {what}; give another --output, or --force to answer these prompts again"
     )
 
 
 def _read_rows(path: Path) -> dict[str, Row]:
-    """Rows by their ids; a line that was cut off is left out."""
+    """Read rows by their ids; an incomplete last line is ignored."""
     data = path.read_bytes() if path.exists() else b""
     *lines, last = data.split(b"\n")
     rows = {}
@@ -137,7 +137,7 @@ def _read_rows(path: Path) -> dict[str, Row]:
                 f"{path}, line {number}: {error}; correct the line, or give another --output"
             ) from error
         rows[row["id"]] = row
-    if not last.startswith(_BEGIN[: len(last)]):  # nothing that a run has begun
+    if not last.startswith(_BEGIN[: len(last)]):  # not the beginning of a row
         raise ValueError(f"{path}, line {len(lines) + 1}: no row; give another --output")
     return rows
 
@@ -153,7 +153,7 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _cut_torn(file: IO[bytes]) -> None:
-    """Without a last line that a killed process, or a full disk, has cut off."""
+    """Remove an incomplete last line, left by a killed process or a full disk."""
     size = file.seek(0, os.SEEK_END)
     if size:
         file.seek(size - 1)
@@ -169,7 +169,7 @@ def _to_disk(file: IO[bytes]) -> None:
 
 @contextmanager
 def _alone(path: Path, index: int, count: int) -> Iterator[None]:
-    """Meanwhile no run in other parts, and no other process of this part, writes the file."""
+    """Hold off runs with other parts, and other processes of this part, from writing the file."""
     mine = path.with_name(f".{path.name}.{index}-of-{count}.lock")
     pattern = re.compile(rf"\.{re.escape(path.name)}\.\d+-of-(\d+)\.lock")
     with ExitStack() as stack:
@@ -190,10 +190,10 @@ def _alone(path: Path, index: int, count: int) -> Iterator[None]:
 
 @contextmanager
 def _held(lock: Path, path: Path, seconds: float = 0) -> Iterator[None]:
-    """A lock of a file; a dead process lets go of it.
+    """Hold a lock of a file. If its process dies, the lock is released.
 
     Raises:
-        ValueError: others have it for longer than so many seconds.
+        ValueError: others hold it for longer than `seconds`.
     """
     held = FileLock(lock, timeout=seconds)
     try:
@@ -209,21 +209,21 @@ def _held(lock: Path, path: Path, seconds: float = 0) -> Iterator[None]:
 
 
 def _locked(path: Path) -> AbstractContextManager[None]:
-    """Nobody else reads or adds rows meanwhile."""
+    """Prevent others from reading or appending rows meanwhile."""
     return _held(path.with_name(f".{path.name}.lock"), path, _WAIT)
 
 
 def shard_of(prompts: Sequence[Prompt], index: int, count: int) -> list[Asked]:
-    """Every `count`-th prompt from `index`, with its number among all."""
+    """Every `count`-th prompt from `index` on, with its number among all."""
     return list(enumerate(prompts))[index::count]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a prompt asks for.
+    """The task for a prompt.
 
     Attributes:
-        answer: in which the text is told, for a line of OpenAI's batch files.
+        answer: builds the answer, for a line of OpenAI's batch format.
     """
 
     prompt: Prompt
@@ -236,8 +236,8 @@ class Answering:
     """A model that answers prompts.
 
     Attributes:
-        task_of: what is asked for; a ValueError of it becomes a row.
-        ahead: prompts that are encoded and sorted at once; `serving` lets twice as many wait.
+        task_of: makes the task of a prompt; its ValueError becomes a row.
+        ahead: number of prompts encoded and sorted at once; `serving` queues up to twice as many.
     """
 
     serving: Serving
@@ -246,11 +246,11 @@ class Answering:
     ahead: int
 
     def submit(self, task: Task, tell: Callable[[int, Row | None], None]) -> None:
-        """Begin a text.
+        """Submit a task.
 
         Args:
-            tell: called with the number of new tokens, and with the row at last; on the thread
-                that steps, or at once where the task is refused.
+            tell: called with the number of new tokens, and finally with the row; on the thread that
+                decodes, or at once if the task is refused.
         """
         tokens: list[int] = []
 
@@ -289,7 +289,7 @@ class Answering:
 
 
 def error_row(prompt: Prompt, reason: object) -> Row:
-    """The row of a prompt that has no text."""
+    """The row of a prompt without a text."""
     id_, message = prompt.id, " ".join(str(reason).split())
     if prompt.body is None:
         return {"id": id_, "error": message}
@@ -302,7 +302,7 @@ def answer_all(
     answers: Answers,
     told: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
-    """Answer prompts that have no row yet, those of like lengths beside each other.
+    """Answer prompts that have no row yet, grouping those of similar lengths.
 
     Args:
         told: called after each step.
@@ -322,7 +322,7 @@ def answer_all(
 
     more = True
     while more or going:
-        if more and len(going) <= answering.ahead // 2:  # before the batch runs out of texts
+        if more and len(going) <= answering.ahead // 2:  # refill before the batch runs out
             taken = list(islice(left, answering.ahead))
             more = bool(taken)
             tasks: list[Task] = []

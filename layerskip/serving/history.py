@@ -1,4 +1,4 @@
-"""What a text so far decides of its next token: strings that end it, penalties for repeating."""
+"""Effects of the text so far on its next token: stop strings, and penalties for repetition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerskip.text import decode_text
 
 
 class Penalties:
-    """Lowers scores of tokens that a text already has, its prompt left aside."""
+    """Lowers the scores of tokens that the text, without its prompt, already has."""
 
     layerskip_pure = True
 
@@ -23,7 +23,7 @@ class Penalties:
         return bool(self._frequency or self._presence)
 
     def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
-        """Scores (B, V) behind the tokens so far (B, n)."""
+        """Adjust scores (B, V) that follow the tokens so far (B, n)."""
         new = history[:, self._width :]  # (B, n - prompt)
         times = torch.zeros_like(scores).scatter_add_(
             1, new, torch.ones_like(new, dtype=scores.dtype)
@@ -32,15 +32,15 @@ class Penalties:
 
 
 class StopStrings:
-    """Whether a text ends with a token that completes one of some strings."""
+    """Whether the last token of a text completes one of some strings."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], width: int) -> None:
         self._tokenizer, self._strings, self._width = tokenizer, strings, width
-        # a token has a byte or more; a few more for special ones, which have none
+        # A token has at least one byte, except special ones: allow a few of those.
         self._most = max(len(each.encode()) for each in strings) + 8
 
     def __call__(self, row: int, history: Tensor) -> bool:
-        """Asked after each token, with all so far (1, n)."""
+        """Called after each token with all tokens so far, (1, n)."""
         begin = max(self._width, history.shape[1] - self._most)
         text = decode_text(self._tokenizer, history[0, begin:].tolist())
         return any(each in text for each in self._strings)

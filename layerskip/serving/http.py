@@ -1,4 +1,4 @@
-"""OpenAI's interface over HTTP: requests are read, run by a `Serving`, and answered."""
+"""OpenAI's API over HTTP: reads requests, runs them on a `Serving`, and answers them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-BODY_SECONDS = 30.0  # in which a client sends what it asks
+BODY_SECONDS = 30.0  # time limit for a client to send the body of a request
 _log = logging.getLogger(__name__)
 
 
@@ -44,18 +44,18 @@ def make_app(
     timeout: float = 600.0,
     origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The application; it starts and stops the `Serving`.
+    """Make the application, which starts and stops the `Serving`.
 
     Args:
-        api_key: what clients must show as a bearer token; None: nothing.
-        max_body: bytes of a request.
-        timeout: seconds of a request in all, the reading of its answer included.
-        origins: sites whose pages may ask, as "https://example.org"; "*": all.
+        api_key: the bearer token that clients must send; None: none.
+        max_body: maximum bytes of a request.
+        timeout: maximum seconds of a request in total, including the reading of its answer.
+        origins: sites whose pages may send requests, as "https://example.org"; "*": all.
     """
     metrics = Metrics(serving, served.name)
-    # one thread: what tokenizers do beside each other is theirs to say
+    # One thread only, since tokenizers may not be safe to use in parallel.
     encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
-    looking = ThreadPoolExecutor(1, thread_name_prefix="looking")  # which takes seconds
+    looking = ThreadPoolExecutor(1, thread_name_prefix="looking")  # takes seconds
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -71,7 +71,7 @@ def make_app(
         if api_key is None:
             return
         kind, _, shown = request.headers.get("authorization", "").partition(" ")
-        # compared in the same time wherever they differ
+        # Compare in constant time, wherever the first difference is.
         right = secrets.compare_digest(shown.strip().encode(), api_key.encode())
         if kind.lower() != "bearer" or not right:
             message = "this server needs its API key, as Authorization: Bearer KEY"
@@ -101,7 +101,7 @@ def make_app(
 
     @app.exception_handler(500)
     async def failed(request: Request, error: Exception) -> Response:
-        # the server's log has the rest; a client is told nothing of this machine
+        # Details are in the server's log; a client learns nothing about this machine.
         return await refused(request, Refusal(500, "the server failed at this request"))
 
     @get("/health", key=False)
@@ -158,7 +158,7 @@ def make_app(
                 given = read(kind, await _body(request, max_body))
                 asked = given.chat() if isinstance(given, ResponseAsked) else given
                 with _refusing():
-                    serving.check_room(asked.texts)  # before anything is encoded
+                    serving.check_room(asked.texts)  # before encoding anything
                 answer = await encoded(answer_of, asked, served)
                 running = _Running(serving, metrics.told)
                 await running.submit([choice.task for choice in answer.choices])
@@ -180,7 +180,7 @@ def make_app(
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What a `Serving` refuses, as clients are told."""
+    """Turn errors of a `Serving` into refusals for clients."""
     try:
         yield
     except QueueFull as full:
@@ -190,23 +190,23 @@ def _refusing() -> Iterator[None]:
 
 
 class _Running:
-    """The tasks of one request: they tell from their thread, one coroutine reads."""
+    """The tasks of one request: they report from their thread, and one coroutine reads."""
 
     def __init__(
         self, serving: Serving, counted: Callable[[TextRequest, Piece, float], None]
     ) -> None:
         self._serving, self._counted = serving, counted
         self._loop = asyncio.get_running_loop()
-        # by text, what a client has not been sent: one piece, however slowly it reads
+        # By text, what the client has not been sent yet: one piece, however slowly it reads.
         self._told: dict[int, Piece] = {}
         self._news = asyncio.Event()
         self._texts: dict[int, Text] = {}
 
     async def submit(self, tasks: Sequence[TextRequest]) -> None:
-        """All of them or none."""
+        """Submit all tasks or none."""
         telling = [(task, self._tell(index, task)) for index, task in enumerate(tasks)]
         with _refusing():
-            # on a thread: it may wait for the one that steps
+            # In a separate thread, since it may wait for the one that decodes.
             texts = await asyncio.to_thread(self._serving.submit_all, telling)
         self._texts = dict(enumerate(texts))
 
@@ -227,7 +227,7 @@ class _Running:
         self._news.set()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """What they tell, until the last has ended.
+        """Yield the pieces of all tasks until the last one has ended.
 
         Raises:
             Refusal: one has failed.
@@ -252,7 +252,7 @@ class _Running:
 
     @contextmanager
     def cancelled_at_last(self) -> Iterator[None]:
-        """However this ends, nothing goes on that nobody reads."""
+        """Cancel the tasks on exit, however it happens, so that none runs without a reader."""
         try:
             yield
         finally:
@@ -260,15 +260,15 @@ class _Running:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """What a client sends.
+    """Read the body of a request.
 
     Raises:
-        Refusal: it is too much or too slow, or says that it is no JSON (as a page of another site
-            must that asks behind its reader's back).
+        Refusal: it is too large or too slow, or is not declared as JSON (a page of another site
+            that acts without its reader's knowledge cannot declare it so).
     """
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise Refusal(415, "send Content-Type: application/json")
-    large = Refusal(413, f"a request has {most} bytes at most", code="request_too_large")
+    large = Refusal(413, f"a request may have at most {most} bytes", code="request_too_large")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
         raise large
@@ -285,11 +285,11 @@ async def _body(request: Request, most: int) -> bytes:
                 if not message.get("more_body"):
                     return bytes(body)
     except TimeoutError as late:
-        raise Refusal(408, f"the request took more than {BODY_SECONDS:.0f} s to come") from late
+        raise Refusal(408, f"the body took more than {BODY_SECONDS:.0f} s to arrive") from late
 
 
 async def _unless_gone(request: Request, running: _Running, answer: Answer, until: float) -> None:
-    """Take all pieces, for as long as the client is there and has time."""
+    """Read all pieces as long as the client is connected and has time left."""
 
     async def finish() -> None:
         async for index, piece in running.pieces():
@@ -318,7 +318,7 @@ def _too_late() -> Refusal:
 
 
 async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncIterator[str]:
-    """Events of a stream, as they are sent."""
+    """Yield the events of a stream for a client."""
     try:
         if isinstance(asked, ChatAsked):
             for index in range(len(answer.choices)):
@@ -343,7 +343,7 @@ async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncItera
 async def _response_events(
     running: _Running, answer: Answer, told: AsResponse
 ) -> AsyncIterator[str]:
-    """Events of `/v1/responses`, as they are sent."""
+    """Yield the events of `/v1/responses` for a client."""
     try:
         for event in told.begin():
             yield _typed(event)
@@ -366,7 +366,7 @@ def _event(document: dict[str, Any]) -> str:
 
 
 class _Events(StreamingResponse):
-    """A stream of events; its tasks are cancelled when its client goes or has had its time."""
+    """A stream of events. Its tasks are cancelled if the client leaves or runs out of time."""
 
     def __init__(self, running: _Running, events: AsyncIterator[str], until: float) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -378,7 +378,7 @@ class _Events(StreamingResponse):
             try:
                 async with asyncio.timeout_at(self._until):
                     await super().__call__(scope, receive, send)
-            except TimeoutError:  # half an answer is sent: it is told by one more event, or broken
+            except TimeoutError:  # half an answer is sent: add an event to report it, or break off
                 async with asyncio.timeout(1):
                     body = (_event(_too_late().body())).encode()
                     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus: in names of its own, and in those of vLLM."""
+"""The server's metrics for Prometheus, under its own names and under those of vLLM."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-_GAUGES = {  # by the name of what `ServingStats` has
+_GAUGES = {  # by the attribute of `ServingStats`
     "rows": ("rows", "Texts in the batch."),
     "waiting": ("waiting", "Texts in the queue."),
-    "memory": ("kv_cache_limit_bytes", "What the KV caches of the batch may take."),
-    "used": ("kv_cache_bytes", "What they take."),
-    "known_used": ("earlier_texts_bytes", "What the KV caches of earlier texts take."),
-    "drafts_used": ("draft_bytes", "What sources of drafts keep, about."),
+    "memory": ("kv_cache_limit_bytes", "Limit of the KV caches of the batch."),
+    "used": ("kv_cache_bytes", "KV caches of the batch."),
+    "known_used": ("earlier_texts_bytes", "KV caches of earlier texts."),
+    "drafts_used": ("draft_bytes", "Approximate data of draft sources."),
 }
-_COUNTED = {  # by our names: what is counted, and vLLM's name
+_COUNTED = {  # by our names: description, and vLLM's name
     "prompt_tokens": ("Tokens of prompts.", "prompt_tokens"),
     "cached_tokens": ("Tokens of prompts that were cached.", None),
     "generated_tokens": ("Tokens generated.", "generation_tokens"),
@@ -35,10 +35,10 @@ _COUNTED = {  # by our names: what is counted, and vLLM's name
 
 
 class Metrics(Collector):
-    """Counters in a registry of their own, and gauges that ask the `Serving`.
+    """Counters in a separate registry, and gauges that query the `Serving`.
 
     Args:
-        name: of the model, which is a label of every metric.
+        name: name of the model, which labels every metric.
     """
 
     def __init__(self, serving: Serving, name: str) -> None:
@@ -55,9 +55,9 @@ class Metrics(Collector):
             return histogram.labels(name)
 
         self._requests = counter("requests", "Requests, by status.", "path", "status")
-        self._texts = counter("texts", "Texts that ended, by why.", "reason")
+        self._texts = counter("texts", "Texts that ended, by reason.", "reason")
         self._sums = dict.fromkeys(_COUNTED, 0)
-        self._accepted_at: list[int] = []  # tokens accepted at each place of drafts
+        self._accepted_at: list[int] = []  # accepted tokens by position in drafts
         self._first = seconds("first_token", "From submission to the first token.")
         self._between = seconds("inter_token", "From one token to the next.")
         self._whole = seconds("text", "From submission to the last token.")
@@ -65,7 +65,7 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """What is asked for when somebody reads, for the registry."""
+        """Collect the current values for the registry."""
         stats, label = self._serving.stats, [self._name]
         for attribute, (name, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"layerskip_{name}", text, labels=["model"])
@@ -80,7 +80,7 @@ class Metrics(Collector):
                 yield counter
         at = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Tokens accepted at each place of drafts.",
+            "Tokens accepted at each position of drafts.",
             labels=["model_name", "position"],
         )
         for place, count in enumerate(self._accepted_at):
@@ -89,7 +89,7 @@ class Metrics(Collector):
 
     @contextmanager
     def counting(self, path: str) -> Iterator[None]:
-        """Counts a request by the status that it comes to."""
+        """Count a request by its final status."""
         status = 500
         try:
             yield
@@ -101,10 +101,10 @@ class Metrics(Collector):
             self._requests.labels(self._name, path, status).inc()
 
     def told(self, task: TextRequest, piece: Piece, before: float) -> None:
-        """Counts a piece of a text; on the thread that steps.
+        """Count a piece of a text; called on the thread that decodes.
 
         Args:
-            before: seconds of the text up to the piece before; 0: it is the first.
+            before: seconds of the text up to the previous piece; 0 if this is the first.
         """
         counts, new, sums = piece.counts, len(piece.tokens), self._sums
         if new and before:

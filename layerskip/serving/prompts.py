@@ -1,4 +1,4 @@
-"""Prompts of requests as token ids: encoded, or put into the chat template with their pictures."""
+"""Encodes prompts of requests as token ids, with the chat template and pictures if needed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Encoded = Mapping[str, Any]
 
 
 def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded | None]:
-    """Token ids of each prompt; of a chat with pictures, all that its processor says."""
+    """Token ids of each prompt; for a chat with pictures, also the processor's whole output."""
     seen: Encoded | None = None
     if isinstance(asked, ChatAsked):
         also = dict(asked.chat_template_kwargs)
@@ -44,7 +44,7 @@ def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded |
 
 
 def check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
-    """Refuse token ids outside of the vocabulary."""
+    """Refuse token ids outside the vocabulary."""
     strange = next((token for token in tokens if not 0 <= token < served.vocabulary), None)
     if strange is not None:
         message = f"{param}: token ids must be from 0 to {served.vocabulary - 1}, got {strange}"
@@ -52,7 +52,7 @@ def check_tokens(tokens: Sequence[int], param: str, served: Served) -> None:
 
 
 def _check_length(characters: int, param: str, served: Served) -> None:
-    """Refuse what is too long in any case, before it is encoded."""
+    """Refuse a text that is certainly too long, before it is encoded."""
     most = served.context * served.longest_token
     if characters > most:
         message = (
@@ -65,7 +65,7 @@ def _check_length(characters: int, param: str, served: Served) -> None:
 def _templated(
     messages: Sequence[fields.Message], also: Mapping[str, Any], served: Served
 ) -> tuple[list[int], Encoded | None]:
-    """Messages through the chat template, with what else it is told; as of `prompts_of`."""
+    """Apply the chat template, with further arguments; returns the same as `prompts_of`."""
     tokenizer = served.tokenizer
     if not tokenizer.chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
@@ -74,33 +74,33 @@ def _templated(
     _check_length(characters, "messages", served)
     if addresses := [place for each in messages for place in each.pictures]:
         with refusing("messages"):
-            _ = served.loaded.processor  # which refuses for a model of text
+            _ = served.loaded.processor  # raises for a model without vision
             seen = served.loaded.encode_pictures(spoken, pictures_in(addresses), **also)
         return seen["input_ids"][0].tolist(), seen
     try:
         ids: list[int] = tokenizer.apply_chat_template(
             spoken, **{"add_generation_prompt": True, **also, "return_dict": True}
         )["input_ids"]
-    except Exception as error:  # a template refuses in whatever way it likes
-        message = f"the model's chat template refuses these messages: {error}"
+    except Exception as error:  # templates raise errors of any kind
+        message = f"the model's chat template rejects these messages: {error}"
         raise Refusal(400, message, param="messages") from error
     return ids, None
 
 
 def seen_in(seen: Encoded, served: Served) -> Pictures | None:
-    """What the model sees in the pictures of a prompt."""
+    """The features of the pictures in a prompt, from the model's vision tower."""
     with refusing("messages"):
         return look(served.loaded.model, seen)
 
 
 def tokenized(asked: fields.Tokenize, served: Served) -> dict[str, Any]:
-    """Token ids of a text or a chat, in vLLM's shape.
+    """Token ids of a text or a chat, in vLLM's format.
 
     Raises:
-        Refusal: there is not one of both, or it is too long or refused by the template.
+        Refusal: not exactly one of the two is given, or it is too long or rejected by the template.
     """
     if (asked.prompt is None) == (not asked.messages):
-        raise Refusal(400, "give prompt or messages, one of them", param="prompt")
+        raise Refusal(400, "give either prompt or messages", param="prompt")
     if asked.prompt is not None:
         _check_length(len(asked.prompt), "prompt", served)
         special = asked.add_special_tokens
@@ -113,12 +113,12 @@ def tokenized(asked: fields.Tokenize, served: Served) -> dict[str, Any]:
 
 
 def tokenizer_info(served: Served) -> dict[str, Any]:
-    """What evaluators ask about the tokenizer: special tokens and the chat template."""
+    """Facts about the tokenizer that evaluators ask for: special tokens and the chat template."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
     return {name: getattr(served.tokenizer, name, None) for name in names}
 
 
 def detokenized(asked: fields.Detokenize, served: Served) -> dict[str, str]:
-    """The text of token ids, special ones included."""
+    """The text of token ids, including special tokens."""
     check_tokens(asked.tokens, "tokens", served)
     return {"prompt": served.tokenizer.decode(asked.tokens)}

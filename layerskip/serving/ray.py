@@ -1,4 +1,4 @@
-"""Ray: files of prompts answered, and servers replicated, on the machines of a cluster."""
+"""Ray: answers files of prompts, and replicates servers, on the machines of a cluster."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from layerskip.environment import cores
 from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, error_row
 
 Opening = Callable[..., AbstractContextManager[Answering]]
-"""Opens a model that answers, `beside=` so many; can be sent to another process."""
+"""Opens a model that answers, with the number of models on its machine; can be pickled."""
 
 
 @contextmanager
 def cluster(address: str | None = None, workers: int | None = None) -> Iterator[None]:
-    """A connection to a Ray cluster, without its talk; one that is started here ends, too.
+    """Connect to a Ray cluster without its log output; one started here also ends here.
 
     Args:
-        address: by default that of RAY_ADDRESS; without either a cluster is started here.
-        workers: that a cluster which is started here has room for.
+        address: by default that of RAY_ADDRESS; without either, a cluster is started here.
+        workers: number of workers for which a cluster started here has room.
 
     Raises:
         ValueError: there is no cluster.
@@ -65,19 +65,19 @@ def answer_by_ray(
     gpus: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Answer prompts that have no row yet on the cluster that this process is connected to.
+    """Answer prompts that have no row yet on the connected cluster.
 
-    Each prompt is a task of Ray Data, for an actor with a model. Its row is that of one process,
-    but for how much was drafted, and is written here as soon as it is there. What an actor had
-    when it died is done by another.
+    Each prompt is a Ray Data task for an actor with a model. Its row is the same as in one process,
+    except for the number of drafted tokens, and is written here as soon as it is ready. Another
+    actor takes over the prompts of one that dies.
 
     Args:
-        opening: run by each actor, in this working directory where its machine has that.
+        opening: run by each actor, in this working directory if its machine has it.
         told: called after each row.
-        workers: actors; by default one a GPU, without any one a machine.
-        at_once: prompts that an actor has at once.
-        gpus: whether actors take a GPU each, where there are some.
-        say: told how many actors there are.
+        workers: number of actors; by default one per GPU, or one per machine without GPUs.
+        at_once: number of prompts that an actor has at a time.
+        gpus: whether each actor takes a GPU, if there are any.
+        say: called with a message on the number of actors.
 
     Raises:
         ValueError: the cluster has no room, or actors cannot open the model.
@@ -94,7 +94,7 @@ def answer_by_ray(
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     left = [each for each in asked if each[1].id not in answers.done]
-    left.sort(key=lambda each: len(each[1].text or str(each[1].messages)))  # like beside like
+    left.sort(key=lambda each: len(each[1].text or str(each[1].messages)))  # similar lengths
     items = [{"asked": pickle.dumps(each)} for each in left]
     rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
         _Worker,
@@ -118,14 +118,14 @@ def answer_by_ray(
 
 
 class _Worker:
-    """An actor: answers prompts, each on a thread of its own that waits for the one that steps."""
+    """An actor that answers prompts, each in a thread that waits for the one that decodes."""
 
     def __init__(self, opening: Opening, beside: int, folder: str) -> None:
         import torch
 
         if Path(folder).is_dir():
             os.chdir(folder)
-        # Ray allows one thread of the CPU where an actor has one CPU to itself
+        # Ray allows only one CPU thread if an actor has one CPU.
         torch.set_num_threads(max(1, cores() // beside))
         self._stack, self._refused = ExitStack(), ""
         try:
@@ -172,17 +172,17 @@ def deployment(
     max_queue: int = 128,
     **settings: Any,
 ) -> Any:
-    """The server of `layerskip serve` as an application of Ray Serve.
+    """Make the server of `layerskip serve` as a Ray Serve application.
 
-    Run it with `ray.serve.run(deployment("smollm2", replicas=2))`. Each replica has a model, a
-    batch and a queue of its own; Ray Serve spreads requests over them.
+    Run it with `ray.serve.run(deployment("smollm2", replicas=2))`. Each replica has its own model,
+    batch and queue; Ray Serve distributes requests among them.
 
     Args:
-        model, device, dtype: as of `layerskip.checkpoints.load`.
-        cpus, gpus: of a replica; it computes on as many threads.
-        name: what clients call the model; by default its own name.
-        context, api_key: as of `Served.of` and `make_app`.
-        max_rows, max_queue: of a replica, as of `Serving`.
+        model, device, dtype: as for `layerskip.checkpoints.load`.
+        cpus, gpus: per replica, which uses as many threads as CPUs.
+        name: name of the model for clients; by default its own.
+        context, api_key: as for `Served.of` and `make_app`.
+        max_rows, max_queue: per replica, as for `Serving`.
         **settings: as for `LayerSkipDecoding`.
     """
     from ray import serve
@@ -207,7 +207,7 @@ def deployment(
     replicated = serve.deployment(
         name="layerskip",
         num_replicas=replicas,
-        max_ongoing_requests=max_rows + max_queue,  # what is over is for each replica's own queue
+        max_ongoing_requests=max_rows + max_queue,  # each replica's own queue handles any excess
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
     )
     return replicated(serve.ingress(build)()).bind()

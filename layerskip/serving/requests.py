@@ -1,4 +1,4 @@
-"""The requests that a batch serves, and what it reports of each; no model."""
+"""The requests of a batch and the results it reports; independent of any model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class TextRequest:
     """One text to write.
 
     Attributes:
-        do_sample, temperature, top_k, top_p, min_p: the law, as of `layerskip.decode`.
-        seed: of sampling; the text is that of `layerskip.decode` with `seeds=[seed]`.
+        do_sample, temperature, top_k, top_p, min_p: of sampling, as for `layerskip.decode`.
+        seed: sampling seed; the text is that of `layerskip.decode` with `seeds=[seed]`.
         eos: tokens that end the text; None: the model's own.
-        stop: asked after every token with (0, history (1, n)), as of `Request`; True ends the text.
-        processors: run before temperature and the others; of this task alone.
-        predicted: token ids that the text probably has (or nearly): looked up as drafts.
-        top_logprobs: of every token, how many of the largest log-probabilities of the law before
-            warpers are told, beside its own; None: none at all.
-        prompt_logprobs: from which of the prompt's tokens on these are told of them, too, at least
-            1; 0: of none.
-        pictures: what the prompt's placeholders stand for, one row.
-        encoded: of an encoder-decoder, what its encoder made of a text, one row; the prompt is then
-            the decoder's (see `requests.read_text`).
+        stop: called after every token with (0, history (1, n)) as in `Request`; True ends the text.
+        processors: applied before temperature and the others; used by this request only.
+        predicted: token ids of the expected text (or nearly), looked up as drafts.
+        top_logprobs: for every token, how many of the largest log-probabilities before warpers to
+            report besides its own; None: none at all.
+        prompt_logprobs: the first prompt token, at least 1, from which on log-probabilities are
+            reported, too; 0: of none.
+        pictures: the features for the prompt's placeholders, one row.
+        encoded: for an encoder-decoder, the encoder's output for a text, one row; the prompt is
+            then the decoder's (see `requests.read_text`).
     """
 
     prompt: Sequence[int]
@@ -50,27 +50,27 @@ class TextRequest:
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt, as clients count them."""
+        """Number of prompt tokens, as clients count them."""
         return self.heard or len(self.prompt)
 
     @property
     def heard(self) -> int:
-        """Tokens that an encoder read."""
+        """Number of tokens read by an encoder."""
         return 0 if self.encoded is None else self.encoded.states.shape[1]
 
 
 @dataclass
 class Counts:
-    """Of one task so far.
+    """Counts of one request so far.
 
     Attributes:
-        drafted, accepted: tokens drafted from any source, and those of them that were emitted.
-        predicted, predicted_accepted: those of them that came from `TextRequest.predicted`.
-        rounds: passes behind the prompt's.
+        drafted, accepted: tokens drafted from any source, and those that were emitted.
+        predicted, predicted_accepted: those of them from `TextRequest.predicted`.
+        rounds: passes after those over the prompt.
         longest: tokens of the longest draft.
-        accepted_of: of rounds that drafted, how many have so many tokens accepted.
-        queued, first, seconds: from its submission to its first pass, to its first token, to its
-            last token.
+        accepted_of: number of rounds with a draft, by their number of accepted tokens.
+        queued, first, seconds: from the submission to the first pass, the first token and the last
+            token.
     """
 
     cached: int = 0
@@ -88,12 +88,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a task has come to since the last piece: the tokens of a round, or its end.
+    """Progress of a request since its last piece: the tokens of a round, or the end.
 
     Attributes:
-        logprobs: of each, its own and the largest ones as {token: log-probability}, if asked for.
-        prompt_logprobs: of the prompt's tokens that are asked for, likewise; in the first piece.
-        reason: why the text has ended; None while it goes on.
+        logprobs: per token, its own and the largest as {token: log-probability}, if requested.
+        prompt_logprobs: the same for requested prompt tokens; in the first piece.
+        reason: why the text has ended; None while it continues.
     """
 
     tokens: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Piece:
     counts: Counts = field(default_factory=Counts)
 
     def then(self, other: Piece) -> Piece:
-        """This piece and the next one as one."""
+        """Combine this piece with the next one."""
         return replace(
             other,
             tokens=self.tokens + other.tokens,
@@ -114,4 +114,4 @@ class Piece:
 
 
 class QueueFull(ValueError):
-    """As many tasks wait as may; try again later."""
+    """The queue is full; try again later."""

@@ -1,6 +1,6 @@
-"""OpenAI's `/v1/responses` in terms of chats: what is asked, the whole answer, and its events.
+"""OpenAI's `/v1/responses` in terms of chats: the request, the whole answer, and its events.
 
-Nothing is stored: a request brings its whole conversation.
+Nothing is stored: a request contains its whole conversation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from layerskip.serving.fields import ChatAsked, Fields, Share, ToolFunction, Too
 
 
 class Part(Fields):
-    """A piece of text, or a picture; a chat's part says what is missing."""
+    """A piece of text, or a picture; conversion to a chat's part reports what is missing."""
 
     type: Literal["input_text", "input_image", "output_text", "reasoning_text", "summary_text"]
     text: str | None = None
     image_url: str | None = None
-    detail: Literal["auto", "low", "high", "original"] = "auto"  # processors have one size
+    detail: Literal["auto", "low", "high", "original"] = "auto"  # ignored: processors have one size
     annotations: list[Any] = Field([])
     logprobs: list[Any] = Field([])
 
@@ -34,7 +34,7 @@ class Part(Fields):
 
 
 class Told(Fields):
-    """An item, perhaps of an earlier answer, which named it."""
+    """An item, perhaps from an earlier answer, which gave it an id."""
 
     id: str = ""
     status: str = ""
@@ -87,7 +87,7 @@ Item = Said | FunctionCall | FunctionOutput | Reasoning
 
 
 class ResponseAsked(Fields):
-    """What a request says; `seed`, `top_k` and `min_p` are not OpenAI's, `store` stores nothing."""
+    """A request; `seed`, `top_k` and `min_p` are not OpenAI's, and `store` stores nothing."""
 
     model: str
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -107,10 +107,10 @@ class ResponseAsked(Fields):
     store: bool = False
 
     def chat(self) -> ChatAsked:
-        """The chat that this is.
+        """Convert to a chat request.
 
         Raises:
-            Refusal: a field is wrong; it is named as the chat's.
+            Refusal: a field is wrong; it is named as the chat's field.
         """
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
@@ -141,7 +141,7 @@ class ResponseAsked(Fields):
 
 
 def _say(item: Item, messages: list[dict[str, Any]]) -> None:
-    """An item of the input as a message, or as a part of the message before it."""
+    """Append an input item as a message, or as a part of the message before it."""
     match item:
         case Said():
             messages.append({"role": item.role, "content": _said(item.content)})
@@ -164,7 +164,7 @@ def _said(content: str | list[Part]) -> str | list[dict[str, Any]]:
 
 
 class Response:
-    """An answer of one choice, as this interface tells it."""
+    """An answer with one choice, in the format of this API."""
 
     def __init__(self, asked: ResponseAsked, answer: Answer) -> None:
         self._asked, self._answer = asked, answer
@@ -173,7 +173,7 @@ class Response:
         self._number = 0
 
     def document(self, status: str) -> dict[str, Any]:
-        """The response as it is now."""
+        """The response at this time."""
         asked, answer = self._asked, self._answer
         told: dict[str, Any] = {
             "id": self._id,
@@ -213,7 +213,7 @@ class Response:
         return told
 
     def whole(self) -> dict[str, Any]:
-        """The response at its end."""
+        """The complete response."""
         events = [*self.add(self._answer.message(0)), *self.end()]
         return dict(events[-1]["response"])
 
@@ -223,7 +223,7 @@ class Response:
             yield self._event(kind, response=self.document("in_progress"))
 
     def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a chat's delta; all of them must be taken."""
+        """The events for a chat's delta; the iterator must be exhausted."""
         if text := delta.get("reasoning_content"):
             yield from self._more("reasoning", text)
         if text := delta.get("content"):
@@ -244,7 +244,7 @@ class Response:
         yield self._event(f"response.{status}", response=self.document(status))
 
     def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
-        """More text of a message, or of reasoning."""
+        """Append text to a message or to reasoning."""
         name, item, begun, also = _KINDS[kind]
         if not self._items or self._items[-1]["type"] != kind:
             part = {"type": name, "text": "", **begun}
@@ -263,7 +263,7 @@ class Response:
         )
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """The end of the item that is being written."""
+        """End the current item."""
         if not self._items:
             return
         item = self._items[-1]
@@ -285,13 +285,13 @@ class Response:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=self._last, **values)
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:
-        # a copy, as items grow
+        # A copy, since items grow.
         number, self._number = self._number, self._number + 1
         event: dict[str, Any] = {"type": kind, "sequence_number": number, **values}
         return deepcopy(event)
 
 
-# Of each kind of text: its part's type, and what its item, its part and its events also hold.
+# For each kind of text: its part's type, and further content of its item, part and events.
 _KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "message": ("output_text", {"role": "assistant"}, {"annotations": []}, {"logprobs": []}),
     "reasoning": ("reasoning_text", {"summary": []}, {}, {}),

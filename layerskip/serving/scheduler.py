@@ -1,4 +1,4 @@
-"""`Serving`: a queue, a batch that its tasks join and leave, and the memory that they may take."""
+"""`Serving`: a queue, the batch that its requests join and leave, and their memory limit."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from layerskip.serving.texts import Tell, Text, index_of
 from layerskip.session import share
 
 PIECE = 512
-"""Tokens of prompts that a step runs while others decode."""
+"""Prompt tokens that a step runs while others decode."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class ServingStats:
-    """What is going on, and what has been done in all.
+    """The current state, and the totals so far.
 
     Attributes:
-        rows, waiting: tasks in the batch, and in the queue.
-        memory, used: bytes that keys and values of the batch may take, and take.
-        known_memory, known_used: the same of earlier texts.
-        drafts_used: bytes that sources of drafts keep, those of a file included, about.
-        tokens, rounds, drafted, accepted: told tokens, rounds of the batch, tokens drafted, and
-            those of them emitted, of all tasks so far.
+        rows, waiting: requests in the batch, and in the queue.
+        memory, used: limit and present bytes of the batch's keys and values.
+        known_memory, known_used: the same for earlier texts.
+        drafts_used: approximate bytes kept by draft sources, including those from a file.
+        tokens, rounds, drafted, accepted: reported tokens, rounds of the batch, drafted tokens, and
+            those that were emitted, over all requests so far.
     """
 
     rows: int = 0
@@ -54,21 +54,21 @@ class ServingStats:
 
 
 class Serving:
-    """Decodes tasks together, first come first served.
+    """Decodes requests together, first come, first served.
 
-    A task's text is the one of `layerskip.decode` with its seed alone, whoever is beside it.
+    A text is the same as that of `layerskip.decode` with its seed alone, whatever else is running.
 
     Args:
-        memory: bytes that keys and values of the batch may take; by default half of what is free.
-        max_rows: tasks in the batch, at most.
-        max_queue: tasks that wait, at most.
-        max_tokens: tokens of one task, its prompt included, at most.
-        session_memory: bytes for keys and values of earlier texts; by default a quarter of what is
-            free; 0: none. Encoder-decoders keep none, as they depend on what was read, too.
+        memory: maximum bytes of the batch's keys and values; by default half of the free memory.
+        max_rows: maximum number of requests in the batch.
+        max_queue: maximum number of waiting requests.
+        max_tokens: maximum number of tokens of one request, including its prompt.
+        session_memory: bytes for keys and values of earlier texts; by default a quarter of the free
+            memory; 0: none. Encoder-decoders keep none, since theirs also depend on what was read.
         **settings: as for `LayerSkipDecoding`.
 
     Raises:
-        ValueError: a setting or a model that cannot be served.
+        ValueError: a setting or a model is not supported.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Serving:
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._dead = False  # it has ended by an error
+        self._dead = False  # whether the thread ended with an error
         self._done = ServingStats()
 
     @property
@@ -129,24 +129,24 @@ class Serving:
         )
 
     def submit(self, request: TextRequest, tell: Tell) -> Text:
-        """Queue one text, as `submit_all` does."""
+        """Queue one text, as in `submit_all`."""
         return self.submit_all([(request, tell)])[0]
 
     def submit_all(self, requests: Sequence[tuple[TextRequest, Tell]]) -> list[Text]:
         """Queue texts, all of them or none; from any thread.
 
         Args:
-            requests: each with a function that is called on the thread that steps, in order, and
+            requests: each with a function that is called in order on the thread that decodes and
                 must not block; its last piece has a reason.
 
         Raises:
-            QueueFull: more would wait than may.
-            ValueError: one of them can never be decoded here.
+            QueueFull: the queue would exceed its maximum.
+            ValueError: one of the texts can never be decoded here.
         """
         batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
         self.check_room(len(requests))
         given = [tokens for task, _ in requests for tokens in (task.prompt, task.predicted)]
-        for tokens in {id(each): each for each in given}.values():  # many texts may share them
+        for tokens in {id(each): each for each in given}.values():  # many texts may share a list
             check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))
         for request, tell in requests:
             if batch.model.encoder is not bool(request.heard):
@@ -164,34 +164,34 @@ class Serving:
             needed = batch.passes.nbytes(1, text.slots, request.heard)
             if needed > self.memory:
                 raise ValueError(
-                    f"the KV cache of {text.slots} tokens takes {needed:,} bytes, and may take "
+                    f"the KV cache of {text.slots} tokens takes {needed:,} bytes, but may take "
                     f"{self.memory:,}; shorten the prompt, lower max_new_tokens, or give more "
                     "memory"
                 )
-            if predicted := request.predicted:  # indexed here, not on the thread that steps
+            if predicted := request.predicted:  # index it here, not on the thread that decodes
                 if id(predicted) not in indexes:
                     indexes[id(predicted)] = index_of(predicted)
                 text.index = indexes[id(predicted)]
             texts.append(text)
         with self._changed:
             if self._dead:
-                raise RuntimeError("the thread that decodes has ended by an error; start it anew")
+                raise RuntimeError("the thread that decodes has ended with an error; restart it")
             self.check_room(len(texts))
             self._waiting += texts
             self._changed.notify_all()
         return texts
 
     def check_room(self, count: int) -> None:
-        """Refuse more texts than may wait; asked before they cost anything.
+        """Refuse texts beyond the maximum of the queue, before they cost anything.
 
         Raises:
-            QueueFull: so many more would be too many.
+            QueueFull: the queue would exceed its maximum.
         """
         waiting = len(self._waiting)
         if waiting + count > self.max_queue:
             raise QueueFull(
-                f"{waiting} texts wait, {self.max_queue} may, and here are {count} more; try again "
-                "later, or ask for fewer at once"
+                f"{waiting} texts are waiting, at most {self.max_queue} may, {count} more came; "
+                "try again later, or ask for fewer at once"
             )
 
     def cancel(self, text: Text) -> None:
@@ -201,9 +201,9 @@ class Serving:
             self._changed.notify_all()
 
     def step(self) -> bool:
-        """Pieces of prompts, and a round of the texts that have begun; False: nothing to do.
+        """Run pieces of prompts, and a round of the texts that have begun; False: nothing to do.
 
-        If a pass fails, it ends all tasks of the batch; those that wait have their turn.
+        If a pass fails, it ends all requests in the batch; those that wait are decoded next.
         """
         with torch.no_grad():
             self._drop_cancelled()
@@ -222,14 +222,14 @@ class Serving:
         return True
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Step until told to end; sleeps while there is nothing to do."""
+        """Step until `until` is true; sleeps while there is nothing to do."""
         while not until():
             if not self.step():
                 with self._changed:
                     self._changed.wait_for(lambda: bool(self._waiting), timeout=0.1)
 
     def start(self) -> None:
-        """`run` on a thread of its own."""
+        """Call `run` on a new thread."""
         if self._thread is not None:
             raise ValueError("serving has been started already; stop it first")
         self._stopping = self._dead = False
@@ -275,11 +275,11 @@ class Serving:
             self._say(text, "cancelled")
 
     def _prefill(self) -> None:
-        """Let those who wait join while there is room, and run pieces of their prompts.
+        """Let waiting requests join while there is room, and run pieces of their prompts.
 
-        The one that came first gets half of a step's tokens, so that it is never left behind. The
-        others go to the shortest ones: these are soon done, and of prompts that begin alike one is
-        run and then known to the others.
+        The oldest one gets half of a step's tokens, so that it is never left behind. The rest goes
+        to the shortest ones: these finish soon, and of prompts with a common prefix one is run and
+        then known to the others.
         """
         batch, left = self._batch, PIECE
         self._join()
@@ -334,5 +334,5 @@ class Serving:
         text.news, text.logprobs, text.prompt_logprobs = [], [], []
         try:
             text.tell(piece)
-        except Exception:  # nobody listens any more
+        except Exception:  # the listener is gone
             text.cancelled = True

@@ -1,6 +1,6 @@
-"""A request on its way: its law and draws, its history, what it may draft, and what is told of it.
+"""A request in progress: its law and draws, its history, its drafts, and what is reported.
 
-Letters: S slots, n emitted tokens, V vocabulary.
+Shapes: S slots, n emitted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from layerskip.requests import end_tokens
 from layerskip.serving.requests import Counts, Piece, TextRequest
 
 Tell = Callable[[Piece], None]
-_BEGIN = 2**31 - 1  # stands before a prediction, which the text begins with; no token is so large
-_BELIEVED = 8  # such marks: a match of so many tokens
+_BEGIN = 2**31 - 1  # precedes a prediction, which begins the text; larger than any token
+_BELIEVED = 8  # number of such marks, which count as a match of that many tokens
 
 
 class Text(Seat):
     """The text of a request.
 
     Attributes:
-        row: its seat; -1 where it has none.
-        marks: where its prompt is kept for later texts, see `RowCache.marks`.
-        index: what its request predicts, indexed.
-        news, logprobs: tokens since it was last told, see `Piece`.
-        submitted: when it was submitted, by `time.perf_counter`.
-        cancelled: whether nobody wants more of it.
+        row: its seat; -1 if it has none.
+        marks: where its prompt is stored for later texts, see `RowCache.marks`.
+        index: the index of the request's prediction.
+        news, logprobs: tokens since the last report, see `Piece`.
+        submitted: time of the submission, by `time.perf_counter`.
+        cancelled: whether its client no longer wants it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Text(Seat):
         self.index: Lookup | None = None
         self.row = -1
         self.marks: set[int] = set()
-        self.weights: object = None  # that its keys and values are of
+        self.weights: object = None  # identifies the weights of its keys and values
         self.news: list[int] = []
         self.logprobs: list[dict[int, float]] = []
         self.prompt_logprobs: list[dict[int, float]] = []
@@ -64,11 +64,11 @@ class Text(Seat):
 
     @classmethod
     def of(cls, request: TextRequest, model: Any, most: int, longest: int, tell: Tell) -> Text:
-        """The text of a request whose tokens are checked.
+        """Make the text of a request whose tokens are checked.
 
         Args:
-            most: tokens of its prompt and its text, at most.
-            longest: tokens of a draft, at most.
+            most: maximum number of tokens of its prompt and its text.
+            longest: maximum number of tokens of a draft.
             tell: called with its pieces.
         """
         if not request.prompt:
@@ -92,7 +92,7 @@ class Text(Seat):
         return cls(request, law, eos, total + longest + 1, tell)
 
     def open(self, row: int, seats: Sequence[Seat], emitted: list[int], model: Any) -> Draws:
-        """Take a seat; returns what draws the text."""
+        """Take a seat; returns the text's draws."""
         prompt = list(self.request.prompt)
         self.row, self.emitted, self.vocabulary = row, emitted, model.vocabulary
         self.history = torch.zeros(1, self.slots, dtype=torch.long, device=model.device)  # (1, S)
@@ -101,13 +101,13 @@ class Text(Seat):
         return Draws(self.law, seats, native=model.drawn, failed=self.fail)
 
     def fail(self, error: BaseException) -> None:
-        """What its processors and stop raise ends this text only."""
+        """End only this text because of an error in its processors or stop function."""
         self.reason = "error"
         self.error = f"{type(error).__name__}: {error}".split("\n")[0]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """What is raised inside ends this text only."""
+        """A context in which an error ends only this text."""
         try:
             yield
         except Exception as error:
@@ -143,7 +143,7 @@ class Text(Seat):
         return Law(self.request.processors, do_sample=False, rows=1)
 
     def tell_logprobs(self, raw: Tensor, emitted: Sequence[int]) -> None:
-        """Of tokens just emitted, its own log-probability and the largest, from logits (n, V)."""
+        """Report emitted tokens' own and the largest log-probabilities, from logits (n, V)."""
         if self.request.top_logprobs is None:
             return
         length = self.width + len(self.emitted)
@@ -153,7 +153,7 @@ class Text(Seat):
             self.logprobs += self._largest(scores, emitted)
 
     def tell_prompt(self, raw: Tensor, first: int) -> None:
-        """Of the prompt's tokens from a place on, from logits (n, V) behind those before them."""
+        """Report those of prompt tokens from `first` on, from logits (n, V) that precede them."""
         with self.alone():
             tokens = self.request.prompt[first : first + len(raw)]
             self.prompt_logprobs += self._largest(raw[: len(tokens)], tokens)
@@ -171,7 +171,7 @@ class Text(Seat):
         return ForcedRow(stateful, self.vocabulary) if stateful else None
 
     def predicted(self) -> LookupRow | None:
-        """What its request predicts."""
+        """Drafts from the request's prediction, or None."""
         if self.index is None:
             return None
         row = LookupRow(self.index, own=False)
@@ -180,12 +180,12 @@ class Text(Seat):
 
 
 def index_of(predicted: Sequence[int]) -> Lookup:
-    """A prediction, indexed for any number of texts."""
+    """Index a prediction for any number of texts."""
     return Lookup([[_BEGIN] * _BELIEVED + list(predicted)])
 
 
 class OfTexts(Source):
-    """Drafts what texts bring with them; an error there ends one text only."""
+    """Drafts that texts bring with them; an error in one ends only that text."""
 
     def __init__(
         self, key: str, texts: Sequence[Any], begin: Callable[[Text], ForcedRow | LookupRow | None]

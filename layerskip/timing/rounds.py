@@ -1,4 +1,4 @@
-"""Times rounds of fixed lengths: draft steps, and passes over several tokens of every row."""
+"""Times rounds of fixed length: draft steps, and passes over several tokens of every row."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from layerskip.decoding.sources.following import Following
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.sublayers import Sublayers
 
-TOKENS = (1, 2, 4, 8, 16)  # of a row in the passes timed
-_MOST = 80  # of all rows in a pass, unless that is few for each
-_FEW = 5  # tokens of a row that are timed in any case
-STEPS = 4  # of the drafts that a step's time is read off
+TOKENS = (1, 2, 4, 8, 16)  # tokens per row in timed passes
+_MOST = 80  # maximum tokens of all rows in a pass, but at least `_FEW` per row
+_FEW = 5  # tokens per row that are timed in any case
+STEPS = 4  # length of the drafts from which the time of a step is taken
 SWEEPS = 12  # half as many leave twice the spread
 CONTEXT = 4
-BUDGET = 0.3  # seconds that a call spends on costs, at most
-_PATIENCE = 4  # times the budget, if costs were asked for and times are disturbed
-_REPEATED = 1.25  # undisturbed, the second quickest time is at most so many times the quickest
-_ROUNDS = 2  # a budget of less than so many plain steps is not used
+BUDGET = 0.3  # maximum seconds that a call spends on costs
+_PATIENCE = 4  # multiple of the budget, if costs were requested and times are disturbed
+_REPEATED = 1.25  # maximum ratio of the second quickest time to the quickest, if undisturbed
+_ROUNDS = 2  # a budget of fewer plain steps is not used
 
 Times = dict[Work, list[float]]
-"""Seconds of each kind of work, as often as it was timed."""
+"""Seconds of each kind of work, one entry per timing."""
 
 
 class Stopwatch(Controller):
@@ -43,8 +43,8 @@ class Stopwatch(Controller):
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self.draft = self.length = self.left = 0  # of a source's tokens
-        self.drafted = 0.0  # when the last one was drawn
+        self.draft = self.length = self.left = 0  # source, draft length, steps left
+        self.drafted = 0.0  # time when the last token was drawn
 
     def choose(self, offers: Sequence[Offer]) -> int | None:
         return self.draft if self.length else None
@@ -54,22 +54,22 @@ class Stopwatch(Controller):
 
     def limit(self, row: int, allowed: int) -> int:
         self.left = self.length
-        # one more step than wanted, so that `keep_drafting` is called after the last one, too
+        # One step more than needed, so that `keep_drafting` is also called after the last one.
         return self.length + (self.draft > 0) if self.length else 0
 
     def keep_drafting(self, row: int, confidence: float) -> bool:
-        if row == 0:  # the others follow in the same step
+        if row == 0:  # the other rows follow in the same step
             self.left -= 1
             self.drafted = self.now()
         return self.left > 0
 
     def time_pass(self, tokens: int) -> float:
-        """Seconds of a round that verifies looked-up tokens in a pass over so many of every row."""
+        """Seconds of a round that verifies looked-up tokens, `tokens` per row in a pass."""
         return self._round(0, tokens - 1)
 
     def time_steps(self, source: int) -> float:
-        """Seconds of one of `STEPS` draft steps in a row."""
-        self._round(source, 1)  # catches up with the tokens of other sources' rounds
+        """Seconds per step, for `STEPS` draft steps in a row."""
+        self._round(source, 1)  # catch up with the tokens of other sources' rounds
         start = self.now()
         self._round(source, STEPS)
         return (self.drafted - start) / STEPS
@@ -93,20 +93,20 @@ def time_rounds(
     whole: bool = True,
     now: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Time passes, and draft steps of sources, behind the request's first prompt.
+    """Time passes, and draft steps of sources, after the request's first prompt.
 
-    A long context is a short one behind zeros, which nobody computes: times are the same. Every
-    phase includes its law (without a user's own processors), its draw and the transfer to the host,
-    as in decoding.
+    A long context is imitated by zeros before a short one, which are not computed: times are the
+    same. Every phase includes its law (without a user's own processors), its draw and the transfer
+    to the host, as in decoding.
 
     Args:
         sources: those that take steps.
-        times: where the seconds are added; work with the fewest comes first.
-        budget: seconds after which no further sweep starts once there are two; four times as many
+        times: where the seconds are added; work with the fewest entries comes first.
+        budget: seconds after which no further sweep starts, once there are two; four times as many
             if times are disturbed.
-        tokens: of a row in the passes timed, the most last.
-        whole: whether to take two sweeps in any case; else two rounds, and no further one once the
-            budget is spent.
+        tokens: tokens per row in timed passes, the largest last.
+        whole: whether to take at least two sweeps; otherwise two rounds, and no further ones once
+            the budget is spent.
     """
     if not whole and _ROUNDS * model.pass_bytes([1])[0] / READ > budget:
         return
@@ -114,12 +114,12 @@ def time_rounds(
     zeros, most = place.context - CONTEXT, max(_FEW, _MOST // place.rows)
     order: list[Work] = [(None, each) for each in tokens if each <= most]
     if whole or not times.get((None, 1)):
-        order.insert(0, (None, 1))  # twice: after a long round the CPU's caches hold other data
+        order.insert(0, (None, 1))  # twice, since a long round leaves other data in the caches
     order += [(source.key, 0) for source in sources]
     numbers = {source.key: number for number, source in enumerate(sources, 1)}
     for work in order:
         times.setdefault(work, [])
-    # plain steps first, as they tell the pace of the moment
+    # Plain steps first, since they show the pace at the moment.
     order.sort(key=lambda work: (work != (None, 1), len(times[work])))
     growth, longest = sum(count or STEPS + 3 for _, count in order), min(most, tokens[-1])
     limits = [source.max_positions for source in sources if source.max_positions]
@@ -132,7 +132,7 @@ def time_rounds(
         law=_of_any_rows(request.law, place.rows),
         input_ids=prompt.expand(place.rows, -1),
         attention_mask=prompt.new_ones(place.rows, len(prompt)),
-        # of their own, so that rows fall out of step as theirs do
+        # Separate keys, so that rows fall out of step as those of the request do.
         keys=list(islice(cycle(request.keys), place.rows)),
         max_new_tokens=zeros + sweeps * growth + longest + 3,
         eos=frozenset(),
@@ -147,7 +147,7 @@ def time_rounds(
     next(watch.rounds)
     if zeros:
         _put_before(decoder.passes, zeros)
-        next(watch.rounds)  # the buffers grow
+        next(watch.rounds)  # lets the buffers grow
     started, rounds = now(), 0
     for sweep in range(sweeps):
         for source, count in order:
@@ -156,14 +156,14 @@ def time_rounds(
             rounds += 1
             seconds = watch.time_pass(count) if count else watch.time_steps(numbers[source])
             times[source, count].append(seconds)
-        # the first sweep includes one-time work
+        # The first sweep includes one-time work.
         enough = budget if sweep and not disturbed(times) else _PATIENCE * budget
         if sweep and now() - started > enough:
             return
 
 
 def _of_any_rows(law: Law, rows: int) -> Law:
-    """A law for `rows` rows, without processors that serve the request's own rows only."""
+    """A law for `rows` rows, without processors that support only the request's own rows."""
     processors = [each for each in law.processors if not of_the_batch(each)]
     return Law(processors, do_sample=law.do_sample, rows=rows)
 
@@ -179,11 +179,11 @@ def _put_before(passes: Passes, zeros: int) -> None:
 
 
 def disturbed(times: Mapping[Work, Sequence[float]]) -> bool:
-    """Whether other work disturbed the times: else the quickest two of each kind are alike."""
+    """Whether other work disturbed the times: undisturbed, the quickest two of a kind agree."""
     quickest = (sorted(each)[:2] for each in times.values())
     return any(len(each) < 2 or each[1] > _REPEATED * each[0] for each in quickest)
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile, as other work on the machine only adds to times."""
+    """The lower quartile, since other work on the machine only adds to times."""
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan

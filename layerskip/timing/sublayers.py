@@ -1,10 +1,10 @@
 """Times the parts of a pass on this machine: the "cost" record, which prices any skip config.
 
-Passes and a few drafts are timed as rounds of the engine: two early exits, the MLPs alone and,
-where asked for, everything in low precision. By their bytes, attentions cost what a draft of MLPs
-alone saves, and MLPs what an exit saves beyond that; the head costs what an MLP of its bytes does.
-A short draft repeats its few sublayers, which stay in the processor's caches; what that saves is
-told by the shorter exit.
+Passes and a few drafts are timed as rounds of the engine: two early exits, the MLPs alone and, if
+requested, everything in low precision. Divided by bytes, attentions cost what a draft of MLPs alone
+saves, and MLPs what an exit saves in addition; the head costs as much as an MLP of its size.
+A short draft repeats its few sublayers, which stay in the processor's caches; the shorter exit
+shows how much that saves.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from layerskip.timing.rounds import CONTEXT, Times, time_rounds, typical
 from layerskip.timing.tables import machine, traffic_of
 
 LOW_FACTS = ("low_bits", "low_head_bits", "healed")
-CONTEXTS = (64, 256)  # tokens before the rounds to be priced, by default
-TRIMMED = (16, 8, 4, 2)  # parts of the vocabulary that draft vocabularies are to be
+CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
+TRIMMED = (16, 8, 4, 2)  # divisors of the vocabulary for draft vocabularies
 DISTURBED = 0.25  # a gap that no quiet machine shows; .01 to .09 were seen
-BUDGET = 6.0  # seconds that a measurement takes, about
-LEAST = 1e-15  # seconds a byte, where a model is so small that only the constant is seen
-_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # of a row in the passes timed
-_REPEATS = 3  # of the timing, each from a short context on
-_FAR = 256  # tokens; the keys of fewer ones cost too little to be told from noise
+BUDGET = 6.0  # approximate seconds of a measurement
+LEAST = 1e-15  # seconds per byte, if a model is so small that only the constant is visible
+_TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens per row in timed passes
+_REPEATS = 3  # of the timing, each starting from a short context
+_FAR = 256  # tokens; the keys of fewer cost too little to be distinguished from noise
 
 
 def low_facts(low: SkipConfig | None) -> dict[str, Any]:
-    """What a record says of the low precision that it prices: bits, and the hash of what heals it.
+    """A record's description of the low precision that it prices: bits, and the healing hash.
 
-    The head's bits are there where they are not those of the rest.
+    The head's bits are included if they differ from the rest.
     """
     if low is None or low.low is None:
         return {}
@@ -74,21 +74,21 @@ def measure(
     Args:
         model: a causal language model, or one opened as `Sublayers`.
         prompts: token ids, (T,) or (1, T) each.
-        contexts: tokens before the rounds to be priced; those beyond the model's positions are left
-            out. Behind the longest passes are timed, too, if it is long.
-        law: whose processors are timed along; greedy by default.
-        low: a draft of everything low, which is timed where it is given.
+        contexts: numbers of tokens before the rounds to be priced; those beyond the model's
+            positions are left out. After the longest one, if it is long, passes are timed, too.
+        law: processors of this law are timed as well; greedy by default.
+        low: a draft with everything in low precision, which is timed if given.
         budget: seconds after which no further sweep starts. At least two are made.
-        progress: told what is done, in words, and the share of it that is.
+        progress: called with the current activity and the completed share.
 
     Returns:
         The record. In seconds over one token of every row, by layer: `attention` and `mlp`, their
-        weights, and `keys`, a token of context; `head`; `rest`, what a step takes beside. By what
-        factors passes take longer, as pairs: `growth` and `key_growth`, by tokens of a row, and
-        `repeated`, by a draft's share of all sublayers' seconds. `windows`, how many tokens each
-        attention sees at most. With `low` there are its `low_facts`, `low_attention`, `low_mlp` and
-        `low_head`; of a mixture `experts`, by number of them the share of each MLP's bytes that a
-        draft of so many reads. `gap` is by how much the two quickest times of a kind differ.
+        weights, and `keys`, per token of context; `head`; `rest`, the remaining time of a step.
+        Factors by which passes take longer, as pairs: `growth` and `key_growth`, by tokens of a
+        row, and `repeated`, by a draft's share of all sublayers' seconds. `windows`, the maximum
+        number of tokens that each attention sees. With `low`, its `low_facts`, `low_attention`,
+        `low_mlp` and `low_head`; for a mixture `experts`: by number of experts, the share of each
+        MLP's bytes that a draft reads. `gap`: how much the two quickest times of a kind differ.
     """
     opened = opened_of(model)
     if not budget > 0:
@@ -152,7 +152,7 @@ def measure(
 
 
 def disturbed(record: Mapping[str, Any]) -> bool:
-    """Whether other work on the machine shows in a record."""
+    """Whether a record shows other work on the machine."""
     return bool(record["gap"] > DISTURBED)
 
 
@@ -174,11 +174,11 @@ def _parts(
     )
     by_mlp = max(by_mlp, LEAST)
 
-    # of a draft's sublayers and head
+    # For a draft's sublayers and head.
     expected = {name: by_attention * each + by_mlp * mlp for name, (each, mlp) in read.items()}
 
     def repeated(name: str) -> tuple[float, float]:
-        """A draft's share of what a plain step reads, in seconds, and by what factor it differs."""
+        """A draft's share of a plain step's reads, in seconds, and its factor of actual time."""
         parts = expected[name]
         return parts / expected["plain"], max(0.0, steps[name] - rest) / parts
 
@@ -214,7 +214,7 @@ def _by_kind(source: Source) -> tuple[float, float]:
 
 
 def _nearest(rows: Sequence[tuple[float, ...]], values: Sequence[float]) -> list[float]:
-    """Nonnegative least squares of relative errors: numbers whose weighted sums give the values."""
+    """Nonnegative least squares of relative errors: numbers whose weighted sums give `values`."""
     shares = np.array(rows) / np.array(values)[:, None]  # (values, numbers)
     best, least = np.zeros(shares.shape[1]), math.inf  # (numbers,)
     for size in range(1, len(best) + 1):
@@ -230,7 +230,7 @@ def _nearest(rows: Sequence[tuple[float, ...]], values: Sequence[float]) -> list
 def _longer(
     model: Sublayers, sources: Mapping[str, Source], seconds: Mapping[Place, Mapping[Work, float]]
 ) -> dict[str, Any]:
-    """What more tokens of a pass, and tokens before it, cost."""
+    """The costs of more tokens in a pass, and of more tokens before it."""
     place, works = next(iter(seconds.items()))
     rates = fitted(seconds, {each.key: traffic_of(model, each) for each in sources.values()})
     passes = {tokens: each for (_, tokens), each in works.items() if tokens}
@@ -245,7 +245,7 @@ def _longer(
 
 
 def _vocabularies(model: Sublayers) -> dict[str, Any]:
-    """The draft vocabularies to look at; none where the head cannot be trimmed."""
+    """The draft vocabularies to consider; none if the head cannot be trimmed."""
     if head_refusal(model.unembedding) is not None:
         return {}
     sizes = [model.vocabulary // part for part in TRIMMED]
@@ -253,7 +253,7 @@ def _vocabularies(model: Sublayers) -> dict[str, Any]:
 
 
 def _read_of_experts(model: Sublayers) -> dict[str, list[float]]:
-    """By fewer experts than the model's, the share of each MLP's bytes that a token then reads."""
+    """For fewer experts than the model's, the share of each MLP's bytes that a token reads."""
     mixture, whole = model.mixtures[0], model.weight_bytes()["sublayers"][1::2]
     shares = {}
     for count in range(0 if mixture.beside else 1, mixture.top + 1):

@@ -1,12 +1,12 @@
 """The costs of draft steps and verify passes on this machine, in target steps.
 
-Rounds of fixed length are timed once for each model and kind of law: with one row, with as many as
-the call has, and behind a long context where the call gets near that. They give the few numbers of
-the model of costs (see `costs/model.py`), and serve other processes through a small file in the
-folder `$LAYERSKIP_CACHE` (if that is empty, nothing is kept), else in the user's cache folder. A
-call without costs spends little time on measuring, and the next calls continue. Under the rejection
-rule the text depends on draft lengths, which a clock must not decide; there the costs are those of
-the bytes of weights and keys.
+Rounds of fixed length are timed once per model and kind of law: with one row, with the call's
+number of rows, and after a long context if the call nearly reaches that. They give the few numbers
+of the cost model (see `costs/model.py`). Other processes reuse them through a small file in the
+folder `$LAYERSKIP_CACHE` (if empty, nothing is stored), or in the user's cache folder. A call
+without costs spends little time on measuring, and the next calls continue. Under the rejection rule
+the text depends on draft lengths, which a clock must not affect; there, costs follow from the bytes
+of weights and keys.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from layerskip.files.writing import replacing
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.rounds import BUDGET, CONTEXT, Times, disturbed, time_rounds, typical
 
-_FAR = 4096  # tokens behind which costs are measured, too, where calls get near that
-_KEYS = 2**28  # or fewer, so that keys and values take at most so many bytes
-_LEAST = 256  # tokens; where fewer take those bytes, nothing is measured behind them
-_NEAR = 0.25  # of that length: from there on it is measured
+_FAR = 4096  # tokens after which costs are also measured, if calls nearly reach that
+_KEYS = 2**28  # maximum bytes of keys and values for that; otherwise fewer tokens
+_LEAST = 256  # tokens; if fewer take those bytes, nothing is measured after them
+_NEAR = 0.25  # share of that length from which on it is measured
 _MOST_ROWS = 32
-_CALLS = 4  # that measure the same at most, while times are disturbed
-_TRIES = 20  # calls that measure the same at most, while some work was not timed
-_SHARE = 0.05  # of what a call's tokens take, at most, that goes into costs nobody asked for
-_TOKENS = 64  # of a pass up to which a mixture's experts are counted
-_DAYS = 30  # that a file of times is valid: machines change
+_CALLS = 4  # maximum number of calls that repeat a measurement while times are disturbed
+_TRIES = 20  # maximum number of calls that repeat a measurement while some work is not timed
+_SHARE = 0.05  # maximum share of a call's time spent on costs that were not requested
+_TOKENS = 64  # tokens of a pass up to which a mixture's experts are counted
+_DAYS = 30  # lifetime of a file of times, since machines change
 
 
 def traffic_of(model: Sublayers, draft: DraftOrSkip) -> Traffic:
-    """What passes of a model and steps of a source read."""
+    """The bytes that passes of a model and steps of a source read."""
     source = source_of(model, draft)
     prefix = model.weight_bytes()["sublayers"][: source.prefix] if source.prefix else ()
     return Traffic(
@@ -68,20 +68,20 @@ def traffic_of(model: Sublayers, draft: DraftOrSkip) -> Traffic:
 
 
 def by_bytes(model: Sublayers, draft: DraftOrSkip) -> ContextCosts:
-    """The costs on a machine that is limited by reading weights and keys; nothing is timed."""
+    """The costs on a machine limited by reading weights and keys; nothing is timed."""
     traffic = traffic_of(model, draft)
     return ContextCosts(lambda context, rows: Rates().table(traffic, None, context, rows))
 
 
 class _Calibration:
-    """What was timed of one kind of calls on one model, and what rounds have corrected."""
+    """Times of one kind of calls on one model, and corrections by rounds."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.times: dict[Place, Times] | None = None
         self.file: Path | None = None
         self.calls: Counter[Any] = Counter()
-        self.costs: dict[Hashable, ContextCosts] = {}  # by source, of the times
+        self.costs: dict[Hashable, ContextCosts] = {}  # by source, from the times
         self.corrections = Corrections()
 
     def measure(
@@ -92,7 +92,7 @@ class _Calibration:
         seconds: float | None,
         now: Callable[[], float],
     ) -> list[ContextCosts]:
-        """The costs of sources; times what is missing, or disturbed where costs were asked for."""
+        """The costs of sources; times missing work, and disturbed work if costs are requested."""
         if self.times is None:
             self.file = _file_of(model, request.law)
             self.times = _read(self.file)
@@ -106,7 +106,7 @@ class _Calibration:
             if self._wants(place, [source.key for source in timed], again=seconds is not None)
         ]
         if seconds is None:
-            wanted = [] if model.limited else wanted[:1]  # the next calls go on
+            wanted = [] if model.limited else wanted[:1]  # later calls continue
             pass_seconds = model.pass_bytes([1])[0] / READ
             budget = min(BUDGET, _SHARE * request.max_new_tokens * pass_seconds)
         else:
@@ -140,7 +140,7 @@ class _Calibration:
         return [self.costs[source.key] for source in sources]
 
     def _wants(self, place: Place, sources: Sequence[Hashable], *, again: bool) -> bool:
-        """Whether the next call is to time rounds there, for the first time or again."""
+        """Whether the next call should time rounds there, for the first time or again."""
         times, calls = (self.times or {}).get(place, {}), self.calls[place, *sources]
         works = [(None, 1), *((key, 0) for key in sources)]
         if all(times.get(work) for work in works):
@@ -149,7 +149,7 @@ class _Calibration:
         return calls < _TRIES
 
     def _rates(self, traffic: Mapping[Hashable, Traffic]) -> Rates:
-        """Rates from the times so far; the assumed ones until a plain step was timed."""
+        """Rates from the times so far; assumed ones until a plain step has been timed."""
         seconds = {
             place: {work: typical(each) for work, each in times.items() if each}
             for place, times in (self.times or {}).items()
@@ -159,20 +159,20 @@ class _Calibration:
 
 
 def _file_of(model: Sublayers, law: Law) -> Path | None:
-    """The file of the times of a kind of call; None if none are kept."""
+    """The file with the times of a kind of call; None if none are stored."""
     folder = os.environ.get("LAYERSKIP_CACHE")
     if folder == "":
         return None
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     weights, where = model.weights, sorted(machine(model).items())
     about = (__version__, torch.__version__, weights.fingerprint(), where, weights.vocabulary)
-    read = model.pass_bytes([1])  # weights may be stored in other bytes
+    read = model.pass_bytes([1])  # differs if weights are stored in other formats
     name = hashlib.sha256(json.dumps([*about, read, kind_of(law)]).encode()).hexdigest()[:24]
     return Path(folder or Path(user, "layerskip"), "costs", f"{name}.json")
 
 
 def _read(file: Path | None) -> dict[Place, Times]:
-    """The times by place; none if the file is old or broken: then it is written anew."""
+    """Read the times by place; empty if the file is old or broken, and will be replaced."""
     times: dict[Place, Times] = {}
     try:
         if file is None or time.time() - file.stat().st_mtime > _DAYS * 86400:
@@ -188,9 +188,9 @@ def _read(file: Path | None) -> dict[Place, Times]:
 
 
 def _write(file: Path | None, times: Mapping[Place, Times]) -> None:
-    """Write times, whole or not at all; skipped if the folder cannot be written.
+    """Write times atomically; does nothing if the folder cannot be written to.
 
-    Of undisturbed ones the typical time stands twice, of others the quickest two.
+    Undisturbed times are stored as their typical value twice, others as the quickest two.
     """
     lines = [
         [*place, source, tokens, each]
@@ -212,7 +212,7 @@ def _write(file: Path | None, times: Mapping[Place, Times]) -> None:
 
 
 def _keep_pace(times: Times, before: Times) -> None:
-    """Bring the new times to the pace of those before: a machine is slower at some moments."""
+    """Scale the new times to the pace of earlier ones, since the machine's speed varies."""
     old, plain = before.get((None, 1), []), times.get((None, 1), [])
     new = plain[len(old) :]
     if old and new:
@@ -229,7 +229,7 @@ _lock = threading.Lock()
 
 
 def kind_of(law: Law) -> tuple[bool, ...]:
-    """The properties of a law that change the time of a round."""
+    """The properties of a law that affect the time of a round."""
     return law.do_sample, law.warp is not None, law.reads_history
 
 
@@ -241,10 +241,10 @@ def cost_tables(
     seconds: float | None = None,
     now: Callable[[], float] = time.perf_counter,
 ) -> list[CorrectedCosts]:
-    """The costs of each source, measured when they are first asked for, and corrected by rounds.
+    """The costs of each source, measured when first requested, and corrected by rounds.
 
     Args:
-        seconds: to spend on measuring now, at least two sweeps; for callers that want costs.
+        seconds: time to spend on measuring now, at least two sweeps, if the caller needs costs.
     """
     where = (model.execution, model.dtype, model.device, model.weights.vocabulary, model.threads)
     sources = [source_of(model, draft) for draft in drafts]
@@ -263,7 +263,7 @@ def cost_tables(
     if seconds is None:
         costs = [ContextCosts(partial(later, number)) for number in range(len(sources))]
     else:
-        costs = measured()  # they hold numbers only, and outlive the models that they are of
+        costs = measured()  # they contain only numbers, and outlive their models
     return [
         CorrectedCosts(each, calibration.corrections, source.key)
         for each, source in zip(costs, sources, strict=True)
@@ -271,7 +271,7 @@ def cost_tables(
 
 
 def machine(model: Sublayers) -> dict[str, Any]:
-    """Where and how a model's passes run, as JSON values; threads on a CPU only."""
+    """Where and how a model's passes run, as JSON values; threads only on a CPU."""
     facts: dict[str, Any] = {
         "hardware": hardware(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -281,7 +281,7 @@ def machine(model: Sublayers) -> dict[str, Any]:
 
 
 def place(model: Sublayers, rows: int) -> dict[str, Any]:
-    """The conditions that a cost table is valid for, as JSON values for a skip config."""
+    """The conditions under which a cost table is valid, as JSON values for a skip config."""
     return {**machine(model), "batch_size": rows, "draft_vocabulary": model.weights.vocabulary}
 
 
@@ -294,11 +294,11 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
     if skip.costs is None:
         return None
     here = place(model, rows)
-    there = {"draft_vocabulary": model.vocabulary, **skip.costs}  # of all tokens, if none is named
+    there = {"draft_vocabulary": model.vocabulary, **skip.costs}  # all tokens unless stated
     elsewhere = {name: there[name] for name in here if there.get(name, here[name]) != here[name]}
     if elsewhere:
         warnings.warn(
-            "the skip config's costs are left aside, as they were measured for "
+            "the skip config's costs are ignored, since they were measured for "
             f"{', '.join(f'{name} {value}' for name, value in elsewhere.items())}; here it is "
             f"{', '.join(str(here[name]) for name in elsewhere)}",
             stacklevel=2,
@@ -309,11 +309,11 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
 
 
 def _places(model: Sublayers, rows: int, context: int) -> Iterator[Place]:
-    """Where rounds are timed for a batch whose texts get so long."""
-    # what an encoder has read is read for the rows that there are
+    """The places where rounds are timed for a batch whose texts reach this length."""
+    # With an encoder, only the present rows have encoder states.
     many = 1 if model.read else min(_MOST_ROWS, 1 << (rows - 1).bit_length())
     yield from (Place(each, CONTEXT) for each in sorted({1, many}))
-    # compiled passes would be compiled anew, and the library's own caches have no free slots
+    # Compiled passes would be compiled again, and the library's own caches have no free slots.
     token = 0.0 if model.execution in ("compiled", "whole") else keys_read(model.key_bytes(), _FAR)
     if token:
         far = min(_FAR, model.max_positions * 3 // 4, int(_KEYS * _FAR / (many * token)))

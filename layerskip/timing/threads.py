@@ -1,4 +1,4 @@
-"""Finds the number of CPU threads on which a model decodes fastest: too many only wait."""
+"""Finds the number of CPU threads on which a model decodes fastest; surplus ones only wait."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from layerskip.model.sublayers import Sublayers
 _BUDGET = 0.3  # seconds after which no further sweep starts
 _SWEEPS = 5
 _PASSES = 3  # in a row with one number of threads; the first starts them and is not timed
-_LONG = 0.1  # seconds; a pass that long gains from every thread
-_WORTH = 1.1  # more threads have to be this many times as fast
+_LONG = 0.1  # seconds; a pass this long gains from every thread
+_WORTH = 1.1  # minimum factor of speed for more threads
 
 
 @contextmanager
 def cpu_threads(count: int | None) -> Iterator[int]:
-    """Sets torch's number of CPU threads, if given, and restores it afterwards."""
+    """Set torch's number of CPU threads, if given, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -32,13 +32,13 @@ def cpu_threads(count: int | None) -> Iterator[int]:
 
 
 def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_counter) -> int:
-    """The best number of threads to decode one prompt on, at most torch's own number.
+    """The best number of threads for decoding one prompt, at most torch's own number.
 
     Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second or
-    until it is clear, and takes the smallest number that hardly any other beats. It returns torch's
-    own number on other devices, with compiled passes (each number would need compiling), if passes
-    are so long that every thread pays, and if other processes need the cores at the moment: such a
-    moment says nothing of later ones, and passes take fewer threads by themselves while it lasts.
+    until the result is clear. It takes the smallest number that is not clearly slower than another.
+    It returns torch's own number on other devices, with compiled passes (each number would need
+    compiling), if passes are so long that every thread pays, and if other processes need the cores
+    at the moment: that says nothing about later, and passes then use fewer threads by themselves.
     """
     most = torch.get_num_threads()
     if most == 1 or model.device.type != "cpu" or model.execution == "compiled":
@@ -57,7 +57,7 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
                 torch.set_num_threads(count)
                 for number in range(_PASSES):
                     start = now()
-                    passes.verify(token[None], [(0, 0)])  # at a place that is never committed
+                    passes.verify(token[None], [(0, 0)])  # at a position that is never committed
                     if number:
                         seconds[count].append(now() - start)
                 with model.disturbed():

@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: a small file for each format."""
+"""How models write tool calls and reasoning: one small file per format."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FORMATS: dict[str, Format] = {
     "gemma4": Gemma4(),
     "functiongemma": FunctionGemma(),
 }
-"""Formats of tool calls by their names for `--tool-parser`."""
+"""Formats of tool calls by their names in `--tool-parser`."""
 
 REASONING: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "gemma4": ("<|channel>thought\n", "<channel|>"),
     "mistral": ("[THINK]", "[/THINK]"),
 }
-"""The marks around reasoning by their names for `--reasoning-parser`."""
+"""The marks around reasoning by their names in `--reasoning-parser`."""
 
 
 def format_of(name: str, template: str | None) -> Format | None:
-    """The format of tool calls of that name; "auto": the one whose marks a chat template has.
+    """The format of tool calls with that name; "auto": the one whose marks a chat template has.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no format of that name.
     """
     if name == "none":
         return None
@@ -44,7 +44,7 @@ def format_of(name: str, template: str | None) -> Format | None:
 
 
 def reasoning_of(name: str, template: str | None) -> tuple[str, str] | None:
-    """The marks around reasoning, chosen as `format_of` does."""
+    """The marks around reasoning, chosen as in `format_of`."""
     if name == "none":
         return None
     if name != "auto":

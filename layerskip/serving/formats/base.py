@@ -1,4 +1,4 @@
-"""What a format of tool calls is, and calls that are objects of JSON."""
+"""The interface of tool call formats, and calls in the form of JSON objects."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from layerskip.grammars import closed
 
 Tool = Mapping[str, Any]
-"""A function as clients describe it: `name`, and perhaps `parameters`, a JSON schema."""
+"""A function as clients describe it: `name`, and optionally `parameters`, a JSON schema."""
 Mark = Callable[[str], str]
-"""A mark in a grammar: the token of that text if there is one, else its characters."""
+"""A mark in a grammar: the token with that text if there is one, otherwise its characters."""
 IN_A_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -21,10 +21,10 @@ class Call(ABC):
     """A tool call that is being written.
 
     Attributes:
-        name: of the function, once it is known.
+        name: the function's name, once it is known.
         arguments: JSON, as far as it is known.
-        text: what was read.
-        rest: what was written behind the call; None while it goes on.
+        text: the text read so far.
+        rest: the text after the call; None while the call continues.
     """
 
     def __init__(self) -> None:
@@ -34,21 +34,21 @@ class Call(ABC):
         self.rest: str | None = None
 
     def feed(self, text: str) -> None:
-        """Reads on."""
+        """Read more text."""
         self.text += text
         self._read()
 
     @abstractmethod
     def _read(self) -> None:
-        """Look at `text` again, which has grown; a call without a name at its end is none."""
+        """Read `text` again after it has grown. A call that ends without a name is not a call."""
 
 
 class Format(ABC):
     """How a model writes tool calls.
 
     Attributes:
-        begin: the mark that a call begins with.
-        marks: texts of tokens that are read, though a tokenizer may call them special.
+        begin: the mark at the beginning of a call.
+        marks: texts of tokens to read even if a tokenizer calls them special.
     """
 
     begin: str
@@ -60,39 +60,39 @@ class Format(ABC):
 
     @abstractmethod
     def call(self) -> Call:
-        """Begins to read a call, behind its mark."""
+        """Start reading a call, after its mark."""
 
     def starts(self, text: str, first: bool) -> tuple[int, int] | None:
-        """Where in a text a call's mark begins and ends; None: there is none.
+        """Where a call's mark begins and ends in a text; None if there is none.
 
         Args:
-            first: whether nothing but spaces was written before.
+            first: whether nothing but spaces precedes it.
         """
         place = text.find(self.begin)
         return None if place < 0 else (place, place + len(self.begin))
 
     def another(self, rest: str) -> int | None:
-        """Where in the text behind a call the next one begins that needs no mark of its own."""
+        """Where the next call without its own mark begins in the text after a call, or None."""
         return None
 
     def after(self, rest: str) -> str:
-        """What is written behind the last call, without what belongs to the calls."""
+        """The text after the last call, without parts that belong to the calls."""
         return rest
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
-        """A Lark grammar of calls, whose rule `calls` is one call, or one and more."""
+        """A Lark grammar whose rule `calls` is one call, or one or more if `several`."""
 
 
 class JsonCall(Call):
     """`{"name": ..., "arguments": {...}}`, whose arguments are read as they come.
 
     Args:
-        end: what stands behind the object.
+        end: the text that follows the object.
 
     Attributes:
         values: the finished values of the object by their keys, as they are written.
-        ends: where in the text each of them ends.
+        ends: where each of them ends in the text.
     """
 
     def __init__(self, end: str = "") -> None:
@@ -101,7 +101,7 @@ class JsonCall(Call):
         self.values: dict[str, str] = {}
         self.ends: dict[str, int] = {}
         self._place = self._depth = 0
-        self._string: int | None = None  # where the present string begins
+        self._string: int | None = None  # where the current string begins
         self._escaped = False
         self._key = ""
         self._value: int | None = None  # where a value of the outermost object begins
@@ -120,7 +120,7 @@ class JsonCall(Call):
             self.rest = self._behind(self.text[self._place :])
 
     def _argued(self) -> str:
-        """The arguments so far; those in a string of JSON, as some models write, when whole."""
+        """The arguments so far. As a JSON string, which some models write, only when complete."""
         keys = ("arguments", "parameters")
         whole = next((self.values[key] for key in keys if key in self.values), None)
         if whole is None:
@@ -131,7 +131,7 @@ class JsonCall(Call):
         return "{}" if self._closed and not whole else whole
 
     def _behind(self, rest: str) -> str | None:
-        """What is written behind the object and its end; None: its end may come."""
+        """The text after the object and its end; None: its end may still come."""
         if self.name is None or not self._end:
             return rest
         before, end, after = rest.partition(self._end)
@@ -171,10 +171,10 @@ class JsonCall(Call):
 
 
 class NamedCall(Call):
-    """A name and an object of arguments behind it.
+    """A name followed by an object of arguments.
 
     Args:
-        pattern: of what stands before the object; its first group is the name.
+        pattern: matches the text before the object; its first group is the name.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -190,7 +190,7 @@ class NamedCall(Call):
                 return
             named = re.fullmatch(self._pattern, head)
             if named is None:
-                self.rest = ""  # no call
+                self.rest = ""  # not a call
                 return
             self.name, self._taken, self._object = named[1], len(head), JsonCall()
             self._object.feed(f'{{"name": "{self.name}", "arguments": ')
@@ -214,10 +214,10 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 def json_calls(tools: Sequence[Tool], key: str) -> str:
-    """A Lark rule `call` of objects with a name and arguments.
+    """A Lark rule `call` for objects with a name and arguments.
 
     Args:
-        key: what the arguments are called.
+        key: the key of the arguments.
     """
     kinds = [
         {

@@ -1,4 +1,4 @@
-"""Gemma 4 and FunctionGemma: `call:name{key:value}` between marks, strings between marks, too."""
+"""Gemma 4 and FunctionGemma: `call:name{key:value}` between marks, with marks around strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from layerskip.serving.formats.base import Call, Format, Mark, Tool, schema_of
 
 
 class _Call(Call):
-    """A call that is read when it is whole, as its arguments are no JSON."""
+    """A call that is read only when complete, as its arguments are not JSON."""
 
     def __init__(self, end: str, quote: str) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class _Call(Call):
 
 
 def _value(text: str, at: int, quote: str) -> tuple[Any, int]:
-    """A value that begins there, and where it ends.
+    """Parse the value at a position; returns it and the position of its end.
 
     Raises:
-        ValueError, IndexError: there is none.
+        ValueError, IndexError: there is no value.
     """
     at += len(text[at:]) - len(text[at:].lstrip())
     if text.startswith(quote, at):
@@ -95,7 +95,7 @@ class FunctionGemma(Gemma4):
 
 
 def _rule(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str:
-    """The name of a rule for values of a schema, which is added to the rules.
+    """Add a rule for values of a schema to the rules; returns its name.
 
     Raises:
         ValueError: this notation has no rule for such values.
@@ -137,7 +137,7 @@ _WORDS = {
 
 
 def _object(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str:
-    """Properties in their order; what need not be there may be left out."""
+    """A rule for properties in their order; optional ones may be left out."""
     properties = schema.get("properties") or {}
     required = [name for name in properties if name in schema.get("required", ())]
     others = [name for name in properties if name not in required]
@@ -145,6 +145,6 @@ def _object(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str
     if required:
         body = ' "," '.join(rule[name] for name in required)
         body += "".join(f' ("," {rule[name]})?' for name in others)
-    else:  # one of them at most: commas between any of them would need many rules
+    else:  # at most one optional property: commas between several would need many rules
         body = f"({' | '.join(rule[name] for name in others)})?" if others else ""
     return f'"{{" {body} "}}"'

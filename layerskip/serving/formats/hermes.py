@@ -1,4 +1,4 @@
-"""Hermes, and most models of Qwen: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+"""Hermes, and most Qwen models: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
 from __future__ import annotations
 

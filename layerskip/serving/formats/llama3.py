@@ -1,4 +1,4 @@
-"""Llama 3.1 and later: an answer that is `{"name": ..., "parameters": ...}` and nothing else."""
+"""Llama 3.1 and later: an answer consisting only of `{"name": ..., "parameters": ...}`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from layerskip.serving.formats.base import Call, Format, JsonCall, Mark, Tool
 
 
 class _Call(Call):
-    """One of both ways, as its first character tells."""
+    """A call in either notation, depending on its first character."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A chat's answer taken apart as it comes: content, reasoning and tool calls."""
+"""Splits a chat's answer as it comes into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Reader:
     """Reads an answer.
 
     Args:
-        format_: of tool calls; None: there are none.
+        format_: format of tool calls; None: there are none.
         reasoning: the marks around reasoning; None: there is none.
-        inside: whether the answer begins within reasoning, as the prompt ends with its mark.
-        several: whether more than one call counts.
+        inside: whether the answer begins inside reasoning, since the prompt ends with its mark.
+        several: whether more than one call is allowed.
 
     Attributes:
-        calls: how many calls there are.
+        calls: number of calls.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class Reader:
         self._format, self._reasoning, self._several = format_, reasoning, several
         self._inside = inside and reasoning is not None
         self._call: Call | None = None
-        self._mark = ""  # of the present call
-        self._told: int | None = None  # characters of the present call's arguments
-        self._between = False  # behind a call, perhaps before another
-        self._begun = False  # whether there is content but for spaces, before or between calls
-        self._fresh = False  # spaces that come now are none of the content
+        self._mark = ""  # of the current call
+        self._told: int | None = None  # number of reported characters of its arguments
+        self._between = False  # after a call, perhaps before another
+        self._begun = False  # whether there is content other than spaces before or between calls
+        self._fresh = False  # whether spaces that come now are not content
         self._text = ""
         self.calls = 0
 
     def feed(self, text: str, last: bool = False) -> list[Delta]:
-        """What a client is told of more text.
+        """Read more text; returns what to report to a client.
 
         Args:
-            last: whether it is the end.
+            last: whether the text ends here.
         """
         if self._format is None and self._reasoning is None:
             return [{"content": text}] if text else []
@@ -65,7 +65,7 @@ class Reader:
         return deltas
 
     def _step(self, deltas: list[Delta], last: bool) -> bool:
-        """Take something from the text; False: more must come first."""
+        """Process a part of the text; False if more text is needed first."""
         if self._inside:
             return self._reason(deltas, last)
         if self._call is not None:
@@ -85,7 +85,7 @@ class Reader:
         return bool(end)
 
     def _search(self, deltas: list[Delta], last: bool) -> bool:
-        """Content, up to a mark."""
+        """Report content up to a mark."""
         if self._fresh:
             self._text = self._text.lstrip()
             self._fresh = not self._text
@@ -112,10 +112,10 @@ class Reader:
         return True
 
     def _tell(self, deltas: list[Delta], count: int, *, keep: bool, last: bool) -> None:
-        """Tell so many characters of content.
+        """Report `count` characters of content.
 
         Args:
-            keep: whether spaces that begin it may be content; they wait for what follows.
+            keep: whether leading spaces may be content; they wait for what follows.
         """
         text, spaces = self._text[:count], not self._begun and not self._text[:count].strip()
         if spaces and keep and not last:
@@ -130,7 +130,7 @@ class Reader:
         call.feed(text)
         ended = call.rest is not None
         if call.name is None:
-            if ended or last:  # no call: it is content
+            if ended or last:  # not a call, but content
                 rest = call.rest or ""
                 shown = self._mark + call.text[: len(call.text) - len(rest)]
                 deltas.append({"content": shown})
@@ -151,7 +151,7 @@ class Reader:
         return ended
 
     def _go_on(self, last: bool) -> bool:
-        """Behind a call: another one, or something else."""
+        """Continue after a call: with another one, or with something else."""
         assert self._format is not None
         follows = self._format.another(self._text)
         if follows is not None:
