@@ -191,7 +191,7 @@ def test_trainings_that_do_not_begin(checkpoint, prompts, tmp_path, monkeypatch)
     for text, words in (
         ("", "given.txt are empty"),
         ("\n \n", "given.txt are empty"),
-        ("w5 w6\n", "training needs 2 prompts or texts at least"),
+        ("w5 w6\n", "training needs at least 2 prompts or texts"),
         ('{"prompt": 3}', "given.txt, line 1: prompt must be a string"),
     ):
         path.write_text(text)

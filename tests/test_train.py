@@ -521,7 +521,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
             training(tmp_path / "none", model, kind=kind, skip=skip)
     assert not (tmp_path / "none").exists()
     training(tmp_path / "a", model)
-    with pytest.raises(ValueError, match="a holds no finished training"):
+    with pytest.raises(ValueError, match="a has no finished training"):
         judging.trained_skip(tmp_path / "a")
     with pytest.raises(ValueError, match=r"holds a training with another seed \(0, now 1\)"):
         training(tmp_path / "a", model, seed=1)
@@ -538,7 +538,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         (["--minutes", "-1"], "--minutes must be more than 0 minutes and finite, got -1"),
         (["--minutes", "1", "--timeout", "60"], "give --timeout SECONDS or --minutes M, not both"),
         (["--rate", "-1"], "rate must be 0 or more and finite, got -1"),
-        (["--skip", "exit.json"], "what is healed is what a draft rounds"),
+        (["--skip", "exit.json"], "healing corrects what a draft rounds"),
         (["--skip", "exit.json", "--draft", "heads"], "--skip needs --draft healed"),
         (["--draft", "assistant"], "--draft assistant needs --start NAME"),
         (["--start", "x"], "--start needs --draft assistant or eagle3; leave it out with healed"),

@@ -1,5 +1,5 @@
-"""Systems of papers, which work here and pay nowhere by our own figures (see docs/experiments.md).
+"""Systems from papers, which work here but pay nowhere by our measurements (docs/experiments.md).
 
-They use the public protocols only. Users choose them by name (see `layerskip.registry`), and no
-other room imports or names them.
+They use only the public protocols. Users choose them by name (see `layerskip.registry`); no other
+part imports or names them.
 """

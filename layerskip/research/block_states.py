@@ -1,8 +1,8 @@
-"""How trained blocks draft: by states with keys and values of their own.
+"""Drafting with trained blocks, by states that have their own keys and values.
 
-A block behind an exit reads the target's states there, which are exact for every accepted token.
-The others read the target's last states, which do not exist for the tokens that they draft.
-Letters: R rows of a pass, T tokens, K streams, H hidden width, V vocabulary.
+A block after an exit reads the target's states there, which are exact for every accepted token. The
+others read the target's last states, which do not exist for the tokens that they draft.
+Shapes: R rows of a pass, T tokens, K streams, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from layerskip.model.backend import Block
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass
 
-TOGETHER = 64  # the most tokens that streams see in the pass that drafts
+TOGETHER = 64  # maximum number of tokens that streams see in the pass that drafts
 
 
 class _Layered(Following):
-    """A module with a decoder layer, whose keys and values lie in a cache of their own."""
+    """A module with a decoder layer, whose keys and values are in a separate cache."""
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch)
@@ -43,11 +43,11 @@ class _Layered(Following):
         """The layer's inputs for tokens (R, T) from those places on, (R, T, H).
 
         Args:
-            rows: of a pass, if it is of some.
+            rows: rows of a pass, if only some are needed.
         """
 
     def catch_up(self) -> Tensor:
-        """Feed all tokens that were not seen yet; states after the last ones, (R, H)."""
+        """Feed all tokens not seen yet; returns the states after the last ones, (R, H)."""
         starts, missing, tokens = self.latest(self.missing())
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
@@ -77,7 +77,7 @@ class _Layered(Following):
 
 
 class ExitState(_Layered):
-    """Drafts behind an exit."""
+    """Drafts from the states after an exit."""
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
@@ -101,7 +101,7 @@ class FeatureState(_Layered):
         super().__init__(batch, draft)
         self.tap: int = batch.model.num_sublayers
         self.best = BEST
-        self.features: Tensor  # of the token that was fed last, (R, 1, H)
+        self.features: Tensor  # of the token fed last, (R, 1, H)
 
     def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
         features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
@@ -117,7 +117,7 @@ class FeatureState(_Layered):
         return self.head(self.features.transpose(0, 1), None)[0]
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        # its own drafts were fed with its own features, not with the target's
+        # Its own drafts were fed with its own features, not with the target's.
         super().commit(row, emitted, min(steps, 1))
 
 
@@ -128,7 +128,7 @@ class StreamsState(FeatureState):
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
-        # places behind the longest draft have no slots, and are not needed
+        # Places after the longest draft have no slots, and are not needed.
         self.longest = self.count = min(self.block.count, batch.slots - batch.total - 1)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
@@ -144,5 +144,5 @@ class StreamsState(FeatureState):
             inputs = torch.cat([self.inputs(starts, tokens), ahead], 1)
             out = self.advance(inputs, starts, self.blocks)
             self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
-        # a round's last step may come after the last draft
+        # A round's last step may follow the last draft.
         return self.raw[:, min(offset, self.count - 1)]

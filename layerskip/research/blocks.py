@@ -1,11 +1,11 @@
-"""Trained blocks of papers, and the drafts that they make.
+"""Trained blocks from papers, and their drafts.
 
-- `ExitBlock`: a decoder layer behind an early exit (Kangaroo, Liu et al. 2024, arXiv 2404.18911);
-- `FeatureBlock`: a decoder layer over the model's last hidden state and the token that followed it,
-  fed with its own output where it runs ahead (EAGLE, Li et al. 2024, arXiv 2401.15077);
+- `ExitBlock`: a decoder layer after an early exit (Kangaroo, Liu et al. 2024, arXiv 2404.18911);
+- `FeatureBlock`: a decoder layer over the model's last hidden state and the token that followed it;
+  to draft further, it is fed its own output (EAGLE, Li et al. 2024, arXiv 2401.15077);
 - `Streams`: several tokens in one pass of such a layer, in which learned streams after the last
   token attend to the text (the n-stream attention of ProphetNet, Qi et al. 2020, arXiv 2001.04063).
-Letters: B rows, T tokens, H hidden width, K streams.
+Shapes: B rows, T tokens, H hidden width, K streams.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _WholeTexts:
 
     Args:
         hidden: the inputs, (B, T K, H).
-        streams: K. Every token has its own place and K - 1 places ahead of it, the streams. They
+        streams: K. Every token has its own place and K - 1 places ahead of it, the streams. These
             see the text up to the token and each other; other tokens do not see them.
 
     Attributes:
@@ -63,7 +63,7 @@ class _WholeTexts:
 
 
 class Layer(nn.Module):
-    """An extra decoder layer, built like one of a model's.
+    """An additional decoder layer, built like one of a model's.
 
     It attends like the model's layers with full attention, if there are any, and begins with the
     weights of the last of these.
@@ -72,17 +72,17 @@ class Layer(nn.Module):
     def __init__(self, model: Architecture) -> None:
         super().__init__()
         self.architecture = model
-        # one with keys and values of its own, in the way of the full layers if there are any
+        # A layer with its own keys and values, with full attention if there are such layers.
         writing = [part for part in model.parts if part.writes]
         full = [part for part in writing if part.kind == "full_attention"]
         part = (full or [each for each in writing if each.kind == writing[-1].kind])[-1]
         built = deepcopy(part.module)
         for name, parameter in [*built.named_parameters()]:
-            # storage of its own: the model's may hold several weights together
+            # Separate storage, since a tensor of the model may contain several weights.
             owner = built.get_submodule(name.rpartition(".")[0])
             value = nn.Parameter(parameter.detach().clone(), parameter.dtype.is_floating_point)
             setattr(owner, name.rpartition(".")[2], value)
-        built.self_attn.layer_idx = 0  # in a cache of its own
+        built.self_attn.layer_idx = 0  # in a separate cache
         self.built = built.eval()
         self.parts = model.parts_of(0, built, part.window, part.kind)
         self.kind, self.window = part.kind, part.window
@@ -93,7 +93,7 @@ class Layer(nn.Module):
         return blocks
 
     def forward(self, hidden: Tensor, streams: int = 1) -> Tensor:
-        """Hidden states (B, T, H) of whole texts to as many; tokens see those before them.
+        """Map hidden states (B, T, H) of whole texts; tokens see those before them.
 
         With streams (B, T K, H), as for `_WholeTexts`.
         """
@@ -111,7 +111,7 @@ class _Layered(DraftModule):
     """A module with a decoder layer.
 
     Attributes:
-        layer: it.
+        layer: the decoder layer.
     """
 
     layer: Layer
@@ -129,12 +129,12 @@ class _Layered(DraftModule):
 
 
 class ExitBlock(_Layered):
-    """A decoder layer behind an early exit, with keys and values of its own."""
+    """A decoder layer after an early exit, with its own keys and values."""
 
     behind_exit = True
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """For training: states of whole texts at the exit, (B, T, H), to states for the head.
+        """For training: map states of whole texts at the exit, (B, T, H), to states for the head.
 
         Position t has seen tokens 0 to t and predicts token t + 1.
         """
@@ -145,10 +145,10 @@ class ExitBlock(_Layered):
 class FeatureBlock(_Layered):
     """A decoder layer over a token and the last hidden state of the token before it.
 
-    Its output predicts the token's own last hidden state (before the final norm), so that it can
-    be fed with its output instead of the model's. At first it passes the state on unchanged: on
-    demo-gemma2 that gains .04 of overlap after 100,000 tokens, on SmolLM2 nothing. So the outputs
-    of its layer's attention and MLP begin as zeros.
+    Its output predicts the token's own last hidden state (before the final norm), so its output can
+    replace the model's as an input. The outputs of its layer's attention and MLP begin as zeros, so
+    that at first it passes the state on unchanged: on demo-gemma2 that gains .04 of overlap after
+    100,000 tokens, on SmolLM2 nothing.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -157,20 +157,20 @@ class FeatureBlock(_Layered):
         with torch.no_grad():
             self.fuse.weight.copy_(torch.eye(*self.fuse.weight.shape))
             for name, parameter in self.layer.built.named_parameters():
-                if "o_proj" in name or "down_proj" in name:  # of experts, too
+                if "o_proj" in name or "down_proj" in name:  # including those of experts
                     parameter.zero_()
 
     def join(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """The layer's inputs: both in the scale of the features, (..., H) each."""
+        """Combine both to the layer's inputs, in the scale of the features, (..., H) each."""
         pair, scale = scaled(features, embedded)
         out: Tensor = self.fuse(pair) * scale
         return out
 
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """For training, of whole texts, (B, T, H) each to (B, T, H).
+        """For training on whole texts: (B, T, H) each to (B, T, H).
 
-        Position t holds token t: its embedding, and the last hidden state of token t - 1 (zeros
-        before the first; in later passes perhaps the block's own). It predicts token t + 1.
+        Position t has token t: its embedding, and the last hidden state of token t - 1 (zeros
+        before the first; in later passes possibly the block's own). It predicts token t + 1.
         """
         out: Tensor = self.layer(self.join(features, embedded))
         return out
@@ -179,7 +179,7 @@ class FeatureBlock(_Layered):
 class Streams(FeatureBlock):
     """Predicts K tokens in one pass: a `FeatureBlock` with K - 1 streams after the last token.
 
-    A stream gets the same inputs, combined with weights of its own. Its position is further on. It
+    A stream gets the same inputs, combined with its own weights. Its position is further on. It
     sees the text and the streams before it, and predicts the token after its position.
 
     Args:
@@ -189,7 +189,7 @@ class Streams(FeatureBlock):
     def __init__(self, model: Architecture, count: int = 4) -> None:
         super().__init__(model)
         self.ahead = linear_of(model, 2, count - 1)
-        nn.init.zeros_(self.ahead.weight)  # copies of the token would pull its weights away
+        nn.init.zeros_(self.ahead.weight)  # as copies they would pull the token's weights away
         self.count = count
 
     @classmethod
@@ -210,7 +210,7 @@ class Streams(FeatureBlock):
         return torch.cat([first, self.streams(features, embedded)], -2)
 
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """For training, of whole texts, (B, T, H) each to (B, T, K, H).
+        """For training on whole texts: (B, T, H) each to (B, T, K, H).
 
         Position t is as in `FeatureBlock`; stream k (from 0) predicts token t + 1 + k.
         """

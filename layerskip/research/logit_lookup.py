@@ -1,11 +1,11 @@
-"""The source that looks up logits which the target has computed after the same few tokens.
+"""The source that looks up logits that the target computed earlier after the same few tokens.
 
-It keeps the target's best scores at every place that it has computed, also behind drafts that it
-rejected. A draft takes those behind the longest suffix that it has seen before, and draws from them
-by the distribution and the noise of its own place: what the target would draw now, not what it drew
-then.
+It stores the target's best scores at every position computed, including those after rejected
+drafts. A draft uses the scores stored for the longest suffix seen before, and draws from them with
+the law and the noise of its own position: the token that the target would draw now, not the one it
+drew then.
 
-Letters: N positions, K tokens kept of each, V vocabulary.
+Shapes: N positions, K tokens kept of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from layerskip.model.branches import along
 from layerskip.research.stored_logits import SUFFIX, StoredLogits, best_of
 from layerskip.research.trees import best_first
 
-_LEAST = 0.02  # chance of a token to be accepted
-OF_A_TEXT = 2**12  # places that each text keeps where texts come and go
+_LEAST = 0.02  # minimum chance of acceptance for a token
+OF_A_TEXT = 2**12  # positions stored per text, where texts come and go
 
-# For the best tokens of a place: by the tokens in common, by the margin of the scores, and of those
-# behind the best one by rank.
+# Priors for the best tokens of a position: by the number of tokens in common, by the margin of the
+# scores, and for tokens after the best one by rank.
 _SUFFIX_PRIOR = (0.22, 0.44, 0.59, 0.7)
 _MARGIN_EDGES = (0.5, 1.5, 4.0)
 _MARGIN_FACTORS = (0.6, 0.85, 1.1, 1.35)
@@ -43,11 +43,11 @@ class LogitLookup(Source):
     """Drafts from stored logits of the target.
 
     Args:
-        laws: where logits are stored, also for later calls; by default every call begins with none.
-        branches: the most tokens that are drafted behind one, 8 at most.
-        lookup: tokens looked up in texts join the trees, each as one of the best behind its node.
-        known: of earlier texts, looked up, too, and left as they are; perhaps of a file.
-        longest: the most tokens of a tree.
+        laws: where logits are stored, also for later calls; by default every call starts empty.
+        branches: maximum number of tokens drafted after one, at most 8.
+        lookup: looked-up tokens join the trees, each as one of the best after its node.
+        known: logits of earlier texts (from a file, for example), which are used but not changed.
+        longest: maximum number of tokens in a tree.
     """
 
     key, name = "lookup-laws", "laws"
@@ -79,11 +79,11 @@ class LogitLookup(Source):
 
 
 class _Best(NamedTuple):
-    """The best tokens behind a node of a tree.
+    """The best tokens after a node of a tree.
 
     Attributes:
-        suffix: how many tokens their place has in common with the node's.
-        margin: of the scores of the best two.
+        suffix: number of tokens that their stored position has in common with the node's.
+        margin: between the scores of the best two.
     """
 
     tokens: list[int]
@@ -92,7 +92,7 @@ class _Best(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """What was last offered to a row: what each node follows, its token, the best behind nodes."""
+    """The last proposal to a row: each node's parent, its token, and the best after nodes."""
 
     parents: list[int]
     tokens: list[int]
@@ -105,10 +105,10 @@ class _State(State):
     def __init__(self, batch: Batch, stored: StoredLogits, source: LogitLookup) -> None:
         super().__init__(batch)
         self.source = source
-        self.stored = [stored for _ in batch.prompts]  # where each row's are added
+        self.stored = [stored for _ in batch.prompts]  # where each row's logits are added
         self.copies = None if source.lookup is None else source.lookup.open(batch)
         self.copy_acceptance, self.acceptance = CopyAcceptance(), BestAcceptance()
-        self._copied: dict[int, Proposal] = {}  # by row, what was last looked up in texts
+        self._copied: dict[int, Proposal] = {}  # by row, the last proposal looked up in texts
         self._trees: dict[int, _Tree] = {}
         self.ends = [prompt[-SUFFIX:].tolist() for prompt in batch.prompts]
 
@@ -121,7 +121,7 @@ class _State(State):
         def behind(
             node: int, chance: float, here: tuple[list[int], int, bool]
         ) -> Iterator[tuple[bool, float, int, tuple[list[int], int, bool]]]:
-            context, depth, copies = here  # the last tokens, how many, whether they are the copy's
+            context, depth, copies = here  # the last tokens, how many, and whether they are copied
             rates: dict[int, float] = {}
             best = self._best(row, depth, context)
             if best is not None:
@@ -147,7 +147,7 @@ class _State(State):
     def _best(self, row: int, depth: int, context: list[int]) -> _Best | None:
         tables = [self.stored[row], *self.source.fixed]
         places = [(*table.find(context), table) for table in tables]
-        suffix, place, table = max(places, key=itemgetter(0))  # of equals the first
+        suffix, place, table = max(places, key=itemgetter(0))  # the first of equals
         if not suffix:
             return None
         tokens = table.tokens[place].tolist()  # (K,)
@@ -160,7 +160,7 @@ class _State(State):
         return _Best([tokens[i] for i in best[:branches]], suffix, margin)
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
-        """Count which of the tokens behind the nodes on the text's path were right."""
+        """Count which of the tokens after the nodes on the text's path were right."""
         copied = self._copied.pop(row, NOTHING)
         for depth, (ours, came) in enumerate(zip(copied.tokens or (), emitted, strict=False)):
             self.copy_acceptance.observe((copied.match or 0) + depth, ours == came)
@@ -202,10 +202,10 @@ class _State(State):
 
 
 class BestAcceptance:
-    """Estimates of which of the best tokens behind a context that was seen before is the next one.
+    """Estimates which of the best tokens after a known context comes next.
 
-    The best one's chance depends on the suffix in common and on the margin between its score and
-    the second one's; that of each further one, if it is not the best, on its rank alone.
+    The best one's chance depends on the common suffix and on the margin between the two best
+    scores; that of each further one, if the best is wrong, only on its rank.
     """
 
     def __init__(self) -> None:
@@ -218,14 +218,14 @@ class BestAcceptance:
         self._missed = _WEIGHT
 
     def chances(self, best: _Best) -> list[float]:
-        """The chances of the tokens, the best one's first."""
+        """The chances of the tokens, starting with the best one."""
         row, column = self._bin(best)
         first = self._won[row][column] / self._seen[row][column]
         rest = (1.0 - first) / self._missed
         return [first, *(rest * won for won in self._others)][: len(best.tokens)]
 
     def observe(self, best: _Best, rank: int | None) -> None:
-        """Count the rank of the token that came, 0 for the best, None for none of them."""
+        """Count the rank of the actual token: 0 for the best, None for none of them."""
         row, column = self._bin(best)
         self._won[row][column] += rank == 0
         self._seen[row][column] += 1.0

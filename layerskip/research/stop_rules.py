@@ -1,6 +1,6 @@
-"""Published rules of when to stop drafting: of `transformers`, SVIP, DISCO, and a gate.
+"""Published rules for when to stop drafting: those of `transformers`, SVIP, DISCO, and a gate.
 
-Those that look at distributions are told of them by `Observer`. Each row is on its own.
+Rules that use distributions receive them through `Observer`. Each row is independent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Heuristic(Controller):
         return int(min(self._lengths[row], allowed))
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
-        if drafted == 0:  # nothing was drafted, so nothing was learned about drafting
+        if drafted == 0:  # without a draft there is nothing to learn
             return
         length = self._lengths[row]
         self._lengths[row] = min(
@@ -43,7 +43,7 @@ class Heuristic(Controller):
 
 
 class _Observer(Controller):
-    """What the other rules have in common: a threshold, and the most tokens of a round."""
+    """Common parts of the other rules: a threshold, and a maximum number of tokens per round."""
 
     def __init__(self, threshold: float, max_draft_length: int) -> None:
         self.threshold, self.max_draft_length = threshold, max_draft_length
@@ -57,18 +57,18 @@ class _Observer(Controller):
         return min(self.max_draft_length, allowed)
 
     def see_draft(self, row: int, confidence: float, entropy: float) -> None:
-        """Nothing: some rules look at the target only."""
+        """Ignored: some rules use only the target."""
 
     def see_target(self, row: int, probability: float, entropy: float) -> None:
-        """Nothing: some rules look at the draft only."""
+        """Ignored: some rules use only the draft."""
 
 
 class Entropy(_Observer):
     """SVIP: stops after a token from a distribution of high entropy.
 
-    Zhang et al. 2024, arXiv 2411.18462: a token is accepted with at least 1 - sqrt(c H), H the
-    draft's entropy; drafting stops where sqrt(c H) exceeds a threshold. The published code has
-    c = .15, the threshold .3 and at most 40 tokens. It asks for no probability of the token.
+    Zhang et al. 2024, arXiv 2411.18462: a token is accepted with at least 1 - sqrt(c H), where H is
+    the draft's entropy; drafting stops when sqrt(c H) exceeds a threshold. The published code has
+    c = .15, threshold .3 and at most 40 tokens. The token's probability is not used.
     """
 
     _SCALE = 0.15
@@ -92,9 +92,9 @@ class Classifier(_Observer):
     """DISCO: stops after a token that a learned classifier expects to be rejected.
 
     Mamou et al. 2024, arXiv 2405.04304: C_i = FFN(Concat(TopK(y_i), Ent(y_i), i)) of the draft's
-    distribution y_i at place i, trained on recorded drafts; drafting stops where C_i says so. Here
-    it is a logistic regression on the token's confidence, the entropy, and the place. It learns
-    while decoding, from every draft up to its first rejected token.
+    distribution y_i at place i, trained on recorded drafts, decides when to stop. Here it is a
+    logistic regression on the token's confidence, the entropy, and the place. It learns during
+    decoding, from every draft up to its first rejected token.
 
     Args:
         threshold: the probability of acceptance below which it stops.
@@ -106,7 +106,7 @@ class Classifier(_Observer):
         super().__init__(threshold, max_draft_length)
 
     def forget(self, row: int) -> None:
-        # at first three tokens of four are accepted, whatever their features are
+        # Initially three of four tokens are accepted, whatever their features.
         self._learned[row] = _Regression((1.1, 0.0, 0.0, 0.0), (4.0, 16.0, 1.0, 0.1))
         self._seen[row] = []
 
@@ -137,7 +137,7 @@ class _Regression:
     """Logistic regression, learned one outcome at a time.
 
     Every outcome takes one Newton step with the curvature of all so far (an extended Kalman
-    filter), so that there is no learning rate to choose.
+    filter), so there is no learning rate to choose.
     """
 
     def __init__(self, weights: Sequence[float], variances: Sequence[float]) -> None:
@@ -164,11 +164,11 @@ class _Regression:
 
 
 class TargetConfidence(_Observer):
-    """Drafts where the target was sure of the last token, and else takes a plain step.
+    """Drafts if the target was sure of the last token; otherwise takes a plain step.
 
     A gate in front of a fixed length (ccs96307's notes on speculative decoding, 22 November 2024):
-    after a verification the target decodes on by itself while its largest probability is below
-    a threshold. The distribution has been computed anyway.
+    after a verification the target decodes on by itself while its largest probability is below a
+    threshold. That distribution has been computed anyway.
     """
 
     needs_confidence = False

@@ -1,6 +1,6 @@
 """A model's best raw logits by the last few tokens before them, and their file format.
 
-Letters: N positions, K tokens kept of each, V vocabulary, S places.
+Shapes: N positions, K tokens kept of each, V vocabulary, S stored positions.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
 
 SUFFIX = 4
-"""Tokens of the longest suffix that is looked up."""
+"""Number of tokens in the longest suffix that is looked up."""
 
 MOST = 2**14
-"""Places that are kept, at most, where nobody says otherwise."""
+"""Default maximum number of stored positions."""
 
 _KEPT = 32  # K
-_PLACE = 1024  # bytes of one, about
+_PLACE = 1024  # approximate bytes per stored position
 _BLOCK = 64  # neighbouring tokens
 PIECE = 512  # tokens of a text that are read together
 _SCHEMA = "layerskip laws 1"
@@ -46,11 +46,11 @@ class StoredLogits:
     """The best raw logits of a model, by the tokens before them.
 
     Args:
-        most: places to keep, the latest ones; `MOST` by default. A place takes about a kilobyte, of
-            which 256 bytes are tokens and logits.
+        most: maximum number of positions, of which the latest are kept; `MOST` by default. Each
+            takes about a kilobyte, of which 256 bytes are tokens and logits.
 
     Attributes:
-        tokens, logits: of every place, the likeliest first, (S, K).
+        tokens, logits: for every position, likeliest first, (S, K).
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -60,16 +60,16 @@ class StoredLogits:
         self._lock = threading.Lock()
         self._readers = WeakSet[object]()  # decodings in progress
         self._model: str | None = None  # its fingerprint
-        self._file: str | None = None  # that they came from
+        self._file: str | None = None  # the file they came from
         self._clear()
 
     def __len__(self) -> int:
-        """Places that are kept."""
+        """The number of stored positions."""
         return len(self._contexts)
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes they take."""
+        """Their approximate size in bytes."""
         return _PLACE * len(self)
 
     def _clear(self) -> None:
@@ -78,13 +78,13 @@ class StoredLogits:
         self._places: dict[tuple[int, ...], int] = {}
 
     def check(self, model: Sublayers, reader: object | None = None) -> None:
-        """Drop everything if it is of another model than this one.
+        """Drop everything if it belongs to a model other than this one.
 
         Args:
-            reader: a decoding that reads it for as long as this object lives.
+            reader: a decoding that reads the logits as long as this object lives.
 
         Raises:
-            ValueError: it came from a file of another model, or is read by a decoding of another.
+            ValueError: another model's file or a running decoding of another model uses them.
         """
         fingerprint = model.weights.fingerprint()
         with self._lock:
@@ -114,11 +114,11 @@ class StoredLogits:
                 self._readers.add(reader)
 
     def add(self, contexts: Sequence[Sequence[int]], raw: Tensor) -> None:
-        """Keep raw logits (N, V) behind contexts, the last tokens of each."""
+        """Store raw logits (N, V) that follow contexts, given by the last tokens of each."""
         self.keep(contexts, *best_of(raw))
 
     def keep(self, contexts: Sequence[Sequence[int]], tokens: Tokens, logits: Numbers) -> None:
-        """Keep the best of raw logits behind contexts, as `best_of` has them, (N, K) each."""
+        """Store the best of raw logits that follow contexts, as from `best_of`, (N, K) each."""
         with self._lock:
             if not self._contexts:
                 shape = self.most, tokens.shape[1]  # (S, K)
@@ -141,15 +141,15 @@ class StoredLogits:
     def learn(
         self, model: Any, text: Sequence[int], progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Keep what a model says behind every token of a text.
+        """Store a model's logits after every token of a text.
 
         Args:
             model: a causal language model, or one opened as `Sublayers`.
             text: its tokens.
-            progress: told how many of them are read, and of how many.
+            progress: called with the number of tokens read, and their total.
 
         Raises:
-            ValueError: a token that is none of the model's.
+            ValueError: a token is not in the model's vocabulary.
         """
         opened = opened_of(model)
         self.check(opened)
@@ -160,7 +160,7 @@ class StoredLogits:
             )
         longest = min(2 * PIECE, opened.max_positions)
         for first in range(0, len(text), longest // 2):
-            # each piece but the first begins with what the one before read, for context
+            # Each piece except the first begins with the end of the one before, for context.
             begin, end = max(0, first - longest // 2), min(first + longest // 2, len(text))
             tokens = torch.tensor([text[begin:end]], device=opened.device)  # (1, T)
             hidden, step = opened.first_pass(tokens)  # (1, T, H)
@@ -171,11 +171,11 @@ class StoredLogits:
                 progress(end, len(text))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write them to a file, whole or not at all; it has 272 bytes a place.
+        """Write the logits to a file atomically, with 272 bytes per position.
 
         Raises:
             ValueError: nothing has been learned.
-            OSError: the folder cannot be written, or the disk is full.
+            OSError: the folder cannot be written to, or the disk is full.
         """
         with self._lock:
             if not self._contexts or self._model is None:
@@ -191,10 +191,10 @@ class StoredLogits:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StoredLogits:
-        """Those in a file. They are of one model; any other one is refused.
+        """Read the logits in a file. They belong to one model; any other is rejected later.
 
         Raises:
-            ValueError: the file cannot be read, or is not one that `save` has written.
+            ValueError: the file cannot be read, or was not written by `save`.
         """
         try:
             arrays = load(read_file(path))
@@ -213,7 +213,7 @@ class StoredLogits:
         return stored
 
     def find(self, context: Sequence[int]) -> tuple[int, int]:
-        """The length of the longest suffix that was seen, 0 for none, and its place."""
+        """The length of the longest known suffix, 0 for none, and its stored position."""
         for key in suffixes(tuple(context[-SUFFIX:])):
             place = self._places.get(key)
             if place is not None:
@@ -226,7 +226,7 @@ def _bytes(text: str) -> npt.NDArray[np.uint8]:
 
 
 def _damage(arrays: Arrays) -> str | None:
-    """What is wrong with the arrays of a file, if anything is."""
+    """What is wrong with the arrays of a file, or None."""
     names = ("schema", "model", "contexts", "tokens", "logits")
     if missing := [name for name in names if name not in arrays]:
         return f"it lacks {missing[0]}"
@@ -248,12 +248,12 @@ def _damage(arrays: Arrays) -> str | None:
 
 
 def suffixes(context: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The suffixes of a context, the longest first."""
+    """The suffixes of a context, longest first."""
     return [context[first:] for first in range(len(context))]
 
 
 def best_of(raw: Tensor) -> tuple[Tokens, Numbers]:
-    """The best tokens of raw logits (N, V), and their logits, the likeliest first, (N, K) each."""
+    """The best tokens of raw logits (N, V), and their logits, likeliest first, (N, K) each."""
     logits, tokens = (each.cpu() for each in largest_of(raw.float(), _KEPT))
     return tokens.int().numpy(), logits.numpy()
 
@@ -261,13 +261,13 @@ def best_of(raw: Tensor) -> tuple[Tokens, Numbers]:
 def largest_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The largest of values (N, V), in order, and their indices, (N, K) each: K = min(count, V).
 
-    As `topk`, which would take several times as long on a CPU.
+    Like `topk`, which would take several times as long on a CPU.
     """
     count = min(count, values.shape[1])
     if missing := -values.shape[1] % _BLOCK:
         values = F.pad(values, (0, missing), value=-float("inf"))
     blocks = values.unflatten(1, (-1, _BLOCK))  # (N, V / 64, 64)
-    # the blocks with the largest maxima hold them
+    # The blocks with the largest maxima contain them.
     best = blocks.amax(2).topk(min(count, blocks.shape[1])).indices  # (N, M)
     held = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)  # (N, 64 M)
     largest, at = held.topk(count)  # (N, K) each

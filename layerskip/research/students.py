@@ -1,6 +1,6 @@
-"""Training of corrected weights, and of blocks and streams.
+"""Training of corrected weights, blocks and streams.
 
-Letters: B windows, T tokens of one, H hidden width, R rows and C columns of a weight, r rank.
+Shapes: B windows, T tokens of one, H hidden width, R rows and C columns of a weight, r rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from layerskip.training.students import AHEAD, BlockStudent, HeadsStudent, Stude
 
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 ROLLOUTS = 3
-"""Steps that a feature block runs ahead of the target in training."""
+"""Number of steps that a feature block runs ahead of the target in training."""
 
 
 class Healing(Student):
-    """A skip config's draft, with deltas of low rank to train on its rounded linears.
+    """A skip config's draft, with trainable low-rank deltas on its rounded linear modules.
 
     The forward pass runs the draft over whole windows: every place sees the draft's keys and values
     before it, where decoding has the target's. By default everything is in 4 bits and the head in
@@ -38,7 +38,7 @@ class Healing(Student):
         dtype: of the rounded weights.
 
     Attributes:
-        inner, outer: (r, C) and (R, r) of every rounded linear, by name.
+        inner, outer: (r, C) and (R, r) for every rounded linear module, by name.
     """
 
     rate = 1e-3
@@ -48,7 +48,7 @@ class Healing(Student):
     def skip_for(cls, kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
         resolved = (skip or FOUR_BITS).resolve(num_layers)
         if resolved.low is None:
-            raise ValueError("what is healed is what a draft rounds, and this one rounds nothing")
+            raise ValueError("healing corrects what a draft rounds, but this one rounds nothing")
         trained = resolved.trained
         if trained is not None and trained.module:
             raise ValueError(f"a draft of kind {trained.kind} cannot be healed; name another")
@@ -114,7 +114,7 @@ class Healing(Student):
 
 
 class ExitStudent(BlockStudent):
-    """A layer of its own behind an exit, by default behind a quarter of the layers."""
+    """A separate layer after an exit, by default after a quarter of the layers."""
 
     rate = 3e-3
     tapped = True
@@ -140,7 +140,7 @@ class ExitStudent(BlockStudent):
 class FeatureStudent(BlockStudent):
     """Runs over the texts several times, from the second time on with its own outputs as features.
 
-    Then all keys come from its own features; in decoding only those of drafted tokens do.
+    Then all keys come from its own features; in decoding, only those of drafted tokens do.
     """
 
     def make(self, model: Sublayers) -> DraftModule:

@@ -1,4 +1,4 @@
-"""Published losses of drafts, for comparison with the default, and Muon in place of AdamW."""
+"""Published losses for drafts, for comparison with the default, and Muon instead of AdamW."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def kl(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> 
 
 
 def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
-    """TVD++ (Goel et al. 2024, 2403.00858): TV's policy gradient, the advantages normalised.
+    """TVD++ (Goel et al. 2024, 2403.00858): TV's policy gradient with normalised advantages.
 
-    TV falls along E_q[r grad log q] with the reward r = 1 where p > q. Here the expectation is
-    taken over all of q, and r has its mean and its deviation under q taken out.
+    TV decreases along E_q[r grad log q] with reward r = 1 where p > q. Here the expectation is
+    taken over all of q, and r is normalised by its mean and deviation under q.
     """
     log_q = F.log_softmax(logits / temperature, -1)
     q = log_q.detach().exp()
@@ -33,14 +33,14 @@ def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: floa
 
 
 MUON = 5.0
-"""Muon's rate over AdamW's: scaled to AdamW's size, its steps learn a fifth as much at first."""
+"""Muon's rate over AdamW's: scaled to AdamW's size, its steps at first learn a fifth as much."""
 
 
 def muon(parameters: Iterable[nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for matrices, and AdamW for the rest.
 
     Raises:
-        ValueError: this torch lacks it.
+        ValueError: this version of torch lacks it.
     """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Trees: the default controller with tokens beside the likeliest verified, where these may pay."""
+"""Trees: the default controller, also verifying tokens beside the likeliest if that may pay."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.sources.base import State
 
 LEAST = 0.01
-"""The least chance of a token outside of the chain."""
+"""Minimum chance of a token outside the chain."""
 
-# Of the tokens behind the best one, where that is wrong: their priors by rank, and weight.
+# Priors for the tokens after the best one if that is wrong, by rank, and their weight.
 _LATER_PRIOR = (0.5, 0.15, 0.08, 0.05, 0.03, 0.02, 0.02)
 _LATER_WEIGHT = 6.0
 
 
 @dataclass(slots=True)
 class Place:
-    """What a draft says of a place.
+    """A draft's results at a position.
 
     Attributes:
         confidence: of the best token.
         tokens: the best ones, in order.
-        rates: how likely each is to be right if what is before the place is.
-        behind: by token what the draft says behind it, where it was asked.
+        rates: the probability that each is right, if everything before the position is.
+        behind: by token, the draft's results after it, if known.
     """
 
     confidence: float
@@ -41,12 +41,12 @@ class Place:
         return zip(self.tokens, self.rates, strict=False)
 
     def precede(self, said: Place, *, everywhere: bool) -> None:
-        """Attach the next place behind the best token; with `everywhere`, behind each token."""
+        """Attach the next position after the best token; with `everywhere`, after each token."""
         self.behind.update(dict.fromkeys(self.tokens if everywhere else self.tokens[:1], said))
 
 
 class Node(NamedTuple):
-    """A token to verify: its chance, what it follows, and itself."""
+    """A token to verify: its chance, its parent, and the token itself."""
 
     chance: float
     parent: int
@@ -58,13 +58,13 @@ def best_first(
     behind: Callable[[int, float, Any], Iterable[tuple[bool, float, int, Any]]],
     here: Any,
 ) -> list[Node]:
-    """The likeliest tokens of a tree, in falling order, each behind its parent.
+    """The likeliest tokens of a tree, in decreasing order, each after its parent.
 
     Args:
-        most: how many.
-        behind: what may follow a node, told its number, its chance, and its place. Of each token:
-            whether those without it come first, its chance, itself, and its place.
-        here: the place of the row's last token.
+        most: maximum number of tokens.
+        behind: called with a node's number, chance and position; gives for each token that may
+            follow: whether it ranks after all others, its chance, itself, and its position.
+        here: the position of the row's last token.
     """
     nodes, chance, order = list[Node](), 1.0, count()
     waiting: list[tuple[bool, float, int, int, int, Any]] = []
@@ -82,12 +82,12 @@ def best_first(
 def grown(
     root: Place, most: int, *, chain: int = 0, ends: frozenset[int] = frozenset()
 ) -> list[Node]:
-    """`best_first` of what a draft has said.
+    """`best_first` on the results of a draft.
 
     Args:
-        root: the place behind the row's last token.
-        chain: so many best tokens, one behind the other, come first, whatever their chances.
-        ends: tokens behind which nothing follows.
+        root: the position after the row's last token.
+        chain: number of best tokens in a chain that come first, whatever their chances.
+        ends: tokens that nothing follows.
     """
 
     def behind(
@@ -102,9 +102,9 @@ def grown(
 
 
 class GrownTrees:
-    """A controller's `trees`, whose rounds ask it where a source takes steps.
+    """A controller's `trees`, which rounds use if a source takes steps.
 
-    The controller tells chances of tokens, and how many to verify.
+    The controller provides the chances of tokens, and how many to verify.
 
     Args:
         gains: the controller, with the methods of `TreeGain`.
@@ -112,16 +112,16 @@ class GrownTrees:
 
     def __init__(self, gains: Any) -> None:
         self.gains = gains
-        self.said: dict[int, Place] = {}  # by row, of the place behind its last token
+        self.said: dict[int, Place] = {}  # by row, results at the position after its last token
 
     def begin(self, ends: Sequence[frozenset[int]], longest: int, state: State) -> None:
-        """A round begins, with the ends of text by row, and the most tokens of a row verified."""
+        """Begin a round, with the ends of text by row, and a maximum number of tokens per row."""
         self.ends, self.longest, self.everywhere = ends, longest, state.everywhere
         self.said = {}
-        self._latest: dict[int, Place] = {}  # by row, of the last place of its chain
+        self._latest: dict[int, Place] = {}  # by row, the last position of its chain
 
     def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
-        """Told the best tokens of a row's next place, the first of which it has drafted."""
+        """Record the best tokens of a row's next position, of which the first was drafted."""
         said = Place(confidence, tokens, self.gains.rates(confidence, len(tokens)))
         if row in self._latest:
             self._latest[row].precede(said, everywhere=self.everywhere)
@@ -132,10 +132,10 @@ class GrownTrees:
     def choose(
         self, chains: Mapping[int, int]
     ) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
-        """What rows verify once all steps are done: tokens, and what each one follows.
+        """The tokens for rows to verify once all steps are done, and the parent of each.
 
         Args:
-            chains: by row, how many tokens of its chain are verified in any case.
+            chains: by row, the number of tokens of its chain that are verified in any case.
         """
         trees = {
             row: grown(self.said[row], self.longest, chain=chain, ends=self.ends[row])
@@ -154,7 +154,7 @@ class GrownTrees:
         }
 
     def learn(self, row: int, tokens: Sequence[int]) -> None:
-        """Told the tokens that the target has accepted of a row, and its own next one."""
+        """Learn from the tokens that the target accepted for a row, and its own next one."""
         said = self.said.get(row)
         for token in tokens:
             if said is None:
@@ -167,29 +167,29 @@ class GrownTrees:
 
 
 class TreeGain(ExpectedGain):
-    """`ExpectedGain` that also has tokens verified beside those of chains.
+    """`ExpectedGain` that also verifies tokens outside of chains.
 
-    Each is taken by its chance and by what another token in a pass costs.
+    Each is chosen by its chance, and by the cost of another token in a pass.
     """
 
     def _start(self) -> None:
         super()._start()
         self.trees = GrownTrees(self)
-        self._later = [LaterAcceptance() for _ in self._sources]  # behind the best token
+        self._later = [LaterAcceptance() for _ in self._sources]  # for tokens after the best one
 
     def rates(self, confidence: float, count: int) -> Sequence[float]:
-        """P(right) of the `count` best tokens of a place, if what is before the place is right."""
+        """P(right) of the `count` best tokens at a position, if everything before it is right."""
         confidence_bin = bin_of(confidence)
         best = self._drafting.acceptance.given_confidence[confidence_bin]
         later = self._later[self._round.source or 0].given_wrong(confidence_bin, count - 1)
         return best, *((1.0 - best) * rate for rate in later)
 
     def widen(self, rows: Mapping[int, tuple[int, Sequence[float]]]) -> int:
-        """How many tokens to verify of a row, at most, once the round's last step is done.
+        """The maximum number of tokens of a row to verify, after the round's last step.
 
         Args:
-            rows: by row, how many are verified in any case, and the chances of all: of these first,
-                then of the others, the likeliest first.
+            rows: by row, how many are verified in any case, and the chances of all: first of these,
+                then of the others, likeliest first.
         """
         round_, source = self._round, self._drafting
         width = max(round_.looked_up, *(chain for chain, _ in rows.values()))
@@ -205,7 +205,7 @@ class TreeGain(ExpectedGain):
         return max(width, round_.looked_up)
 
     def see_rank(self, row: int, confidence: float, rank: int | None) -> None:
-        """Reports which token was right at a drafted place, before `update`: 0 for the best one.
+        """Report which token was right at a drafted position, before `update`: 0 for the best one.
 
         None: it was none of the best ones.
         """
@@ -216,20 +216,20 @@ class TreeGain(ExpectedGain):
             self._later[self._round.source or 0].observe(confidence_bin, rank)
 
     def _learn_steps(self, row: int, drafted: int, accepted: int) -> None:
-        if row not in self._told:  # else `see_rank` has counted its places
+        if row not in self._told:  # otherwise `see_rank` has counted its positions
             super()._learn_steps(row, drafted, accepted)
 
     def _count(self, row: int, drafted: int) -> None:
-        if row not in self._told:  # else `widen` has counted
+        if row not in self._told:  # otherwise `widen` has counted
             super()._count(row, drafted)
 
     def _end_round(self) -> None:
         super()._end_round()
-        self._told: set[int] = set()  # rows of which `see_rank` was called in this round
+        self._told: set[int] = set()  # rows for which `see_rank` was called in this round
 
 
 class LaterAcceptance:
-    """Estimates of how often each token behind the best one is right where that is wrong.
+    """Estimates how often each token after the best one is right if that is wrong.
 
     By the best one's confidence, as in `Acceptance`, and by rank, 1 for the second-best.
     """
@@ -240,7 +240,7 @@ class LaterAcceptance:
         self._all, self._places = [_LATER_WEIGHT * prior for prior in _LATER_PRIOR], _LATER_WEIGHT
 
     def given_wrong(self, confidence_bin: int, count: int = 1) -> list[float]:
-        """The chances of so many tokens there, the second-best's first."""
+        """The chances of the next `count` tokens, starting with the second-best."""
         here, seen = self._won[confidence_bin], self._seen[confidence_bin] + _LATER_WEIGHT
         prior = _LATER_WEIGHT / self._places
         return [
@@ -249,7 +249,7 @@ class LaterAcceptance:
         ]
 
     def observe(self, confidence_bin: int, rank: int | None) -> None:
-        """Count the rank of the token that came, None for none of them."""
+        """Count the rank of the actual token, None for none of them."""
         self._seen[confidence_bin] += 1.0
         self._places += 1.0
         if rank is not None and rank <= len(_LATER_PRIOR):

@@ -1,1 +1,1 @@
-"""Training of a draft for a frozen model, and measuring what it is worth."""
+"""Training of a draft for a frozen model, and measurement of its value."""

@@ -1,9 +1,9 @@
 """Training an official assistant of Gemma 4 (see `layerskip.model.assistants`).
 
 The target is frozen and reads each text once. From every place the assistant drafts a few tokens:
-each step has the text's token, as only drafts that were right so far matter, and the h of the step
-before. Its distributions are brought towards the target's.
-Letters: B texts, T tokens of one, S steps, P = T - S places, H the target's width, V vocabulary.
+each step gets the text's token, since only drafts that were right so far matter, and the h of the
+previous step. Its distributions are brought closer to the target's.
+Shapes: B texts, T tokens of one, S steps, P = T - S places, H the target's width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from layerskip.training.students import AHEAD, Student
 
 @dataclass(frozen=True)
 class TargetReading:
-    """What an assistant reads of its target, for texts (B, T).
+    """The target's results that an assistant reads, for texts (B, T).
 
     Attributes:
-        embedded: its tokens, (B, T, H).
-        states: behind the final norm, (B, T, H).
+        embedded: embeddings of the tokens, (B, T, H).
+        states: after the final norm, (B, T, H).
         logits: with the softcap, (B, T, V).
         keys: by layer type, keys and values of the last layer that writes them, (B, G, T, D) each.
     """
@@ -50,8 +50,8 @@ class TargetReading:
 
 @torch.no_grad()
 def read(target: Sublayers, ids: Tensor) -> TargetReading:
-    """One pass of a Gemma 4 over texts (B, T)."""
-    cache: Any = DynamicCache()  # without a config every layer keeps all keys
+    """Run a Gemma 4 once over texts (B, T)."""
+    cache: Any = DynamicCache()  # without a config, every layer keeps all keys
     out = target.decoder(ids, past_key_values=cache, use_cache=True)
     states: Tensor = out.last_hidden_state
     with torch.autocast(ids.device.type, enabled=False):  # laws need more than half precision
@@ -104,7 +104,7 @@ def distance(drafted: list[Tensor], reading: TargetReading, temperature: float) 
 
 @torch.no_grad()
 def overlaps(drafted: list[Tensor], reading: TargetReading, temperature: float) -> list[float]:
-    """Each step's mean share of drafted tokens that are accepted, those before it being right."""
+    """Each step's mean acceptance, given that the tokens before are right."""
     return [
         overlap(logits, _ahead(reading, step, logits), temperature).item()
         for step, logits in enumerate(drafted)
@@ -117,14 +117,14 @@ def _ahead(reading: TargetReading, step: int, like: Tensor) -> Tensor:
 
 
 def save_assistant(assistant: Any, output: Path) -> None:
-    """Write an assistant's checkpoint to a folder, whole or not at all, after loading it back.
+    """Write an assistant's checkpoint to a folder atomically, and verify it by loading.
 
     Raises:
-        ValueError: what was written is not what it is.
+        ValueError: the loaded weights differ.
     """
     partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     assistant.save_pretrained(partial)
-    for file in partial.iterdir():  # the library makes weights private to their owner
+    for file in partial.iterdir():  # the library makes weight files readable by their owner only
         file.chmod(0o644)
     loaded = load_assistant(partial).state_dict()
     for name, weight in assistant.state_dict().items():
@@ -138,9 +138,9 @@ class _Assistant(Student):
 
 
 class AssistantTraining(Training):
-    """Training an assistant further in a folder, on the target's answers or on texts as they are.
+    """Trains an assistant further in a folder, on the target's answers or on given texts.
 
-    It and the record of what came of it are kept there, under the name of the kind.
+    The assistant and its record are kept in the folder, under the name of the kind.
 
     Args:
         start: the assistant's checkpoint: a folder or a Hub id.
@@ -162,20 +162,20 @@ class AssistantTraining(Training):
         **said: Any,
     ) -> None:
         self.start: Any = start
-        self.check(opened)  # refuses a wrong one now, not in an hour
+        self.check(opened)  # rejects a wrong start now, not in an hour
         super().__init__(opened, corpus, replace(recipe, kind=self.kind), folder, **said)
 
     def check(self, opened: Sublayers) -> None:
-        """Refuse a start that does not fit the model."""
+        """Raise an error for a start that does not fit the model."""
         loaded = load_assistant(self.start, dtype=opened.dtype).to(opened.device)
         Official(opened, Sublayers(loaded, "modules"))
 
     def begun(self, texts: list[data.TrainingText]) -> Any:
-        """The assistant as training begins."""
+        """The assistant at the beginning of training."""
         return load_assistant(self.start)
 
     def unrolled(self, assistant: Any, ids: Tensor) -> tuple[list[Tensor], TargetReading]:
-        """Its steps over texts (B, T), and what it reads there."""
+        """Its steps over texts (B, T), and the target's results there."""
         reading = read(self.opened, ids)
         return unrolled(assistant, reading, AHEAD), reading
 
@@ -189,7 +189,7 @@ class AssistantTraining(Training):
         return super()._identity() | {"start": self.start}
 
     def further(self) -> dict[str, Any]:
-        """Run all stages; returns the record."""
+        """Run all stages, and return the record."""
         path = self.folder / f"{self.kind}.json"
         if not path.exists():
             self._train_further(*self._windows(), path)
@@ -204,7 +204,7 @@ class AssistantTraining(Training):
         dtype, assistant = assistant.dtype, assistant.float()
         began = time.monotonic()
         before = self._judged(assistant, ids)
-        judging = time.monotonic() - began  # as long as it takes once more
+        judging = time.monotonic() - began  # judging again will take as long
 
         def loss_of(numbers: list[int]) -> Tensor:
             return distance(*self._unrolled(assistant, ids, numbers), temperature)

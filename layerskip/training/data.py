@@ -1,9 +1,9 @@
-"""Texts to train a draft on: a model's own answers, or texts as they are.
+"""Texts for training a draft: a model's own answers, or given texts.
 
-A draft predicts its target's texts, so it is trained on them: answers sampled as in serving, to a
-person's prompts or, without any, to questions that the model makes up. Each batch of texts is a
-file, written whole or not at all, and a function of the seed and its number. So a training that was
-killed continues with the next batch.
+A draft predicts its target's texts, so it is trained on them: answers sampled as in serving, to the
+user's prompts or, without any, to questions that the model makes up. Each batch of texts is a file,
+written atomically, and a function of the seed and its number. So a training that was killed
+continues with the next batch.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from layerskip.prompts import Prompt
 BATCH = 48
 """Texts decoded together."""
 HELD_OUT = 8
-"""One of so many prompts is held out of training."""
+"""One of this many prompts is held out of training."""
 LONGEST_QUESTION, LONGEST_ANSWER = 64, 256
 SHORTEST = 16
-"""Tokens that texts have at least on average, however late it is."""
+"""Minimum mean length of texts in tokens, however late it is."""
 _MARK = "\u2042\u2042"
-"""A placeholder for a user's message, to find what the chat template puts around it."""
+"""A placeholder for a user's message, to find the text that the chat template adds around it."""
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokens of a prompt and its continuation; the first `prompt` are the prompt."""
+    """Tokens of a prompt and its continuation; the first `prompt` tokens are the prompt."""
 
     ids: list[int]
     prompt: int
@@ -49,12 +49,12 @@ class Corpus:
 
     Args:
         given: prompts to answer; None: questions that the model makes up.
-        answer: False: the given prompts are complete texts, taken as they are.
+        answer: False if the given prompts are complete texts, to be used unchanged.
         temperature: of the answers.
 
     Attributes:
-        drawn_by: the model that writes: the one given, or a copy of it in another precision.
-        late: of `time.monotonic`, after which texts are cut short.
+        drawn_by: the model that writes: the given one, or a copy of it in another precision.
+        late: time (of `time.monotonic`) after which texts are cut short.
 
     Raises:
         ValueError: too few are given to hold one out.
@@ -72,7 +72,7 @@ class Corpus:
     ) -> None:
         if given is not None and len(given) < 2:
             raise ValueError(
-                f"training needs 2 prompts or texts at least, one of them kept apart to judge by; "
+                f"training needs at least 2 prompts or texts, one of them held out to judge by; "
                 f"got {len(given)}"
             )
         self.model, self.tokenizer = model, tokenizer
@@ -85,7 +85,7 @@ class Corpus:
 
     @contextmanager
     def short_after(self, late: float) -> Iterator[None]:
-        """Meanwhile, texts are cut short after a time (of `time.monotonic`)."""
+        """A context in which texts are cut short after a time (of `time.monotonic`)."""
         self.late = late
         try:
             yield
@@ -93,13 +93,13 @@ class Corpus:
             self.late = math.inf
 
     def batch(self, number: int) -> list[TrainingText]:
-        """The batch of training texts of a number; given texts end, others do not."""
+        """The batch of training texts with this number. Only given texts can run out."""
         if not self.answers:
             mine = self.known[number * BATCH : (number + 1) * BATCH]
             return [TrainingText(ids, 0) for ids in mine]
         if self.known:
             places = range(number * BATCH, (number + 1) * BATCH)
-            # a few prompts are repeated to fill the batch
+            # A few prompts are repeated to fill the batch.
             questions = [self.known[i % len(self.known)] for i in places]
         else:
             questions = self._own_questions(number + 1)
@@ -120,7 +120,7 @@ class Corpus:
         return [start + [token for token in new if token not in start] for start, new in said]
 
     def _own_questions(self, number: int, count: int = BATCH) -> list[list[int]]:
-        """So many questions that the model makes up, as user's turns; or its start token."""
+        """Questions made up by the model, as user turns; without a template its start token."""
         tokenizer = self.tokenizer
         if not tokenizer.chat_template:
             ends = self.model.generation_config.eos_token_id
@@ -177,13 +177,13 @@ class Corpus:
 def collect(
     corpus: Corpus, folder: Path, *, tokens: float, more: Callable[[], bool]
 ) -> Iterator[int]:
-    """Write batches of texts to a folder until they hold so many tokens, or there are no more.
+    """Write batches of texts to a folder until they contain `tokens` tokens, or none are left.
 
     Args:
         more: whether to make another missing batch; the first is always made.
 
     Yields:
-        Tokens so far, after each batch.
+        The number of tokens so far, after each batch.
     """
     folder.mkdir(exist_ok=True)
     number = total = 0
@@ -199,10 +199,10 @@ def collect(
 
 
 def read(path: Path) -> list[TrainingText]:
-    """The texts of a file.
+    """Read the texts of a file.
 
     Raises:
-        ValueError: it is cut off or changed.
+        ValueError: the file is incomplete or changed.
     """
     try:
         return [TrainingText(ids, prompt) for prompt, ids in parse(path.read_bytes())]

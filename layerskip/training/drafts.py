@@ -1,7 +1,7 @@
-"""Training a draft for a frozen model in three stages: texts, features, training.
+"""Trains a draft for a frozen model in three stages: texts, features, training.
 
-Each stage leaves complete files in the working folder, and a second start continues after the last
-of them. `judging` measures the result.
+Each stage leaves complete files in the working folder, and a restart continues after the last of
+them. `judging` measures the result.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from layerskip.training.students import Student
 from layerskip.vocabulary import ranked
 
 TRAINED_FILE = "trained.json"
-"""The skip config of the trained draft, whether it pays or not."""
+"""The skip config of the trained draft, whether or not it pays."""
 RANK = 16
-PASSES = 2  # over the texts, where tokens are asked for
-FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the minutes that are asked for
+PASSES = 2  # over the texts, if a number of tokens is requested
+FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the requested minutes
 LEAST_JUDGING = 60.0
-"""Seconds that judging gets at least, or a third of all."""
-FOR_TEXTS_OF_MODULES = 0.4  # they train in a third of the time, so they see texts about as often
+"""Minimum seconds for judging, but at most a third of the total."""
+FOR_TEXTS_OF_MODULES = 0.4  # modules train three times as fast, so they see texts about as often
 FEW = 20_000
-"""Tokens of answers that, read twice, brought most of the gain of SmolLM2's drafts."""
-APART = 8  # at most so many windows are held out, to measure the curve
+"""Tokens of answers that, read twice, gave most of the gain of SmolLM2's drafts."""
+APART = 8  # maximum number of windows held out to measure the curve
 POINTS = 8  # of the curve, plus one before training
 ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
-"""The precision of a module where products with rounded weights are fast: a step mostly reads
-the head. It is trained with exact weights, which makes hardly a difference."""
+"""The precision of a module if products with rounded weights are fast: a step mostly reads the
+head. It is trained with exact weights, which makes hardly any difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,9 @@ class Recipe(BaseRecipe):
 
     Attributes:
         kind: a name of `layerskip.registry`.
-        skip: what the draft runs of the model; by default what the student's `skip_for` says.
-        tokens: to train on, over all passes; None: as many as `minutes` allow.
-        vocabulary: how many of the target's most frequent tokens the loss looks at.
+        skip: the parts of the model that the draft runs; by default the student's `skip_for`.
+        tokens: number of training tokens over all passes; None: as many as `minutes` allow.
+        vocabulary: how many of the target's most frequent tokens the loss covers.
         rate: by default the kind's own.
 
     Raises:
@@ -74,7 +74,7 @@ class Recipe(BaseRecipe):
             raise ValueError("say how long to train: tokens or minutes")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values; initial weights by their hash, not by their path."""
+        """The recipe as JSON values; initial weights by their hash, not by their path."""
         skip = None if self.skip is None else self.skip.to_dict()
         if skip is not None and "trained" in skip:
             del skip["trained"]["weights"]
@@ -85,16 +85,16 @@ class Training(Stages):
     """A training in a folder.
 
     Args:
-        opened: the model; its weights do not change, and get no gradients from now on.
+        opened: the model; its weights do not change, and have no gradients from now on.
         folder: for the files; empty, or of the same training.
         said: as for `Stages`: progress, say, started.
 
     Attributes:
         skip: the draft's resolved skip config.
-        tap: after how many sublayers it reads states; None: after the last.
-        curve: progress on held-out windows: points of `tokens` trained on, `loss`, and `overlap` by
+        tap: number of sublayers after which it reads states; None: all.
+        curve: progress on held-out windows: points with training `tokens`, `loss`, and `overlap` by
             step of the draft.
-        facts: what was trained, on how much, and how long it took; filled by `run`.
+        facts: what was trained, on how much, and how long it took; set by `run`.
 
     Raises:
         ValueError: the folder holds another training, or the recipe's skip does not suit its kind.
@@ -111,7 +111,7 @@ class Training(Stages):
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
         )
         if self.skip.trained is not None:
-            opened.weights.deltas(self.skip.trained)  # refuses a wrong file now, not in an hour
+            opened.weights.deltas(self.skip.trained)  # rejects a wrong file now, not in an hour
         rate = self.student.rate if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if self.student.tapped else None
@@ -122,7 +122,7 @@ class Training(Stages):
         self.facts: dict[str, Any] = {}
 
     def _identity(self) -> dict[str, Any]:
-        """What makes a training this one."""
+        """The values that identify this training."""
         prompts = len(self.corpus.known) + len(self.corpus.apart)
         return self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
 
@@ -141,7 +141,7 @@ class Training(Stages):
         return SkipConfig.load(self.folder / TRAINED_FILE)
 
     def _windows(self) -> tuple[Tensor, list[data.TrainingText]]:
-        """The texts, which are made where they are missing, and their windows (N, T)."""
+        """The texts, made if missing, and their windows (N, T)."""
         if processes.first():
             self._make_texts()
         processes.wait()
@@ -169,13 +169,13 @@ class Training(Stages):
         if recipe.minutes is not None and self.corpus.answers:
             self._foresee(limit)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
-        if self.half:  # faster, and nearly the model's law
+        if self.half:  # faster, and close to the model's law
             self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
         self.collect(self.corpus, enough, limit)
         self.corpus.drawn_by = self.opened.model
 
     def _foresee(self, seconds: float) -> None:
-        """Say how many tokens the model answers in the time for texts, after timing a pass."""
+        """Estimate how many tokens the model can answer in the time for texts, and say so."""
         ids = torch.ones(1, data.BATCH, dtype=torch.long)
         with torch.no_grad():
             for _ in range(2):  # the first one is slow
@@ -201,18 +201,18 @@ class Training(Stages):
         free = shutil.disk_usage(self.work).free
         if nbytes > free:
             raise ValueError(
-                f"{what} need {nbytes / 1e9:.1f} GB in {self.folder}, {free / 1e9:.1f} GB are "
+                f"{what} need {nbytes / 1e9:.1f} GB in {self.folder}, but {free / 1e9:.1f} GB are "
                 "free; free some, or train on fewer tokens or for fewer minutes"
             )
         if nbytes > 0:
-            self.say(f"{what} take {nbytes / 1e6:.0f} MB of disk while training lasts")
+            self.say(f"{what} take {nbytes / 1e6:.0f} MB on disk during training")
 
     def _frequent(self, texts: list[data.TrainingText]) -> Tensor:
-        """The tokens that the loss looks at: the answers' most frequent, (n,)."""
+        """The tokens that the loss covers: the most frequent in the answers, (n,)."""
         answers = torch.tensor([token for text in texts for token in text.ids[text.prompt :]])
         frequent = ranked([answers], self.opened.vocabulary)[: self.recipe.vocabulary]
         covered = torch.isin(answers, frequent).double().mean().item() if len(answers) else 0.0
-        self.say(f"the loss looks at {len(frequent):,} tokens, {covered:.1%} of the answers'")
+        self.say(f"the loss covers {len(frequent):,} tokens, {covered:.1%} of the answers'")
         self.facts["covered"] = covered
         return frequent.sort().values
 
@@ -251,14 +251,14 @@ class Training(Stages):
     def _trained(
         self, module: nn.Module, ids: Tensor, loss_of: Callable[[list[int]], Tensor], judging: float
     ) -> Iterator[tuple[int, float]]:
-        """Train a module on windows (N, T), but for those kept apart.
+        """Train a module on windows (N, T), except for those held out.
 
         Args:
-            loss_of: of the windows of those numbers.
-            judging: seconds to leave for it.
+            loss_of: the loss of the windows with these numbers.
+            judging: seconds to leave for judging.
 
         Yields:
-            After each step, the tokens trained on, and the share that is done.
+            After each step, the number of training tokens, and the completed share.
         """
         recipe, a_step = self.recipe, self.recipe.rows * ids.shape[1]
 
@@ -272,13 +272,13 @@ class Training(Stages):
             yield tokens, share
 
     def _apart(self, ids: Tensor) -> range:
-        """The numbers of the windows (N, T) that are not trained on."""
+        """The numbers of the windows (N, T) that are held out."""
         count = len(ids) - max(1, min(APART, len(ids) // 16))
         return range(max(self.recipe.rows, count), len(ids))
 
     @torch.no_grad()
     def _measure(self, tokens: int, student: Student, judge: Judge, ids: Tensor) -> None:
-        """Add a point to the curve after so many tokens, from held-out windows."""
+        """Add a point to the curve after `tokens` training tokens, from held-out windows."""
         losses, overlaps = [], []
         with self.precision():
             for number in self._apart(ids):
@@ -311,7 +311,7 @@ class Training(Stages):
         ).save(self.folder / TRAINED_FILE)
 
     def _batch(self, judge: Judge, ids: Tensor, numbers: list[int]) -> TrainingBatch:
-        """The data of a step, from the windows of those numbers."""
+        """The data of a step, from the windows with these numbers."""
         device = self.opened.device
         some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)
         states, tapped = features.states_of(folder, numbers).to(device), None
@@ -321,5 +321,5 @@ class Training(Stages):
 
 
 def means(overlaps: list[list[float]]) -> list[float]:
-    """The mean of each step, over windows."""
+    """The mean of each step over windows."""
     return [sum(step) / len(overlaps) for step in zip(*overlaps, strict=True)]

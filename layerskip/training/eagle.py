@@ -1,9 +1,9 @@
-"""Training an EAGLE-3 head, a new one or one of others further (see `layerskip.model.eagle`).
+"""Trains an EAGLE-3 head: a new one, or an existing one further (see `layerskip.model.eagle`).
 
-The target is frozen. From every place the head drafts a few tokens: each step has the text's token
-and the head's own state of the step before, and sees the text before the place by its states of the
-first step, as in decoding. Its distributions are brought towards the target's.
-Letters: B texts, T tokens of one, S steps, P = T - S places, H the target's width, N depths, D
+The target is frozen. From every place the head drafts a few tokens. Each step gets the text's token
+and the head's own state of the previous step, and sees the text before the place by its states in
+the first step, as in decoding. Its distributions are brought closer to the target's.
+Shapes: B texts, T tokens of one, S steps, P = T - S places, H the target's width, N depths, D
 tokens that the head drafts.
 """
 
@@ -26,12 +26,12 @@ from layerskip.training.students import AHEAD
 
 
 def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
-    """A head for a target that drafts those of its tokens, (D,), with one layer of random weights.
+    """Make a head for a target that drafts these of its tokens, (D,), with one random layer.
 
-    At first it passes on the deepest states that it reads, to the target's own norm and head.
+    At first it passes the deepest states that it reads on to the target's own norm and head.
     """
     config, layers, model = target.config, target.num_layers, target.model
-    usual = [2, layers // 2, layers - 3]  # which differ from eight layers on
+    usual = [2, layers // 2, layers - 3]  # distinct for at least eight layers
     depths = usual if layers >= 8 else sorted({1, (layers + 1) // 2, layers})
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
@@ -93,7 +93,7 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             nn.init.zeros_(head.layers[0].get_submodule(name).weight)  # type: ignore[arg-type]
         nn.init.zeros_(head.fc.weight)[:, -width:].fill_diagonal_(1.0)
-        head.norm.weight.copy_(target.decoder.norm(one)[0, 0])  # a Gemma's has 1 added
+        head.norm.weight.copy_(target.decoder.norm(one)[0, 0])  # includes Gemma's added 1
         head.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
         head.lm_head.weight.copy_(target.unembedding.weight[tokens])
         head.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
@@ -102,7 +102,7 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
 
 @torch.no_grad()
 def read(target: Sublayers, head: Eagle, ids: Tensor) -> TargetReading:
-    """One pass of a target over texts (B, T): states (B, T, N H), and logits of D tokens."""
+    """Run a target once over texts (B, T): states (B, T, N H), and logits of D tokens."""
     with torch.autocast(ids.device.type, enabled=False):
         hidden, step = target.first_pass(ids)
         depths, states, done = head.depths_in(target.num_layers), {}, 0
@@ -133,12 +133,12 @@ def unrolled(head: Eagle, reading: TargetReading, output: Tensor, steps: int) ->
         where = (places + step).to(device)[None]
         state = head(embedded, state, where, seen[None, None], cache)
         found.append(F.linear(head.normed(state), output).float())
-        seen = torch.cat([seen, own], 1)  # (P, (s + 2) P): and its own steps before
+        seen = torch.cat([seen, own], 1)  # (P, (s + 2) P): adds its own earlier steps
     return found
 
 
 class EagleTraining(AssistantTraining):
-    """Training of an EAGLE-3 head; the output head and embeddings stay as they are.
+    """Trains an EAGLE-3 head; the output head and embeddings stay unchanged.
 
     Args:
         start: a head to train further; None: a new one, for the answers' most frequent tokens.

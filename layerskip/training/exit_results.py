@@ -1,4 +1,4 @@
-"""What a training of exits came to: which exits are judged, which is best, the card.
+"""Results of a training of exits: the exits to judge, the best one, and the model card.
 
 Rows of a table are those of `exits.exit_table`.
 """
@@ -13,23 +13,23 @@ from layerskip.costs.speculation import CostTable
 from layerskip.training.judging import formula
 
 JUDGED = 16
-"""Exits that are judged at least, of models that have so many."""
+"""Minimum number of exits to judge, if the model has as many."""
 POINTS = 50
-"""Points of a curve, at most."""
+"""Maximum number of points in a curve."""
 DRAFTED = 8
-"""Tokens of a draft, at most, in what is expected of it."""
+"""Maximum draft length, in tokens, for the expected speedup."""
 
 
 def judged_exits(trained: Sequence[int], layers: int) -> list[int]:
-    """The exits that are judged: those trained, JUDGED at even distances, and the last."""
+    """The exits to judge: those trained, JUDGED evenly spaced ones, and the last."""
     step = max(1, layers // JUDGED)
     return sorted({*trained, *range(step, layers, step), layers})
 
 
 def best_exit(table: list[dict[str, float]]) -> tuple[int, float]:
-    """The early exit with the largest promise, and that: its expected speedup by the formula.
+    """The early exit with the highest expected speedup by the formula, and that speedup.
 
-    Taken are the shares accepted, the same at each depth, and costs by the number of layers.
+    It assumes the accepted shares at every depth, and costs proportional to the number of layers.
     """
     layers, promises = table[-1]["exit"], {}
     for row in table[:-1]:
@@ -48,7 +48,7 @@ def curve(losses: list[float]) -> list[float]:
 
 
 def table_of(record: dict[str, Any]) -> list[list[str]]:
-    """Each trained exit before and after: the cells of a table."""
+    """Each trained exit before and after training: the cells of a table."""
     trained = {*record["recipe"]["exits"], record["best"], record["after"][-1]["exit"]}
     lines = [["exit", "loss", "after", "agreement", "after", "accepted", "after"]]
     for before, after in zip(record["before"], record["after"], strict=True):
@@ -59,7 +59,7 @@ def table_of(record: dict[str, Any]) -> list[list[str]]:
 
 
 def card(record: dict[str, Any]) -> str:
-    """The model card: what was done, and what came of it."""
+    """The model card: what was done, and the results."""
     recipe = record["recipe"]
     lines = table_of(record)
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines[1:])

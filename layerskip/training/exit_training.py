@@ -1,7 +1,7 @@
-"""Continued training of a checkpoint, so that its early exits draft well: `train --recipe exits`.
+"""Trains a checkpoint further so that its early exits draft well: `train --recipe exits`.
 
 Three stages: texts, training, judging. The result is an ordinary checkpoint.
-Letters: B windows, T tokens of one, V vocabulary.
+Shapes: B windows, T tokens of one, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from layerskip.training.stages import BaseRecipe, Stages, StepLoss
 
 RECORD = "train.json"
 APART = 16
-"""Windows kept apart, to judge by."""
+"""Number of windows held out to judge by."""
 FEW = 80_000
-"""Tokens in which demo-gemma2's exits made most of their gain; fewer are told as few."""
+"""Tokens in which demo-gemma2's exits made most of their gain; fewer cause a note."""
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.05
 """Shares of the minutes: for all texts, and for judging once."""
-QUESTION = 64  # tokens of a timed prompt, at most
+QUESTION = 64  # maximum tokens of a timed prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,16 @@ class ExitRecipe(BaseRecipe):
     """The settings of a training of exits.
 
     Attributes:
-        exits: the early exits to train, ascending, of 1..L-1; none: all.
-        loss: of an early exit (see `layerskip.registry`): towards the frozen model's distribution;
-            "ce" towards the text, and the final layer, too, as in LayerSkip.
-        keep: the weight of the final layer's divergence from the frozen model; 0: none is kept.
+        exits: the early exits to train, ascending, in 1..L-1; none: all.
+        loss: of an early exit (see `layerskip.registry`): towards the frozen model's distribution.
+            "ce" is towards the text, and includes the final layer, as in LayerSkip.
+        keep: weight of the final layer's divergence from the frozen model; 0: no frozen model.
         dropout: how often the last layer is dropped; earlier ones less (see `drop_rates`).
         curriculum: which exits a step trains (see `enabled`).
-        lora: rank of low-rank adapters that are trained in place of all weights, and merged at the
+        lora: rank of low-rank adapters that are trained instead of all weights, and merged at the
             end; None: all weights are trained.
-        init: "checkpoint", or "random" weights, which nothing of the model is kept of.
-        steps: to train; None: as many as `minutes` allow.
+        init: "checkpoint", or "random" weights, which keep nothing of the model.
+        steps: number of steps; None: as many as `minutes` allow.
 
     Raises:
         ValueError: a value is out of range, or neither steps nor minutes are given.
@@ -90,7 +90,7 @@ class ExitRecipe(BaseRecipe):
         """The recipe with its exits written out, ascending.
 
         Raises:
-            ValueError: the model has no such exit.
+            ValueError: the model does not have such an exit.
         """
         exits = sorted({*(self.exits or range(1, layers))})
         if not exits or exits[0] < 1 or exits[-1] >= layers:
@@ -103,8 +103,8 @@ class ExitTraining(Stages):
 
     Args:
         model: of an opened family; its weights change.
-        tokenizer: is written beside the checkpoint.
-        corpus: gives the model's own answers; None: there are none.
+        tokenizer: written together with the checkpoint.
+        corpus: provides the model's own answers; None: there are none.
         texts: a file of texts; None: none.
         folder: for the checkpoint; empty, or of the same training.
         said: as for `Stages`.
@@ -147,7 +147,7 @@ class ExitTraining(Stages):
         super().__init__(folder, self._identity(), stages, model.device, **said)
 
     def _identity(self) -> dict[str, Any]:
-        """What makes a training this one."""
+        """The values that identify this training."""
         corpus = self.corpus
         return asdict(self.recipe) | {
             "base": self.base,
@@ -162,7 +162,7 @@ class ExitTraining(Stages):
         return token_files.tokenised(token_files.documents(self.texts), self.tokenizer)
 
     def run(self) -> dict[str, Any]:
-        """Run all stages; returns the record, which is kept in the folder beside the checkpoint."""
+        """Run all stages; returns the record, which is kept together with the checkpoint."""
         path = self.folder / RECORD
         if not path.exists():
             self._run()
@@ -201,7 +201,7 @@ class ExitTraining(Stages):
         self._finish(before, len(tokens))
 
     def _make_texts(self) -> None:
-        """Write the token files, where they are missing."""
+        """Write missing token files."""
         recipe, work = self.recipe, self.work
         if (work / "tokens.json").exists():
             return
@@ -211,7 +211,7 @@ class ExitTraining(Stages):
             lambda _: self.seconds["texts"] < limit, self._given()
         )
         if self.corpus is not None:
-            part = 1 if self.texts is None else 2  # the file gets the other half
+            part = 1 if self.texts is None else 2  # a file provides the other half
             self.collect(self.corpus, need / part, limit / part)
             answers = (text.ids for text in data.all_texts(work / "texts"))
             texts = chain(answers, texts)
@@ -222,7 +222,7 @@ class ExitTraining(Stages):
             self.progress(f"texts: {total:,} tokens", min(1.0, total / need))
 
     def _judged(self, name: str) -> list[dict[str, float]]:
-        """The table of exits on windows kept apart, kept in a file."""
+        """The table of exits on held-out windows, kept in a file."""
         path = self.work / f"{name}.json"
         if not path.exists():
             self.progress(f"judging exits {name} training", 0.0)
@@ -237,9 +237,9 @@ class ExitTraining(Stages):
         return table
 
     def _apart(self) -> Iterator[Tensor]:
-        """The windows kept apart, (N, T + 1); before that one alone, if how many is not known.
+        """The held-out windows, (N, T + 1), preceded by the first alone if N is not known yet.
 
-        They are as many as a share of the minutes suffices for, and the same after training.
+        N is limited by a share of the minutes, and is the same after training.
         """
         tokens, length = token_files.token_file(self.work / token_files.APART), self.recipe.window
         count, path = min(APART, (len(tokens) - 1) // length), self.work / "windows.json"
@@ -284,7 +284,7 @@ class ExitTraining(Stages):
             with self.precision():
                 target = original(ids)  # (B, T, V)
                 logits = self.module(ids, (*exits, last), kept)
-                like = logits[last] if target is None else target  # `ce` does not look at it
+                like = logits[last] if target is None else target  # ignored by `ce`
                 losses = [
                     weight * loss_of(logits[each], like, labels, at)
                     for each, weight in counts.items()
@@ -301,7 +301,7 @@ class ExitTraining(Stages):
             self.curve.append(loss)
 
     def _foresee(self, step_loss: StepLoss, a_step: int, text_tokens: int) -> None:
-        """Say what the minutes suffice for, after a step that is taken back."""
+        """Estimate what is possible in the minutes, after a step that is undone."""
         began = time.monotonic()
         torch.autograd.backward(step_loss(0, 0.0))
         self.module.zero_grad()
@@ -313,9 +313,9 @@ class ExitTraining(Stages):
         )
 
     def _finish(self, before: list[dict[str, float]], text_tokens: int) -> None:
-        """Write the checkpoint and what came of it."""
+        """Write the checkpoint and its results."""
         if processes.count() == 1:
-            self.model.to(self.dtype).float()  # judged as it is written
+            self.model.to(self.dtype).float()  # judge the weights as they will be written
         after = self._judged("after")
         state = _whole_state(self.module)
         if not processes.first():
@@ -349,14 +349,14 @@ class ExitTraining(Stages):
         skip.save(partial / "layerskip.json")
         write_text(partial / "README.md", card(record))
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-            file.chmod(0o644)  # the library makes weights private to their owner
-            file.replace(self.folder / file.name)  # the config, which makes it a checkpoint, last
+            file.chmod(0o644)  # the library makes weight files readable by their owner only
+            file.replace(self.folder / file.name)  # last the config, which completes a checkpoint
         partial.rmdir()
         write_text(self.folder / RECORD, json.dumps(record, indent=2, allow_nan=False) + "\n")
         shutil.rmtree(self.work)
 
     def _timed(self, folder: Path, best: int) -> tuple[SkipConfig, dict[str, Any]]:
-        """The skip config for a checkpoint, after its exit was timed, and those times."""
+        """The skip config for a checkpoint after timing its exit, and the timings."""
         opened = open_model(type(self.model).from_pretrained(folder, dtype=self.dtype).eval())
         drafts, usual = {TRAINED: SkipConfig.early_exit(best)}, automatic_draft(opened).skip
         if usual is not None:
@@ -374,10 +374,10 @@ class ExitTraining(Stages):
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a folder with something that is not a training.
+    """Reject a folder that contains something other than a training.
 
     Raises:
-        ValueError: there is.
+        ValueError: it does.
     """
     if folder.is_dir() and any(folder.iterdir()):
         known = (folder / "work" / "recipe.json").exists() or (folder / RECORD).exists()
@@ -386,7 +386,7 @@ def check_empty(folder: Path) -> None:
 
 
 def _adapted(model: Any, recipe: ExitRecipe) -> Any:
-    """The model with low-rank adapters beside all linears of its layers; only those train."""
+    """Add low-rank adapters to all linear modules of the model's layers; only these train."""
     torch.manual_seed(recipe.seed)
     rank = recipe.lora
     config = peft().LoraConfig(r=rank, lora_alpha=2 * (rank or 1), target_modules="all-linear")
@@ -394,12 +394,12 @@ def _adapted(model: Any, recipe: ExitRecipe) -> Any:
 
 
 def _shard(module: ExitModel, device: torch.device) -> None:
-    """Spread weights, gradients and the optimizer's states over all processes (FSDP2)."""
+    """Distribute weights, gradients and the optimizer's states over all processes (FSDP2)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (processes.count(),))
-    for part in (*module.parts[2], module):  # else an outermost one stays whole when it was judged
+    for part in (*module.parts[2], module):  # otherwise judging would leave the outermost whole
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 

@@ -1,10 +1,10 @@
-"""Early exits in training: LayerSkip's recipe (Elhoushi et al. 2024, arXiv 2404.16710), and beside
-it self-distillation.
+"""Early exits in training: LayerSkip's recipe (Elhoushi et al. 2024, arXiv 2404.16710), and
+alternatively self-distillation.
 
 Exit E = 1..L is the hidden state after E layers, read through the shared final norm and head; exit
 L is the model itself. The recipe drops layers at random, deep ones more often, and adds the losses
 of early exits to the final one.
-Letters: B windows, T tokens of one, H hidden width, V vocabulary, L layers.
+Shapes: B windows, T tokens of one, H hidden width, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from layerskip.model.backend import finishing
 from layerskip.training.losses import overlap
 
 ROTATION = 8
-"""One of so many exits is trained in a step of the rotational curriculum, in turn."""
+"""One of this many exits is trained per step of the rotational curriculum, in turn."""
 SCALE = 0.1
-"""What early exits count beside the final layer (e_scale of the paper)."""
+"""Weight of early exits relative to the final layer (e_scale in the paper)."""
 
 
 def drop_rates(layers: int, rate: float) -> list[float]:
@@ -35,17 +35,17 @@ def drop_rates(layers: int, rate: float) -> list[float]:
 
 
 def kept_layers(layers: int, rate: float, rows: int, seed: int, step: int) -> Tensor:
-    """Which layers run for each window of a step, (L, B) bool; the same whenever it is asked."""
+    """The layers that run for each window of a step, (L, B) bool; deterministic."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     drawn = torch.rand(layers, rows, generator=generator)
     return drawn >= torch.tensor(drop_rates(layers, rate))[:, None]
 
 
 def enabled(exits: Sequence[int], curriculum: str, step: int, share: float) -> list[int]:
-    """The early exits (ascending) that are trained in a step, after a share of the training.
+    """The early exits (ascending) to train in a step, when a share of the training is done.
 
-    "rotational": every R-th in turn, R being `ROTATION` or, of fewer exits, their number;
-    "gradual": from the deepest on, all of them from the middle of the training; "all".
+    "rotational": every R-th in turn, where R is `ROTATION`, or the number of exits if smaller;
+    "gradual": from the deepest on, all of them from the middle of the training on; "all".
     """
     count = len(exits)
     if curriculum == "rotational":
@@ -57,10 +57,10 @@ def enabled(exits: Sequence[int], curriculum: str, step: int, share: float) -> l
 
 
 def exit_weights(exits: Sequence[int], layers: int, *, final: bool) -> dict[int, float]:
-    """The weight of each exit's loss, which sum to 1; the final layer's with `final`.
+    """The weights of the exits' losses, which sum to 1; including the final layer with `final`.
 
-    Early ones count SCALE times the sum of the layers' numbers before them, the final layer
-    counts its number more.
+    An early exit counts SCALE times the sum of the layer numbers before it; the final layer also
+    adds its own number.
     """
     raw = {each: SCALE * max(1, each * (each - 1) / 2) for each in exits}
     if final:
@@ -70,7 +70,7 @@ def exit_weights(exits: Sequence[int], layers: int, *, final: bool) -> dict[int,
 
 
 class ExitModel(nn.Module):
-    """A causal language model whose forward pass gives the logits of several exits.
+    """A causal language model whose forward pass returns the logits of several exits.
 
     Args:
         model: of an opened family. It is called by the library's own forward pass.
@@ -93,7 +93,7 @@ class ExitModel(nn.Module):
         """Float32 logits (B, T, V) of each exit for token ids (B, T).
 
         Args:
-            kept: which layers run for each window, (L, B) bool; the others pass their input on.
+            kept: layers that run for each window, (L, B) bool; the others pass their input on.
         """
         decoder, head, _ = self.parts
         states: dict[int, Tensor] = {}
@@ -110,7 +110,7 @@ class ExitModel(nn.Module):
     def _watched(
         self, states: dict[int, Tensor], exits: Sequence[int], kept: Tensor | None
     ) -> Iterator[None]:
-        """Meanwhile, layers are dropped as `kept` says, and states at exits are put into a dict."""
+        """A context in which layers are dropped as `kept` says, and states at exits recorded."""
 
         def hook(number: int) -> Any:
             def after(_: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -136,11 +136,11 @@ class ExitModel(nn.Module):
 
 
 def random_model(config: Path | None, like: Any, seed: int) -> Any:
-    """A model with random weights, of the shape in a file or of another model, in float32.
+    """A model with random weights in float32, with the shape in a file or of another model.
 
     Raises:
-        ValueError: the file holds no configuration of a causal language model, or one of another
-            vocabulary.
+        ValueError: the file does not contain the configuration of a causal language model, or its
+            vocabulary differs.
     """
     shape = like.config
     if config is not None:
@@ -163,11 +163,11 @@ def random_model(config: Path | None, like: Any, seed: int) -> Any:
 def exit_table(
     model: nn.Module, windows: Tensor, exits: Sequence[int], temperature: float
 ) -> list[dict[str, float]]:
-    """The quality of exits on `windows` (N, T + 1) of token ids, the final layer's last.
+    """The quality of exits on `windows` (N, T + 1) of token ids, with the final layer's last.
 
-    `loss` in nats a token; `agreement`, the share of places whose likeliest token is the final
-    layer's; at the temperature `accepted`, the share where shared noise draws the same token from
-    both, and `overlap`, 1 - TV, the same by the rejection rule.
+    `loss` in nats per token; `agreement`, the share of places with the same likeliest token as the
+    final layer; at the temperature `accepted`, the share where shared noise draws the same token
+    from both, and `overlap`, 1 - TV, the same for the rejection rule.
     """
     last = exits[-1]
     rows: list[dict[str, float]] = [{"exit": each} for each in exits]

@@ -1,10 +1,9 @@
-"""The frozen target's hidden states of the training texts, kept on disk.
+"""The frozen target's hidden states of the training texts, stored on disk.
 
-The target runs over the texts once. Its last hidden states are kept in half precision, each divided
-by its largest number, as they may be too large for it. The law at every place is computed from them
-by the frozen norm and head when it is needed. States at a tap are kept, too, if a draft reads
-them.
-Letters: N windows, B of a batch, T tokens of one, H hidden width, n tokens of a draft's head.
+The target runs over the texts once. Its last hidden states are stored in half precision, each
+divided by its largest number, since they may exceed its range. The frozen norm and head compute the
+law at a place when it is needed. States at a tap are stored as well, if a draft reads them.
+Shapes: N windows, B of a batch, T tokens of one, H hidden width, n tokens of a draft's head.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from layerskip.files.writing import replacing
 from layerskip.model.sublayers import Sublayers
 
 CHUNK = 64
-"""Windows of a file."""
+"""Number of windows in a file."""
 LAST, TAPPED = "", "tapped."
 """Prefixes of the names of tensors, by kind of states."""
 
 
 def windows(texts: list[list[int]], length: int) -> Tensor:
-    """Texts in sequence, cut to windows (N, T); the rest is dropped."""
+    """Concatenate texts, and cut them into windows (N, T); the rest is dropped."""
     stream = torch.tensor([token for text in texts for token in text], dtype=torch.long)
     count = len(stream) // length
     return stream[: count * length].view(count, length)
 
 
 def nbytes(model: Sublayers, tokens: int, tap: int | None = None) -> int:
-    """Bytes of disk that the features of so many tokens take."""
+    """Bytes on disk for the features of `tokens` tokens."""
     return tokens * (2 * int(model.config.hidden_size) + 4) * (1 if tap is None else 2)
 
 
@@ -61,7 +60,7 @@ def compute(
         tap: as for `run`.
 
     Yields:
-        Windows done so far.
+        The number of windows done so far.
     """
     folder.mkdir(exist_ok=True)
     for first in range(0, len(ids), CHUNK):
@@ -74,15 +73,15 @@ def compute(
                 tensors[f"{name}states"] = (states / sizes).half()
                 tensors[f"{name}sizes"] = sizes[..., 0].contiguous()
             with replacing(path) as partial:
-                partial.write_bytes(save(tensors))  # else a full disk is an error of its own kind
+                partial.write_bytes(save(tensors))  # so that a full disk raises OSError
         yield first + len(some)
 
 
 def states_of(folder: Path, numbers: list[int], name: str = LAST) -> Tensor:
-    """Hidden states of the windows of those numbers, float32, (B, T, H).
+    """Hidden states of the windows with these numbers, float32, (B, T, H).
 
     Raises:
-        ValueError: a file is cut off or changed.
+        ValueError: a file is incomplete or changed.
     """
     found = []
     for number in numbers:

@@ -1,9 +1,9 @@
-"""Measures what a trained draft is worth: by exact replay on held-out prompts, and on the clock.
+"""Measures the value of a trained draft: by exact replay on held-out prompts, and by timing.
 
-The prompts were not trained on. Replay gives the acceptance by depth, greedy and with shared noise.
-With measured costs the formula gives the expected speedup. Then the draft is timed in turn with
-plain decoding and with the draft used before. If it does not pay, the skip config that is written
-is the one that paid before.
+Replay gives the acceptance by depth, greedy and with shared noise. With measured costs the formula
+gives the expected speedup. Then the draft is timed in turn with plain decoding and with the draft
+used before. If it does not pay, the skip config that is written is the one that paid before. The
+prompts were not used in training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from layerskip.training.drafts import TRAINED_FILE, Training
 PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
 FOR_QUESTIONS, FOR_REPLAYS = 0.15, 0.4
-"""Shares of judging's time that questions and replays get, the clock has the rest."""
+"""Shares of judging's time for questions and replays; the rest is for timing."""
 DEEPEST = 4
 BEFORE, TRAINED = "before", "trained"
 
@@ -61,7 +61,7 @@ def judge(training: Training) -> dict[str, Any]:
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
     base, usual = replace(training.skip, num_layers=None), automatic_draft(opened).skip
     drafts = {TRAINED: skip}
-    if training.skip.shared_prefix() < opened.num_sublayers:  # else it would be the whole model
+    if training.skip.shared_prefix() < opened.num_sublayers:  # otherwise it is the whole model
         drafts["untrained" if base.trained is None else "begun with"] = base
     if usual is not None:
         drafts[BEFORE] = usual
@@ -128,7 +128,7 @@ def _replayed(
 
 
 def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | None) -> Trace:
-    """The target's answers to prompts (1, T), to replay drafts along; None is greedy."""
+    """The target's answers to prompts (1, T), for replaying drafts; None is greedy."""
     return take_trace(
         opened,
         prompts,
@@ -140,7 +140,7 @@ def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | N
 
 
 def request_of(opened: Sublayers, ids: Tensor, temperature: float | None) -> Request:
-    """The request that answers one prompt (1, T) as the first text of `answers`."""
+    """The request whose answer to one prompt (1, T) is the first text of `answers`."""
     return Request(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -169,12 +169,12 @@ def clock(
     until: float,
     progress: Callable[[str, float], None],
 ) -> dict[str, dict[str, Any]]:
-    """Speedups over plain decoding of the draft and of the one before, each with lookups, in turn.
+    """Speedups of the draft and of the one before over plain decoding, timed in turn with lookups.
 
-    By draft, `speedup` (of totals, prefill left out), `low` and `high` of its 95% interval over
+    By draft, `speedup` (of totals, without prefill), `low` and `high` of its 95% interval over
     prompts, `tokens_per_second`, `tokens` and `seconds_per_token` of each prompt, and how many of
-    the texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`; nothing
-    where every text ended with its first token.
+    the texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`. Empty
+    if every text ended with its first token.
     """
     task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=opened.execution)
     engines = [
@@ -212,10 +212,10 @@ def clock(
 def chosen(
     drafts: Mapping[str, SkipConfig], timed: Mapping[str, Mapping[str, Any]]
 ) -> tuple[SkipConfig, bool]:
-    """What drafts from now on, and whether that is the trained draft.
+    """The draft to use from now on, and whether it is the trained draft.
 
-    It is where it pays; else what drafted before, or nothing if that was not faster than plain
-    decoding.
+    The trained draft is chosen if it pays; otherwise the one before, or nothing if that was not
+    faster than plain decoding.
     """
     pays, usual = _pays(timed), drafts.get(BEFORE)
     usually = BEFORE in timed and timed[BEFORE]["speedup"] > 1
@@ -250,14 +250,14 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def trained_skip(folder: Path) -> SkipConfig:
-    """The draft that a training made, whether it pays or not.
+    """The draft made by a training, whether or not it pays.
 
     Raises:
-        ValueError: the folder holds none.
+        ValueError: the folder has none.
     """
     if not (folder / TRAINED_FILE).exists():
         raise ValueError(
-            f"{folder} holds no finished training: it has no {TRAINED_FILE}; run `layerskip train "
-            f"--output {folder}` again, which goes on where it was"
+            f"{folder} has no finished training: it has no {TRAINED_FILE}; run `layerskip train "
+            f"--output {folder}` again, which resumes it"
         )
     return SkipConfig.load(folder / TRAINED_FILE)

@@ -1,6 +1,6 @@
 """A training loop that survives a kill, and its optimizer.
 
-Randomness has no state: batches are functions of a seed and the step, so that a run resumed from a
+Randomness has no state: batches are functions of a seed and the step. So a run resumed from a
 checkpoint equals the uninterrupted run.
 """
 
@@ -27,7 +27,7 @@ from layerskip.training.processes import agreed, average, average_gradients, fir
 Optimizers = Sequence[torch.optim.Optimizer]
 
 WARM_UP = 20
-"""Steps until the full rate."""
+"""Number of steps up to the full rate."""
 CLIP_NORM = 1.0
 
 
@@ -49,25 +49,25 @@ def train(
 ) -> Iterator[tuple[int, float, float]]:
     """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss, share done).
 
-    The end comes with `total_steps`, or with `total_seconds` of training, over all starts.
-    `step_loss(step, share)` builds the loss of a step from its number, `share` being the part of
-    the budget that is used up. Learning rates are multiplied by `schedule(step, share)`. Model,
-    optimizers, step and `log` (plain numbers that the caller adds between steps) are written to
-    `checkpoint` every `save_seconds` and at the end, whole or not at all.
+    Training ends after `total_steps`, or after `total_seconds` in total over all starts.
+    `step_loss(step, share)` computes the loss of a step from its number, where `share` is the used
+    part of the budget. Learning rates are multiplied by `schedule(step, share)`. Model, optimizers,
+    step and `log` (plain numbers that the caller adds between steps) are written to `checkpoint`
+    atomically every `save_seconds` and at the end.
 
-    With several processes each has the loss of its own rows, and the first one writes; of a model
-    whose weights are sharded (FSDP2) each writes its own, to a folder.
+    With several processes, each has the loss of its own rows, and the first one writes. If a
+    model's weights are sharded (FSDP2), each process writes its own to a folder.
 
     Raises:
         FloatingPointError: the loss is not finite.
         OSError: the checkpoint cannot be written.
-        ValueError: there is one that cannot be read.
+        ValueError: an existing checkpoint cannot be read.
     """
     log = [] if log is None else log
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step, before = 0, 0.0
     for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp") if first() else ():
-        half.unlink()  # of a run that was killed while it wrote
+        half.unlink()  # left by a run that was killed while writing
     shards = any(isinstance(each, DTensor) for each in model.parameters())
     if checkpoint.exists():
         read = _read_shards if shards else _read_checkpoint
@@ -95,7 +95,7 @@ def train(
         step += 1
         seconds = before + time.monotonic() - start
         share = agreed(max(step / total_steps, seconds / total_seconds), device)
-        yield step, found, share  # before it is saved: the caller may log this step
+        yield step, found, share  # before saving, since the caller may log this step
         late = agreed(float(time.monotonic() - saved_at >= save_seconds), device)
         if late or share >= 1:
             facts = {"step": step, "seconds": seconds, "log": log}
@@ -138,7 +138,7 @@ def _shards_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
 def _write_shards(
     model: nn.Module, optimizers: Optimizers, facts: dict[str, Any], path: Path
 ) -> None:
-    """Each process writes its own part to a folder, which then takes the place of the old one."""
+    """Write each process's own part to a folder, which then replaces the old one."""
     partial = path.with_name(f"{path.name}.new")
     save(_shards_of(model, optimizers) | facts, checkpoint_id=partial)
     wait()
@@ -157,12 +157,12 @@ def _read_shards(model: nn.Module, optimizers: Optimizers, path: Path) -> dict[s
 
 
 def schedule(step: int, share: float) -> float:
-    """A factor that rises in WARM_UP steps, and falls as a cosine to zero over the budget."""
+    """A factor that rises for WARM_UP steps, then falls as a cosine to zero over the budget."""
     return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
 def windows_of(count: int, rows: int, step: int, seed: int) -> list[int]:
-    """The windows of a step; every epoch has its own order."""
+    """The numbers of a step's windows; every epoch has its own order."""
     epoch, place = divmod(step, count // rows)
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(count, generator=generator)

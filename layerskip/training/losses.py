@@ -1,9 +1,9 @@
-"""Losses that bring a draft's next-token distribution nearer to the target's.
+"""Losses that bring a draft's next-token distribution closer to the target's.
 
-A drafted token is accepted with probability alpha = sum min(p, q) = 1 - TV(p, q), p the target's
-distribution and q the draft's. Drafts are trained to raise alpha, but TV alone has little gradient
-where the two are far apart.
-Letters: B windows, T tokens of one, H hidden width, V vocabulary, n tokens that a loss looks at.
+A drafted token is accepted with probability alpha = sum min(p, q) = 1 - TV(p, q), where p is the
+target's distribution and q the draft's. Drafts are trained to raise alpha, but TV alone has little
+gradient if the two are far apart.
+Shapes: B windows, T tokens of one, H hidden width, V vocabulary, n tokens that a loss covers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from layerskip.registry import named
 from layerskip.training.processes import average
 
 Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""A scalar from a draft's logits (..., V), the target's, the text's next tokens (...), -1 for none,
-and a temperature."""
+"""Computes a scalar from a draft's logits (..., V), the target's, the text's next tokens (...),
+-1 for none, and a temperature."""
 DraftStates = list[tuple[Tensor, int]]
 """For each step of a draft, hidden states (B, T - a, H), and a: how many tokens after the next one
 they predict."""
@@ -42,7 +42,7 @@ def divergences(logits: Tensor, target_logits: Tensor, temperature: float) -> tu
 
 
 def ce(logits: Tensor, _: Tensor, following: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy at the text's next tokens."""
+    """Cross-entropy with the text's next tokens."""
     total = F.cross_entropy(
         (logits / temperature).flatten(0, -2), following.flatten(), ignore_index=-1, reduction="sum"
     )
@@ -62,7 +62,7 @@ def lk(logits: Tensor, target_logits: Tensor, _: Tensor | None, temperature: flo
 
 
 def of_steps(losses: Sequence[Tensor]) -> Tensor:
-    """The loss of a draft from those of its steps: their weighted mean (see `DEEPER`)."""
+    """Combine the losses of a draft's steps: their weighted mean (see `DEEPER`)."""
     weights = losses[0].new_tensor([DEEPER**step for step in range(len(losses))])
     return (weights * torch.stack([*losses])).sum() / weights.sum()
 
@@ -76,7 +76,7 @@ class TrainingBatch:
         states: the target's last hidden states, (B, T, H).
         tapped: its states at the draft's exit, (B, T, H).
         target: its logits, (B, T, n).
-        following: which of the n tokens comes next in the text, (B, T), -1 for none of them.
+        following: the index among the n tokens of the text's next one, (B, T), -1 if not included.
     """
 
     ids: Tensor
@@ -87,17 +87,17 @@ class TrainingBatch:
 
 
 class Judge:
-    """Compares a draft's hidden states with the target's, by the frozen norm and head.
+    """Compares a draft's hidden states with the target's, using the frozen norm and head.
 
     Args:
-        tokens: the tokens that the loss looks at, (n,).
+        tokens: the tokens that the loss covers, (n,).
         loss: its name.
     """
 
     def __init__(self, model: Sublayers, tokens: Tensor, loss: str, temperature: float) -> None:
         self.norm, self.cap, self.dtype = model.decoder.norm, finishing(model), model.dtype
         self.rows = TrimmedHead(model.unembedding, tokens.tolist())
-        self.places = torch.full((model.vocabulary,), -1)  # of a token
+        self.places = torch.full((model.vocabulary,), -1)  # index of each token among these
         self.places[tokens] = torch.arange(len(tokens))
         self.places = self.places.to(model.device)
         self.loss: Loss = named("loss", loss)

@@ -2,8 +2,8 @@
 
 `torchrun` or `accelerate launch` starts them and sets environment variables with their number. Each
 has the whole model and takes the same steps with its own rows of the batch. Gradients are averaged,
-so that all have the same weights. Only the first one makes texts and features, writes files and
-judges. A single process is the first of one.
+so that all have the same weights. Only the first process makes texts and features, writes files and
+judges. A single process counts as the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_PATIENCE = timedelta(days=7)  # others wait so long while the first makes texts and features
+_PATIENCE = timedelta(days=7)  # time that others wait while the first makes texts and features
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def process_group() -> Iterator[None]:
         yield
         return
     if not dist.is_available():
-        raise ValueError("this build of torch knows no other processes; start one")
+        raise ValueError("this build of torch does not support several processes; start one")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(timeout=_PATIENCE)  # gloo on a CPU, nccl on GPUs
@@ -57,7 +57,7 @@ def first() -> bool:
 
 
 def wait() -> None:
-    """Wait for all processes to get here."""
+    """Wait until all processes get here."""
     if count() > 1:
         dist.barrier()
 

@@ -1,7 +1,6 @@
-"""What trainings share: settings, a folder, the seconds that stages took, and the steps themselves.
+"""Common parts of trainings: settings, a folder, the seconds spent in stages, and the steps.
 
-A training that was killed is started again by the same command, and goes on after the last file
-that is complete.
+If a training was killed, the same command resumes it after the last complete file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from layerskip.training.loop import train
 
 T = TypeVar("T")
 StepLoss = Callable[[int, float], Tensor]
-"""Of a step of that number, when such a share of the training is done."""
+"""Computes the loss of a step from its number and the completed share of the training."""
 SAVE_SECONDS = 60.0
 
 
@@ -35,9 +34,9 @@ class BaseRecipe:
 
     Attributes:
         loss, optimizer: names of `layerskip.registry`.
-        minutes: of all stages together; None: as long as they take.
-        rate: of learning, at most.
-        window: tokens of a sequence; `rows` of them are a step.
+        minutes: for all stages together; None: as long as they take.
+        rate: peak learning rate.
+        window: tokens of a sequence; a step has `rows` of them.
 
     Raises:
         ValueError: a value is out of range, or this torch lacks the optimizer.
@@ -67,22 +66,22 @@ class BaseRecipe:
 
 
 class Stages:
-    """The stages of a training in a folder; each kind of training sets its `recipe` first.
+    """The stages of a training in a folder; each kind of training first sets its `recipe`.
 
     Args:
         folder: empty, or of the same training.
-        identity: JSON values that make the training this one.
-        stages: their names, "texts" and "training" among them.
-        progress: called with a stage in words and the share of it that is done.
-        say: called with notes for the user.
-        started: of `time.monotonic`, when the minutes began; by default they do now.
+        identity: JSON values that identify the training.
+        stages: their names, including "texts" and "training".
+        progress: called with a description of the stage and its completed share.
+        say: called with messages for the user.
+        started: time (of `time.monotonic`) when the minutes began; by default now.
 
     Attributes:
-        work: the folder of files that only the training needs.
-        half: whether it computes in bfloat16, which is faster there.
-        curve: plain numbers that are kept beside the module in training.
+        work: the folder for files that only the training needs.
+        half: whether it computes in bfloat16, if that is faster.
+        curve: plain numbers stored with the module during training.
         seconds: by stage, over all starts.
-        until: of `time.monotonic`, when all should be done.
+        until: time (of `time.monotonic`) when everything should be done.
 
     Raises:
         ValueError: the folder holds another training.
@@ -111,7 +110,7 @@ class Stages:
         if self._clock.exists():
             self.seconds |= parse(self._clock.read_bytes())
         self.until = math.inf
-        if self.recipe.minutes is not None:  # those of earlier starts count
+        if self.recipe.minutes is not None:  # earlier starts count
             self.until = started + 60 * self.recipe.minutes - sum(self.seconds.values())
 
     def _check_same(self, identity: dict[str, Any]) -> None:
@@ -130,7 +129,7 @@ class Stages:
             )
 
     def timed(self, stage: str, parts: Iterable[T]) -> Iterator[T]:
-        """Iterate over a stage's parts, and add their seconds to those of earlier starts."""
+        """Iterate over a stage's parts, adding their seconds to those of earlier starts."""
         before = time.monotonic()
         for part in parts:
             now = time.monotonic()
@@ -141,7 +140,7 @@ class Stages:
             yield part
 
     def collect(self, corpus: data.Corpus, tokens: float, limit: float) -> None:
-        """Have a corpus write texts of so many tokens, within so many seconds over all starts."""
+        """Let a corpus write texts of `tokens` tokens within `limit` seconds over all starts."""
         made = data.collect(
             corpus, self.work / "texts", tokens=tokens, more=lambda: self.seconds["texts"] < limit
         )
@@ -151,25 +150,25 @@ class Stages:
                 self.progress(f"texts: {total:,} tokens", min(1.0, share))
 
     def precision(self) -> torch.autocast:
-        """Inside, products are in the training's precision."""
+        """A context in which products use the training's precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
 
     def budget(self, judging: float) -> float:
-        """Seconds of training over all starts, that leave so many for judging."""
+        """Seconds of training over all starts, leaving `judging` seconds for judging."""
         left = self.until - time.monotonic() + self.seconds["training"]
         return max(1.0, left - judging)
 
     def steps(
         self, module: nn.Module, step_loss: StepLoss, total: int, tokens: int, judging: float
     ) -> Iterator[tuple[int, float, float]]:
-        """Train a module from its checkpoint on, in so many steps (see `loop.train`).
+        """Train a module for `total` steps, from its checkpoint if any (see `loop.train`).
 
         Args:
-            tokens: of a step.
-            judging: seconds to leave for it.
+            tokens: number of tokens per step.
+            judging: seconds to leave for judging.
 
         Yields:
-            After each step, the tokens trained on, the loss, and the share that is done.
+            After each step, the number of training tokens, the loss, and the completed share.
         """
         weights = [each for each in module.parameters() if each.requires_grad]
         steps = train(
@@ -193,7 +192,7 @@ class Stages:
 
 
 def half_is_fast(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster than in float32 there."""
+    """Whether products in bfloat16 are faster than in float32 on a device."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     return device.type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())

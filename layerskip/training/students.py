@@ -1,6 +1,6 @@
 """The modules that are trained, one class for each kind of draft.
 
-Letters: B windows, T tokens of one, H hidden width, K tokens predicted at once.
+Shapes: B windows, T tokens of one, H hidden width, K tokens predicted at once.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DraftStates, TrainingBatch
 
 AHEAD = 4
-"""Tokens that are predicted at once."""
+"""Number of tokens predicted at once."""
 
 
 class Student(nn.Module, ABC):
     """A module in training, made for a model and a draft's resolved skip config.
 
-    Its further arguments are `rank`, `dtype` and `seed`, of corrections of rounded weights.
+    Its further arguments are `rank`, `dtype` and `seed`, for corrections of rounded weights.
 
     Attributes:
-        rate: of learning. On demo-gemma2 modules need 150,000 tokens for what took 240,000 to
+        rate: learning rate. On demo-gemma2, modules reach in 150,000 tokens what took 240,000 to
             470,000 at a fifth or a tenth of it.
-        module: whether it is a module that the model lacks. They draft only the tokens that they
-            were trained on.
-        tapped: whether it reads the target's states behind an exit, too.
+        module: whether it is an additional module. Such drafts can draft only tokens that were in
+            their training.
+        tapped: whether it also reads the target's states after an exit.
     """
 
     rate = 5e-3
@@ -39,7 +39,7 @@ class Student(nn.Module, ABC):
 
     @classmethod
     def skip_for(cls, kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
-        """The resolved skip config of a draft of this kind, the usual one for None.
+        """The resolved skip config of a draft of this kind; the usual one for None.
 
         Raises:
             ValueError: the skip config does not suit this kind.
@@ -57,11 +57,11 @@ class Student(nn.Module, ABC):
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """The tensors of the draft's file."""
+        """The tensors for the draft's file."""
 
 
 class BlockStudent(Student):
-    """A module of `blocks`, its weights in float32 during training."""
+    """A module of `blocks`, with its weights in float32 during training."""
 
     def __init__(self, model: Sublayers, skip: SkipConfig, **_: Any) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class BlockStudent(Student):
 
     @abstractmethod
     def make(self, model: Sublayers) -> DraftModule:
-        """The module as it begins."""
+        """Make the untrained module."""
 
     def weights(self) -> dict[str, Tensor]:
         return {name: weight.half() for name, weight in self.block.state_dict().items()}
@@ -93,5 +93,5 @@ class HeadsStudent(BlockStudent):
 
 
 def shifted(states: Tensor) -> Tensor:
-    """The states of the token before each, zeros before the first: (B, T, H)."""
+    """The states of the token before each, with zeros before the first: (B, T, H)."""
     return F.pad(states[:, :-1], (0, 0, 1, 0))

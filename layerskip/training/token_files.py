@@ -1,6 +1,6 @@
 """Texts of any size as files of token ids, which training reads window by window.
 
-Letters: B windows of a step, T tokens of one.
+Shapes: B windows of a step, T tokens of one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from layerskip.prompts import JSON_SUFFIXES
 from layerskip.training.loop import windows_of
 
 TRAIN, APART = "train.bin", "apart.bin"
-"""Token ids to train on, and those kept apart; 4 bytes each."""
+"""Training token ids, and held-out ones; 4 bytes each."""
 EVERY = 16
-"""One of so many documents is kept apart."""
-_LINES = 64  # of plain text: a document
+"""One of this many documents is held out."""
+_LINES = 64  # lines of plain text per document
 _TOGETHER = 32  # documents tokenised in one call
 
 
 def documents(path: Path) -> Iterator[str]:
-    """The texts of a file, one after the other: of JSON lines the `text`, else groups of lines.
+    """Yield the texts of a file: the `text` of each JSON line, otherwise groups of lines.
 
     Raises:
         ValueError: the file cannot be read, or a line is wrong.
@@ -60,7 +60,7 @@ def _text_of(line: str, path: Path, number: int) -> str:
 
 
 def tokenised(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
-    """The token ids of each text, with the token that ends a text behind it."""
+    """Yield the token ids of each text, followed by the token that ends a text."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rest = iter(texts)
     while some := list(islice(rest, _TOGETHER)):
@@ -69,8 +69,8 @@ def tokenised(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
 
 
 def split(texts: Iterable[list[int]], apart: int, length: int) -> Iterator[tuple[str, list[int]]]:
-    """Each text with the file that it is for: of the first and of every EVERY-th the first two
-    windows' length is kept apart, until so many windows are."""
+    """Assign each text to a file: of the first and every EVERY-th text, two windows' length is held
+    out, until there are `apart` windows."""
     kept = 0
     for number, ids in enumerate(texts):
         if number % EVERY == 0 and kept <= apart * length:
@@ -81,7 +81,7 @@ def split(texts: Iterable[list[int]], apart: int, length: int) -> Iterator[tuple
 
 
 def check_length(texts: Iterable[list[int]], windows: int, length: int) -> None:
-    """Refuse texts that do not fill so many windows and one kept apart; reads no further than that.
+    """Raise an error for texts too short for `windows` windows and one held out; reads no further.
 
     Raises:
         ValueError: they are too short.
@@ -100,13 +100,13 @@ def check_length(texts: Iterable[list[int]], windows: int, length: int) -> None:
 def write_tokens(
     texts: Iterable[list[int]], folder: Path, *, length: int, tokens: float, apart: int
 ) -> Iterator[int]:
-    """Write texts to the files TRAIN and APART of a folder, whole or not at all (see `split`).
+    """Write texts to the files TRAIN and APART of a folder atomically (see `split`).
 
     Args:
-        tokens: to train on, at most.
+        tokens: maximum number of training tokens.
 
     Yields:
-        Tokens to train on so far, now and then.
+        The number of training tokens so far, now and then.
     """
     counts = {TRAIN: 0, APART: 0}
     with replacing(folder / TRAIN) as train, replacing(folder / APART) as kept:
@@ -126,12 +126,12 @@ def write_tokens(
 
 
 def token_file(path: Path) -> np.ndarray:
-    """The token ids of a file, (N,), mapped and not read."""
+    """The token ids of a file, (N,), mapped rather than read."""
     return np.memmap(path, np.uint32, "r")
 
 
 def window(tokens: np.ndarray, number: int, length: int) -> Tensor:
-    """Window (T + 1,) of a number: they begin at multiples of T, and share their last token."""
+    """Window (T + 1,) with this number; windows begin at multiples of T, and share a token."""
     ids = tokens[number * length : number * length + length + 1]
     return torch.from_numpy(ids.astype(np.int64))
 
