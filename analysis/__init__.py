@@ -1,4 +1,4 @@
-"""Files of runs, searches and trainings to tables, plots and a report; never imports torch."""
+"""Turns files of runs, searches and trainings into tables, plots and a report, without torch."""
 
 from layerskip.analysis.report import write_report
 

@@ -1,7 +1,7 @@
-"""What all plots of a report share: style, colours, lines, legends, words.
+"""Common parts of a report's plots: style, colours, lines, legends, words.
 
-Colours are Okabe and Ito's and a grey, safe for colour-blind readers; markers and hatches say the
-same without colour.
+Colours are Okabe and Ito's and a grey, safe for colour-blind readers; markers and hatches convey
+the same without colour.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, PAPER, MUTED, LINE = "#222222", "#ffffff", "#666666", "#cccccc"
-"""Colours that a page may exchange for its own, light or dark; no data has them."""
+"""Colours that a page may replace by its own, light or dark; data never use them."""
 
 _COLOURED = {
     INK: "text.color axes.labelcolor legend.labelcolor xtick.labelcolor ytick.labelcolor",
@@ -33,9 +33,9 @@ STYLE: Any = {name: colour for colour, names in _COLOURED.items() for name in na
     **dict.fromkeys(("grid.linewidth", "hatch.linewidth"), 0.6),
     "svg.fonttype": "path",
     "svg.hashsalt": "layerskip",
-    "text.parse_math": False,  # names in records are nobody's formulas
+    "text.parse_math": False,  # names in records are not formulas
 }
-WIDTH = 6.2  # inches; a phone shows two thirds of it, with the letters still readable
+WIDTH = 6.2  # inches; a phone shows two thirds of it, with the text still readable
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#d55e00", "#7f7f7f")
 MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<")
@@ -43,7 +43,7 @@ MARKERS = ("o", "s", "^", "v", "P", "X", "*", "<")
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture: file name without ending, title, and what it shows in words and numbers."""
+    """A picture: file name without suffix, title, and a description in words and numbers."""
 
     name: str
     title: str
@@ -56,7 +56,7 @@ def new_axes(height: float) -> Axes:
 
 
 def finished(axes: Axes, name: str, title: str, alt: str, x: str, y: str = "") -> Plot:
-    """The plot of axes, its two axes named, with a legend below where there are several series."""
+    """The plot of axes with labels, and with a legend below if there are several series."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     axes.set_xlabel(x)
@@ -74,7 +74,7 @@ def lines(
 ) -> str:
     """Draw a line of `y` over `x` for each value of a column, with its interval if it has one.
 
-    Returns the lines in words: `form`, a format string over columns, of the first `most` points.
+    Returns the lines in words: `form`, a format string over columns, for the first `most` points.
     """
     words = []
     for number, (label, rows) in enumerate(table.groupby(by, sort=False)):
@@ -91,13 +91,13 @@ def lines(
 
 
 def error_bars(rows: pd.DataFrame, name: str) -> Any:
-    """(2, n): how far `low` and `high` are from a column's values; 0 where they are unknown."""
+    """(2, n): the distances of `low` and `high` from a column's values; 0 if unknown."""
     low, value, high = (rows[column].to_numpy(dtype=float) for column in ("low", name, "high"))
     return np.nan_to_num(np.stack([value - low, high - value])).clip(0)
 
 
 def note_at_the_side(axes: Axes, text: str, height: float) -> None:
-    """Write a text in the right margin, at a height of the data."""
+    """Write a text in the right margin, at a height in data coordinates."""
     axes.annotate(
         text, (1.0, height), xycoords=("axes fraction", "data"), xytext=(4, 0),
         textcoords="offset points", va="center", fontsize=9,

@@ -1,4 +1,4 @@
-"""What a training of early exits brought: a table, a picture and a few sentences."""
+"""The results of a training of early exits: a table, a picture and a few sentences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_exit_trainings(files: Sequence[Path]) -> list[ExitTraining]:
     """Read and check files.
 
     Raises:
-        ValueError: a file is not what it must be; says which and why, in one line.
+        ValueError: a file is not valid; says which and why, in one line.
     """
     records = [printable(read_exit_training(file)) for file in files]
     labels = told_apart([f"Exits of {record['model'] or record['base']}" for record in records])
@@ -53,7 +53,7 @@ def facts(of: ExitTraining) -> dict[str, str]:
 
 
 def exits(of: ExitTraining) -> pd.DataFrame:
-    """A line for each exit, before and after."""
+    """A line for each exit, before and after training."""
     return pd.DataFrame(
         {"exit": int(after["exit"])}
         | {f"{name}_{when}": row[name] for name in QUALITIES for when, row in pair.items()}
@@ -63,8 +63,8 @@ def exits(of: ExitTraining) -> pd.DataFrame:
 
 
 def exit_plots(of: ExitTraining) -> list[Plot]:
-    """How often each early exit's token is accepted, before and after."""
-    table = exits(of)[:-1]  # of the last one all are
+    """How often each early exit's token is accepted, before and after training."""
+    table = exits(of)[:-1]  # the last exit is always accepted
     both = pd.concat(
         [
             pd.DataFrame({"training": when, "exit": table["exit"], "accepted": table[column]})
@@ -84,7 +84,7 @@ def exit_plots(of: ExitTraining) -> list[Plot]:
 
 
 def judge_exits(of: ExitTraining) -> Verdict:
-    """Whether the model stayed as good, and what its best exit became."""
+    """Whether the model stayed as good, and the result for its best exit."""
     record, verdict = of.record, Verdict(of.label)
     risen, before = rise(record), record["before"][-1]["loss"]
     if risen > LARGEST_RISE and record["recipe"]["init"] != "random":

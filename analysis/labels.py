@@ -1,4 +1,4 @@
-"""Words for runs, searches and their settings, and their file names."""
+"""Labels for runs, searches and their settings, and file names for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def visible(text: str) -> str:
-    """The text with characters that do not print, line breaks too, as their code points."""
+    """The text with non-printing characters, including line breaks, as their code points."""
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
 
 
 def printable(value: Any) -> Any:
-    """A JSON value with its strings visible: they end up in plots, pages and terminals."""
+    """A JSON value with visible strings, since they appear in plots, pages and terminals."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, list):
@@ -61,7 +61,7 @@ def slug_of(label: str, number: int) -> str:
 
 
 def told_apart(labels: Sequence[str]) -> list[str]:
-    """The labels, with a file's number behind those that several files have."""
+    """The labels, each with a file's number appended if several files share it."""
     times = Counter(labels)
     return [
         f"{label}, file {number}" if times[label] > 1 else label
@@ -70,7 +70,7 @@ def told_apart(labels: Sequence[str]) -> list[str]:
 
 
 def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
-    """Model and law; the machine, then the file too where those do not tell runs apart."""
+    """Model and law; also the machine, then the file, if those do not distinguish runs."""
     labels = [f"{header['model']['name']}, {law_words(header['law'])}" for header in headers]
     further = [machine_words(header) for header in headers]
     stems = [visible(Path(file).stem) for file in files]

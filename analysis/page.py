@@ -1,6 +1,6 @@
-"""The report as one HTML page: headings, tables and plots; nothing outside it is needed.
+"""The report as one self-contained HTML page: headings, tables and plots.
 
-All text is escaped here; that of records had its invisible characters replaced when it was read.
+All text is escaped here. Invisible characters in records were replaced when they were read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from layerskip.analysis.verdict import Verdict
 
 @dataclass(frozen=True)
 class Table:
-    """A table: all of it goes to a CSV file, the columns of SHOWN onto the page."""
+    """A table. A CSV file contains all of it, the page shows the columns in SHOWN."""
 
     name: str
     frame: pd.DataFrame
@@ -28,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot as the page shows it."""
+    """A plot as shown on the page."""
 
     title: str
     alt: str
@@ -69,11 +69,11 @@ HEADINGS = {
     "tokens_per_pass": "tokens a pass",
     "tokens_per_second": "tokens a second",
 }
-"""Headings that say more than the column's name; the others are the name's words."""
+"""Headings that say more than the column's name; for other columns the name is used."""
 INTERVALS = ("speedup", "measured", "tokens_per_second")
-"""The first of these in a table is what its columns `low` and `high` are the ends of."""
+"""The columns `low` and `high` are the interval of the first of these in a table."""
 PLACES = ("batch_size", "category", "context")
-"""Columns that say where a row belongs; they are left out where all rows belong to one place."""
+"""Columns that locate a row; they are left out if they are the same in all rows."""
 
 SHOWN: Mapping[str, tuple[str, str, str]] = {
     "comparison": (
@@ -168,9 +168,9 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "loss minutes own_megabytes",
     ),
 }
-"""By table: title, note, and the columns shown, in order; tables not named here are files only.
+"""By table: title, note, and the columns shown, in order; other tables exist only as files.
 
-A name that ends in * stands for all columns that begin so.
+A name that ends in * stands for all columns with that prefix.
 """
 
 MOST = 24  # rows of a table on the page; all are in its CSV file
@@ -260,10 +260,10 @@ def _items(elements: Iterable[str]) -> str:
 
 
 def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
-    """A file's SVG as an element of a page: ids with a prefix, the page's colours, words for it."""
+    """A file's SVG as an element of a page: prefixed ids, the page's colours, and a description."""
     body = svg[svg.index("<svg") :].strip()
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    # the style element would reach beyond its drawing; the root's attribute is inherited by all
+    # A style element would affect the rest of the page; the root's attribute is inherited.
     body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, count=1, flags=re.DOTALL)
     body = re.sub(r'\bid="', f'id="{prefix}', body)
     body = re.sub(r'href="#', f'href="#{prefix}', body)
@@ -304,7 +304,7 @@ def _section(section: Section, number: int) -> str:
 
 
 def _html_table(table: Table) -> str:
-    """A table; of a long one the first lines."""
+    """A table; only the first rows of a long one."""
     title, note, _ = SHOWN[table.name]
     frame, left_out = table.frame.head(MOST), ""
     if len(frame) < len(table.frame):
@@ -331,9 +331,9 @@ def _html_table(table: Table) -> str:
 
 
 def columns_of(name: str, frame: pd.DataFrame) -> list[tuple[str, bool, list[str]]]:
-    """Of each column shown: heading, whether it holds words, and cells as text; NaN is a dash.
+    """For each column shown: heading, whether it holds words, and cells as text; NaN is a dash.
 
-    Left out are columns in which nothing is known, and places that are all the same.
+    Columns without any value are left out, and location columns that are the same in all rows.
     """
     wanted: list[str] = []
     for each in SHOWN[name][2].split():
@@ -360,7 +360,7 @@ def columns_of(name: str, frame: pd.DataFrame) -> list[tuple[str, bool, list[str
 
 
 def _cells(values: list[object]) -> tuple[bool, list[str]]:
-    """Fractions of a column have equally many decimals, so that its largest shows 3 digits."""
+    """Format a column; fractions have equally many decimals, so that the largest shows 3 digits."""
     words = any(isinstance(value, str) for value in values)
     numbers = [v for v in values if isinstance(v, float) and math.isfinite(v)]
     digits = 0
@@ -373,6 +373,6 @@ def _cells(values: list[object]) -> tuple[bool, list[str]]:
 
 
 def _whole(value: object) -> str:
-    """A cell that is no fraction: words, or a count with its thousands apart."""
+    """A cell without a fraction: words, or a count with thousands separators."""
     counted = isinstance(value, int) and not isinstance(value, bool)
     return f"{value:,}" if counted else str(value)

@@ -1,4 +1,4 @@
-"""The plots of a report; None where there is nothing to draw."""
+"""The plots of a report; None if there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PHASES = {
     "other": ("accepting and other", drawing.PURPLE, "xxx"),
     "rest": ("not measured apart", drawing.LINE, ""),
 }
-"""How a phase looks: its word, colour and hatch."""
+"""The appearance of a phase: word, colour and hatch."""
 SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 """Kinds of sublayers on a skip map: colour, and place in the layer."""
 
@@ -36,14 +36,14 @@ def run_plots(run: Run) -> list[Plot]:
 
 
 def _named(run: Run, name: str, title: str, batch_size: int) -> tuple[str, str]:
-    """Name and title of a plot of one batch size, which they say where there are several."""
+    """Name and title of a plot for one batch size, which they state if there are several."""
     if len(run.batch_sizes) == 1:
         return name, title
     return f"{name}-batch-{batch_size}", f"{title}, batch size {batch_size}"
 
 
 def speedups(run: Run, batch_size: int) -> Plot | None:
-    """Speedups over the baseline by method and category; hollow where they have no interval."""
+    """Speedups over the baseline by method and category; hollow without an interval."""
     table = tables.speedup(run)
     table = table[(table["over"] == run.baseline) & (table["batch_size"] == batch_size)]
     table = table[table["method"] != run.baseline]
@@ -88,7 +88,7 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
 
 
 def contexts(run: Run, batch_size: int) -> Plot | None:
-    """Speed after the first tokens by length of context, slowest and fastest calls included."""
+    """Speed after the first tokens by context length, with slowest and fastest calls."""
     table = tables.decoding(run)
     table = table[(table["batch_size"] == batch_size) & table["context"].notna()]
     if table["context"].nunique() < 2:
@@ -118,7 +118,7 @@ def contexts(run: Run, batch_size: int) -> Plot | None:
 
 
 def positions(run: Run) -> Plot | None:
-    """Acceptance by place in the draft, of tokens with all before them accepted."""
+    """Acceptance by place in the draft, for tokens after accepted ones only."""
     table = tables.positions(run)
     table = table[table["tried"] > 0] if len(table) else table
     if not len(table):
@@ -135,7 +135,7 @@ def positions(run: Run) -> Plot | None:
 
 
 def phases(run: Run) -> Plot:
-    """Where a token's time goes, at the smallest batch size."""
+    """The parts of the time per token, at the smallest batch size."""
     table = tables.phases(run)
     table = table[table["batch_size"] == run.batch_sizes[0]]
     axes = new_axes(1.3 + 0.38 * len(table))
@@ -167,11 +167,11 @@ HEATED = {
     "tokens_per_pass": ("Tokens a pass", "tokens that a pass of the whole model gives"),
     "speedup": ("Predicted speedup", "times as fast as plain decoding, priced"),
 }
-"""The numbers of a sweep that are drawn: title, and what they count."""
+"""The numbers of a sweep that are drawn: title, and description."""
 
 
 def heat_maps(run: Run) -> list[Plot]:
-    """Replayed decoding by exit and draft length, a map for each number; the best has a frame."""
+    """Replayed decoding by exit and draft length, one map per number; the best cell is framed."""
     table = tables.sweeps(run)
     return [heat_map(table, name) for name in HEATED] if len(table) else []
 
@@ -219,7 +219,7 @@ def run_skip_map(run: Run) -> Plot | None:
 
 
 def skip_map(name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], layers: int) -> Plot:
-    """What drafts leave out or round; of each its name, its entry in the file, and its speedup."""
+    """What drafts skip or round; for each its name, its entry in the file, and its speedup."""
     axes = new_axes(1.3 + 0.21 * (len(rows) + 1))
     bits = sorted({draft["low"]["bits"] for _, draft, _ in rows if draft.get("low")})
     head = 2 * layers + 0.025 * layers  # where its column begins
@@ -249,7 +249,7 @@ def skip_map(name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], la
     if bits:
         words = " or ".join(map(str, bits))
         axes.bar([0], [0], color=GREEN, label=f"low bar: in {words} bits; right: the head")
-    shown = range(0, layers, -(-layers // 16))  # a dozen ticks or so
+    shown = range(0, layers, -(-layers // 16))  # about a dozen ticks
     axes.set_xlim(0, head + column if bits else 2 * layers)
     axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.set_xticks([2 * layer + 1.0 for layer in shown], list(map(str, shown)))

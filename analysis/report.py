@@ -1,4 +1,4 @@
-"""The report on files of runs, searches and trainings: a folder of tables, plots and a page."""
+"""Reports on files of runs, searches and trainings: a folder with tables, plots and a page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from layerskip.files.records import begins_as_run, redacted
 from layerskip.files.writing import replace_folder
 
 MARK = ".layerskip-report.json"
-"""A report's list of its own files: what tells a folder that may be replaced from a foreign one."""
+"""A report's list of its own files, which identifies a folder that may be replaced."""
 
 
 RUN_TABLES = (
@@ -46,7 +46,7 @@ RUN_TABLES = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What a report says of one kind of file; what is in files has a `label` and a `slug`."""
+    """The contents of a report for one kind of file; files have a `label` and a `slug`."""
 
     load: Callable[[Sequence[Path]], Sequence[Any]]
     judge: Callable[[Any], verdict.Verdict]
@@ -94,18 +94,18 @@ def write_report(
 ) -> str:
     """Write a report about files: index.html, tables as CSV, plots as SVG.
 
-    It is built in a folder beside `output` and then renamed, so that `output` is never half there.
-    An earlier report is replaced; any other folder that holds something is refused.
+    It is built in a folder next to `output` and then renamed, so `output` is never incomplete. An
+    earlier report is replaced; any other folder that is not empty is refused.
 
     Args:
-        files: what `layerskip benchmark`, `layerskip search` and `layerskip train` wrote.
-        progress: told what is being done, in words.
+        files: files written by `layerskip benchmark`, `layerskip search` and `layerskip train`.
+        progress: called with a description of the current activity.
 
     Returns:
-        What the files say, in plain words: a paragraph for each.
+        The results in plain words: a paragraph for each file.
 
     Raises:
-        ValueError: no file, or one that is not what it must be; or `output` may not be written to.
+        ValueError: there is no file, a file is not valid, or `output` cannot be written to.
     """
     files, output = [Path(file) for file in files], Path(output)
     files = [each for file in files for each in (_inside(file) if file.is_dir() else [file])]
@@ -137,7 +137,7 @@ def write_report(
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The files in a folder that reports are made of."""
+    """The files in a folder from which reports are made."""
     named = [path for path in (folder / "search.json", folder / "train.json") if path.exists()]
     runs = [path for path in sorted(folder.glob("*.jsonl")) if begins_as_run(path)]
     if not named + runs:
@@ -173,7 +173,7 @@ def _sections(
     several: bool,
     progress: Callable[[str], None],
 ) -> list[Section]:
-    """The page's sections; their tables and plots are written on the way."""
+    """The page's sections; writes their tables and plots on the way."""
     made, judged = [], iter(verdicts)
     for name, kind, subjects in subjects_of:
         if name == "run" and len(subjects) > 1:
@@ -204,7 +204,7 @@ def _sections(
 
 
 def _headlines(run: Run, table: Table) -> pd.DataFrame:
-    """What the page shows of a table: all prompts as one, or each length of context."""
+    """The part of a table shown on the page: all prompts together, or each context length."""
     frame = table.frame
     if "category" not in frame or table.name == "categories":
         return frame
@@ -214,7 +214,7 @@ def _headlines(run: Run, table: Table) -> pd.DataFrame:
 def _draw(plot: drawing.Plot, path: Path) -> Picture:
     drawing = io.StringIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # in scripts the font lacks
+        warnings.filterwarnings("ignore", message="Glyph")  # for scripts that the font lacks
         plot.figure.savefig(drawing, format="svg", metadata={"Date": None})
     _write(path, drawing.getvalue())
     return Picture(plot.title, plot.alt, drawing.getvalue())
@@ -284,7 +284,7 @@ def _setting(header: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse what may not be replaced: files, and folders with what no report put there."""
+    """Refuse to replace files, or folders with contents that are not from a report."""
     if not output.exists():
         return
     if not output.is_dir() or output.is_symlink():

@@ -1,6 +1,6 @@
-"""The files of runs as a report reads them: methods, records, rounds, and times by prompt.
+"""Run files as a report uses them: methods, records, rounds, and times by prompt.
 
-A *unit* is what one record timed: a prompt at batch size 1, a batch of prompts otherwise. Medians
+A *unit* is what one record timed: a prompt at batch size 1, otherwise a batch of prompts. Medians
 are taken over a unit's repeats, means and intervals over units.
 """
 
@@ -32,7 +32,7 @@ class Round(NamedTuple):
     record: int
     """The number of its record."""
     number: int
-    """Its place in the record, from 0."""
+    """Its position in the record, from 0."""
     row: int
     batch_size: int
     category: str
@@ -43,9 +43,9 @@ class Round(NamedTuple):
     steps: int
     """Draft steps of the whole round."""
     source: int | None
-    """The number of the method's source that it drafted from; None: it drafted nothing."""
+    """The number of the source that drafted; None if nothing was drafted."""
     depth: int
-    """How many of the drafted tokens could be accepted, at most; fewer than drafted in a tree."""
+    """Maximum number of drafted tokens that could be accepted; in a tree fewer than drafted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Run:
     """One run file: one model, one set of sampling settings, one machine."""
 
     label: str
-    """What tells this run from the others of a report."""
+    """The label that distinguishes this run from the others in a report."""
     slug: str
     header: dict[str, Any]
     records: Sequence[dict[str, Any]]
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def methods(self) -> dict[str, dict[str, Any]]:
-        """What the header says of each method, by name, in its order."""
+        """The header's entry for each method, by name, in its order."""
         return {method["name"]: method for method in self.header["methods"]}
 
     @property
@@ -76,7 +76,7 @@ class Run:
         return [name for name in self.measured if self.methods[name]["kind"] == "self"]
 
     def sources(self, method: str) -> list[str]:
-        """What a drafting method drafts from, as its rounds number them."""
+        """The sources of a drafting method, in the order of their numbers in rounds."""
         return list(self.methods[method]["sources"])
 
     @property
@@ -91,13 +91,13 @@ class Run:
 
     @property
     def categories(self) -> list[str]:
-        """Kinds of prompts, in the records' order; none where there is only one."""
+        """Kinds of prompts, in the records' order; empty if there is only one."""
         kinds = list(dict.fromkeys(record["category"] or "other" for record in self.records))
         return kinds if len(kinds) > 1 else []
 
     @property
     def contexts(self) -> dict[str, int | None]:
-        """The contexts of prompts by category, ascending; {"all": None} where there are none."""
+        """Context lengths of prompts by category, ascending; {"all": None} if there are none."""
         by_category = {
             record["category"] if self.categories else ALL: record["context"]
             for record in self.records
@@ -112,7 +112,7 @@ class Run:
     def cost_table(
         self, method: str, batch_size: int, context: int | None = None
     ) -> CostTable | None:
-        """The header's costs of a `self` method in such batches; None where it holds none."""
+        """The header's costs of a `self` method in such batches, or None."""
         table = (self.methods[method].get("costs") or {}).get(costs_key(batch_size, context))
         if table is None:
             return None
@@ -122,8 +122,8 @@ class Run:
     def calls(self) -> pd.DataFrame:
         """One line per record: a method's call on a unit.
 
-        `first` are the seconds to the first tokens, and what begins with "decode" is of what came
-        after them; `read` are bytes read then, and `memory` the bytes a second of sweeps.
+        `first` is the time to the first tokens in seconds; columns that begin with "decode" cover
+        the time after them; `read` is bytes read then, and `memory` bytes per second of sweeps.
         """
         rows = []
         for record in self.records:
@@ -157,7 +157,7 @@ class Run:
     def rounds(self) -> pd.DataFrame:
         """A line for every `Round` of the drafting methods, and whether a token was `rejected`.
 
-        A round that an end of text cut rejects nothing.
+        A round that was cut by an end of text rejects nothing.
         """
         drafting = set(self.drafting)
         rounds = [
@@ -172,7 +172,7 @@ class Run:
 
 
 def rounds_of(record: dict[str, Any], number: int) -> Iterator[Round]:
-    """The rounds of all rows of a record; a row that had finished is left out."""
+    """The rounds of all rows of a record, without rows that had finished."""
     rounds = record["rounds"] or {"drafted": ()}
     place = record["batch_size"], record["category"] or "other", record["method"]
     for turn, drafted in enumerate(rounds["drafted"]):
@@ -205,16 +205,16 @@ def _texts(record: dict[str, Any]) -> dict[str, float]:
 
 
 def totals(frame: pd.DataFrame, part: str = "") -> Totals:
-    """The totals of lines of `Run.typical`, or of their part "decode_"."""
+    """The totals of lines of `Run.typical`, or of their "decode_" part."""
     names = (f"{part}tokens", f"{part}seconds")
     return Totals(*(frame[name].to_numpy(dtype=float) for name in names))
 
 
 def load_runs(files: Sequence[Path]) -> list[Run]:
-    """Read and check run files, and name each by what tells it from the others.
+    """Read and check run files, and give each a label that distinguishes it.
 
     Raises:
-        ValueError: a file is not what it must be. Says which and why, in one line.
+        ValueError: a file is not valid; says which and why, in one line.
     """
     read = [read_run(Path(file)) for file in files]
     for run in read:
@@ -240,7 +240,7 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
 
 
 def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
-    """What a report needs beyond what reading has checked line by line."""
+    """Check what a report needs beyond the line-by-line checks of reading."""
     if not records:
         raise ValueError(
             f"run file {path} holds a header and no records: the benchmark stopped before its "

@@ -1,4 +1,4 @@
-"""The plots of a report on a search: its progress, what matters, its front, its finalists."""
+"""The plots of a report on a search: progress, influence, front, finalists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layerskip.analysis.labels import ranges
 from layerskip.analysis.plots import skip_map
 from layerskip.analysis.searches import Search
 
-MANY = 200  # trials from which on points are small
+MANY = 200  # number of trials from which on points are small
 PROPOSERS = {
     "first": ("first sets", MUTED, "s"),
     "ours": ("our Gaussian process", BLUE, "o"),
@@ -23,19 +23,19 @@ PROPOSERS = {
     "tpe": ("Optuna's TPE", ORANGE, "v"),
     "random": ("random", drawing.PURPLE, "x"),
 }
-"""How trials look by what proposed them: words, colour and marker."""
+"""The appearance of trials by their proposer: words, colour and marker."""
 LINES = ("--", ":", "-.")
 
 
 def search_plots(search: Search) -> list[Plot]:
-    """The pictures of a search; those that have nothing to show are left out."""
+    """The pictures of a search, except those with nothing to show."""
     drawn = [search_progress(search), influence(search), search_front(search)]
     drawn.append(search_skip_map(search))
     return [plot for plot in drawn if plot is not None]
 
 
 def search_progress(search: Search) -> Plot | None:
-    """The best speedup so far, by trial and by second of trials; other searches beside it."""
+    """The best speedup so far, by trial and by second of trials, with other searches."""
     table = searches.progress(search.document)
     if not len(table):
         return None
@@ -73,7 +73,7 @@ def search_progress(search: Search) -> Plot | None:
 
 
 def influence(search: Search) -> Plot | None:
-    """How much each sublayer changes its input, and which ones the best draft leaves out."""
+    """How much each sublayer changes its input, and which ones the best draft skips."""
     values = np.array(search.document["influence"], dtype=float)
     if not len(values):
         return None
@@ -142,7 +142,7 @@ def search_front(search: Search) -> Plot | None:
 
 
 def _name(finalist: Any) -> str:
-    """A finalist's name, the winner's with a word."""
+    """A finalist's name; the winner's is marked."""
     return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
 
 

@@ -1,7 +1,7 @@
 """The tables of a report on layer searches: trials and finalists.
 
-Speedups are over plain decoding; those of trials and predictions are priced (followed or replayed
-drafts and a cost table), those measured are the clock's.
+Speedups are over plain decoding. Those of trials and predictions are priced (followed or replayed
+drafts and a cost table); measured ones are timed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from layerskip.analysis.labels import labels_of, printable, ranges, slug_of
 from layerskip.files.searches import read_search
 
 PAYS = 1.005
-"""Priced speedup up to which a draft counts as one that does not pay."""
+"""Maximum priced speedup of a draft that counts as not paying."""
 GUIDED = ("ours", "gp", "tpe")
-"""What proposed a trial that a model of the others proposed."""
+"""Proposers of trials that use a model of the other trials."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Search:
     """One search file: one model, one law, one machine, one space."""
 
     label: str
-    """What tells this search from the others of a report."""
+    """The label that distinguishes this search from the others in a report."""
     slug: str
     folder: Path
     document: Mapping[str, Any]
     beside: tuple[Mapping[str, Any], ...] = ()
-    """Of other searches of the same model, law and space in the report."""
+    """Other searches of the same model, law and space in the report."""
 
     @property
     def num_layers(self) -> int:
@@ -51,20 +51,20 @@ class Search:
 
     @property
     def complete(self) -> pd.DataFrame:
-        """Its lines of trials that ended well."""
+        """The lines of successful trials."""
         return self.trials[self.trials["state"] == "complete"]
 
     @property
     def guided(self) -> int:
-        """How many of these a model of the others proposed."""
+        """How many of these were proposed by a model of the others."""
         return int(self.complete["origin"].isin(GUIDED).sum())
 
 
 def load_searches(files: Sequence[Path]) -> list[Search]:
-    """Read and check search files, and name each by what tells it from the others.
+    """Read and check search files, and give each a label that distinguishes it.
 
     Raises:
-        ValueError: a file is not what it must be; says which and why, in one line.
+        ValueError: a file is not valid; says which and why, in one line.
     """
     documents = [printable(read_search(file)) for file in files]
     labels = labels_of(documents, files)
@@ -81,7 +81,7 @@ def load_searches(files: Sequence[Path]) -> list[Search]:
 
 
 def _kind(document: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What has to be the same so that two searches compare."""
+    """The values that must be equal for two searches to be comparable."""
     return document["model"]["name"], document["law"], document["space"]
 
 
@@ -107,9 +107,9 @@ _TRIAL_COLUMNS = [
 
 
 def trials(search: Search) -> pd.DataFrame:
-    """Every trial, the best first; a failed one has no numbers.
+    """Every trial, best first; a failed one has no numbers.
 
-    `front`: no other trial accepts as much for less.
+    `front`: no other trial accepts as much at a lower cost.
     """
     rows = []
     for trial in search.document["trials"]:
@@ -126,12 +126,12 @@ def trials(search: Search) -> pd.DataFrame:
 
 
 def front(costs: NDArray[np.float64], acceptances: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """(n,): whether no other point accepts as much at less cost, or more at as little.
+    """(n,): whether no other point accepts as much at less cost, or more at the same cost.
 
-    Points with a NaN are on no front; of equal points all are.
+    Points with a NaN are never on the front; equal points are all on it or all off it.
     """
     best, held, on = -np.inf, np.nan, np.zeros(len(costs), dtype=bool)
-    for index in np.lexsort((-acceptances, costs)):  # by cost, the most accepted of equals first
+    for index in np.lexsort((-acceptances, costs)):  # by cost, then highest acceptance first
         cost, accepted = costs[index], acceptances[index]
         if np.isnan(cost) or np.isnan(accepted):
             continue
@@ -147,7 +147,7 @@ _CONFIRMED = (
 
 
 def finalists(search: Search) -> pd.DataFrame:
-    """The finalists in the file's order: priced, and measured where they were.
+    """The finalists in the file's order: priced, and measured if they were timed.
 
     `efficiency` = measured / predicted.
     """

@@ -1,7 +1,7 @@
 """The tables of a report on runs.
 
-Tokens a second of a method are all its tokens over all its seconds, a unit (a prompt at batch size
-1) counting with the medians of its repeats.
+Tokens per second of a method are all its tokens divided by all its seconds, where a unit (a prompt
+at batch size 1) counts with the medians of its repeats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerskip.costs.speculation import CostTable, speedup_bound
 def _groups(
     run: Run, frame: pd.DataFrame, *names: str
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """The parts of a table that have lines, by some of batch size, category and method.
+    """The non-empty parts of a table, by some of batch size, category and method.
 
     The first category is all of them.
     """
@@ -40,16 +40,16 @@ def _groups(
 
 
 def comparisons(run: Run) -> list[str]:
-    """What speedups are over: the baseline, and the library's own generate() where measured."""
+    """The methods that speedups are over: the baseline, and generate() if it was measured."""
     library = [n for n in run.measured if run.methods[n]["kind"] == "generate"]
     return [run.baseline, *(name for name in library if name != run.baseline)]
 
 
-@lru_cache(4)  # most tables and pictures of a run ask for it
+@lru_cache(4)  # used by most tables and pictures of a run
 def speedup(run: Run) -> pd.DataFrame:
     """Speedups by batch size, category and method, over every method of `comparisons`.
 
-    Over units that both methods have; prefill is the time to the first token, decode what follows.
+    Over units that both methods have; prefill is the time to the first token, decode the rest.
     """
     rows = []
     for place, group in _groups(run, run.typical, "batch_size", "category"):
@@ -89,9 +89,9 @@ def acceptance_of(rounds: pd.DataFrame) -> dict[str, float]:
     """Counts and rates of rounds.
 
     `alpha` is the maximum-likelihood acceptance of one draft token: accepted / (accepted +
-    rejected), where a round rejects at most one token and those after it were never asked;
-    `acceptance_rate` is accepted / drafted; `mean_acceptance_length` 1 + accepted / rounds that
-    drafted; `tokens_per_pass` emitted / all rounds. Rates of nothing are NaN.
+    rejected), since a round rejects at most one token and later ones are not tested;
+    `acceptance_rate` is accepted / drafted; `mean_acceptance_length` 1 + accepted / rounds with a
+    draft; `tokens_per_pass` emitted / all rounds. Undefined rates are NaN.
     """
     drafts = int((rounds["drafted"] > 0).sum())
     counts = {name: int(rounds[name].sum()) for name in ("drafted", "accepted", "rejected")}
@@ -115,7 +115,7 @@ def acceptance(run: Run) -> pd.DataFrame:
 
 
 def sources(run: Run) -> pd.DataFrame:
-    """What drafts came from, of methods with several sources; "none" of plain steps."""
+    """The sources of drafts, for methods with several; "none" for plain steps."""
     rows = []
     for place, rounds in _groups(run, run.rounds, "batch_size", "category", "method"):
         names = run.sources(place["method"])
@@ -129,9 +129,9 @@ def sources(run: Run) -> pd.DataFrame:
 def positions(run: Run) -> pd.DataFrame:
     """Acceptance by place in the draft, all batch sizes together.
 
-    `tried`: rounds whose draft reached the position with all before it accepted; `accepted`: those
-    of them whose token was accepted too; `acceptance`: their ratio; `reached`: rounds that drafted
-    so far; `chain`: the share of those with all tokens up to the position accepted.
+    `tried`: rounds whose draft reached the position with all earlier tokens accepted; `accepted`:
+    those whose token was also accepted; `acceptance`: their ratio; `reached`: rounds that drafted
+    that far; `chain`: the share of those with all tokens up to the position accepted.
     """
     rows = []
     for place, rounds in _groups(run, run.rounds, "method"):
@@ -155,12 +155,12 @@ def positions(run: Run) -> pd.DataFrame:
 
 
 def phases(run: Run) -> pd.DataFrame:
-    """Milliseconds per new token by phase; `rest` is what the phases leave of `total`."""
+    """Milliseconds per new token by phase; `rest` is the part of `total` outside the phases."""
     rows = []
     for place, calls in _groups(run, run.typical, "batch_size", "method"):
         spent = 1000 * calls[["first", *PHASES, "seconds"]].sum(min_count=1) / calls["tokens"].sum()
         *parts, total = spent
-        # medians of parts need not add up to the median of the whole; 0 is exact
+        # Medians of parts need not add up to the median of the whole; 0 is exact.
         rest = max(0.0, round(total - pd.Series(parts).sum(), 9))
         named = dict(zip(("prefill", *PHASES), parts, strict=True))
         rows.append(place | named | {"rest": rest, "total": total})
@@ -189,7 +189,7 @@ def decoding(run: Run) -> pd.DataFrame:
 
 
 def losslessness(run: Run) -> pd.DataFrame:
-    """Texts compared with the baseline's; methods that promise no equal text have none."""
+    """Texts compared with the baseline's; methods that need not equal it have none."""
     groups = _groups(run, run.calls, "category", "method")
     return pd.DataFrame([place | calls[COMPARED].sum().to_dict() for place, calls in groups])
 
@@ -205,9 +205,9 @@ def repetition(run: Run) -> pd.DataFrame:
 
 
 def predictions(run: Run) -> pd.DataFrame:
-    """Decode speedups of drafting methods over the baseline: what rounds promised, and the clock.
+    """Decode speedups of drafting methods over the baseline: predicted from rounds, and measured.
 
-    `bound` is 1 / c; NaN where drafts may be looked up, which costs nothing.
+    `bound` is 1 / c; NaN if drafts may be looked up, which costs nothing.
     """
     table = (
         speedup(run).query("over == @run.baseline").set_index(["batch_size", "category", "method"])
@@ -215,7 +215,7 @@ def predictions(run: Run) -> pd.DataFrame:
     rows = []
     for place, rounds in _groups(run, run.rounds, *table.index.names):
         key = tuple(place.values())
-        # over several contexts there is no price: their steps cost different seconds
+        # Several contexts have no common price: their steps take different times.
         context = run.contexts.get(place["category"])
         costs = run.cost_table(place["method"], place["batch_size"], context)
         if costs is None or key not in table.index:
@@ -239,9 +239,9 @@ def predictions(run: Run) -> pd.DataFrame:
 
 
 def gain(rounds: pd.DataFrame, costs: CostTable) -> float:
-    """The steps that plain decoding would take over the rounds' price, in target steps.
+    """The steps of plain decoding divided by the rounds' cost, in target steps.
 
-    Rows draft in lockstep: a round costs what its longest draft does, and plain decoding takes as
+    Rows draft in lockstep: a round costs as much as its longest draft, and plain decoding takes as
     many steps as its longest row has tokens after the first.
     """
     longest = rounds.groupby(["record", "number"])[["drafted", "steps"]].max()
@@ -251,7 +251,7 @@ def gain(rounds: pd.DataFrame, costs: CostTable) -> float:
 
 
 def sweeps(run: Run) -> pd.DataFrame:
-    """What replayed rounds of every exit and draft length would gain, priced.
+    """Predicted gain of replayed rounds for every exit and draft length.
 
     `agreement` is that of an exit's most likely token with the target's, `match` that of samples.
     """
@@ -282,7 +282,7 @@ def exits(run: Run) -> pd.DataFrame:
 
 
 def results(run: Run) -> pd.DataFrame:
-    """The headline numbers, a line for each method; `times X` is how many times as fast as X."""
+    """The headline numbers, one line per method; `times X` is the speedup over X."""
     kept = ("batch_size", "context", "method", "tokens_per_second")
     rows = []
     for row in headlines(run):
@@ -302,7 +302,7 @@ def results(run: Run) -> pd.DataFrame:
 
 
 def categories(run: Run) -> pd.DataFrame:
-    """By kind of prompt, how many times as fast as the baseline each method is (`of METHOD`)."""
+    """By kind of prompt, the speedup of each method over the baseline (`of METHOD`)."""
     table = speedup(run)
     first = (table["over"] == run.baseline) & (table["batch_size"] == run.batch_sizes[0])
     rows = []
@@ -315,7 +315,7 @@ def categories(run: Run) -> pd.DataFrame:
 
 
 ENDS = (" low", " high")
-"""What follows a column's name in those of its interval."""
+"""Suffixes of a column's name in the names of its interval's columns."""
 _NAMED_ENDS = {"": "speedup", " low": "low", " high": "high"}
 
 
@@ -358,13 +358,13 @@ COMPARED = ["compared", "equal", "near_ties", "faults"]
 
 
 def _told(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a table; None for what is no number."""
+    """The rows of a table, with None instead of NaN."""
     rows: list[dict[str, Any]] = table.astype(object).where(table.notna(), None).to_dict("records")
     return rows
 
 
 def comparison(runs: Sequence[Run]) -> pd.DataFrame:
-    """All runs' speedups over their baselines, all categories together, one below the other."""
+    """All runs' speedups over their baselines, all categories together, one run after another."""
     parts = []
     for run in runs:
         table = speedup(run)

@@ -1,4 +1,4 @@
-"""The tables of a report on trainings: what each draft is worth, and how its training went.
+"""The tables of a report on trainings: the value of each draft, and the course of its training.
 
 Overlap is the share that two distributions have in common, 1 - TV.
 """
@@ -17,14 +17,14 @@ from layerskip.config import SkipConfig
 from layerskip.files.trainings import read_training
 
 DEPTHS = 4
-"""Drafted tokens whose acceptance the table shows."""
+"""Draft positions whose acceptance the table shows."""
 _TOLD_BY = ("loss", "optimizer", "rank", "rate", "temperature", "tokens", "minutes", "seed")
-"""Settings of a recipe that may tell one training from another."""
+"""Settings of a recipe that may distinguish trainings."""
 
 
 @dataclass(frozen=True)
 class Trainings:
-    """All files of trainings of a report, by label: they are there to be compared."""
+    """All files of trainings in a report, by label, for comparison."""
 
     each: Mapping[str, Mapping[str, Any]]
     label = "Trainings"
@@ -32,10 +32,10 @@ class Trainings:
 
 
 def load_trainings(files: Sequence[Path]) -> Trainings:
-    """Read and check files of trainings, and name each by what tells it from the others.
+    """Read and check files of trainings, and give each a label that distinguishes it.
 
     Raises:
-        ValueError: a file is not what it must be; says which and why, in one line.
+        ValueError: a file is not valid; says which and why, in one line.
     """
     records = [printable(read_training(file)) for file in files]
     recipes = [record["recipe"] for record in records]
@@ -55,7 +55,7 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
 
 
 def base_of(recipe: Mapping[str, Any]) -> str:
-    """What of the model a draft is trained on, in a few words."""
+    """The parts of the model on which a draft is trained, in a few words."""
     kind, content = recipe["kind"], recipe.get("skip")
     if content is None or kind not in ("healed", "exit-block"):
         return "last states"
@@ -73,7 +73,7 @@ def base_of(recipe: Mapping[str, Any]) -> str:
 
 
 def trainings(of: Trainings) -> pd.DataFrame:
-    """A line for each training; `page.SHOWN` says what the columns are."""
+    """A line for each training; `page.SHOWN` explains the columns."""
     rows = []
     for label, record in of.each.items():
         recipe, trained = record["recipe"], record["drafts"]["trained"]
@@ -111,7 +111,7 @@ def trainings(of: Trainings) -> pd.DataFrame:
 
 
 def curves(of: Trainings) -> pd.DataFrame:
-    """How trainings went, a line for each point and step of the draft."""
+    """The course of trainings, a line for each point and step of the draft."""
     return pd.DataFrame(
         [
             {

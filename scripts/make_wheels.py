@@ -1,10 +1,10 @@
-"""Makes a wheel with the built native passes, for this machine's Python, torch and kind of system.
+"""Makes a wheel with built native passes, for this machine's Python, torch and kind of system.
 
-A library for each kind of vectors that torch knows on this processor goes into
-`layerskip/model/built/`, and is loaded there before anything is built (`extension.brought`).
-`auditwheel` then tags the wheel for the oldest glibc that it runs on; torch's own libraries stay
-outside, as torch is loaded first. Libraries are kept in `build/`: the next wheel compiles what
-changed.
+A library for each kind of vectors that torch knows on this processor is put into
+`layerskip/model/built/`, where it is found before anything is built (`extension.brought`).
+`auditwheel` then tags the wheel for the oldest glibc that it runs on; torch's own libraries are not
+included, as torch is loaded first. Libraries are kept in `build/`, so the next wheel compiles only
+what has changed.
 """
 
 import os

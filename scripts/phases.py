@@ -1,8 +1,8 @@
-"""Print what the phases of a native decoding pass take: milliseconds, share, bandwidth.
+"""Print the time of the phases in a native decoding pass: milliseconds, share, bandwidth.
 
     LAYERSKIP_STAMPS=1 python scripts/phases.py CHECKPOINT --dtype bfloat16 --threads 2
 
-Milliseconds of a phase are the mean of all threads; whole passes and reads of memory are medians.
+Milliseconds of a phase are means over all threads; whole passes and memory reads are medians.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def show(model: torch.nn.Module, context: int, passes: int) -> None:
-    """Decode tokens at a length of context and print the phases."""
+    """Decode tokens at a context length and print the phases."""
     opened = sublayers_of(model, "native")
     prompt = torch.arange(context) % opened.model.vocab_size + 1  # (context,)
     batch = Passes(opened, [], [prompt], max_new_tokens=passes + 8, max_draft_length=1)

@@ -1,11 +1,11 @@
-"""Tell whether this machine decodes as fast as it did: five ratios, beside limits in a file.
+"""Check whether this machine still decodes as fast as before: five ratios, with limits in a file.
 
     python scripts/speed.py demo-llama --threads 1
 
 Each is a ratio of medians that are measured in turn in one process: plain decoding over
 `generate()`, and over sweeps of the memory; then, in units of a plain step, a draft step in 8 bits
-(c), and passes that verify 4 and 8 tokens (v). The exit code is 1 where a ratio is beyond its limit
-in scripts/floors.json. `--write` sets the limits to what was measured, with 15% of slack.
+(c), and passes that verify 4 and 8 tokens (v). The exit code is 1 if a ratio exceeds its limit in
+scripts/floors.json. `--write` sets the limits to the measured values, with 15% of slack.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Search for the sublayers that a draft leaves out or runs in low precision.
+"""Search for the sublayers that a draft skips or runs in low precision.
 
-Names are imported when first used, so that the package alone costs no import of torch.
+Names are imported when first used, so that importing the package does not import torch.
 """
 
 from importlib import import_module

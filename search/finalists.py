@@ -1,6 +1,6 @@
-"""The best few drafts of a study: replayed whole, given a controller, and timed.
+"""The best few drafts of a study: replayed in full, given a controller, and timed.
 
-They are timed in turn with plain decoding and the default drafts, and the clock names the winner.
+They are timed in turn with plain decoding and the default drafts; the fastest wins.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from layerskip.search.objective import Objective
 from layerskip.search.study import finished_sets, value_of
 
 THRESHOLDS = (0.4, 0.6, 0.8)
-"""Of the `confidence` and `adaptive-threshold` controllers."""
+"""Thresholds for the `confidence` and `adaptive-threshold` controllers."""
 TUNED = {"alpha": (0.5, 0.7), "epsilon": (0.05, 0.2), "beta1": (0.0, 0.8), "beta2": (0.0, 0.5)}
-"""Of `adaptive-threshold`, what is tried beside its published parameters."""
+"""Values to try for `adaptive-threshold`, besides its published parameters."""
 TOLERANCE = 1.01
-"""`expected-gain`, safe on other texts too, is taken if none is better by more than this."""
+"""`expected-gain`, safe on other texts too, is used if none is better by more than this."""
 DEFAULT = "default"
-"""What the method is called that drafts as `generate` does unasked."""
+"""The name of the method that drafts like `generate` with default settings."""
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
-"""Is called with what is being done, in words, and the share of it that is done."""
+"""Called with a description of the current activity, and the completed share."""
 
 
 def silent(_what: str, _share: float) -> None:
-    """The progress of a search that nobody watches."""
+    """Ignore the progress of a search."""
 
 
 def within(items: Iterable[T], until: float) -> Iterator[tuple[int, T]]:
-    """Items and their numbers: the first, and others while there is time for them.
+    """Yield numbered items: the first, and others while there is time for them.
 
-    None that would end after `until` (of `time.monotonic`), if it took as long as the longest.
+    None starts that would end after `until` (of `time.monotonic`) if as long as the longest so far.
     """
     longest = 0.0
     for number, item in enumerate(items):
@@ -60,14 +60,14 @@ def within(items: Iterable[T], until: float) -> Iterator[tuple[int, T]]:
 
 
 class Choice(NamedTuple):
-    """How to decode with a draft, and the speedup over plain decoding that is expected of it."""
+    """How to decode with a draft, and the expected speedup over plain decoding."""
 
     decoding: DecodingOptions
     speedup: float
 
 
 class LookedUp(NamedTuple):
-    """What is looked up along the texts, and what rounds of it cost."""
+    """Looked-up drafts along the texts, and the costs of their rounds."""
 
     replay: Replay
     costs: CostTable
@@ -78,12 +78,12 @@ class Finalist:
     """A config that is worth timing.
 
     Attributes:
-        name: of the method that it is timed as.
+        name: name of the method when it is timed.
         trial: number of its trial in the study.
         skip: resolved, with decoding options and costs.
         drafts: its replay along the traced prompts.
-        predicted: speedup over plain decoding of whole replays, on the traced prompts.
-        confirmed: what the clock said: the block of a search file.
+        predicted: speedup over plain decoding of full replays, on the traced prompts.
+        confirmed: the timings, as a block of a search file.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Finalist:
 
 
 def controllers(longest: int) -> list[DecodingOptions]:
-    """The controllers to choose from, `expected-gain` last."""
+    """The controllers to choose from, with `expected-gain` last."""
     fixed = [
         DecodingOptions(controller="fixed", max_draft_length=length)
         for length in range(1, longest + 1)
@@ -126,7 +126,7 @@ def choices(
     """Ways to decode with a draft, with their speedups along its replay; `expected-gain` last.
 
     Args:
-        looked_up: None: nothing is looked up beside the draft.
+        looked_up: None: nothing is looked up in addition to the draft.
         all_controllers: False: only `expected-gain` is considered.
     """
     ways = controllers(drafts.draft_length)
@@ -142,7 +142,7 @@ def choices(
 
 
 def _tuned(best: Choice, value: Callable[[DecodingOptions], float]) -> Choice:
-    """The best way with an adaptive threshold, its parameters changed one by one."""
+    """The best way with an adaptive threshold, changing its parameters one by one."""
     for name, values in TUNED.items():
         rules = [{**(best.decoding.adaptive or {}), name: each} for each in values]
         ways = [replace(best.decoding, adaptive=rule) for rule in rules]
@@ -153,7 +153,7 @@ def _tuned(best: Choice, value: Callable[[DecodingOptions], float]) -> Choice:
 def speedup(
     drafts: Replay, costs: CostTable, how: DecodingOptions, looked_up: LookedUp | None = None
 ) -> float:
-    """Over plain decoding, of one way to decode the replay's texts, each alone."""
+    """The speedup over plain decoding of one way to decode the replay's texts, each alone."""
     length = how.max_draft_length or drafts.draft_length
     if how.controller in ("fixed", "confidence"):
         counts = count_rounds(drafts, length, how.threshold or 0.0)
@@ -181,9 +181,9 @@ def speedup(
 
 
 def best_choice(ways: Sequence[Choice]) -> Choice:
-    """The fastest; `expected-gain` in place of another that is better within TOLERANCE.
+    """The fastest; but `expected-gain` instead of another that is better only within TOLERANCE.
 
-    With lookups for preference: they may do nothing for these texts, and much for others.
+    Lookups are preferred: they may do nothing for these texts, and much for others.
     """
     best = max(ways, key=lambda choice: choice.speedup)
     adaptive = (each for each in reversed(ways) if each.decoding.controller == "expected-gain")
@@ -198,14 +198,14 @@ def choose(
     progress: Progress = silent,
     until: float = math.inf,
 ) -> list[Finalist]:
-    """The sets of the highest values, replayed whole, the highest prediction first.
+    """The sets with the highest values, replayed in full, highest prediction first.
 
-    The best early exit of the study is among them, as one more where it is none of the best.
-    Plain decoding, the set that skips nothing, is not: it is timed anyway. None but the first is
-    replayed where it would end after `until` (of `time.monotonic`).
+    The best early exit of the study is included, additionally if it is not among the best. The set
+    that skips nothing is not included, since plain decoding is timed anyway. Except for the first,
+    none is replayed that would end after `until` (of `time.monotonic`).
 
     Args:
-        parts: of the search: whether `lookup` joins, and a `controller` is chosen.
+        parts: parts of the search: whether `lookup` is added, and a `controller` is chosen.
     """
     space, trace = objective.space, objective.trace
     trials = finished_sets(study, space)
@@ -222,7 +222,7 @@ def choose(
         looked_up = LookedUp(replay(trace, Lookup()), objective.prices.passes)
     finalists = []
     for number, mask in within(chosen, until):
-        progress("the best drafts, replayed whole", number / len(chosen))
+        progress("replaying the best drafts in full", number / len(chosen))
         trial, size = trials[mask], space.number("vocabulary", mask)
         skip, costs = space.skip_config(mask), objective.costs(mask)
         drafts = replay(trace, skip, allowed=objective.allowed(size))
@@ -256,13 +256,13 @@ def confirm(
     until: float = math.inf,
     progress: Progress = silent,
 ) -> tuple[float, dict[str, Any]]:
-    """Time finalists, the default and plain decoding in turn; fills in `confirmed`.
+    """Time finalists, the default and plain decoding in turn; sets `confirmed`.
 
-    Times are of decoding, from the first new token on: no draft changes what a prompt costs.
+    Decoding is timed from the first new token on, since no draft changes the cost of a prompt.
 
     Args:
-        default: what drafts unasked, beside lookups; None: lookups only.
-        until: of `time.monotonic`, when to end after a whole number of repeats, one at least.
+        default: the default draft, used with lookups; None: lookups only.
+        until: time (of `time.monotonic`) to end at, after whole repeats, at least one.
 
     Returns:
         Plain decoding's tokens per second, and the default's times.
@@ -291,7 +291,7 @@ def confirm(
 
 
 def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a method drafted, and whether its texts were right, as a search file has them."""
+    """A method's draft counts and the equality of its texts, in the form of a search file."""
     proposed, accepted = (
         sum(sum(map(sum, each["rounds"][name])) for each in records)
         for name in ("drafted", "accepted")
@@ -309,7 +309,7 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def winner(finalists: Sequence[Finalist]) -> Finalist | None:
-    """The fastest that gains, on the clock or, where none was timed, as predicted; None: plain."""
+    """The fastest finalist that gains, by timing or else by prediction; None: plain decoding."""
     return max(
         filter(gains, finalists),
         key=lambda each: each.confirmed["speedup"] if each.confirmed else each.predicted,
@@ -318,10 +318,10 @@ def winner(finalists: Sequence[Finalist]) -> Finalist | None:
 
 
 def gains(finalist: Finalist) -> bool:
-    """Whether a draft is taken to be faster than plain decoding.
+    """Whether a draft is considered faster than plain decoding.
 
-    Prediction and clock must both say so, or the clock's interval exclude 1: of several drafts that
-    gain nothing, noise makes one look faster. What was not timed is believed its prediction.
+    Prediction and timing must both say so, or the timing's interval exclude 1: among several drafts
+    that gain nothing, noise makes one look faster. Without a timing, the prediction decides.
     """
     foreseen, timed = finalist.predicted > 1.0, finalist.confirmed
     if timed is None:
@@ -331,9 +331,9 @@ def gains(finalist: Finalist) -> bool:
 
 
 def keeps_default(best: Finalist | None, default: Mapping[str, Any] | None) -> bool:
-    """Whether the fastest is no faster than the default by more than prompts differ.
+    """Whether the fastest draft exceeds the default by no more than prompts differ.
 
-    Where nothing else gains, the default is kept if it does.
+    If nothing else gains, the default is kept if it does.
     """
     if default is None or best is None or best.confirmed is None:
         return best is None and default is not None and default["speedup"] > 1

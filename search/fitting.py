@@ -1,4 +1,4 @@
-"""The space that fits a live model, and how much each of its sublayers changes."""
+"""The search space that fits a model, and the influence of each of its sublayers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from layerskip.model.whole import Whole
 from layerskip.search.space import KINDS, Space
 
 WINDOWS = (256, 1024, 4096)
-"""Windows that drafts are searched with, where texts are long; shorter ones save nothing more."""
+"""Windows to try for drafts of long texts; shorter ones save nothing more."""
 VOCABULARIES = (8, 2)
-"""Parts of the vocabulary that drafts may be limited to."""
+"""Divisors of the vocabulary to which drafts may be limited."""
 POSITIONS = 256
-"""Tokens that the influence of sublayers is measured on."""
+"""Number of tokens on which the influence of sublayers is measured."""
 PARTS = ("bits", "experts", "window", "vocabulary", "lookup", "controller")
-"""What a search tries beside leaving sublayers out."""
+"""What a search can try besides skipping sublayers."""
 
 Bits = Literal["auto", 8, 4] | None
 
 
 def parts_of(space: str) -> tuple[str, frozenset[str]]:
-    """The kind that a comma-separated list names, and its parts: all where it names none.
+    """The kind that a comma-separated list names, and its parts: all if it names none.
 
     Raises:
-        ValueError: another word, or two kinds.
+        ValueError: an unknown word, or two kinds.
     """
     words = [word.strip() for word in space.split(",")]
     kinds, parts = ([w for w in words if w in names] for names in (KINDS, PARTS))
@@ -55,15 +55,15 @@ def space_for(
     first: Sequence[SkipConfig] = (),
     context: int = 0,
 ) -> Space:
-    """The space to search in a model; `space` as of `parts_of`.
+    """The space to search for a model; `space` as for `parts_of`.
 
-    Automatic bits are 8 where passes are native: only they have products of 8 bits that are faster
-    than exact ones on every machine. It has windows where texts of `context` tokens are long
-    enough. Around the first config of `first` that is healed, all that is low is healed likewise.
+    Automatic bits are 8 if passes are native: only they have 8-bit products that are faster than
+    exact ones on every machine. It has windows if texts of `context` tokens are long enough. If a
+    config of `first` is healed, everything in low precision uses the weights of the first such one.
 
     Raises:
-        ValueError: as `parts_of`; another precision was asked for than that of the healed config;
-            the model runs whole.
+        ValueError: as for `parts_of`; a precision other than the healed config's was requested; or
+            the model runs as a whole.
     """
     if isinstance(opened, Whole):
         raise ValueError(opened.refusal("there are no sublayers to search"))
@@ -75,8 +75,8 @@ def space_for(
         trained, low = healed.trained, healed.low
         if bits not in ("auto", low.bits):
             raise ValueError(
-                f"a skip config to try first is healed in {low.bits} bits, and {bits or 'no'} bits "
-                "were asked for; leave them out"
+                f"a skip config to try first is healed in {low.bits} bits, but {bits or 'no'} bits "
+                "were requested; leave them out"
             )
         bits, head = low.bits, None if isinstance(low.head, bool) else low.head
     if bits == "auto":
@@ -97,18 +97,18 @@ def space_for(
 
 
 def typical_context(prompts: Sequence[Tensor], max_new_tokens: int) -> int:
-    """Tokens before the middle of a text's new ones, on average."""
+    """The mean number of tokens before the middle of a text's new ones."""
     return round(fmean(prompt.numel() for prompt in prompts) + max_new_tokens / 2) if prompts else 0
 
 
 def windows_for(opened: Sublayers, context: int) -> tuple[int, ...]:
-    """Of WINDOWS, those that leave out at least half of a typical text's keys in some layer."""
+    """Those of WINDOWS that skip at least half of a typical text's keys in some layer."""
     widest = max(context if window is None else window for window in opened.windows)
     return tuple(window for window in WINDOWS if 2 * window <= min(widest, context))
 
 
 def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
-    """The numbers of experts that drafts are searched with: half, one, and none if they may."""
+    """Numbers of experts to try in drafts: half, one, and none if possible."""
     if not opened.mixtures:
         return ()
     top, beside = opened.mixtures[0].top, opened.mixtures[0].beside
@@ -118,10 +118,10 @@ def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
 
 @torch.no_grad()
 def influence(opened: Sublayers, texts: Sequence[Any], positions: int = POSITIONS) -> list[float]:
-    """By sublayer, 1 - the cosine similarity of hidden states before and behind it.
+    """For each sublayer, 1 - the cosine similarity of the hidden states before and after it.
 
-    One pass over the ends of texts; what is least is likeliest to be missed least (CLaSp, Chen et
-    al. 2025, arXiv 2505.24196, chooses layers by it).
+    Takes one pass over the ends of texts. Sublayers with the least influence are the likeliest to
+    be dispensable (CLaSp, Chen et al. 2025, arXiv 2505.24196, chooses layers by it).
 
     Args:
         texts: with `tokens`, (T,) each.

@@ -1,10 +1,10 @@
-"""What a skip config is worth: its speedup along a trace, priced by a cost record.
+"""The value of a skip config: its speedup along a trace, with costs from a cost record.
 
-What is random is in the trace, and what is noisy in the cost record: a value is a function of the
-config alone. A ratio to plain decoding on the same machine, it means the same on a slower one.
-A draft is followed for one token from every start, and for two from the first parts of them: later
-tokens are taken to be right as often as the second one is where the first was. Starts are looked at
-in parts, and a draft that loses on the first ones is looked at no further.
+All randomness is in the trace, and all noise in the cost record: a value is a function of the
+config alone. As a ratio to plain decoding on the same machine, it is comparable across machines.
+A draft is followed for one token from every start, and for two from the first parts of them. Later
+tokens are assumed to be right as often as the second one is if the first is. Starts are processed
+in parts, and a draft that loses on the first ones is not followed further.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from layerskip.search.space import Space
 from layerskip.vocabulary import ranked
 
 PARTS, SECONDS = (0.1, 0.2, 0.4, 0.7, 1.0), 3
-"""Shares of the starts behind which a trial may end; and in how many parts a second token is
-followed."""
+"""Shares of the starts after which a trial may end; and the number of parts in which a second token
+is followed."""
 PIECES, FEWER = 14, 8
-"""Of each part, whose values are compared with those of the best trial; FEWER of a short one. The
-test by ranks draws permutations for less than 14 values, which takes longer than the draft."""
+"""Pieces of each part, whose values are compared with those of the best trial; FEWER for a short
+part. With fewer than 14 values the rank test draws permutations, which takes longer than drafts."""
 
 Losing = Callable[[float, Mapping[int, float]], bool]
-"""Is told the value so far and those of more pieces, by number; whether it loses to the best."""
+"""Given the value so far and those of further pieces by number: whether it loses to the best."""
 
 
 class OutOfTime(Exception):
@@ -46,17 +46,17 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one set is worth."""
+    """The value of one set."""
 
     value: float
     """Expected speedup over plain decoding with the best fixed draft length."""
     acceptance: float
     """Probability that the first token of a draft is accepted."""
     draft_cost: float
-    """c, one draft step in target steps."""
+    """c: one draft step in target steps."""
     draft_length: int
     positions: int
-    """Starts that it was looked at from."""
+    """Number of starts from which it was followed."""
 
 
 def extended(first: float, rate: float) -> list[float]:
@@ -64,7 +64,7 @@ def extended(first: float, rate: float) -> list[float]:
 
     Args:
         first: share whose first token is right.
-        rate: of these, share whose next token is right.
+        rate: share of these whose next token is right.
     """
     return [first * rate**token for token in range(LONGEST)]
 
@@ -72,7 +72,7 @@ def extended(first: float, rate: float) -> list[float]:
 def best_length(survival: Sequence[float], costs: CostTable) -> tuple[float, int]:
     """Speedup of the best fixed draft length, and that length; every start is equally likely.
 
-    A fixed length g emits 1 + s(1) + ... + s(g) tokens a round.
+    A fixed length g emits 1 + s(1) + ... + s(g) tokens per round.
 
     Args:
         survival: s(j), the share of starts whose first j drafted tokens are right.
@@ -82,14 +82,14 @@ def best_length(survival: Sequence[float], costs: CostTable) -> tuple[float, int
 
 
 class Objective:
-    """Expected speedup over plain decoding of a space's sets, remembered by mask.
+    """Expected speedup over plain decoding for the sets of a space, stored by mask.
 
     Args:
-        cost: what `layerskip.timing.sublayers.measure` returned.
-        positions: starts to look at, at most.
+        cost: the result of `layerskip.timing.sublayers.measure`.
+        positions: maximum number of starts.
 
     Attributes:
-        until: of `time.monotonic`, after which no draft is followed further.
+        until: time (of `time.monotonic`) after which no draft is followed further.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Objective:
         starts = starts[:positions]
         ends = [math.ceil(share * len(starts)) for share in PARTS]
         parts = [starts[first:end] for first, end in zip([0, *ends], ends, strict=False)]
-        # starts of one text share its keys and values where they follow each other
+        # Adjacent starts of one text share its keys and values.
         self.parts = [sorted(each, key=lambda s: (s[0].number, s[1])) for each in parts]
         self._evaluated: dict[int, Evaluation] = {}
 
@@ -117,15 +117,15 @@ class Objective:
         return tuple(self._ranked(tokens)[:size].tolist())
 
     def allowed(self, size: int | None) -> Tensor | None:
-        """What a draft can draw on each text, (texts, V) bool; None: all tokens.
+        """The tokens that a draft can draw on each text, (texts, V) bool; None: all.
 
-        These are the tokens that the other texts rank first: by itself, a text lacks none.
+        These are the tokens that the other texts rank first: by itself, a text would lack none.
         """
         return None if size is None else self._ranks < size
 
     @cached_property
     def _ranks(self) -> Tensor:
-        """Rank of every token by the other texts than each, (texts, V)."""
+        """Rank of every token by the texts other than each, (texts, V)."""
         tokens = [text.tokens for text in self.trace.texts]
         orders = [
             self._ranked([*tokens[:number], *tokens[number + 1 :]]) for number in range(len(tokens))
@@ -136,10 +136,10 @@ class Objective:
         return ranked(tokens, self.trace.model.vocabulary, ends=self.trace.eos)
 
     def __call__(self, mask: int, losing: Losing = lambda *_: False) -> Evaluation:
-        """Follow a set's drafts from all starts, or from fewer where it is `losing`.
+        """Follow a set's drafts from all starts, or from fewer if it is `losing`.
 
         Raises:
-            OutOfTime: it is too late.
+            OutOfTime: the time is over.
         """
         if mask not in self._evaluated:
             self._evaluated[mask] = self._evaluate(mask, losing)
@@ -147,7 +147,7 @@ class Objective:
 
     def _evaluate(self, mask: int, losing: Losing) -> Evaluation:
         costs = self.costs(mask)
-        if not mask:  # plain decoding by another name, whatever the clock says
+        if not mask:  # equals plain decoding, whatever the clock says
             return Evaluation(
                 value=1.0, acceptance=1.0, draft_cost=costs.draft, draft_length=1, positions=0
             )

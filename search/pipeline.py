@@ -1,6 +1,6 @@
-"""A search from start to end on a live model: trace, study, costs, trials, finalists, result.
+"""A complete search on a live model: trace, study, costs, trials, finalists, result.
 
-No files are written but the study's.
+Writes no files except the study's.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from layerskip.timing.sublayers import LOW_FACTS, low_facts
 from layerskip.timing.tables import machine
 
 FEWEST_TRIALS, TRIALS_PER_SWITCH = 60, 4
-"""Trials of a study of no stated length or time."""
+"""Number of trials in a study without a given number or time."""
 FINALISTS = 3
 REPEATS = 2
 FOR_COSTS = 1.5
-"""Seconds of timing for costs."""
+"""Seconds for timing costs."""
 FOR_REPLAYS = 0.5
-"""Share of the time left after the trials that replays of the best get; the clock has the rest."""
+"""Share of the time after the trials for replaying the best; the rest is for timing."""
 PREFILL = 1.5
-"""Times the decoding of a text is what timing it takes, with its prompt."""
+"""Time of decoding a text including its prompt, as a multiple of decoding alone."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        skip: the config to decode with: the winner's; the default where that is as fast; one that
-            drafts nothing where nothing was faster than plain decoding. `skip.notes` says what was
-            measured.
-        winner: the finalist whose config that is, if it is one's.
+        skip: the config to decode with: the winner's; the default if that is as fast; one without
+            drafts if nothing was faster than plain decoding. `skip.notes` contains the
+            measurements.
+        winner: the finalist with that config, if any.
         finalists: best first by prediction.
-        record: all of it as JSON values: what `layerskip report` reads, except for a header.
+        record: everything as JSON values, for `layerskip report`, except for a header.
     """
 
     skip: SkipConfig
@@ -74,17 +74,17 @@ class SearchResult:
 
 
 class Search:
-    """The stages of one search, in the order of the methods; each leaves its results.
+    """The stages of one search, in the order of the methods; each stores its results.
 
     Args:
         traced: token ids of the calibration prompts, (T,) or (1, T) each.
-        held_out: of the prompts that finalists are timed on; none: nothing is timed.
-        positions: that a trial looks at, at most; by default all of the traced texts.
-        until: of `time.monotonic`: what follows the trials does less of everything to end by then.
+        held_out: token ids of prompts for timing finalists; none: nothing is timed.
+        positions: maximum number of starts in a trial; by default all of the traced texts.
+        until: time (of `time.monotonic`) by which stages after the trials try to end.
 
     Raises:
-        ValueError: as `take_trace`, for held-out prompts, too; a space for another number of
-            layers; compiled execution.
+        ValueError: as for `take_trace`, also for held-out prompts; the space is for another number
+            of layers; execution is compiled.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class Search:
         self.traced = [ids.reshape(1, -1).to(self.opened.device) for ids in traced]
         self.held_out = [ids.reshape(1, -1).to(self.opened.device) for ids in held_out]
         lengths = [ids.shape[1] for ids in self.held_out]
-        if lengths:  # looked at again when all trials are done, which is late to refuse them
+        if lengths:  # check now, since they are used only after all trials
             if not min(lengths):
                 raise ValueError("held-out prompts need at least one token each")
             self.opened.check_lengths(lengths, max(lengths) + task.max_new_tokens)
             for ids in self.held_out:
                 check_tokens(self.model, ids)
         if space.trained is not None:
-            self.opened.weights.deltas(space.trained)  # refused before anything slow is done
+            self.opened.weights.deltas(space.trained)  # raises errors before anything slow
         self.seconds: dict[str, float | None] = {"cost": 0.0, "trials": 0.0, "confirm": None}
         self.finalists: list[Finalist] = []
         self.default: dict[str, Any] | None = None
@@ -153,16 +153,16 @@ class Search:
         name: str = "layerskip",
         first: Mapping[str, SkipConfig] | None = None,
     ) -> None:
-        """Open the study, a new one or one to go on with, and decide on its first sets.
+        """Open a new or existing study, and choose its first sets.
 
-        `first` has a person's own configs, by name.
+        `first` contains the user's own configs by name.
 
         Raises:
-            ValueError: as `open_study`; a config to try first that the space does not hold.
+            ValueError: as for `open_study`; or a config to try first is not in the space.
         """
         own = given(self.space, first or {})
         prompts = repr([ids.flatten().tolist() for ids in self.traced])
-        identity = {  # what the values of a study depend on, with its space and its costs
+        identity = {  # everything on which values depend, besides the space and the costs
             "model": fingerprint(self.model),
             "dtype": str(self.opened.dtype).removeprefix("torch."),
             "law": self.task.law,
@@ -177,14 +177,14 @@ class Search:
         self.warm_starts = own | {n: mask for n, mask in starts.items() if n not in own}
 
     def price(self, cost: Mapping[str, Any] | None = None) -> None:
-        """Time what drafts cost, unless the study, or the caller, knows; after `open`.
+        """Time the costs of drafting unless the study or the caller has them; after `open`.
 
-        Costs belong to a machine and its threads: trials are worth a ratio to its own plain
-        decoding. Those that a caller gives are taken to hold here, wherever they were measured.
+        Costs belong to a machine and its threads: a trial's value is relative to that machine's
+        plain decoding. Costs from a caller are assumed to be valid here, wherever measured.
 
         Raises:
-            ValueError: trials of this machine were priced with other costs than those given; costs
-                that do not price everything that the space holds.
+            ValueError: trials of this machine used costs other than those given, or the costs do
+                not price everything in the space.
         """
         low = self.space.everything_low
         here = json.dumps([socket.gethostname(), machine(self.opened)])
@@ -208,7 +208,7 @@ class Search:
         self.bound = self._bound()  # raises before any trial
 
     def _timed(self, low: SkipConfig | None) -> dict[str, Any]:
-        """The numbers of the model of costs for this model and machine."""
+        """The numbers of the cost model for this model and machine."""
         started = time.perf_counter()
         seen = {self.trace.context, *(window + SINK for window in self.space.windows)}
         record = sublayer_costs.measure(
@@ -231,7 +231,7 @@ class Search:
         return record
 
     def _bound(self) -> float:
-        """1/c of the cheapest draft of the space: no config of it can be faster, times plain."""
+        """1/c of the space's cheapest draft: the upper bound of all speedups over plain."""
         space, shallow = self.space, self.space.exit_mask(1)
         masks = [shallow, *([space.low_mask(shallow)] if space.bits else [])]
         for bits in space.numbers.values():
@@ -246,10 +246,10 @@ class Search:
         timeout: float | None = None,
         on_trial: Callable[[Standing], None] = lambda _: None,
     ) -> None:
-        """Go on with the study until it has so many trials; after `price`.
+        """Continue the study until it has `trials` trials; after `price`.
 
         Args:
-            trials: by default as many as the space deserves, or as fit into `timeout`.
+            trials: by default as many as suit the space, or as fit into `timeout`.
         """
         started = time.perf_counter()
         if timeout is not None:
@@ -274,7 +274,7 @@ class Search:
             self.seconds["trials"] = time.perf_counter() - started
 
     def judge(self, count: int = FINALISTS, repeats: int = REPEATS) -> None:
-        """Replay the best drafts whole and, where prompts are held out, time them; after `run`."""
+        """Replay the best drafts in full, and time them if prompts are held out; after `run`."""
         started, now = time.perf_counter(), time.monotonic()
         replayed = now + FOR_REPLAYS * (self.until - now)
         self.finalists = choose(
@@ -282,7 +282,7 @@ class Search:
         )
         if not self.finalists or not self.held_out:
             return
-        # plain decoding, the default, and drafts of at least half of the speed of plain
+        # Plain decoding, the default, and drafts with at least half the speed of plain decoding.
         texts = self.task.max_new_tokens * self.objective.prices.step
         a_text = PREFILL * texts * (2 + len(self.finalists))
         most = max(1.0, min(len(self.held_out), (self.until - time.monotonic()) / a_text))
@@ -299,7 +299,7 @@ class Search:
         self.seconds["confirm"] = time.perf_counter() - started
 
     def result(self) -> SearchResult:
-        """What was found, and the config to decode with; after `judge`."""
+        """The result, with the config to decode with; after `judge`."""
         self.winner = winner(self.finalists)
         self.keep_default = finalists.keeps_default(self.winner, self.default)
         return SearchResult(
@@ -320,7 +320,7 @@ class Search:
                 "predicted_speedup": best.predicted,
                 "confirmed": best.confirmed,
             }
-        if self.keep_default:  # what generates unasked, so that nobody loses who takes it
+        if self.keep_default:  # the same as without a config, so that using it loses nothing
             usual = automatic_draft(self.opened).skip or SkipConfig()
             skip, decoding = usual.resolve(self.space.num_layers), DecodingOptions(lookup=True)
         if self.task.do_sample and self.task.acceptance == "rejection":
@@ -345,7 +345,7 @@ class Search:
 
 
 def default_trials(space: Space) -> int:
-    """As many trials as a space deserves."""
+    """The number of trials that suits a space."""
     return min(space.size, max(FEWEST_TRIALS, TRIALS_PER_SWITCH * len(space.switches)))
 
 
@@ -377,34 +377,34 @@ def search(
     repeats: int = REPEATS,
     progress: Progress = silent,
 ) -> SearchResult:
-    """Search what a draft of a live model should leave out and round; writes no files.
+    """Search for the best draft of a live model; writes no files.
 
     Args:
         model: a causal language model of a supported family, in evaluation mode.
-        prompts: token ids, (T,) or (1, T) each, as `tokenizer(text, return_tensors="pt")` has them
-            in `input_ids`. Some dozen that are like what the model will be asked.
-        held_out: others, to time the finalists on; without them the prediction decides.
+        prompts: token ids, (T,) or (1, T) each, such as the `input_ids` of
+            `tokenizer(text, return_tensors="pt")`. A few dozen, similar to the intended use.
+        held_out: other prompts, for timing the finalists; without them the prediction decides.
         space: exit, layer or sublayer, and what else to try: see `layerskip.search.fitting`.
-        bits: of low precision, 8 or 4, or None for none. "auto" is 8 where products in 8 bits are
+        bits: of low precision, 8 or 4, or None for none. "auto" is 8 if products in 8 bits are
             fast (execution "native").
-        allow_ends: drafts may also leave out the first layer, and halves of the last.
+        allow_ends: drafts may also skip the first layer, and sublayers of the last.
         sampler: ours, or Optuna's gp, tpe or random.
-        trials: evaluations in all; by default so many as the space deserves.
+        trials: total number of evaluations; by default as many as suit the space.
         timeout: seconds after which trials end.
-        positions: starts of drafts that a trial looks at; by default all of the texts.
+        positions: number of draft starts in a trial; by default all of the texts.
         do_sample, temperature, top_p, top_k, acceptance, seed: how the model will be decoded.
-        first: configs of your own to try first, by name. Where one is healed, the search is around
-            it: all that is low is healed by its weights.
-        cost: what `layerskip.timing.sublayers.measure` returned; measured by default.
-        storage, study_name: where the trials are kept, and taken up again: a database URL, a
-            journal file's path, or None for memory.
-        finalists: how many drafts are replayed whole, and timed.
-        repeats: timed calls of each of them per prompt.
-        progress: called with what is being done, in words, and the share of it that is done.
+        first: your own configs to try first, by name. If one is healed, everything in low precision
+            uses its weights.
+        cost: the result of `layerskip.timing.sublayers.measure`; measured by default.
+        storage, study_name: where the trials are stored, and resumed: a database URL, the path of a
+            journal file, or None for memory.
+        finalists: number of drafts to replay in full and to time.
+        repeats: timed calls of each per prompt.
+        progress: called with a description of the current activity, and the completed share.
 
     Raises:
-        ValueError: prompts that are none, empty or too long, settings out of range, a storage that
-            cannot be opened or holds another search.
+        ValueError: there are no prompts, or they are empty or too long; settings are out of range;
+            the storage cannot be opened or holds another search.
     """
     if finalists < 1 or repeats < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What rounds of a space's sets cost, added up from the parts in a "cost" record."""
+"""Costs of rounds for the sets of a space, added up from the parts in a "cost" record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from layerskip.search.space import Space
 Array = NDArray[np.float64]
 
 LONGEST = 8
-"""Draft lengths that are priced, at most."""
+"""Maximum draft length that is priced."""
 
 
 def bits_of(masks: Sequence[int], count: int) -> Array:
@@ -30,23 +30,23 @@ def bits_of(masks: Sequence[int], count: int) -> Array:
 
 
 class Prices:
-    """Draft and verify costs of a space's sets, in target steps, by the parts of a record.
+    """Draft and verify costs of a space's sets, in target steps, from the parts of a record.
 
-    A draft step runs the kept sublayers and the head over one token. Verification carries the last
-    drafted token through the shared prefix alone, then all drafted tokens and the one before them
-    through the rest of the model and the head. MLPs of fewer experts cost as much less as they read
-    less, and attention with a window as much as with no more text than that.
-    Letters: M sets, n sublayers, K the longest pass.
+    A draft step runs the kept sublayers and the head over one token. Verification runs the last
+    drafted token alone through the shared prefix, then all drafted tokens and the one before them
+    through the rest of the model and the head. MLPs with fewer experts cost less in proportion to
+    what they read, and attention with a window as much as in a text of that length.
+    Shapes: M sets, n sublayers, K the longest pass.
 
     Args:
-        record: what `layerskip.timing.sublayers.measure` returned.
-        context: tokens before the round.
+        record: the result of `layerskip.timing.sublayers.measure`.
+        context: number of tokens before the round.
 
     Attributes:
         step: seconds of a target step of the whole batch: a pass over one token of every row.
 
     Raises:
-        ValueError: a number of experts or a draft vocabulary that the record does not price.
+        ValueError: the record does not price a number of experts or a draft vocabulary.
     """
 
     def __init__(self, space: Space, record: Mapping[str, Any], context: float) -> None:
@@ -88,7 +88,7 @@ class Prices:
 
     @property
     def passes(self) -> CostTable:
-        """What looked-up drafts cost: only the passes that verify them."""
+        """The costs of looked-up drafts: only the passes that verify them."""
         return self._table(0.0, 0)
 
     def _table(self, draft: float, prefix: int) -> CostTable:
@@ -100,7 +100,7 @@ class Prices:
         return draft, self.verify[prefix, : LONGEST + 1]
 
     def _drafts(self, masks: Sequence[int]) -> tuple[Array, NDArray[np.int64]]:
-        """Costs of a draft step (M,), and how many sublayers each set shares (M,)."""
+        """Costs of a draft step (M,), and the number of sublayers that each set shares (M,)."""
         space, record, n = self.space, self.record, self.sublayers
         bits = bits_of(masks, 2 * n + 1)
         kept, low, low_head = 1 - bits[:, :n], bits[:, n : 2 * n], bits[:, 2 * n]
@@ -131,7 +131,7 @@ class Prices:
         return np.stack([np.array(self.record[name]) for name in names], 1).ravel()
 
     def _keys(self, window: int | None) -> Array:
-        """Seconds of the keys that each sublayer's pass over one token reads, (n,)."""
+        """Seconds for the keys that each sublayer's pass over one token reads, (n,)."""
         most = math.inf if window is None else window + SINK
         seen = [min(self.context, most, own or math.inf) for own in self.record["windows"]]
         keys = np.zeros(self.sublayers)

@@ -1,4 +1,4 @@
-"""Which sets to try: few to begin with, then those that promise most under the surrogate."""
+"""Chooses sets to try: a few to begin with, then the most promising by the surrogate."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from layerskip.search.space import Space, changed
 from layerskip.search.surrogate import Surrogate
 
 WARM_STARTS = 10
-"""Sets that are tried before any model proposes one, at most, beside a person's own."""
+"""Maximum number of sets to try before a model proposes one, besides the user's own."""
 DEPTHS = (0.5, 0.25, 0.75)
-"""Shares of the layers that early exits of the first sets run."""
+"""Shares of the layers for early exits among the first sets."""
 SHARES = (0.1, 0.25, 0.5)
-"""Shares of the switches that the first sets leave out, the least influential ones."""
+"""Shares of the switches that the first sets skip, starting with the least influential."""
 CLIMBS, STEPS, PAIRED = 4, 12, 12
-"""Climbs a proposal, moves a climb at most, and first changes whose pairs are moves, too."""
+"""Climbs per proposal, maximum moves per climb, and number of changes also combined in pairs."""
 
 
 def warm_starts(space: Space, influence: Sequence[float]) -> dict[str, int]:
-    """Names and masks of the sets to try first, WARM_STARTS at most.
+    """Names and masks of the sets to try first, at most WARM_STARTS.
 
-    They are all in low precision, with every window and number of experts; some early exits; and
-    sets without the sublayers of the least influence, exactly and in low precision.
+    They are: everything in low precision, with every window and number of experts; some early
+    exits; and sets without the least influential sublayers, exact and in low precision.
     """
     everything = space.low_mask(0) if space.bits else 0
     bits = f"{space.bits}-bits"
@@ -52,7 +52,7 @@ def warm_starts(space: Space, influence: Sequence[float]) -> dict[str, int]:
 
 
 def given(space: Space, configs: Mapping[str, SkipConfig]) -> dict[str, int]:
-    """Names and masks of a person's own configs; a ValueError where the space lacks one."""
+    """Names and masks of the user's own configs; ValueError if the space lacks one."""
     masks = {}
     for name, skip in configs.items():
         try:
@@ -75,7 +75,7 @@ def propose(
     taken: set[int],
     draw: random.Random,
 ) -> int | None:
-    """The free set of the highest expected improvement that some climbs find; None: none is free.
+    """The new set with the highest expected improvement found by climbs; None if there is none.
 
     Climbs start from the best sets and a random one, and change one switch at a time; the first
     move may change two.

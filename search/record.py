@@ -1,4 +1,4 @@
-"""What a search found as JSON values, as a search file holds them: trials and finalists."""
+"""The results of a search as JSON values, in the form of a search file: trials and finalists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def trials_table(study: Study, space: Space) -> list[dict[str, Any]]:
-    """The trials that ended, as a search file has them."""
+    """The trials that ended, in the form of a search file."""
     rows = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL)):
         row: dict[str, Any] = {"number": trial.number, "origin": trial.user_attrs.get("origin")}
@@ -69,7 +69,7 @@ def _sets(skip: SkipConfig) -> dict[str, Any]:
 
 
 def search_record(search: Search) -> dict[str, Any]:
-    """The search file, but for what its writer knows: header, and the prompts' names."""
+    """The search file, except for parts known to its writer: the header and the prompts' names."""
     exits = {f"exit-{layer}" for layer in range(1, search.space.num_layers)}
     names = [finalist.name for finalist in search.finalists]
     step, switches = search.objective.prices.step, len(search.space.switches) or 1

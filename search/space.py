@@ -1,13 +1,13 @@
-"""The spaces of drafts that a search looks through: what runs of a model, and how exactly.
+"""The spaces of drafts that can be searched: what runs of a model, and in which precision.
 
-A draft is an int, the `mask`. Of a model of L layers, bit i < 2L says that sublayer i (2 * layer
-for attention, 2 * layer + 1 for the MLP) is left out, bit 2L + i that it runs in low precision, and
+A draft is an int, the `mask`. For a model of L layers, bit i < 2L says that sublayer i (2 * layer
+for attention, 2 * layer + 1 for the MLP) is skipped, bit 2L + i that it runs in low precision, and
 bit 4L that the head does. Above these are bits for numbers of experts, fewer than the model's, for
 windows of attention, and for draft vocabularies; at most one of each is set.
 
-A space is made of switches. Each chooses for its own few bits, so that masks and parameters stand
-one to one: no two trials of a study with different parameters mean the same draft (except where no
-MLP runs, of which experts are a part, or no attention, which has windows).
+A space consists of switches. Each determines its own few bits, so that masks and parameters
+correspond one to one: no two trials of a study with different parameters mean the same draft
+(except if no MLP runs, which contains the experts, or no attention, which has windows).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from layerskip.files.schema import integer
 
 KINDS = ("exit", "layer", "sublayer")
 EXACT, LOW, OUT, ALL = "exact", "low", "out", "all"
-"""Choices of a switch where there are three; where there are two they are False and True (out)."""
+"""Choices of a switch with three; a switch with two has False and True (skipped)."""
 
 Change = tuple[int, int]
-"""The bits of a switch, and the new ones among them."""
+"""The bits of a switch, and its new values."""
 
 
 def changed(mask: int, change: Change) -> int:
@@ -44,27 +44,27 @@ class Space:
     """The skip configs that a search may propose for a model of `num_layers` layers.
 
     Skipping nothing belongs to every space. `exit`: early exits only. `layer`: any whole layers.
-    `sublayer`: attention and MLP blocks one by one. Unless `allow_ends`, the first layer always
-    runs and the last is left out only whole, so that every early exit is in every space. With
-    `bits`, what is not left out may also run in low precision, the first layer and the head
-    included; an `exit` in low precision is so as a whole. Where layers read others' keys, exits
-    before those are only in the space of kind `exit`.
+    `sublayer`: attention and MLP blocks separately. Unless `allow_ends`, the first layer always
+    runs and the last is skipped only as a whole, so that every early exit is in every space. With
+    `bits`, everything that runs may also run in low precision, including the first layer and the
+    head; an `exit` does so as a whole. If layers read other layers' keys, exits before those are
+    only in spaces of kind `exit`.
     """
 
     kind: str
     num_layers: int
     allow_ends: bool = False
     bits: Literal[8, 4] | None = None
-    """Of low precision; None: everything that runs runs exactly."""
+    """Bits of low precision; None: everything that runs is exact."""
     head: Literal[8, 4] | None = None
-    """Of a low head; None: as many as `bits`."""
+    """Bits of a head in low precision; None: as many as `bits`."""
     trained: Trained | None = field(default=None, repr=False)
-    """Healed weights that sublayers in low precision compute with; None: the model's own."""
+    """Healed weights for sublayers in low precision; None: the model's own."""
     read: tuple[int, ...] = ()
-    """Layers whose keys other layers read: their attention is left out by an `exit` only."""
+    """Layers whose keys other layers read: only an `exit` skips their attention."""
     experts: tuple[int, ...] = ()
-    """Of a mixture's experts, the numbers that a draft may run in place of the model's; in an
-    `exit` space it runs as many as the model."""
+    """Numbers of a mixture's experts that a draft may run instead of the model's; in an `exit`
+    space it runs as many as the model."""
     windows: tuple[int, ...] = ()
     """Windows that a draft may have (`SkipConfig.window`); in an `exit` space it has none."""
     vocabularies: tuple[int, ...] = ()
@@ -75,11 +75,11 @@ class Space:
             raise ValueError(f"space must be one of {', '.join(KINDS)}, got {self.kind!r}")
         integer(1)(self.num_layers, "num_layers")
         if self.bits is not None:
-            LowPrecision(bits=self.bits, head=self.head or True)  # refuses others
+            LowPrecision(bits=self.bits, head=self.head or True)  # raises for other values
 
     @cached_property
     def switches(self) -> dict[str, dict[Any, int]]:
-        """Parameter names, and by choice the bits of each, in layer order."""
+        """By parameter name, the choices and the bits of each, in layer order."""
         numbers: dict[str, dict[Any, int]] = {
             name: {ALL: 0, **{str(number): bit for number, bit in bits.items()}}
             for name, bits in self.numbers.items()
@@ -110,24 +110,24 @@ class Space:
 
     @cached_property
     def numbers(self) -> dict[str, dict[int, int]]:
-        """Of experts, window and vocabulary, by number the mask of a draft of so many, all else."""
+        """For experts, window and vocabulary: by number, the mask that sets only that number."""
         named = {"experts": self.experts, "window": self.windows, "vocabulary": self.vocabularies}
         bits = (self.low_head << place for place in count(1))
         masks = {name: dict(zip(numbers, bits, strict=False)) for name, numbers in named.items()}
         return masks | ({"experts": {}, "window": {}} if self.kind == "exit" else {})
 
     def number(self, name: str, mask: int) -> int | None:
-        """The number of these that a mask chose; None: all."""
+        """The number that a mask chooses for `name`; None: all."""
         return next((number for number, bit in self.numbers[name].items() if mask & bit), None)
 
     @cached_property
     def fields(self) -> dict[str, int]:
-        """By switch, all bits that are its own."""
+        """By switch, all of its bits."""
         return {name: reduce(or_, choices.values()) for name, choices in self.switches.items()}
 
     @property
     def leaving_out(self) -> list[int]:
-        """By switch that can leave something out, the mask that does, in layer order."""
+        """For switches that can skip something, the mask that does, in layer order."""
         return [value for c in self.switches.values() for k, value in c.items() if k in (OUT, True)]
 
     @property
@@ -139,16 +139,16 @@ class Space:
 
     @cached_property
     def size(self) -> int:
-        """How many configs the space has, counted without listing them."""
+        """The number of configs in the space, computed without listing them."""
         every = math.prod(map(len, self.switches.values()))
         if sum(self.leaving_out) < self._every:
             return every
-        # where nothing runs is no draft, whatever the head, the experts and the window
+        # If nothing runs there is no draft, whatever the head, the experts and the window.
         kept = [c for c in self.switches.values() if OUT not in c and True not in c]
         return every - math.prod(map(len, kept))
 
     def enumerate(self) -> Iterator[int]:
-        """Every mask of the space once, those of few switches first."""
+        """Yield every mask of the space once, those with few switches first."""
         others = [[value for value in each.values() if value] for each in self.switches.values()]
         for several in range(len(others) + 1):
             for chosen in combinations(others, several):
@@ -164,7 +164,7 @@ class Space:
         return self.left_out(mask) != self._every
 
     def _choices(self, mask: int) -> dict[str, Any] | None:
-        """What each switch chose; None where that is not a mask of these switches."""
+        """The choice of each switch; None if a mask does not consist of these switches."""
         chosen = {}
         for name, bits in self.fields.items():
             labels = [label for label, v in self.switches[name].items() if v == mask & bits]
@@ -180,19 +180,19 @@ class Space:
 
     @property
     def low_head(self) -> int:
-        """The mask of a head in low precision, and all else exact."""
+        """The mask with only the head in low precision."""
         return 1 << 4 * self.num_layers
 
     def left_out(self, mask: int) -> int:
-        """Of a mask, the bits of what is left out."""
+        """The bits of a mask that skip something."""
         return mask & self._every
 
     def exit_mask(self, exit_layer: int) -> int:
-        """The mask of an early exit; of skipping nothing for `num_layers`."""
+        """The mask of an early exit; skips nothing for `num_layers`."""
         return (1 << 2 * self.num_layers) - (1 << 2 * exit_layer)
 
     def low_mask(self, mask: int) -> int:
-        """The same left out, and all that runs in low precision."""
+        """The same skipped parts, with everything that runs in low precision."""
         out = self.left_out(mask)
         return out | (self._every ^ out) << 2 * self.num_layers | self.low_head
 
@@ -206,7 +206,7 @@ class Space:
         ]
 
     def mask(self, skip: SkipConfig) -> int:
-        """The mask of a config, whether the space holds it or not.
+        """The mask of a config, whether or not it is in the space.
 
         Raises:
             ValueError: it has another model, precision or trained weights than the space.
@@ -235,7 +235,7 @@ class Space:
         return mask
 
     def skip_config(self, mask: int) -> SkipConfig:
-        """The resolved config that does with every sublayer what `mask` says, for all tokens."""
+        """The resolved config of a mask, for all tokens."""
 
         def layers(bits: int) -> tuple[int, ...]:
             return tuple(layer for layer in range(self.num_layers) if bits >> 2 * layer & 1)
@@ -258,27 +258,27 @@ class Space:
 
     @property
     def everything_low(self) -> SkipConfig | None:
-        """The config that runs all in low precision, whether or not the space holds it."""
+        """The config with everything in low precision, whether or not it is in the space."""
         return self.skip_config(self.low_mask(0)) if self.bits else None
 
     def params(self, mask: int) -> dict[str, Any]:
-        """The parameters of a mask; a ValueError where the space does not hold it."""
+        """The parameters of a mask; ValueError if it is not in the space."""
         if mask not in self:
             raise ValueError(f"{self.skip_config(mask)} is not in {self}")
         return self._choices(mask) or {}
 
     def from_params(self, params: Mapping[str, Any]) -> int:
-        """The mask of a trial's parameters, which may name a set where nothing runs."""
+        """The mask of a trial's parameters, which may be a set where nothing runs."""
         return sum(choices[params[name]] for name, choices in self.switches.items())
 
     def suggest(self, trial: Trial) -> int:
-        """Let a trial choose its parameters; returns their mask."""
+        """Let a trial choose its parameters, and return their mask."""
         return self.from_params(
             {n: trial.suggest_categorical(n, tuple(c)) for n, c in self.switches.items()}
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; trained weights are the same wherever they lie."""
+        """The fields as JSON values; trained weights do not depend on their path."""
         fields = asdict(self)
         if self.trained is not None:
             del fields["trained"]["weights"]

@@ -1,4 +1,4 @@
-"""Where the trials of a search are kept: a journal file, a database, or memory."""
+"""Storage for the trials of a search: a journal file, a database, or memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from layerskip.files.records import redacted
 
 LOCK_SECONDS = 5
-"""A lock on a journal that is older than this is of a process that was killed while it wrote."""
+"""A journal lock older than this belongs to a process that was killed while writing."""
 BEAT_SECONDS, SILENT_SECONDS = 20, 120
-"""Optuna's heartbeats in databases: how often a worker sends one, and after how long a silence its
+"""Optuna's heartbeats in databases: how often a worker sends one, and the silence after which its
 trial is failed."""
 
 
 def check_storage(storage: str | os.PathLike[str]) -> None:
-    """Refuse, by a ValueError, a storage that cannot be opened, before anything slow is done."""
+    """Raise a ValueError for a storage that cannot be opened, before anything slow is done."""
     with quiet(), readable_errors(f"cannot open the storage {storage}"):
         optuna.get_all_study_names(open_storage(storage))
 
 
 def open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
-    """The storage of a database URL, of a journal file's path, or of this process (None)."""
+    """Open a database by URL, a journal file by path, or this process's memory (None)."""
     if storage is None:
         return InMemoryStorage()
     text = os.fspath(storage)
@@ -63,8 +63,8 @@ def open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
 class _Journal(JournalFileBackend):
     """Optuna's journal, for writers that may be killed at any moment.
 
-    Half a line that a killed process left, at which Optuna's reader fails, is cut off before the
-    next is written. Only a finished trial waits for the disk; Optuna's parameters all do.
+    An incomplete line left by a killed process, at which Optuna's reader fails, is removed before
+    the next is written. Only a finished trial waits for the disk; in Optuna all parameters do.
     """
 
     def __init__(self, path: str) -> None:
@@ -107,17 +107,17 @@ def readable_errors(what: str, errors: type[Exception] = Exception) -> Iterator[
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, errors):
-            cause = cause.__context__  # Optuna may fail once more while it handles one
+            cause = cause.__context__  # Optuna may fail again while handling an error
         if cause is None:
             raise
         reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-        # Not chained: the driver's own message may hold the password.
+        # Not chained, since the driver's own message may contain the password.
         raise ValueError(redacted(f"{what}: {reason}")) from None
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Optuna's log and its warnings: about experimental features, and about heartbeats."""
+    """Silence Optuna's log, and warnings about experimental features and heartbeats."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

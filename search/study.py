@@ -1,6 +1,6 @@
-"""The Optuna study that keeps a search's trials, and the loop that runs them.
+"""The Optuna study with a search's trials, and the loop that runs them.
 
-Whatever ends a process, finished trials stay, and the next process goes on from them.
+However a process ends, finished trials are kept, and the next process continues from them.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from layerskip.search.surrogate import Surrogate
 
 SamplerName = Literal["ours", "gp", "tpe", "random"]
 LOSES = 0.1
-"""Probability that chance explains by how much a draft loses, below which its trial ends."""
+"""A trial ends early if the probability that its loss is due to chance is below this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a study stands after a trial."""
+    """The state of a study after a trial."""
 
     finished: int
     trials: int | None
     guided: int
-    """Finished trials that a model of the others proposed."""
+    """Finished trials that were proposed by a model of the others."""
     best: float
     best_origin: str
 
@@ -53,13 +53,13 @@ def open_study(
     name: str = "layerskip",
     identity: Mapping[str, Any] | None = None,
 ) -> Study:
-    """The study called `name` in `storage`, made if it is not there.
+    """Open the study called `name` in `storage`, or create it.
 
     Args:
         storage: a database URL (`sqlite:///file.db`, `postgresql://...`), the path of a journal
             file, or None for this process's memory.
-        identity: JSON values that say what the study's values depend on (model, prompts, law). A
-            study made with others is refused, as is one made with another space.
+        identity: JSON values that determine the study's values (model, prompts, law). A study with
+            other values, or with another space, is rejected.
 
     Raises:
         ValueError: the storage cannot be opened, or holds another search under that name.
@@ -87,9 +87,9 @@ def open_study(
 
 
 def fail_abandoned(study: Study) -> None:
-    """Fail the trials that a killed process left running in a journal; for its first process.
+    """Fail trials that a killed process left running in a journal; called by its first process.
 
-    Databases have Optuna's heartbeats instead.
+    Databases use Optuna's heartbeats instead.
     """
     if isinstance(study._storage, JournalStorage):
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
@@ -97,7 +97,7 @@ def fail_abandoned(study: Study) -> None:
 
 
 def finished_sets(study: Study, space: Space) -> dict[int, FrozenTrial]:
-    """The finished trials by their sets, in order; of those with equal sets the first."""
+    """The finished trials by their sets, in order; the first of those with equal sets."""
     sets: dict[int, FrozenTrial] = {}
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         sets.setdefault(space.from_params(trial.params), trial)
@@ -110,10 +110,10 @@ def value_of(trial: FrozenTrial) -> float:
 
 
 class OurSampler(BaseSampler):
-    """Proposes what promises most under a `Surrogate` of the finished trials.
+    """Proposes the most promising set by a `Surrogate` of the finished trials.
 
-    What comes next follows from these, the seed and the trial's number alone, so that a resumed
-    study goes on as it would have.
+    The proposal depends only on these, the seed and the trial's number, so that a resumed study
+    continues as it would have.
     """
 
     def __init__(self, space: Space, surrogate: Surrogate, seed: int) -> None:
@@ -149,10 +149,10 @@ class OurSampler(BaseSampler):
 
 
 def sampler_of(name: SamplerName, space: Space, surrogate: Surrogate, seed: int) -> BaseSampler:
-    """Ours, or one of Optuna's.
+    """Our sampler, or one of Optuna's.
 
     Raises:
-        ValueError: another name.
+        ValueError: an unknown name.
     """
     if name == "gp":
         return GPSampler(seed=seed, n_startup_trials=WARM_STARTS)
@@ -180,8 +180,8 @@ def run(
     """Evaluate sets until the study has `trials` finished ones, or the space has no more.
 
     Args:
-        name: what trials of the sampler say proposed them; of warm starts it is their own names.
-        timeout: seconds; the trial that then runs is finished first, or left by OutOfTime.
+        name: recorded as the origin of the sampler's trials; warm starts have their own names.
+        timeout: seconds; the trial then running is finished first, or ended by OutOfTime.
 
     Raises:
         ValueError: `trials` or `timeout` is not positive, or the storage is gone.
@@ -213,7 +213,7 @@ def run(
     def after(study: Study, _: FrozenTrial) -> None:
         at = standing(study, trials)
         on_trial(at)
-        if len(finished_sets(study, space)) >= space.size - 1:  # all but the whole model
+        if len(finished_sets(study, space)) >= space.size - 1:  # all except the whole model
             study.stop()
 
     study.sampler = sampler
@@ -237,7 +237,7 @@ def run(
 
 
 def standing(study: Study, trials: int | None = None) -> Standing:
-    """Where a study stands."""
+    """The present state of a study."""
     finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     best = max(finished, key=value_of, default=None)
     origins = [trial.user_attrs.get("origin", "") for trial in finished]

@@ -1,12 +1,12 @@
-"""A Gaussian process over sets of sublayers, and the speedup that it expects of each.
+"""A Gaussian process over sets of sublayers, and the expected speedup of each.
 
-What a draft costs is known; what is not is how often it is right. So the process is over the
-*damage* of a set, -log of its acceptance: nearly a sum over what is left out or rounded. Its kernel
-adds four parts: a multiple of the damage that the influence of sublayers foretells, an effect of
-each sublayer by itself, effects of sets that differ in few sublayers, and effects of early exits by
-depth, as a model may have been trained to exit. An expected speedup is that of the closed formula,
-averaged over the damage.
-Letters: N sets tried, M sets asked for, F bits of a mask, n sublayers, K draft lengths.
+The cost of a draft is known; its acceptance is not. So the process models the *damage* of a set,
+-log of its acceptance: nearly a sum over what is skipped or rounded. Its kernel has four parts: a
+multiple of the damage predicted by the influence of sublayers, an effect of each sublayer alone,
+effects of sets that differ in few sublayers, and effects of early exits by depth, as a model may
+have been trained to exit. An expected speedup is that of the closed formula, averaged over the
+damage.
+Shapes: N sets tried, M sets asked for, F bits of a mask, n sublayers, K draft lengths.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from layerskip.search.prices import Array, bits_of
 from layerskip.search.space import Space
 
 WORST = 2.5
-"""Damage from which on it is no news how bad a set is."""
+"""Damage from which on sets count as equally bad."""
 NOISE = 1e-4
-"""Variance of exact values, as no kernel is right; of estimates from few positions ROUGH times."""
+"""Variance of exact values, since no kernel is right; estimates from few positions ROUGH times."""
 ROUGH = 20.0
 OF_SETS, OF_TAILS = (0.1, 0.4), 0.25
-"""Length scales: of sets by the share of influence that differs, of exits by the share of depth."""
+"""Length scales: for sets in differing influence, for exits in depth, both as shares."""
 GRID: tuple[Any, ...] = (*product((1.0, 3.0, 6.0), (0.05, 0.2, 0.6), (0.0, 0.5), OF_SETS),)
-"""Sizes of the kernel's parts that are tried; the likeliest one is taken."""
+"""Sizes of the kernel's parts to try; the likeliest is used."""
 
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(7)
 _WEIGHTS = _WEIGHTS / _WEIGHTS.sum()
@@ -61,7 +61,7 @@ def damage_of(speedup: Array, draft: Array, verify: Array) -> Array:
 
 
 class _Features(NamedTuple):
-    """What the kernel reads of M masks: bits, those before an exit's tail, the tails' lengths."""
+    """The kernel's inputs for M masks: bits, those before an exit's tail, and tail lengths."""
 
     bits: Array  # (M, F)
     body: Array  # (M, F)
@@ -69,11 +69,11 @@ class _Features(NamedTuple):
 
 
 class Surrogate:
-    """The process, fitted to the speedups of the sets that were tried.
+    """The process, fitted to the speedups of the sets tried so far.
 
     Args:
         prices: costs of sets' draft steps (M,), and of passes over 1, 2, ... tokens (M, K + 1).
-        influence: of each sublayer, how much leaving it out changes, in any unit, (n,).
+        influence: how much skipping each sublayer changes, in any unit, (n,).
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Surrogate:
         self.prices, self.sublayers = prices, 2 * space.num_layers
         size = max(bits.bit_length() for bits in space.fields.values())  # F
         known = np.asarray(influence, dtype=float) + 1e-12
-        rest = np.full(max(0, size - self.sublayers), 0.1 / self.sublayers)  # rounding does little
+        rest = np.full(max(0, size - self.sublayers), 0.1 / self.sublayers)  # small for rounding
         self.foretold = np.concatenate([known / known.sum(), rest])[:size]  # (F,)
         self.sizes = (self.foretold + 1 / self.sublayers) / 2  # (F,)
 
@@ -110,7 +110,7 @@ class Surrogate:
         self.whitened = np.linalg.inv(chosen)  # (N, N)
 
     def improvement(self, masks: Sequence[int]) -> Array:
-        """By how much each set is expected to exceed the best one tried, (M,)."""
+        """The expected improvement of each set over the best one tried, (M,)."""
         here = self._features(masks)
         explained = self.whitened @ self._kernel(self.tried, here, *self.chosen)  # (N, M)
         own, sets, tails, _ = self.chosen

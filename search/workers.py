@@ -1,4 +1,4 @@
-"""Further processes that take part in a search's study, each with its own model and trace."""
+"""Additional processes for a search's study, each with its own model and trace."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from layerskip.timing.threads import cpu_threads
 
 @contextlib.contextmanager
 def worker_processes(count: int, threads: int, **job: Any) -> Iterator[None]:
-    """So many processes of so many threads that do a job, `work`'s; gone when this ends."""
+    """Run `work` in `count` processes with `threads` threads each; they end with this context."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     args = (max(1, threads), os.getpid(), time.time())
     started = [
         context.Process(target=work, args=args, kwargs=job, daemon=True) for _ in range(count)
     ]
-    # A terminal's Ctrl-C reaches them all; what is started while it is ignored ignores it for good:
-    # workers end with their parent.
+    # A terminal's Ctrl-C reaches all processes. Those started while it is ignored ignore it for
+    # good: workers end with their parent.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for process in started:
@@ -69,10 +69,10 @@ def work(
     study_name: str,
     cost: Mapping[str, Any],
 ) -> None:
-    """A process that takes part in the study until it is done, or its parent is gone.
+    """Take part in the study until it is done, or the parent process is gone.
 
     Args:
-        started: when the search's time began to count, in seconds since the epoch.
+        started: start of the search's time, in seconds since the epoch.
         loading: arguments of `layerskip.checkpoints.load`.
     """
 

@@ -223,7 +223,7 @@ def test_a_search_around_healed_weights(folder, prompts, tmp_path, searched, mon
     written = json.loads((tmp_path / "out" / "skip.json").read_text())
     assert written["trained"]["weights"] == "../draft.safetensors"
     reason = refused(*flags(folder, prompts, tmp_path / "no", *around, "--bits", 8))
-    assert "is healed in 4 bits, and 8 bits were asked for" in reason
+    assert "is healed in 4 bits, but 8 bits were requested" in reason
 
 
 @pytest.mark.thorough

@@ -214,7 +214,7 @@ class TestTrained:
         two = {"mine": mine, "other": replace(mine, trained=replace(mine.trained, hash="1" * 64))}
         with pytest.raises(ValueError, match="skip config other: its trained weights are not"):
             find(llama, **how | elsewhere | {"first": two}, cost=cost)
-        with pytest.raises(ValueError, match="healed in 8 bits, and no bits were asked"):
+        with pytest.raises(ValueError, match="healed in 8 bits, but no bits were requested"):
             find(llama, **how | elsewhere | {"bits": None}, cost=cost)
 
     def test_trained_modules_are_no_configs_of_a_space(self, llama, tmp_path):
