@@ -236,7 +236,7 @@ def test_modules_that_do_not_fit_are_refused(folder):
     )
     for skip, words in (
         (SkipConfig(exit_layer=3, trained=trained), "holds no exit-block of this model"),
-        (SkipConfig(mlp=(2,), trained=skip_of("exit-block", folder).trained), "behind an early"),
+        (SkipConfig(mlp=(2,), trained=skip_of("exit-block", folder).trained), "follows an early"),
     ):
         with pytest.raises(ValueError, match=words):
             decoded((skip.resolve(6),), Fixed(2))
