@@ -59,15 +59,15 @@ HEADINGS = {
     "decode": "decoding alone",
     "draft_cost": "cost of a draft step",
     "gigabytes_per_second": "GB/s read",
-    "mean_acceptance_length": "tokens a verification",
-    "mean_draft_length": "tokens drafted a round",
+    "mean_acceptance_length": "tokens per verification",
+    "mean_draft_length": "drafted tokens per round",
     "memory": "GB/s of memory",
     "own_megabytes": "MB",
     "prefill": "prefill alone",
     "prefill_seconds": "prefill, s",
     "repeated_4grams": "of the text repeated",
-    "tokens_per_pass": "tokens a pass",
-    "tokens_per_second": "tokens a second",
+    "tokens_per_pass": "tokens per pass",
+    "tokens_per_second": "tokens per second",
 }
 """Headings that say more than the column's name; for other columns the name is used."""
 INTERVALS = ("speedup", "measured", "tokens_per_second")
@@ -78,92 +78,92 @@ PLACES = ("batch_size", "category", "context")
 SHOWN: Mapping[str, tuple[str, str, str]] = {
     "comparison": (
         "All runs",
-        "How many times as fast as the run's baseline, all tokens over all seconds.",
+        "Speed relative to the run's baseline: all tokens divided by all seconds.",
         "run batch_size method prompts tokens_per_second speedup",
     ),
     "results": (
         "Results",
-        "Tokens a second are all new tokens over all seconds, prefill included; a prompt counts "
-        "with the medians of its repeats. How many times as fast: the ratio of two methods' tokens "
-        "a second, in brackets its 95% bootstrap interval over prompts. Prefill: the time to the "
-        "first token; decoding: what comes after it. Same text: of those that must be the "
-        "baseline's; a near-tie is a difference where two scores are closer than the arithmetic "
-        "resolves, anything else is a fault.",
+        "Tokens per second are all new tokens divided by all seconds, prefill included; a prompt "
+        "counts with the medians of its repeats. How many times as fast: the ratio of two methods' "
+        "tokens per second, with its 95% bootstrap interval over prompts in brackets. Prefill: the "
+        "time to the first token; decoding: the time after it. Same text: of the texts that must "
+        "equal the baseline's; a near-tie is a difference between two scores that are closer than "
+        "the resolution of the arithmetic, any other difference is a fault.",
         "batch_size context method tokens_per_second times* prefill decode acceptance_rate "
         "repeated_4grams same_text",
     ),
     "categories": (
         "By kind of prompt",
-        "How many times as fast as the baseline each method is, with 95% intervals over prompts.",
+        "The speed of each method relative to the baseline, with 95% intervals over prompts.",
         "category prompts of*",
     ),
     "acceptance": (
         "Acceptance",
         "A round is one pass of the whole model with the draft before it. The probability (alpha) "
-        "is accepted / (accepted + rejected): tokens behind a rejected one were never asked. The "
+        "is accepted / (accepted + rejected): tokens after a rejected one were never tested. The "
         "share is accepted / drafted.",
         "batch_size category method rounds alpha acceptance_rate mean_acceptance_length "
         "tokens_per_pass mean_draft_length",
     ),
     "sources": (
         "Sources of drafts",
-        "One a round, chosen for what it promises. Share: of all rounds; none: a plain step.",
+        "One per round, by expected gain. Share: of all rounds; none: a plain step.",
         "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
         "mean_draft_length",
     ),
     "decoding": (
         "Decoding",
-        "Behind the first tokens: medians over calls, in brackets the slowest and the fastest. "
-        "GB/s read: weights, keys and values that passes read, by the model's own formula; GB/s of "
-        "memory: what sweeps over memory between the calls read. What the CPU's caches keep can "
-        "make the share exceed 1.",
+        "After the first tokens: medians over calls, with the slowest and the fastest in brackets. "
+        "GB/s read: weights, keys and values that passes read, computed from the model; GB/s of "
+        "memory: measured by sweeps over memory between the calls. The CPU's caches can make the "
+        "share exceed 1.",
         "batch_size category method calls prefill_seconds tokens_per_second "
         "gigabytes_per_second memory share",
     ),
     "predictions": (
         "Predicted and measured",
-        "How many times as fast as the baseline decoding is. Predicted: the rounds, priced with "
-        "the cost table; efficiency is measured / predicted. The cost of a draft step (c) is in "
-        "plain steps; no such draft gains more than 1/c.",
+        "The speed of decoding relative to the baseline. Predicted: from the rounds and the cost "
+        "table; efficiency is measured / predicted. The cost of a draft step (c) is in plain "
+        "steps; no such draft gains more than 1/c.",
         "batch_size category method predicted measured efficiency draft_cost bound",
     ),
     "exits": (
         "Exits",
-        "Agreement of an exit's most likely token with the target's, match of samples, and what "
-        "its replayed rounds would gain at their best draft length.",
+        "Agreement of an exit's most likely token with the target's, match of samples, and the "
+        "predicted gain of its replayed rounds at their best draft length.",
         "exit agreement match speedup draft_length acceptance_rate tokens_per_pass",
     ),
     "search-finalists": (
         "Finalists",
-        "How many times as fast as plain decoding. Predicted: replayed rounds, priced. Measured: "
-        "on the clock, in turn with plain decoding, on other prompts, in brackets the 95% "
-        "interval. The cost of a draft step (c) is in plain steps.",
+        "The speed relative to plain decoding. Predicted: from replayed rounds and costs. "
+        "Measured: timed in turn with plain decoding on other prompts, with the 95% interval in "
+        "brackets. The cost of a draft step (c) is in plain steps.",
         "name role predicted measured efficiency alpha draft_cost tokens_per_second equal "
         "near_ties faults left_out rounded lookup controller max_draft_length threshold",
     ),
     "search-trials": (
         "Best trials",
-        "Priced speedup over plain decoding at the best fixed draft length. Positions: starts "
-        "that drafts were followed from, few where a trial was losing. The cost of a draft step "
-        "(c) is in plain steps.",
+        "Predicted speedup over plain decoding at the best fixed draft length. Positions: starts "
+        "from which drafts were followed, few if a trial was losing. The cost of a draft step (c) "
+        "is in plain steps.",
         "number origin left_out attention mlp rounded draft_vocabulary speedup acceptance "
         "draft_cost draft_length positions",
     ),
     "exit-training": (
         "Exits before and after training",
-        "On texts kept apart: loss in nats a token; agreement of the likeliest token with the "
-        "model's; accepted: the share of an exit's drafts that shared noise accepts; overlap: the "
+        "On held-out texts: loss in nats per token; agreement of the likeliest token with the "
+        "model's; accepted: the share of an exit's drafts accepted with shared noise; overlap: the "
         "same by the rejection rule. The last line is the model itself.",
         "exit accepted_before accepted_after agreement_before agreement_after overlap_before "
         "overlap_after loss_before loss_after",
     ),
     "trainings": (
         "Trainings",
-        "Overlap with the target's distribution: of the first drafted token, before training and "
-        "after it, on windows kept apart. Accepted: share of all places of held-out texts. "
-        "Predicted by the formula at the best draft length; measured beside lookups, in brackets "
-        "the 95% interval; before: measured, what drafted before. It pays where it is faster by "
-        "more than prompts differ.",
+        "Overlap with the target's distribution: of the first drafted token, before and after "
+        "training, on held-out windows. Accepted: share of all positions in held-out texts. "
+        "Predicted by the formula at the best draft length; measured together with lookups, with "
+        "the 95% interval in brackets; before: measured for the draft used before. It pays if it "
+        "is faster by more than prompts differ.",
         "draft of pays measured before predicted draft_cost accepted_1 overlap_before overlap "
         "loss minutes own_megabytes",
     ),

@@ -1,6 +1,6 @@
 """Checks the arguments of `model.generate()`, and converts them and its results for the engine.
 
-Arguments that the engine cannot serve exactly are refused by name. Letters: B rows, W width of the
+Arguments that the engine cannot support exactly are refused by name. Shapes: B rows, W width of the
 padded prompts, n new tokens, V vocabulary.
 """
 
@@ -28,7 +28,7 @@ from layerskip.model.families import CONDITIONAL, unopened
 from layerskip.model.library_cache import EncoderStates
 from layerskip.model.pictures import Pictures
 
-# The library's defaults of sampling.
+# The library's defaults for sampling.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 _OTHER_MEDIA = {
     "video": "video",
@@ -37,14 +37,14 @@ _OTHER_MEDIA = {
     "input_features": "audio",
 }
 _HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
-_HARMLESS |= {"cache_params"}  # what Mamba calls its cache
+_HARMLESS |= {"cache_params"}  # Mamba's name for its cache
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def checked_mask(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Tensor:
-    """The attention mask (B, W); refuses by name what the engine cannot serve."""
+    """The attention mask (B, W); raises an error that names any unsupported argument."""
     if (config.num_beams or 1) > 1:
         raise ValueError(
             f"beam search is not supported: num_beams must be 1, got {config.num_beams}; "
@@ -84,7 +84,7 @@ def checked_mask(
         for name, value in model_kwargs.items()
         if value is not None
         and name not in _HARMLESS
-        and (name not in _TOKEN_TYPES or value.any())  # where all are text they have no effect
+        and (name not in _TOKEN_TYPES or value.any())  # no effect if all tokens are text
     )
     if unknown:
         raise ValueError(f"model arguments {', '.join(unknown)} are not supported; leave them out")
@@ -110,7 +110,7 @@ def checked_mask(
 def encoded_of(
     input_ids: Tensor, read: Tensor | None, model_kwargs: dict[str, Any]
 ) -> EncoderStates | None:
-    """The encoder's input and states, taken out of the arguments; None without an encoder.
+    """Take the encoder's input and states out of the arguments; None without an encoder.
 
     Args:
         input_ids: the decoder's, (B, W).
@@ -133,7 +133,7 @@ def encoded_of(
 def pictures_of(
     model: Any, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Pictures | None:
-    """The pictures in prompts (B, W), taken out of the arguments; None if there are none.
+    """Take the pictures in prompts (B, W) out of the arguments; None if there are none.
 
     Raises:
         ValueError: other media, or another number of features than of placeholders.
@@ -186,7 +186,7 @@ def pictures_of(
 
 @torch.no_grad()
 def look(model: Any, inputs: Mapping[str, Tensor]) -> Pictures | None:
-    """The pictures in a prompt that a processor has encoded, by the model's vision tower.
+    """The pictures in a prompt encoded by a processor, seen through the model's vision tower.
 
     Raises:
         ValueError: as of `pictures_of`.
@@ -203,11 +203,11 @@ def look(model: Any, inputs: Mapping[str, Tensor]) -> Pictures | None:
 def read_text(
     model: Any, tokens: list[int], max_new_tokens: int
 ) -> tuple[list[int], EncoderStates | None, list[Any]]:
-    """What an encoder-decoder makes of a text before it decodes; another model keeps the text.
+    """Encode a text with an encoder-decoder before it decodes; for other models it stays the same.
 
     Returns:
-        The decoder's prompt, what the encoder made of the text, and the processors that the model's
-        generation config asks for.
+        The decoder's prompt, the encoder's output, and the processors that the model's generation
+        config asks for.
 
     Raises:
         ValueError: the encoder cannot read so many tokens, or the generation config asks for beams.
@@ -235,7 +235,7 @@ def read_text(
 
 
 def check_ids(input_ids: Any) -> None:
-    """Refuse anything but a batch of prompts in token ids, (B, W)."""
+    """Raise an error for anything except a batch of prompts in token ids, (B, W)."""
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"prompts must be a tensor of token ids, got {type(input_ids).__name__}; tokenize text "
@@ -249,17 +249,17 @@ def check_ids(input_ids: Any) -> None:
 
 
 def check_tokens(model: Any, tokens: Tensor) -> None:
-    """Refuse token ids that the model has no embedding of, where they would be looked up.
+    """Raise an error for token ids without an embedding, before they are looked up.
 
     Raises:
-        TypeError: they are no integers.
-        ValueError: one is outside of the vocabulary.
+        TypeError: they are not integers.
+        ValueError: one is outside the vocabulary.
     """
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"token ids must be integers, got a tensor of {tokens.dtype}")
     embeddings = model.get_input_embeddings()
     count = getattr(embeddings, "num_embeddings", None)
-    if count is None or not tokens.numel():  # a table of the model's own kind
+    if count is None or not tokens.numel():  # the model has its own kind of table
         return
     least, most = (int(end) for end in tokens.aminmax())
     if least < 0 or most >= count:
@@ -271,7 +271,7 @@ def check_tokens(model: Any, tokens: Tensor) -> None:
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End the streamer whatever happens, as somebody may be waiting for the next token."""
+    """End the streamer whatever happens, since something may wait for its next token."""
     try:
         yield
     finally:
@@ -280,9 +280,9 @@ def ending(streamer: Any) -> Iterator[None]:
 
 
 def dropped_by_the_call(decoding: Any, name: str) -> Any:
-    """An argument that the calling `model.generate()` received and did not pass on.
+    """Find an argument that the calling `model.generate()` received but did not pass on.
 
-    transformers 5.23 drops `streamer`, whose readers would wait for ever, and `assistant_model`.
+    transformers 5.23 drops `streamer`, whose readers would wait forever, and `assistant_model`.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -294,7 +294,7 @@ def dropped_by_the_call(decoding: Any, name: str) -> Any:
 
 
 def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:
-    """Stopping criteria as one function of a row; all are called, as `generate()` does."""
+    """Combine stopping criteria into a function of a row; all are called, as in `generate()`."""
 
     def stop(row: int, seen: Tensor) -> bool:
         answers = [criterion(seen, None) for criterion in criteria]
@@ -312,14 +312,14 @@ def padded(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig
 
 
 def per_step(rounds: list[Round], name: str, rows: int) -> tuple[Tensor, ...]:
-    """One (B, V) for each step, from the rounds' (emitted, V) per row; zeros for ended rows."""
+    """One (B, V) per step, from the rounds' (emitted, V) per row; zeros for ended rows."""
     chunks = [getattr(round_, name) for round_ in rounds]
     by_row = [torch.cat([chunk[row] for chunk in chunks]) for row in range(rows)]  # (emitted, V)
     return tuple(pad_sequence(by_row))  # of (n, B, V)
 
 
 def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -> list[Any]:
-    """The library's processors of sampling, in its order; None leaves one out."""
+    """The library's processors for sampling, in its order; None leaves one out."""
     processors: list[Any] = []
     processors += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
     processors += [TopKLogitsWarper(top_k)] if top_k else []

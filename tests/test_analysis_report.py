@@ -215,7 +215,7 @@ def test_ends_stand_behind_the_number_that_they_are_of():
     speeds = {"method": ["self"], "prompts": [9], "tokens_per_second": [52.4], "speedup": [1.39]}
     frame = pd.DataFrame(speeds | {"low": [1.26], "high": [1.55]})
     told = {heading: cells for heading, _, cells in columns_of("comparison", frame)}
-    assert told["tokens a second"] == ["52.4"]
+    assert told["tokens per second"] == ["52.4"]
     assert told["speedup"] == ["1.39 (1.26 to 1.55)"]
 
 

@@ -192,7 +192,7 @@ class TestServer:
         ("file:///etc/passwd", "messages", "other addresses are not fetched"),
         ("data:image/png;base64,a%", "messages", "not in base64"),
         (url(b"no picture"), "messages", "not a readable picture in PNG, JPEG, WEBP, GIF"),
-        (url(png(picture(1))[:90]), "messages", "no picture"),
+        (url(png(picture(1))[:90]), "messages", "not a readable picture"),
         (
             url(png(picture(1, (60, 50)))),
             "messages",
