@@ -99,7 +99,7 @@ def influence(search: Search) -> Plot | None:
     names = [f"{'MLP' if i % 2 else 'attention'} {i // 2}" for i in order]
     left_out = ", ".join(f"{name} {ranges(layers)}" for name, layers in best.items() if layers)
     alt = (
-        f"1 - cosine similarity of hidden states before and behind each sublayer: least for "
+        f"1 - cosine similarity of hidden states before and after each sublayer: least for "
         f"{', '.join(names[:3])}, most for {', '.join(names[:-4:-1])}. The best trial leaves out "
         f"{left_out or 'nothing'}."
     )

@@ -168,7 +168,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--requests", type=int, default=16, help="in all, and two a client at least"
     )
-    parser.add_argument("--warmup", type=int, default=2, help="clients of a first round, not told")
+    parser.add_argument("--warmup", type=int, default=2, help="clients of a warm-up round")
     parser.add_argument("--prompts", type=Path, default=Path("spec-bench"), help="as for layerskip")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--write", action="store_true", help="make limits of what is measured")
+    parser.add_argument("--write", action="store_true", help="set limits to the measurements")
     args = parser.parse_args()
     loaded = load(args.model, dtype=args.dtype)
     with cpu_threads(args.threads):

@@ -48,7 +48,7 @@ def worker_processes(count: int, threads: int, **job: Any) -> Iterator[None]:
             process.join()
         failed = sum(process.exitcode not in (0, -signal.SIGTERM) for process in started)
         if failed:
-            warnings.warn(f"{failed} of {count} workers failed; the others went on", stacklevel=2)
+            warnings.warn(f"{failed} of {count} workers failed; the others continued", stacklevel=2)
 
 
 def work(

@@ -191,7 +191,7 @@ def test_llama_cpp_takes_turns_with_the_others(model, tasks, tmp_path, llama, mo
 def test_what_llama_cpp_lacks_is_one_line(model, tasks, tmp_path, monkeypatch, llama):
     command = words(model, tmp_path / "run.jsonl", "--prompts", tasks / "math.jsonl", *LLAMAS)
     message = refused(*command, "--dtype", "float64")
-    assert "must be one of float32, bfloat16, float16 beside llama.cpp, got float64" in message
+    assert "must be one of float32, bfloat16, float16 with llama.cpp, got float64" in message
     assert "greedily; leave --do-sample out" in refused(*command, "--do-sample")
     (model / "model.gguf").unlink()
     assert "one .gguf in the folder of" in refused(*command)

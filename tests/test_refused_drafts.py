@@ -72,7 +72,7 @@ def test_files_of_trained_weights_that_are_not_the_ones(kind, checkpoint, prompt
     file.write_bytes(whole)
     ask = commands(checkpoint, prompts, skip)[0]
     for bits in (4, "none") if kind.startswith("healed") else (4,):
-        assert f"--low-precision {bits} does not match what" in refused(*ask, "--low-precision", bits)
+        assert f"--low-precision {bits} does not match" in refused(*ask, "--low-precision", bits)
 
 
 def test_weights_of_another_base(checkpoint, prompts, tmp_path):

@@ -94,7 +94,7 @@ def _widened(llama_cpp: Any, loaded: Loaded, dtype: str) -> Path:
             "`make checkpoints` leaves it there"
         )
     if dtype not in _WIDE:
-        raise ValueError(f"--dtype must be one of {', '.join(_WIDE)} beside llama.cpp, got {dtype}")
+        raise ValueError(f"--dtype must be one of {', '.join(_WIDE)} with llama.cpp, got {dtype}")
     kind, suffix = _WIDE[dtype]
     cache = os.environ.get("LAYERSKIP_CACHE") or Path.home() / ".cache" / "layerskip"
     wide = Path(cache, "llama.cpp", f"{files[0].stem}-{suffix}.gguf")

@@ -224,7 +224,7 @@ class LiveTarget:
         branches = {} if drafts is None else drafts.parents
         tokens: list[list[int]] = [[] for _ in self.seats]
         read: list[list[int]] = [[] for _ in self.seats]
-        here = [0 for _ in self.seats]  # the last node of each path; -1 behind the first rejected
+        here = [0 for _ in self.seats]  # the last node of each path; -1 after the first rejected
         for i, (row, node) in enumerate(positions):
             if here[row] != node:
                 continue

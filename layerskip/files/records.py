@@ -276,7 +276,7 @@ class RunWriter:
                 raise ValueError(
                     f"{path} holds records of other settings: {differing[0]}"
                     + (f", and {len(differing) - 1} more" if len(differing) > 1 else "")
-                    + "; give another --output, or the same settings to go on with it"
+                    + "; give another --output, or the same settings to resume it"
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb" if earlier is None else "r+b")

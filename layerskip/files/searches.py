@@ -24,7 +24,7 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read, or a key is missing or wrong; names both.
     """
-    advice = "; run the search again with the same --output, which writes it anew"
+    advice = "; run the search again with the same --output, which writes it again"
     return read(path, "search", _check, advice)
 
 

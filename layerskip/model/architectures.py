@@ -12,7 +12,7 @@ DRAFTS = {
         "sublayers left out, early exits, 8 and 4 bits, trained drafts, lookups, a second model, "
         "sources of your own"
     ),
-    "opened, with pictures": "the same, behind prompts with pictures, too",
+    "opened, with pictures": "the same, also after prompts with pictures",
     "opened, with an encoder": "the same; lookups in what the encoder reads, too",
     "whole": "lookups, a second model, sources of your own, all linears in 8 or 4 bits",
     "whole, with an encoder": "the same; lookups in what the encoder reads, too",

@@ -159,7 +159,7 @@ class Serving:
             if longest > batch.passes.piece:
                 raise ValueError(
                     f"a picture of {longest} tokens that see each other cannot be read at once "
-                    f"beside other texts, at most {batch.passes.piece}; use layerskip.generate"
+                    f"with other texts, at most {batch.passes.piece}; use layerskip.generate"
                 )
             needed = batch.passes.nbytes(1, text.slots, request.heard)
             if needed > self.memory:

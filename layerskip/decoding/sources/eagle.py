@@ -114,5 +114,5 @@ def _misfit(target: Sublayers, module: Eagle) -> str | None:
     depths = module.depths_in(target.num_layers)
     if not all(0 < depth <= target.num_layers for depth in depths):
         read = ", ".join(map(str, depths))
-        return f"it reads states behind layers {read} of {target.num_layers}"
+        return f"it reads states after layers {read} of {target.num_layers}"
     return None
