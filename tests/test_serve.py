@@ -492,7 +492,7 @@ class TestEvaluation:
         assert info["chat_template"] == TOOLS_TEMPLATE
         chat = post("tokenize", {"messages": [{"role": "user", "content": "a"}]})
         assert tokenizer.decode(chat["tokens"]) == "user: a\nassistant:"
-        assert "one of them" in post("tokenize", {})["error"]["message"]
+        assert "either prompt or messages" in post("tokenize", {})["error"]["message"]
         assert "token ids must be" in post("detokenize", {"tokens": [-1]})["error"]["message"]
 
     def test_a_prediction_is_cut_to_what_a_text_may_have(self, place):
@@ -513,7 +513,7 @@ class TestRefusals:
             ("completions", {"prompt": []}, "prompt", "at least one token"),
             ("completions", {"prompt": ""}, "prompt", "at least one token"),
             ("completions", {"prompt": [-1]}, "prompt", "token ids must be"),
-            ("completions", {"prompt": STORY * 200}, "prompt", "texts have 512 tokens"),
+            ("completions", {"prompt": STORY * 200}, "prompt", "texts have at most 512 tokens"),
             ("completions", {"max_tokens": 512}, "max_tokens", "make it shorter"),
             ("completions", {"max_tokens": -1}, "max_tokens", "greater than"),
             ("completions", {"max_tokens": 2**63}, "max_tokens", "less than"),
