@@ -28,7 +28,6 @@ from layerskip.analysis import (
 from layerskip.analysis.labels import law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
-from layerskip.analysis.searches import Search
 from layerskip.files.documents import kind_of
 from layerskip.files.records import begins_as_run, redacted
 from layerskip.files.writing import replace_folder
@@ -250,7 +249,7 @@ def _run_facts(run: Run) -> dict[str, str]:
     return facts
 
 
-def _search_facts(search: Search) -> dict[str, str]:
+def _search_facts(search: searches.Search) -> dict[str, str]:
     document = search.document
     prompts, space, study = (document[name] for name in ("prompts", "space", "study"))
     ends = "free" if space["allow_ends"] else "kept"

@@ -13,7 +13,6 @@ from layerskip.analysis import drawing, searches
 from layerskip.analysis.drawing import BLUE, GREEN, INK, MUTED, ORANGE, Plot, finished, new_axes
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.plots import skip_map
-from layerskip.analysis.searches import Search
 
 MANY = 200  # number of trials from which on points are small
 PROPOSERS = {
@@ -27,14 +26,14 @@ PROPOSERS = {
 LINES = ("--", ":", "-.")
 
 
-def search_plots(search: Search) -> list[Plot]:
+def search_plots(search: searches.Search) -> list[Plot]:
     """The pictures of a search, except those with nothing to show."""
     drawn = [search_progress(search), influence(search), search_front(search)]
     drawn.append(search_skip_map(search))
     return [plot for plot in drawn if plot is not None]
 
 
-def search_progress(search: Search) -> Plot | None:
+def search_progress(search: searches.Search) -> Plot | None:
     """The best speedup so far, by trial and by second of trials, with other searches."""
     table = searches.progress(search.document)
     if not len(table):
@@ -72,7 +71,7 @@ def search_progress(search: Search) -> Plot | None:
     return finished(axes[0], "search-progress", title, alt, "trials", speedup)
 
 
-def influence(search: Search) -> Plot | None:
+def influence(search: searches.Search) -> Plot | None:
     """How much each sublayer changes its input, and which ones the best draft skips."""
     values = np.array(search.document["influence"], dtype=float)
     if not len(values):
@@ -107,7 +106,7 @@ def influence(search: Search) -> Plot | None:
     return finished(axes, "search-influence", title, alt, "layer")
 
 
-def search_front(search: Search) -> Plot | None:
+def search_front(search: searches.Search) -> Plot | None:
     """Acceptance against cost of all trials, coloured by priced speedup, and their front."""
     table = search.complete.dropna(subset=["acceptance"])
     if not len(table):
@@ -146,7 +145,7 @@ def _name(finalist: Any) -> str:
     return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
 
 
-def search_skip_map(search: Search) -> Plot | None:
+def search_skip_map(search: searches.Search) -> Plot | None:
     table = searches.finalists(search)
     speedups = table["measured"].fillna(table["predicted"]) if len(table) else ()
     names = map(_name, table.to_dict("records"))

@@ -31,7 +31,6 @@ from layerskip.environment import free_memory
 from layerskip.model import mtp
 from layerskip.model.assistants import load_assistant
 from layerskip.model.eagle import Eagle, eagle_config, load_eagle
-from layerskip.model.mtp import Head
 from layerskip.model.opening import sublayers_of
 from layerskip.model.stored import stored_weights, stored_words
 from layerskip.model.sublayers import ASKED, Sublayers
@@ -238,7 +237,7 @@ def automatic_draft(
     return decided[key]
 
 
-_heads: WeakKeyDictionary[nn.Module, dict[tuple[int | None, bool], Head | str | None]] = (
+_heads: WeakKeyDictionary[nn.Module, dict[tuple[int | None, bool], mtp.Head | str | None]] = (
     WeakKeyDictionary()
 )
 
@@ -266,7 +265,7 @@ def own_head(
         else:
             held[key] = found
     head = held[key]
-    return (CheckpointHead(model, head), None) if isinstance(head, Head) else (None, head)
+    return (CheckpointHead(model, head), None) if isinstance(head, mtp.Head) else (None, head)
 
 
 def _too_large(nbytes: int, memory: int | None, *, by_memory: bool) -> str | None:

@@ -35,7 +35,6 @@ from layerskip.search.objective import Objective
 from layerskip.search.proposals import given, warm_starts
 from layerskip.search.record import search_record
 from layerskip.search.space import Space
-from layerskip.search.study import SamplerName, Standing, sampler_of, standing
 from layerskip.search.surrogate import Surrogate
 from layerskip.timing import sublayers as sublayer_costs
 from layerskip.timing.sublayers import LOW_FACTS, low_facts
@@ -130,7 +129,7 @@ class Search:
         self.default: dict[str, Any] | None = None
         self.winner: Finalist | None = None
         self.keep_default = False
-        self.sampler: SamplerName = "ours"
+        self.sampler: study.SamplerName = "ours"
         self.plain_tokens_per_second: float | None = None
         started = time.perf_counter()
         self.law = law_of(task.law)
@@ -242,9 +241,9 @@ class Search:
         self,
         trials: int | None = None,
         *,
-        sampler: SamplerName = "ours",
+        sampler: study.SamplerName = "ours",
         timeout: float | None = None,
-        on_trial: Callable[[Standing], None] = lambda _: None,
+        on_trial: Callable[[study.Standing], None] = lambda _: None,
     ) -> None:
         """Continue the study until it has `trials` trials; after `price`.
 
@@ -263,7 +262,7 @@ class Search:
                 self.study,
                 self.space,
                 self.objective,
-                sampler=sampler_of(sampler, self.space, surrogate, self.task.seed),
+                sampler=study.sampler_of(sampler, self.space, surrogate, self.task.seed),
                 name=sampler,
                 trials=trials,
                 warm_starts=self.warm_starts,
@@ -325,7 +324,7 @@ class Search:
             skip, decoding = usual.resolve(self.space.num_layers), DecodingOptions(lookup=True)
         if self.task.do_sample and self.task.acceptance == "rejection":
             decoding = replace(decoding, acceptance="rejection")
-        at = standing(self.study)
+        at = study.standing(self.study)
         notes |= {
             "keep_default": self.keep_default,
             "law": self.task.law,
@@ -357,7 +356,7 @@ def search(
     space: str = "sublayer",
     bits: Bits = "auto",
     allow_ends: bool = False,
-    sampler: SamplerName = "ours",
+    sampler: study.SamplerName = "ours",
     trials: int | None = None,
     timeout: float | None = None,
     positions: int | None = None,

@@ -14,7 +14,6 @@ import typer
 from layerskip.cli import flags, opening
 from layerskip.cli.flags import flag, load_skips, switch, warn_idle
 from layerskip.cli.inputs import first_in_turn, first_of_each, given_prompts, read_tasks, spoken
-from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.config import SkipConfig
 from layerskip.files.records import Run, RunWriter, key_of, read_unfinished
@@ -116,7 +115,7 @@ def benchmark(
     if not context:
         chosen = first_in_turn(first_of_each(chosen, per_category), limit)
     talk = Talk(quiet)
-    loaded = open_model(loading, talk)
+    loaded = opening.open_model(loading, talk)
     second = opening.second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
 
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
@@ -125,7 +124,7 @@ def benchmark(
     from layerskip.drafts import choose_drafts, own_head
 
     threads = earlier.header["threads"] if earlier else None  # as when the run began
-    with open_passes(loaded, loading, talk, threads) as opened:
+    with opening.open_passes(loaded, loading, talk, threads) as opened:
         grid = f"exits=1..{opened.num_layers - 1},lengths=1..{LONGEST}" if explain else sweep
         cells = grid and _grid(grid, opened.num_layers)
         short = encode_all(loaded.tokenizer, chosen, opened.device)

@@ -7,15 +7,14 @@ import re
 from collections.abc import Sequence
 
 from layerskip.serving.formats import base
-from layerskip.serving.formats.base import Call, Format, JsonCall, Mark, Tool
 
 
-class _Call(Call):
+class _Call(base.Call):
     """A call in either notation, depending on its first character."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._inner: Call | None = None
+        self._inner: base.Call | None = None
         self._taken = 0
 
     def _read(self) -> None:
@@ -25,7 +24,7 @@ class _Call(Call):
                 return
             named = not begun.lstrip().startswith("{")
             pattern = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
-            self._inner = base.NamedCall(pattern) if named else JsonCall()
+            self._inner = base.NamedCall(pattern) if named else base.JsonCall()
             self._taken = len(self.text) - len(begun)
         taken, self._taken = self._taken, len(self.text)
         self._inner.feed(self.text[taken:])
@@ -33,7 +32,7 @@ class _Call(Call):
         self.rest = self._inner.rest
 
 
-class Mistral(Format):
+class Mistral(base.Format):
     begin = "[TOOL_CALLS]"
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
@@ -43,7 +42,7 @@ class Mistral(Format):
     def in_template(self, template: str) -> bool:
         return self.begin in template and ("[ARGS]" in template) == self._named
 
-    def call(self) -> Call:
+    def call(self) -> base.Call:
         return _Call()
 
     def another(self, rest: str) -> int | None:
@@ -53,7 +52,7 @@ class Mistral(Format):
     def after(self, rest: str) -> str:
         return re.sub(r"^\s*\]", "", rest)
 
-    def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
+    def grammar(self, tools: Sequence[base.Tool], several: bool, mark: base.Mark) -> str:
         begin = mark(self.begin)
         if not self._named:
             more = '(", " call)*' if several else ""
