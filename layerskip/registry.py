@@ -26,7 +26,6 @@ ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
 """Parameters of `adaptive-threshold`, with the values in Draft & Verify's published code."""
 
 LossName = Literal["lk", "kl", "tvd++", "ce"]
-LOSSES: tuple[str, ...] = get_args(LossName)
 OptimizerName = Literal["adamw", "muon"]
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 TrainedKind = Literal["healed", "exit-block", "feature-block", "heads", "streams"]
@@ -43,7 +42,6 @@ ALONE = ("feature-block", "heads", "streams")
 StudentName = Literal[
     "healed", "exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"
 ]
-STUDENTS: tuple[str, ...] = get_args(StudentName)
 
 Role = Literal["controller", "loss", "optimizer", "student", "module", "state", "source", "store"]
 PLACES: dict[Role, dict[str, str]] = {
@@ -71,6 +69,8 @@ PLACES: dict[Role, dict[str, str]] = {
         "feature-block": "research.students:FeatureStudent",
         "heads": "training.students:HeadsStudent",
         "streams": "research.students:StreamsStudent",
+        "assistant": "training.students:Further",
+        "eagle3": "training.students:Further",
     },
     "module": {
         "exit-block": "research.blocks:ExitBlock",

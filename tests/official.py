@@ -8,12 +8,17 @@ import transformers
 from models import FEW, WINDOW, lively_model
 
 from layerskip.decoding.sources.official import Official
-from layerskip.model.assistants import build_assistant
+from layerskip.model.assistants import assistant_class
 from layerskip.model.sublayers import Sublayers
 
 KNOWN = importlib.util.find_spec("transformers.models.gemma4_assistant") is not None
 TARGETS = ("gemma4", "gemma4_dense", "gemma4_unified", "gemma4_mixture")
 KINDS = ["sliding_attention"] * 3 + ["full_attention"]
+
+
+def build_assistant(config):
+    """An assistant with random weights."""
+    return assistant_class(config.model_type)(config).eval()
 
 
 @functools.cache

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from models import assistant_config
-from official import KINDS, assistant_of, target_of
+from official import KINDS, assistant_of, build_assistant, target_of
 
 import layerskip
 from layerskip.checkpoints import load, load_official
 from layerskip.costs.speculation import CostTable
-from layerskip.model.assistants import build_assistant, load_assistant
+from layerskip.model.assistants import load_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import SHIPPED_PROMPTS

@@ -15,6 +15,7 @@ import torch
 from letters import Letters
 from marks import thorough
 from models import assistant_config, lively_model, tiny_model
+from official import build_assistant
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from layerskip.cli.main import app
 from layerskip.config import Trained
 from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
-from layerskip.model.assistants import build_assistant, load_assistant
+from layerskip.model.assistants import load_assistant
 from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained

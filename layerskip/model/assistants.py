@@ -119,7 +119,7 @@ def _only_reading(config: type) -> type:
 
 
 @cache
-def _class_of(model_type: str) -> Any:
+def assistant_class(model_type: str) -> Any:
     if model_type not in ASSISTANTS:
         raise UnsupportedModelError(
             f"model type {model_type!r} is no assistant of this kind; supported are "
@@ -134,18 +134,6 @@ def _class_of(model_type: str) -> Any:
     return type(library.__name__, (_Built, library), {"__module__": library.__module__})
 
 
-def build_assistant(config: Any) -> Any:
-    """Make an assistant with random weights.
-
-    Args:
-        config: the library's Gemma4AssistantConfig or Gemma4UnifiedAssistantConfig; not changed.
-
-    Raises:
-        UnsupportedModelError: another kind of config, or a library version without these.
-    """
-    return _class_of(config.model_type)(config).eval()
-
-
 def load_assistant(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Any:
     """Load an assistant from a folder or a Hub id; `dtype` None: the checkpoint's own.
 
@@ -154,7 +142,7 @@ def load_assistant(path: str | os.PathLike[str], *, dtype: torch.dtype | None = 
         ValueError: weights are missing.
     """
     config = AutoConfig.from_pretrained(path)
-    model, report = _class_of(config.model_type).from_pretrained(
+    model, report = assistant_class(config.model_type).from_pretrained(
         path, config=config, dtype=dtype or "auto", output_loading_info=True
     )
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])

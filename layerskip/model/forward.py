@@ -56,7 +56,7 @@ class Forward(Backend):
             tokens: Tensor, places: Tensor, cache: LibraryCache, rows: Any = None, **more: Any
         ) -> Tensor:
             if cache.encoded is not None:
-                encoded = cache.heard(rows)
+                encoded = cache.encoded_of(rows)
                 more["encoder_hidden_states"] = encoded.states
                 more["encoder_attention_mask"] = encoded.mask
             past = cache.for_library(rows, tokens.shape[1])

@@ -115,7 +115,7 @@ class LibraryCache(RowCache):
             self.crossed[layer] = [F.pad(each, (0, 0, 0, more)) for each in crossed]
         self.unread.add(place)
 
-    def heard(self, rows: list[int] | None = None) -> EncoderStates:
+    def encoded_of(self, rows: list[int] | None = None) -> EncoderStates:
         """An encoder's output for the rows of the pass, or for some of them."""
         assert self.encoded is not None
         return self.encoded.of(self.places(rows))

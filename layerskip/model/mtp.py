@@ -126,16 +126,10 @@ def find(model: Whole) -> Found | str | None:
         return f"the layout of a {kind}'s head is not known here; known are {', '.join(LAYOUTS)}"
     layout = LAYOUTS[kind]
     prefix = layout.prefix.format(layers)
-    names = {
-        "of_tokens": layout.of_tokens,
-        "of_states": layout.of_states,
-        "join": layout.join,
-        "last": layout.last,
-    }
     head, parts, opened = Head(model), {}, opener()
     for name, wanted in head.state_dict().items():
         part, _, rest = name.partition(".")
-        stored = f"{names[part]}.{rest}" if part in names else layout.layer + rest
+        stored = layout.layer + rest if part == "layer" else f"{getattr(layout, part)}.{rest}"
         parts[name] = [*_parts(prefix + stored, len(wanted), files)]
         shape = list(wanted.shape)
         if len(parts[name]) > 1 or len(parts[name][0]) > 1:  # a row of experts' weights

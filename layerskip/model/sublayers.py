@@ -22,11 +22,9 @@ from layerskip.model import compiled, extension, native, plain
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Backend, Block, Rotary, Tables
 from layerskip.model.cache import RowCache, additive
-from layerskip.model.compiled import Compiled
 from layerskip.model.fused import Fused
 from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.modules import Modules
-from layerskip.model.native import Native
 from layerskip.model.pictures import Pictures, ahead
 from layerskip.model.stored import stored_weights
 from layerskip.model.weights import DraftWeights
@@ -86,7 +84,7 @@ class Pass:
     @cached_property
     def cross(self) -> tuple[Tensor, Tensor, Any]:
         """An encoder's output for the rows, (B, E, H), its mask, (B, 1, 1, E), and the cache."""
-        encoded = self.cache.heard()  # type: ignore[attr-defined]
+        encoded = self.cache.encoded_of()  # type: ignore[attr-defined]
         mask = encoded.mask.bool()[:, None, None]
         mask = additive(mask, self.model.dtype) if self.model.eager else mask
         return encoded.states, mask, self.cache.for_library()  # type: ignore[attr-defined]
@@ -352,7 +350,7 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
     if execution == "compiled":
         reason = compiled.refusal(model.device.type)
         if reason is None:
-            return Compiled(model), ASKED
+            return compiled.Compiled(model), ASKED
         compiled.warn_refusal(reason)
         return Fused(model), reason
     if execution == "fused":
@@ -363,6 +361,6 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
     elif execution == "auto" and not stored:
         return Fused(model), reason if model.device.type == "cpu" else None
     if reason is None:
-        return Native(model), None
+        return native.Native(model), None
     native.warn_refusal(reason)
     return Modules(model) if stored else Fused(model), reason

@@ -31,7 +31,6 @@ from layerskip.model.families import two_way, unopened
 from layerskip.model.family import part_named
 from layerskip.model.forward import Forward
 from layerskip.model.library_cache import LibraryCache, Positions
-from layerskip.model.recurrent import RecurrentCache
 from layerskip.model.rounded import linears, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.weights import DraftWeights
@@ -185,7 +184,7 @@ class Whole(Sublayers):
         if self.encoder:
             return super().new_cache(rows, slots)
         if self.recurrent:
-            return RecurrentCache(rows, slots, self.windows, self._layers)
+            return recurrents.RecurrentCache(rows, slots, self.windows, self._layers)
         return LibraryCache(rows, slots, self.windows)
 
     def _layers(self) -> list[Any]:
@@ -267,11 +266,6 @@ class Whole(Sublayers):
                 "there: decoder and head are called one by one; hook these, or remove it"
             )
         return inner, model.get_decoder() if self.encoder else inner
-
-    def _rope_types(self) -> Iterator[dict[str, Any]]:
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        nested = [value for value in parameters.values() if isinstance(value, dict)]
-        yield from nested or [parameters]
 
 
 class _Weights(DraftWeights):

@@ -28,7 +28,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
 from layerskip.training.drafts import Recipe, Training, means
 from layerskip.training.losses import lk, of_steps, overlap
-from layerskip.training.students import AHEAD, Student
+from layerskip.training.students import AHEAD
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,6 @@ def save_assistant(assistant: Any, output: Path) -> None:
     replace_folder(partial, output)
 
 
-class _Assistant(Student):
-    rate = 1e-3
-
-
 class AssistantTraining(Training):
     """Trains an assistant further in a folder, on the target's answers or on given texts.
 
@@ -182,9 +178,6 @@ class AssistantTraining(Training):
     def save(self, assistant: Any, folder: Path) -> None:
         save_assistant(assistant, folder)
 
-    def _student(self, kind: str) -> type[Student]:
-        return _Assistant
-
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"start": self.start}
 
@@ -199,7 +192,7 @@ class AssistantTraining(Training):
 
     def _train_further(self, ids: Tensor, texts: list[data.TrainingText], path: Path) -> None:
         """Train on windows (N, T), and write the assistant and its record."""
-        temperature = self.recipe.temperature
+        temperature, ids = self.recipe.temperature, ids.to(self.opened.device)
         assistant = self.begun(texts).to(self.opened.device)
         dtype, assistant = assistant.dtype, assistant.float()
         began = time.monotonic()
@@ -207,7 +200,7 @@ class AssistantTraining(Training):
         judging = time.monotonic() - began  # judging again will take as long
 
         def loss_of(numbers: list[int]) -> Tensor:
-            return distance(*self._unrolled(assistant, ids, numbers), temperature)
+            return distance(*self.unrolled(assistant, ids[numbers]), temperature)
 
         tokens = 0
         for tokens, _ in self._trained(assistant, ids, loss_of, judging):  # noqa: B007
@@ -228,18 +221,13 @@ class AssistantTraining(Training):
         write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
         self.clear()
 
-    def _unrolled(
-        self, assistant: Any, ids: Tensor, numbers: list[int]
-    ) -> tuple[list[Tensor], TargetReading]:
-        return self.unrolled(assistant, ids[numbers].to(self.opened.device))
-
     @torch.no_grad()
     def _judged(self, assistant: Any, ids: Tensor) -> list[float]:
         """The overlap of each step on held-out windows."""
         with self.precision():
             return means(
                 [
-                    overlaps(*self._unrolled(assistant, ids, [number]), self.recipe.temperature)
+                    overlaps(*self.unrolled(assistant, ids[[number]]), self.recipe.temperature)
                     for number in self._apart(ids)
                 ]
             )

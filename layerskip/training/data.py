@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.checkpoints import encode
 from layerskip.files.schema import parse
@@ -150,11 +151,9 @@ class Corpus:
         width = max(map(len, prompts))
         if width + 2 > room:
             raise ValueError(f"a prompt of {width} tokens leaves no room for an answer of {room}")
-        ids = torch.zeros(len(prompts), width, dtype=torch.long, device=self.model.device)
-        mask = torch.zeros_like(ids)  # (B, W)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+        rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
+        parts = (rows, [*map(torch.ones_like, rows)])  # ids and mask, (B, W) each
+        ids, mask = (pad_sequence(p, batch_first=True, padding_side="left") for p in parts)
         new: list[list[int]] = [[] for _ in prompts]
         base = (self.seed * 1_000_003 + number) * BATCH
         for round_ in decode(

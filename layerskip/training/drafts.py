@@ -105,7 +105,7 @@ class Training(Stages):
     def __init__(
         self, opened: Sublayers, corpus: data.Corpus, recipe: Recipe, folder: Path, **said: Any
     ) -> None:
-        self.student = self._student(recipe.kind)
+        self.student: type[Student] = named("student", recipe.kind)
         chosen = self.student.skip_for(recipe.kind, recipe.skip, opened.num_layers)
         self.skip = replace(
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
@@ -125,10 +125,6 @@ class Training(Stages):
         """The values that identify this training."""
         prompts = len(self.corpus.known) + len(self.corpus.apart)
         return self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
-
-    def _student(self, kind: str) -> type[Student]:
-        student: type[Student] = named("student", kind)
-        return student
 
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""

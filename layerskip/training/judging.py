@@ -72,7 +72,14 @@ def judge(training: Training) -> dict[str, Any]:
         prompts = prompts[: max(1, int(FOR_REPLAYS * left / a_prompt))]
     if len(prompts) > 1:
         acceptance = _replayed(training, prompts, drafts)
-    request = request_of(opened, prompts[0], recipe.temperature)
+    request = Request(  # the first text of `answers`
+        input_ids=prompts[0],
+        attention_mask=torch.ones_like(prompts[0]),
+        max_new_tokens=NEW_TOKENS,
+        law=law_of({"do_sample": True, "temperature": recipe.temperature}),
+        keys=[stream_key(0)],
+        eos=end_tokens(opened.model),
+    )
     resolved = [each.resolve(opened.num_layers) for each in drafts.values()]
     context = prompts[0].shape[1]
     costs = [each.at(context) for each in cost_tables(opened, resolved, request)]
@@ -136,18 +143,6 @@ def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | N
         law=law_of({"do_sample": temperature is not None, "temperature": temperature}),
         eos=end_tokens(opened.model),
         draft_length=DEEPEST,
-    )
-
-
-def request_of(opened: Sublayers, ids: Tensor, temperature: float | None) -> Request:
-    """The request whose answer to one prompt (1, T) is the first text of `answers`."""
-    return Request(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        law=law_of({"do_sample": temperature is not None, "temperature": temperature}),
-        keys=[stream_key(0)],
-        eos=end_tokens(opened.model),
     )
 
 

@@ -60,6 +60,12 @@ class Student(nn.Module, ABC):
         """The tensors for the draft's file."""
 
 
+class Further(Student):
+    """Stands for an official drafter, which is a module of its own."""
+
+    rate = 1e-3
+
+
 class BlockStudent(Student):
     """A module of `blocks`, with its weights in float32 during training."""
 

@@ -55,9 +55,7 @@ class Official(Source):
     @property
     def words(self) -> str:
         path = getattr(self.model.model, "name_or_path", "")
-        return (
-            f"the model's official assistant, {path}" if path else "the model's official assistant"
-        )
+        return f"the model's official assistant, {path}".removesuffix(", ")
 
     @property
     def key(self) -> Hashable:
@@ -140,14 +138,9 @@ def _misfit(target: Sublayers, model: Sublayers) -> str | None:
     if reason := elsewhere(target, model):
         return reason
     sources = _sources(target)
-    pairs: list[tuple[str, Any, Any]] = [
-        (
-            "hidden states of {} numbers",
-            model.model.config.backbone_hidden_size,
-            target.config.hidden_size,
-        ),
-        ("{} tokens", model.vocabulary, target.vocabulary),
-    ]
+    made = model.model.config.backbone_hidden_size
+    pairs = [("hidden states of {} numbers", made, target.config.hidden_size)]
+    pairs.append(("{} tokens", model.vocabulary, target.vocabulary))
     for part in model.parts:
         if part.kind not in sources:
             return f"it reads keys of {part.kind} layers, the model has none"
