@@ -374,7 +374,7 @@ class SkipConfig:
         return num_layers
 
 
-check_costs = has(draft=schema.POSITIVE, verify=schema.items(schema.POSITIVE, least=1))
+check_costs = has(**schema.COSTS)
 """Checks a cost table from any kind of file: c, and v from one token on."""
 
 

@@ -66,11 +66,8 @@ class Choice(NamedTuple):
     speedup: float
 
 
-class LookedUp(NamedTuple):
+LookedUp = tuple[Replay, CostTable]
     """Looked-up drafts along the texts, and the costs of their rounds."""
-
-    replay: Replay
-    costs: CostTable
 
 
 @dataclass(slots=True)
@@ -161,8 +158,8 @@ def speedup(
     sources, paid, expected = [drafts], [costs], [costs]
     if how.lookup:
         assert looked_up is not None
-        sources.insert(0, looked_up.replay)
-        paid.insert(0, looked_up.costs)
+        sources.insert(0, looked_up[0])
+        paid.insert(0, looked_up[1])
         expected.insert(0, replace(costs, draft=0.0))  # what a skip config's costs say of lookups
     controller = make_controller(
         how.controller or "expected-gain",
@@ -219,7 +216,7 @@ def choose(
     chosen = [mask for n, mask in enumerate(ranked) if n < count or mask == exit_set]
     looked_up = None
     if "lookup" in parts:
-        looked_up = LookedUp(replay(trace, Lookup()), objective.prices.passes)
+        looked_up = replay(trace, Lookup()), objective.prices.passes
     finalists = []
     for number, mask in within(chosen, until):
         progress("replaying the best drafts in full", number / len(chosen))

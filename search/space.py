@@ -21,7 +21,6 @@ from operator import or_
 from typing import Any, Literal
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.trial import Trial
 
 from layerskip.config import LowPrecision, SkipConfig, Trained
 from layerskip.files.schema import integer
@@ -270,12 +269,6 @@ class Space:
     def from_params(self, params: Mapping[str, Any]) -> int:
         """The mask of a trial's parameters, which may be a set where nothing runs."""
         return sum(choices[params[name]] for name, choices in self.switches.items())
-
-    def suggest(self, trial: Trial) -> int:
-        """Let a trial choose its parameters, and return their mask."""
-        return self.from_params(
-            {n: trial.suggest_categorical(n, tuple(c)) for n, c in self.switches.items()}
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values; trained weights do not depend on their path."""

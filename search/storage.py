@@ -24,6 +24,7 @@ from optuna.storages import (
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from layerskip.files.records import redacted
+from layerskip.files.writing import add_lines
 
 LOCK_SECONDS = 5
 """A journal lock older than this belongs to a process that was killed while writing."""
@@ -76,14 +77,7 @@ class _Journal(JournalFileBackend):
         self.lock.acquire()
         try:
             with open(self.path, "r+b") as journal:
-                size = journal.seek(0, os.SEEK_END)
-                journal.seek(max(0, size - 1))
-                if journal.read(1) not in (b"\n", b""):
-                    journal.seek(0)
-                    journal.truncate(journal.read().rfind(b"\n") + 1)
-                journal.seek(0, os.SEEK_END)
-                journal.write(lines.encode())
-                journal.flush()
+                add_lines(journal, lines.encode())
                 if any(log.get("values") for log in logs):
                     os.fsync(journal.fileno())
         finally:

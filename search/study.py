@@ -192,7 +192,8 @@ def run(
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
 
     def objective(trial: Trial) -> float:
-        mask = space.suggest(trial)
+        choices = ((name, tuple(each)) for name, each in space.switches.items())
+        mask = space.from_params({n: trial.suggest_categorical(n, each) for n, each in choices})
         if mask not in space:
             raise TrialPruned  # nothing would run
         if "origin" not in trial.user_attrs:

@@ -16,7 +16,7 @@ from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Decoded, Engine, Task
 from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
-from layerskip.decoding import draws
+from layerskip.decoding import draws, rules
 from layerskip.decoding.noise import TARGET, gumbel_noise
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
@@ -417,13 +417,13 @@ def test_wrong_accept_rules_fail(monkeypatch, rule):
     """The negative control: known-wrong samplers, each one that somebody has shipped."""
     target, draft = logits(1, size=20, scale=1.0), logits(2, size=20, scale=1.0)
     law = torch.softmax(target.double(), -1)
-    name, wrong = {
-        "redraw from p": ("residual", lambda p, q: p),
-        "accept all": ("acceptance_probability", lambda p, q: torch.ones_like(p)),
-        "accept half": ("acceptance_probability", lambda p, q: torch.full_like(p, 0.5)),
-        "same noise": ("DRAFT", TARGET),  # the draft's noise also draws the correction
+    module, name, wrong = {
+        "redraw from p": (rules, "residual", lambda p, q: p),
+        "accept all": (rules, "acceptance_probability", lambda p, q: torch.ones_like(p)),
+        "accept half": (rules, "acceptance_probability", lambda p, q: torch.full_like(p, 0.5)),
+        "same noise": (draws, "DRAFT", TARGET),  # the draft's noise also draws the correction
     }[rule]
-    monkeypatch.setattr(draws, name, wrong)
+    monkeypatch.setattr(module, name, wrong)
     count = 8192 if rule == "same noise" else 640  # p = 1e-16 and, of others, 1e-15
     first, _ = draw_rounds(target, draft, rejection=True, draws=count)
     assert chi_square(first, law) < LEVEL

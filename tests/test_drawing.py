@@ -106,7 +106,7 @@ def test_known_mistakes_are_seen(mistake, monkeypatch):
         monkeypatch.setattr(drawing, "residual", lambda p, q: p)
     else:
         monkeypatch.setattr(
-            drawing, "stray_noise", lambda keys, _, places, s: gumbel_noise(keys, places, len(s[0]))
+            drawing, "draft_noise", lambda keys, _, places, s: gumbel_noise(keys, places, len(s[0]))
         )
     _, drawn = proposals(target)
     assert of_law(drawn.tokens, DRAFT.softmax(-1)) < LEVEL

@@ -20,7 +20,7 @@ from layerskip.replay.drafts import all_starts, follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.search import finalists
-from layerskip.search.finalists import TOLERANCE, Choice, LookedUp, best_choice, choices
+from layerskip.search.finalists import TOLERANCE, Choice, best_choice, choices
 from layerskip.search.objective import PARTS, PIECES, SECONDS, Objective, best_length, extended
 from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space
@@ -249,7 +249,7 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
     """Against the same rounds, walked and priced one by one."""
     trace, record = traced(case), MACHINES["reads weights"]
     passes = prices_of(record, SkipConfig(), trace.context)[0].passes
-    looked_up = LookedUp(replay(trace, Lookup()), passes)
+    looked_up = replay(trace, Lookup()), passes
     taken = set()
     for mask in drawn(2, seed=9):
         drafts = replay(trace, SPACE.skip_config(mask))
@@ -273,8 +273,8 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
         for text in range(len(trace.texts)):
             known = [replace(costs, draft=0.0), costs]
             controller = ExpectedGain(known, 8, priors=[0.75, 0.75])
-            for round_ in simulate([looked_up.replay, drafts], controller, [text]):
-                price = looked_up.costs if round_.source == 0 else costs
+            for round_ in simulate([looked_up[0], drafts], controller, [text]):
+                price = looked_up[1] if round_.source == 0 else costs
                 spent += price.round_cost(round_.drafted[0])
                 tokens += round_.emitted[0]
                 taken.add(round_.source)

@@ -53,5 +53,5 @@ def test_what_was_thrown_away_tells_nothing_of_what_comes():
 
 @pytest.mark.thorough
 def test_the_spy_would_find_a_reused_stream(monkeypatch):
-    monkeypatch.setattr("layerskip.decoding.draws.stream_key", lambda key, start: key)
+    monkeypatch.setattr("layerskip.decoding.noise.stream_key", lambda key, start: key)
     assert chi_square(second_tokens(), softmax_law(TARGET)) < LEVEL

@@ -89,14 +89,8 @@ class Comparison:
         return len(self.differences) - self.near_ties
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "resolution": self.resolution,
-            "near_ties": self.near_ties,
-            "faults": self.faults,
-            "differences": [each.to_dict() for each in self.differences],
-        }
+        counts = {"near_ties": self.near_ties, "faults": self.faults}
+        return vars(self) | counts | {"differences": [d.to_dict() for d in self.differences]}
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,12 @@ def check(
 
 
 def _table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
-    rows = [
-        ("greedy = plain", verdict(report.plain)),
-        ("greedy = transformers", verdict(report.greedy)),
-        ("coupled = plain", verdict(report.coupled)),
-    ]
+    compared = (
+        ("plain", "greedy = plain", report.plain),
+        ("transformers", "greedy = transformers", report.greedy),
+        ("coupled", "coupled = plain", report.coupled),
+    )
+    rows = [(words, verdict(comparison)) for _, words, comparison in compared]
     for rule, test in report.laws.items():
         words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
         rows.append((f"{rule} law", words))
@@ -77,11 +78,7 @@ def _table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
     changed = ", ".join(report.changed[:3])
     rows.append(("model as it was found", f"no: CHANGED {changed}" if changed else "yes"))
     lines = [two_columns(rows)]
-    for what, comparison in (
-        ("plain", report.plain),
-        ("transformers", report.greedy),
-        ("coupled", report.coupled),
-    ):
+    for what, _, comparison in compared:
         lines += [wrap(f"{what}: {x}") for x in differences(comparison, ids, tokenizer)]
     if not report.laws_passed:
         lines.append("the sampled distribution is WRONG: p-values are below the test's level")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,12 @@ def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     return [prompt for each in by_category(prompts).values() for prompt in each[:limit]]
 
 
+def in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts, from each category in turn."""
+    return [*filter(None, chain.from_iterable(zip_longest(*by_category(prompts).values())))]
+
+
 def first_in_turn(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
     """`limit` prompts, taken from each category in turn, in file order; None takes all."""
-    turns = chain.from_iterable(zip_longest(*by_category(prompts).values()))
-    chosen = {prompt.id for prompt in islice(filter(None, turns), limit)}
+    chosen = {prompt.id for prompt in in_turn(prompts)[:limit]}
     return [prompt for prompt in prompts if prompt.id in chosen]

@@ -84,7 +84,8 @@ def run(
     quiet: flags.Quiet = False,
 ) -> None:
     """Answer a file of prompts, and resume an earlier run."""
-    rank, ranks = _rank()
+    # of torchrun
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part = (rank, ranks) if shard is None else _shard(shard)
     if ranks > 1 and (ray or shard is not None):
         raise ValueError("torchrun gives each process its shard; leave out --shard and --ray")
@@ -144,11 +145,6 @@ def _shard(given: str) -> tuple[int, int]:
     if index >= count:
         raise ValueError(f"--shard must be I/N with I from 0 to N-1, such as 0/4; got {given}")
     return index, count
-
-
-def _rank() -> tuple[int, int]:
-    """This process's rank under torchrun, and the number of processes."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,17 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from layerskip.cli import flags
 from layerskip.cli.flags import flag, load_skips, seconds_given, switch, warn_idle
-from layerskip.cli.inputs import given_prompts, make_folder, spoken
+from layerskip.cli.inputs import given_prompts, in_turn, make_folder, spoken
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
-from layerskip.prompts import Prompt, by_category
+from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
     from layerskip.search.pipeline import Search, SearchResult
@@ -251,10 +250,9 @@ def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]
             f"a search needs at least 2 prompts, one to search on and one to confirm on; got "
             f"{len(prompts)}"
         )
-    rows = zip_longest(*by_category(prompts).values())
-    in_turn = [prompt for row in rows for prompt in row if prompt is not None]
+    mixed = in_turn(prompts)
     count = max(1, min(HELD_OUT, len(prompts) // 3))
-    return in_turn[count:], in_turn[:count]
+    return mixed[count:], mixed[:count]
 
 
 def _run(

@@ -182,17 +182,11 @@ def to_json(value: dict[str, Any]) -> str:
 
 def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
     """What was drafted and accepted, in total and per source, in the form of `--json`."""
-    return {
-        "num_drafts": stats.num_drafts,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "acceptance_rate": stats.acceptance_rate,
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "sources": [
-            {"name": name, **vars(each)}
-            for name, each in zip(sources, stats.sources, strict=False)  # shorter if none drafted
-        ],
-    }
+    names = ["num_drafts", "num_draft_tokens", "num_accepted_tokens"]
+    names += ["acceptance_rate", "mean_acceptance_length"]
+    pairs = zip(sources, stats.sources, strict=False)  # fewer where none drafted
+    by_source = [vars(each) | {"name": name} for name, each in pairs]
+    return {name: getattr(stats, name) for name in names} | {"sources": by_source}
 
 
 def by_source(counted: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
 
-from layerskip.files.schema import POSITIVE, has, items, text
+from layerskip.files.schema import COSTS, has, text
 
 SOURCES = ("measured", "analytic", "given")  # origins of the numbers in a cost table
 _UNIT = 64  # minimum tokens of context that share a table; sixteenths of longer contexts
@@ -149,7 +149,7 @@ class CostTable:
     @classmethod
     def from_dict(cls, data: Any) -> CostTable:
         """Read the form of `to_dict`; raises ValueError or TypeError if it is not a table."""
-        has(draft=POSITIVE, verify=items(POSITIVE, least=1), source=text)(data, "costs")
+        has(**COSTS, source=text)(data, "costs")
         return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
     def at(self, context: int, rows: int = 1) -> CostTable:

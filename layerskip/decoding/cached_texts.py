@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.decoding.laws import in_common
 from layerskip.decoding.passes import Filling, Part, Passes
 from layerskip.model.fingerprint import checksum, fingerprint
 from layerskip.model.sublayers import Sublayers
@@ -198,9 +199,7 @@ class CachedTexts:
         segment, at = self._first, 0
         while at == segment.end and at < len(tokens) and tokens[at] in segment.following:
             segment = segment.following[tokens[at]]
-            rest = tokens[at : segment.end]
-            pairs = zip(segment.tokens, rest, strict=False)
-            at += next((i for i, (a, b) in enumerate(pairs) if a != b), len(rest))
+            at += in_common(segment.tokens, tokens[at : segment.end])
             yield segment, at
 
     def _all(self) -> Iterator[_Segment]:

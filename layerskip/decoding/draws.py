@@ -23,12 +23,10 @@ from layerskip.decoding.noise import (
     NoiseBlocks,
     accept_uniform,
     at_once,
-    gumbel_noise,
+    draft_noise,
     starts_of,
-    stream_key,
 )
 from layerskip.decoding.passes import Position
-from layerskip.decoding.rules import acceptance_probability, ahead, largest, residual, without
 from layerskip.decoding.seats import Seat
 from layerskip.model.backend import Draw
 from layerskip.model.branches import ROOT, path_to
@@ -173,11 +171,6 @@ class Draws:
         """A value that is equal for draws whose rows one native call can draw together."""
         return self if self.native is None else (self.warp, self.greedy)
 
-    @property
-    def contextual(self) -> bool:
-        """Whether the draw at a position depends on more than its logits and noise."""
-        return self.rejection or self.reads_history
-
     def allowed(self, row: int, tokens: Sequence[int], vocabulary: int) -> int:
         """How many of these consecutive tokens a row's stateful processors allow."""
         seat = self.seats[row]
@@ -214,7 +207,7 @@ class Draws:
     ) -> Drawn:
         if self.native is not None and signal != "probability":
             tokens, behind, second = self._drawn(self.native, raw, positions)
-            sure, ranked = ahead(behind) if signal == "margin" else None, [tokens, second]
+            sure, ranked = rules.ahead(behind) if signal == "margin" else None, [tokens, second]
             while len(ranked) < best:  # find the two best of the remaining tokens
                 best_two = torch.stack(ranked[-2:], 1)  # (N, 2)
                 raw = raw.scatter(1, best_two.clamp_min(0), -math.inf)
@@ -231,7 +224,7 @@ class Draws:
                 token, margin = rules.with_margin(noisy)
                 margins.append(margin)
             else:
-                token = largest(noisy)
+                token = rules.largest(noisy)
             drawn.append(token)
             if best > 1:
                 others.append(rules.runners_up(noisy, token, best - 1))
@@ -361,7 +354,7 @@ class Draws:
             yield self.law.scores(piece, history, rows, lengths, width), some
 
     def _draw(self, scores: Tensor, positions: Sequence[Position]) -> Tensor:
-        return largest(self._noisy(scores, positions, TARGET))
+        return rules.largest(self._noisy(scores, positions, TARGET))
 
     def _noisy(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
         if self.greedy:
@@ -370,12 +363,8 @@ class Draws:
         if purpose == TARGET:
             noise = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
         else:
-            # A rejected draft has revealed some of its noise to the controller. So no later round
-            # may use the same noise: each round has its own stream.
             starts = [place - offset for place, (_, offset) in zip(places, positions, strict=True)]
-            keys = list(map(stream_key, keys, starts))
-            size, device = scores.shape[-1], scores.device
-            noise = gumbel_noise(keys, places, size, purpose=purpose, device=device)
+            noise = draft_noise(keys, starts, places, scores)
         return noise.add_(scores)
 
     def forget(self, seat: Seat) -> None:
@@ -419,11 +408,11 @@ class Draws:
         here = token.clamp_min(0)[:, None]  # (N, 1)
         chance = p.gather(1, here)  # (N, 1)
         if q is not None:
-            chance = acceptance_probability(chance, q.gather(1, here))
+            chance = rules.acceptance_probability(chance, q.gather(1, here))
         keys, places = self._stream(positions)
         lucky = accept_uniform(keys, places, p.device) < chance[:, 0]  # (N,)
         drafted = token >= 0  # (N,)
-        rest = without(p, here) if q is None else residual(p, q)  # (N, V)
+        rest = rules.without(p, here) if q is None else rules.residual(p, q)  # (N, V)
         final = torch.where(drafted[:, None], rest, p)
         return drafted & lucky, self._draw(final.log(), positions)
 

@@ -290,7 +290,7 @@ class ExpectedGain(Controller):
             return best
         for number, (offer, source) in enumerate(zip(offers, self._sources, strict=True)):
             allowed = min(max(offer.lengths.values()), source.longest)
-            if offer.matches is None and allowed and source.is_due():
+            if offer.matches is None and allowed and source.unused >= source.probe_interval:
                 round_.probing = True
                 return number
         return None

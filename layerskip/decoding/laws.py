@@ -38,6 +38,13 @@ class Stateful(Protocol):
         """Process the scores (V,) of the next token; may overwrite them."""
 
 
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common prefix of two texts."""
+    pairs = zip(one, other, strict=False)
+    shorter = min(len(one), len(other))
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
+
+
 class _Text:
     """A processor's state for one row, at the position of the last request."""
 
@@ -47,9 +54,7 @@ class _Text:
 
     def at(self, tokens: list[int]) -> Stateful:
         """Return the state after these tokens."""
-        pairs = zip(self.tokens, tokens, strict=False)
-        shorter = min(len(self.tokens), len(tokens))
-        same = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
+        same = in_common(self.tokens, tokens)
         if same < len(self.tokens):
             self.state.rollback(len(self.tokens) - same)
         for token in tokens[same:]:

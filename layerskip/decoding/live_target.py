@@ -14,7 +14,7 @@ from torch import Tensor
 from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens, certainty
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.sources.base import Proposal, State
+from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Ask, Mark, Said, Verdict
 from layerskip.model.branches import along, depths
 from layerskip.model.cache import on_device
@@ -32,6 +32,7 @@ class LiveTarget:
         self, passes: Passes, seats: Sequence[Seat], draws: Sequence[Draws], *, joint: bool
     ) -> None:
         self.passes, self.seats, self.draws = passes, seats, draws
+        self.states, self.lengths = passes.states, passes.lengths
         self._joint = draws[0] if joint else None
         # Must not capture `self`, which holds the passes.
         passes.score = lambda row, *place: draws[row].scores(row, *place)
@@ -39,24 +40,16 @@ class LiveTarget:
         self._beside: tuple[Tensor, Tensor] | None = None  # rows without steps, and their tokens
 
     @property
-    def states(self) -> Sequence[State]:
-        return self.passes.states
-
-    @property
     def rows(self) -> Mapping[int, int]:
         return self.passes.rows
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self.passes.lengths
 
     @property
     def branches(self) -> bool:
         # Processors would have to read a text for every branch, and the rejection rule handles only
         # one draft.
-        if not self.passes.model.branches:
-            return False
-        return not any([self.draws[row].contextual for row in self.passes.rows])
+        draws = [self.draws[row] for row in self.passes.rows]
+        contextual = any(each.rejection or each.reads_history for each in draws)
+        return self.passes.model.branches and not contextual
 
     def room(self, row: int) -> int:
         return self.passes.cache.slots - self.passes.lengths[row]

@@ -95,6 +95,18 @@ def gumbel_noise(
     return noise
 
 
+def draft_noise(
+    keys: Sequence[int], starts: Sequence[int], places: Sequence[int], scores: Tensor
+) -> Tensor:
+    """Gumbel noise of drafts under the rejection rule, like scores (N, V).
+
+    A rejected draft has shown the controller something of its noise. So no later round may use the
+    same noise: each has a stream of its own, by the place where it starts.
+    """
+    keys = list(map(stream_key, keys, starts))
+    return gumbel_noise(keys, places, scores.shape[-1], purpose=DRAFT, device=scores.device)
+
+
 def _negative_gumbel(x: Tensor) -> Tensor:
     # -log1p(-u) is Exponential(1), finely resolved where it matters: near zero, at the winner
     return _uniform(x).neg_().log1p_().neg_().log_()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.planning import in_common
+from layerskip.decoding.laws import in_common
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_bytes
 from layerskip.decoding.sources.base import Batch, Source, State

@@ -64,10 +64,3 @@ def trunk_first(proposal: Proposal) -> Proposal:
         return proposal
     first = trunk(proposal.parents)
     return proposal.some([*first, *sorted({*range(1, proposal.length + 1)} - {*first})])
-
-
-def in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix of two texts."""
-    pairs = zip(one, other, strict=False)
-    shorter = min(len(one), len(other))
-    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)

@@ -75,10 +75,6 @@ class SourceGain:
             expected.append(expected[-1] + survival)
         return expected
 
-    def is_due(self) -> bool:
-        """Whether it has been unused for so long that a probe is due."""
-        return self.unused >= self.probe_interval
-
     def used(self, *, probing: bool, paid: bool) -> None:
         """Count a round that drafted from this source: whether it was a probe, whether it paid."""
         self.acceptance.estimate()

@@ -63,7 +63,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             names the file and the line.
     """
     path = Path(path)
-    run = _run(path, _bytes(path))
+    run = _run(path)
     if run is None:
         raise ValueError(f"records {path} are empty: there is no header")
     return run
@@ -72,7 +72,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
     """Read a run to resume; None if there is no file, or only the beginning of a header."""
     path = Path(path)
-    return _run(path, _bytes(path)) if path.exists() else None
+    return _run(path) if path.exists() else None
 
 
 def begins_as_run(path: Path) -> bool:
@@ -81,14 +81,11 @@ def begins_as_run(path: Path) -> bool:
         return file.read(len(_START)) == _START
 
 
-def _bytes(path: Path) -> bytes:
+def _run(path: Path) -> Run | None:
     try:
-        return read_file(path, 1 << 34)
+        data = read_file(path, 1 << 34)
     except OSError as error:
         raise ValueError(f"cannot read records {path}: {error.strerror}") from error
-
-
-def _run(path: Path, data: bytes) -> Run | None:
     *lines, rest = data.split(b"\n")
     if not lines and not (rest.startswith(_START) or _START.startswith(rest)):
         raise ValueError(f"{path} is no file of records: it does not start with a header")
@@ -237,7 +234,7 @@ def _rounds(line: Line, sources: int) -> None:
             )
 
 
-_COSTS = has(draft=schema.POSITIVE, verify=items(schema.POSITIVE, least=1), source=text)
+_COSTS = has(**schema.COSTS, source=text)
 _SWEEP = has(
     prompts=items(text, least=1),
     tokens=integer(1),

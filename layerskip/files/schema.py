@@ -263,3 +263,5 @@ def _head(value: Any, name: str) -> None:
 
 COUNT, POSITIVE, SECONDS, NUMBER = integer(), number(0, above=True), number(0), number()
 SHARE = number(0, 1)
+COSTS = dict[str, Check](draft=POSITIVE, verify=items(POSITIVE, least=1))
+"""Of a cost table: c, and v from one token on."""

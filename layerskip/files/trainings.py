@@ -17,7 +17,7 @@ SCHEMA = 1
 _DRAFT = has(
     greedy=items(SHARE, least=1),
     coupled=items(SHARE, least=1),
-    costs=has(draft=POSITIVE, verify=items(POSITIVE, least=1)),
+    costs=has(**schema.COSTS),
     formula=POSITIVE,
     bytes=COUNT,
 )

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextmanager
@@ -53,6 +54,18 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write UTF-8 text with `\\n` line ends, atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
+
+
+def add_lines(file: BinaryIO, lines: bytes) -> None:
+    """Add whole lines to a file, in place of a last one that a killed process has cut off."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    if file.read(1) not in (b"\n", b""):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+    file.seek(0, os.SEEK_END)
+    file.write(lines)
+    file.flush()
 
 
 def replace_folder(built: Path, output: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from layerskip.decoding.draws import confidence
 from layerskip.decoding.laws import Law, softmax_law
-from layerskip.decoding.noise import DRAFT, accept_uniform, gumbel_noise, stream_key
+from layerskip.decoding.noise import accept_uniform, draft_noise
 from layerskip.decoding.rules import acceptance_probability, largest, residual, with_margin
 
 NOTHING = -1
@@ -124,17 +124,7 @@ def propose(
         origins = [
             origin or place for origin, place in zip(left[others].tolist(), places, strict=True)
         ]
-        tokens[others] = largest(drawn + stray_noise(keys, origins, places, drawn))
+        # decoding rejects at a place once at most: no noise is used twice along a text
+        tokens[others] = largest(drawn + draft_noise(keys, origins, places, drawn))
     sure = confidence(raw, tokens.clamp_min(0))
     return Drawn(tokens, sure, sure)
-
-
-def stray_noise(
-    keys: Sequence[int], origins: Sequence[int], places: Sequence[int], scores: Tensor
-) -> Tensor:
-    """Gumbel noise of drafts that left their texts at `origins`, like scores (N, V).
-
-    Decoding rejects at most once at a place, so no noise is used twice along a text.
-    """
-    keys = list(map(stream_key, keys, origins))
-    return gumbel_noise(keys, places, scores.shape[-1], purpose=DRAFT, device=scores.device)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from layerskip.decoding.draws import DraftedTokens
-from layerskip.decoding.planning import in_common
+from layerskip.decoding.laws import in_common
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Ask, Mark, Said, Verdict
 from layerskip.replay.batch import TextBatch

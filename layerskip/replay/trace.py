@@ -10,7 +10,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -83,6 +83,7 @@ class Trace:
         eos: tokens that end a text, and a draft.
         draft_length: maximum draft length for which all places are known.
         rejection: whether drafts are accepted by the rejection rule instead of by shared noise.
+        beginnings: what drafts that are followed share with others that were.
     """
 
     model: Sublayers
@@ -93,6 +94,8 @@ class Trace:
     draft_length: int
     max_new_tokens: int
     rejection: bool = False
+    beginnings: Beginnings = field(default_factory=Beginnings, init=False)
+    _noise: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     @property
     def starts(self) -> int:
@@ -147,15 +150,6 @@ class Trace:
             new = gumbel_noise(streams, drawn, vocabulary, device=self.model.device)
             made |= zip(missing, new, strict=True)
         return torch.stack([made[pair] for pair in wanted])
-
-    @cached_property
-    def beginnings(self) -> Beginnings:
-        """The states that followed drafts share with earlier ones."""
-        return Beginnings()
-
-    @cached_property
-    def _noise(self) -> dict[tuple[int, int], Tensor]:
-        return {}
 
     @cached_property
     def _states(self) -> Tensor:

@@ -106,6 +106,12 @@ class Served:
         """Whether it reads a prompt with an encoder before it decodes."""
         return bool(self.loaded.model.config.is_encoder_decoder)
 
+    def check_name(self, name: str) -> None:
+        """Refuse another model's name."""
+        if name != self.name:
+            message = f"there is no model {name!r} here, but {self.name!r}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+
     def marks(self, texts: Sequence[str]) -> frozenset[int]:
         """The tokens that correspond to these marks."""
         return frozenset(self.added[each] for each in texts if each in self.added)
@@ -118,9 +124,7 @@ def answer_of(asked: Asked, served: Served) -> Answer:
         Refusal: another model is named, a prompt is empty, too long or has unknown tokens, or
             fields contradict each other.
     """
-    if asked.model != served.name:
-        message = f"there is no model {asked.model!r} here, but {served.name!r}"
-        raise Refusal(404, message, param="model", code="model_not_found")
+    served.check_name(asked.model)
     if asked.stream_options is not None and not asked.stream:
         raise Refusal(400, "stream_options needs stream: true", param="stream_options")
     chat = isinstance(asked, ChatAsked)

@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from layerskip.files.schema import mapping, parse
-from layerskip.files.writing import naming, replacing
+from layerskip.files.writing import add_lines, naming, replacing
 from layerskip.prompts import Prompt
 from layerskip.serving.answers import Answer
 from layerskip.serving.requests import Piece, TextRequest
@@ -61,9 +61,8 @@ class Answers:
             row = row | {"fingerprint": fingerprint}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with _locked(self._path), naming(self._path), self._path.open("a+b") as file:
-            _cut_torn(file)
-            file.write(line)
-            _to_disk(file)
+            add_lines(file, line)
+            os.fsync(file.fileno())
         self.done.add(row["id"])
         self.progress.rows += 1
         self.progress.errors += _failed(row)
@@ -94,7 +93,8 @@ def open_answers(
     with _alone(path, *part):
         with _locked(path):
             rows = _read_rows(path)
-            other = {id_: row for id_, row in rows.items() if _differs(row, fingerprints.get(id_))}
+            ours = [id_ for id_ in rows if id_ in fingerprints and "fingerprint" in rows[id_]]
+            other = {i: rows[i] for i in ours if rows[i]["fingerprint"] != fingerprints[i]}
             if other and not force:
                 raise ValueError(_refusal(path, other, fingerprints))
             gone = {*other}
@@ -103,11 +103,6 @@ def open_answers(
             if gone:
                 _write(path, [row for id_, row in rows.items() if id_ not in gone])
         yield Answers(path, fingerprints, rows.keys() - gone)
-
-
-def _differs(row: Row, fingerprint: str | None) -> bool:
-    """Whether a row states another fingerprint."""
-    return fingerprint is not None and row.get("fingerprint", fingerprint) != fingerprint
 
 
 def _refusal(path: Path, rows: Mapping[str, Row], fingerprints: Mapping[str, str]) -> str:
@@ -149,22 +144,8 @@ def _failed(row: Row) -> bool:
 def _write(path: Path, rows: Iterable[Row]) -> None:
     with replacing(path) as partial, partial.open("wb") as file:
         file.writelines(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
-        _to_disk(file)
-
-
-def _cut_torn(file: IO[bytes]) -> None:
-    """Remove an incomplete last line, left by a killed process or a full disk."""
-    size = file.seek(0, os.SEEK_END)
-    if size:
-        file.seek(size - 1)
-        if file.read() != b"\n":
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _to_disk(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -195,17 +176,14 @@ def _held(lock: Path, path: Path, seconds: float = 0) -> Iterator[None]:
     Raises:
         ValueError: others hold it for longer than `seconds`.
     """
-    held = FileLock(lock, timeout=seconds)
     try:
-        held.acquire()
+        held = FileLock(lock, timeout=seconds).acquire()
     except Timeout as error:
         raise ValueError(
             f"another run writes {path}; wait for its end, or give another --output"
         ) from error
-    try:
+    with held:
         yield
-    finally:
-        held.release()
 
 
 def _locked(path: Path) -> AbstractContextManager[None]:

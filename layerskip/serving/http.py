@@ -123,9 +123,7 @@ def make_app(
 
     @get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != served.name:
-            message = f"there is no model {name!r} here, but {served.name!r}"
-            raise Refusal(404, message, param="model", code="model_not_found")
+        served.check_name(name)
         return JSONResponse(card)
 
     @app.post("/v1/embeddings", dependencies=keyed)

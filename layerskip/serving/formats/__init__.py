@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.gemma import FunctionGemma, Gemma4
 from layerskip.serving.formats.hermes import Hermes
 from layerskip.serving.formats.llama3 import Llama3
 from layerskip.serving.formats.mistral import Mistral
+
+T = TypeVar("T")
 
 FORMATS: dict[str, Format] = {
     "hermes": Hermes(),
@@ -34,27 +37,19 @@ def format_of(name: str, template: str | None) -> Format | None:
     Raises:
         ValueError: there is no format of that name.
     """
-    if name == "none":
-        return None
-    if name != "auto":
-        named: Format = _named(FORMATS, name, "tool-parser")
-        return named
     told = template or ""
-    return next((each for each in FORMATS.values() if each.in_template(told)), None)
+    return _chosen(FORMATS, name, "tool-parser", lambda each: each.in_template(told))
 
 
 def reasoning_of(name: str, template: str | None) -> tuple[str, str] | None:
     """The marks around reasoning, chosen as in `format_of`."""
-    if name == "none":
-        return None
-    if name != "auto":
-        marks: tuple[str, str] = _named(REASONING, name, "reasoning-parser")
-        return marks
     told = template or ""
-    return next((each for each in REASONING.values() if each[1] in told), None)
+    return _chosen(REASONING, name, "reasoning-parser", lambda each: each[1] in told)
 
 
-def _named(table: dict[str, Any], name: str, flag: str) -> Any:
+def _chosen(table: dict[str, T], name: str, flag: str, fits: Callable[[T], bool]) -> T | None:
+    if name in ("none", "auto"):
+        return next(filter(fits, table.values()), None) if name == "auto" else None
     if name not in table:
         raise ValueError(f"--{flag} must be auto, none, {', '.join(table)}, got {name!r}")
     return table[name]
