@@ -60,13 +60,11 @@ def slug_of(label: str, number: int) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
 
 
-def told_apart(labels: Sequence[str]) -> list[str]:
+def told_apart(labels: Sequence[str], more: Sequence[str] | None = None) -> list[str]:
     """The labels, each with a file's number appended if several files share it."""
-    times = Counter(labels)
-    return [
-        f"{label}, file {number}" if times[label] > 1 else label
-        for number, label in enumerate(labels, 1)
-    ]
+    times, more = Counter(labels), more or [f"file {n}" for n, _ in enumerate(labels, 1)]
+    pairs = zip(labels, more, strict=True)
+    return [f"{label}, {extra}" if times[label] > 1 else label for label, extra in pairs]
 
 
 def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[str]:
@@ -75,9 +73,5 @@ def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[
     further = [machine_words(header) for header in headers]
     stems = [visible(Path(file).stem) for file in files]
     for more in (further, stems, [str(number + 1) for number in range(len(stems))]):
-        times = Counter(labels)
-        labels = [
-            f"{label}, {extra}" if times[label] > 1 else label
-            for label, extra in zip(labels, more, strict=True)
-        ]
+        labels = told_apart(labels, more)
     return labels

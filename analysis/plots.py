@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from layerskip.analysis import drawing, tables, trainings
 from layerskip.analysis.drawing import BLUE, GREEN, ORANGE, PAPER, Plot, clipped, finished, new_axes
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.runs import ALL, Run
-from layerskip.analysis.trainings import Trainings
 
 PHASES = {
     "prefill": ("prefill", drawing.SKY, ""),
@@ -31,7 +30,9 @@ SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 
 def run_plots(run: Run) -> list[Plot]:
     drawn = [plot(run, size) for plot in (contexts, speedups) for size in run.batch_sizes]
-    drawn += [positions(run), phases(run), run_skip_map(run), *heat_maps(run)]
+    drawn += [positions(run), phases(run), run_skip_map(run)]
+    priced = tables.sweeps(run)
+    drawn += [heat_map(priced, name) for name in HEATED if len(priced)]
     return [plot for plot in drawn if plot is not None]
 
 
@@ -170,13 +171,8 @@ HEATED = {
 """The numbers of a sweep that are drawn: title, and description."""
 
 
-def heat_maps(run: Run) -> list[Plot]:
-    """Replayed decoding by exit and draft length, one map per number; the best cell is framed."""
-    table = tables.sweeps(run)
-    return [heat_map(table, name) for name in HEATED] if len(table) else []
-
-
 def heat_map(table: pd.DataFrame, name: str) -> Plot:
+    """A number of replayed decoding by exit and draft length; the best has a frame."""
     title, what = HEATED[name]
     form = "{:.2f}"
     cells = table.pivot_table(index="draft_length", columns="exit", values=name)
@@ -274,7 +270,7 @@ def draft_words(name: str, draft: Mapping[str, Any], speedup: float) -> str:
     return f"{words}, speedup {speedup:.2f}"
 
 
-def training_curve(of: Trainings) -> Plot:
+def training_curve(of: trainings.Trainings) -> Plot:
     """Overlap of the first step with the target's distribution, by tokens of training."""
     table = trainings.curves(of).query("step == 1")
     names = table["draft"].unique()
@@ -286,15 +282,7 @@ def training_curve(of: Trainings) -> Plot:
     words = drawing.listed(ends, "{draft} {begin:.3f} to {end:.3f} after {tokens:,} tokens", "; ")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     alt = f"Overlap of the first drafted token by tokens of training. {words}."
     title, overlap = "Overlap against tokens of training", "overlap with the target's distribution"
     return finished(axes, "training-curve", title, alt, "tokens trained on", overlap)
-
-
-def short(count: float) -> str:
-    """A count of tokens for an axis: 50k, 1.5M."""
-    for size, word in ((1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:g}{word}"
-    return f"{count:g}"

@@ -154,7 +154,7 @@ def finalists(search: Search) -> pd.DataFrame:
     rows = []
     for finalist in search.finalists:
         done = finalist["confirmed"] or {}
-        measured = _number(done.get("speedup"))
+        measured = number(done.get("speedup"))
         roles = {"winner": "winner", "best_exit": "best exit"}
         named = [w for key, w in roles.items() if search.document[key] == finalist["name"]]
         rows.append(
@@ -163,7 +163,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 "role": ", ".join(named),
                 "trial": finalist["trial"],
                 **_sets(finalist),
-                "alpha": _number(finalist["alpha"]),
+                "alpha": number(finalist["alpha"]),
                 "draft_cost": finalist["draft_cost"],
                 "bound": 1 / finalist["draft_cost"],
                 **finalist["decoding"],
@@ -172,7 +172,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 "predicted": finalist["predicted"],
                 "measured": measured,
                 "efficiency": measured / finalist["predicted"],
-                **{name: _number(done.get(name)) for name in _CONFIRMED},
+                **{name: number(done.get(name)) for name in _CONFIRMED},
             }
         )
     return pd.DataFrame(rows)
@@ -198,5 +198,5 @@ def _low_words(low: Mapping[str, Any]) -> str:
     return f"{low['bits']} bits: {sets}{', head' if low['head'] else ''}"
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
     return float("nan") if value is None else float(value)

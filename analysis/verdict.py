@@ -12,8 +12,6 @@ import pandas as pd
 from layerskip.analysis import searches, tables, trainings
 from layerskip.analysis.labels import setting
 from layerskip.analysis.runs import ALL, Run
-from layerskip.analysis.searches import PAYS, Search
-from layerskip.analysis.trainings import Trainings
 
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is too favourable
 FEW_PROMPTS = 8
@@ -142,7 +140,7 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
     return advice + _more_prompts(row, row["speedup"])
 
 
-def judge_search(search: Search) -> Verdict:
+def judge_search(search: searches.Search) -> Verdict:
     """The verdict on a search: the command to use, its effect, and the reasons."""
     table, document = searches.finalists(search), search.document
     verdict = Verdict(search.label, _faults(table, "name"), [_what_to_type(search)])
@@ -153,7 +151,7 @@ def judge_search(search: Search) -> Verdict:
         winner = table.loc[
             timed["measured"].idxmax() if len(timed) else table["predicted"].idxmax()
         ]
-        if not len(timed) and winner["predicted"] > PAYS:
+        if not len(timed) and winner["predicted"] > searches.PAYS:
             verdict.advice = [TIME_THEM]
     elif winner is not None:
         untimed = math.isnan(winner["measured"])
@@ -182,7 +180,7 @@ def judge_search(search: Search) -> Verdict:
     return verdict
 
 
-def _what_to_type(search: Search) -> str:
+def _what_to_type(search: searches.Search) -> str:
     """The fastest command, and its effect compared with the one without a skip config."""
     document = search.document
     name, default = document["model"]["name"], document["default"]
@@ -203,7 +201,7 @@ def _what_to_type(search: Search) -> str:
     if timed is None:
         return f"{with_it}: it should be {best['predicted']:.2f} times as fast as plain decoding."
     over = timed["over_default"]
-    low, high = (_number(over[end]) for end in ("low", "high"))
+    low, high = (searches.number(over[end]) for end in ("low", "high"))
     return (
         f"{with_it}: it is {over['speedup']:.2f} times as fast as without{has}"
         f"{'' if math.isnan(low) else f', {low:.2f} to {high:.2f}'}, and {timed['speedup']:.2f} "
@@ -211,11 +209,7 @@ def _what_to_type(search: Search) -> str:
     )
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _draft(search: Search, row: Any) -> str:
+def _draft(search: searches.Search, row: Any) -> str:
     """What a finalist's draft does with the model's sublayers."""
     finalist = next(each for each in search.finalists if each["name"] == row["name"])
     low, count = finalist.get("low"), 2 * search.num_layers
@@ -242,7 +236,7 @@ def _speed(row: Any) -> str:
     )
 
 
-def judge_trainings(of: Trainings) -> Verdict:
+def judge_trainings(of: trainings.Trainings) -> Verdict:
     """Which trained drafts pay, how fast the fastest is, and whether it was still learning."""
     table = trainings.trainings(of)
     verdict = Verdict(of.label)

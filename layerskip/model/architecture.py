@@ -278,7 +278,7 @@ class Architecture:
                 )
 
     def _rope_types(self) -> Iterator[dict[str, Any]]:
-        parameters = self.config.rope_parameters
+        parameters = getattr(self.config, "rope_parameters", None) or {}
         kinds = [value for value in parameters.values() if isinstance(value, dict)]
         yield from kinds or [parameters]  # by layer type, or one set for all layers
 

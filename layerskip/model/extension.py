@@ -182,20 +182,23 @@ def brought(capability: str | None = None) -> Path:
     """
     release = torch.__version__.partition("+")[0]  # CPU-only or not, the C++ is the same
     parts = (release, torch._C._GLIBCXX_USE_CXX11_ABI, platform.machine(), *flags(capability))
-    digest = hashlib.sha256(repr((sys.implementation.cache_tag, *parts)).encode())
+    digest = _digest(sys.implementation.cache_tag, *parts)
+    return BUILT / f"{_kind(capability).lower()}-{digest}" / f"{NAME}.so"
+
+
+def _digest(*parts: Any) -> str:
+    """Of what a build depends on, and of all source."""
+    digest = hashlib.sha256(repr(parts).encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())
-    return BUILT / f"{_kind(capability).lower()}-{digest.hexdigest()[:16]}" / f"{NAME}.so"
+    return digest.hexdigest()[:16]
 
 
 def _key() -> str:
     compiler = shutil.which(cpp_extension.get_cxx_compiler())
     version = None if compiler is None else _version(compiler)
     versions = (torch.__version__, platform.python_version(), platform.machine())
-    digest = hashlib.sha256(repr((*versions, compiler, version, *flags())).encode())
-    for source in _SOURCES:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+    return _digest(*versions, compiler, version, *flags())
 
 
 @cache

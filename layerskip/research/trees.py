@@ -40,10 +40,6 @@ class Place:
     def pairs(self) -> Iterable[tuple[int, float]]:
         return zip(self.tokens, self.rates, strict=False)
 
-    def precede(self, said: Place, *, everywhere: bool) -> None:
-        """Attach the next position after the best token; with `everywhere`, after each token."""
-        self.behind.update(dict.fromkeys(self.tokens if everywhere else self.tokens[:1], said))
-
 
 class Node(NamedTuple):
     """A token to verify: its chance, its parent, and the token itself."""
@@ -123,8 +119,9 @@ class GrownTrees:
     def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
         """Record the best tokens of a row's next position, of which the first was drafted."""
         said = Place(confidence, tokens, self.gains.rates(confidence, len(tokens)))
-        if row in self._latest:
-            self._latest[row].precede(said, everywhere=self.everywhere)
+        if (before := self._latest.get(row)) is not None:
+            followed = before.tokens if self.everywhere else before.tokens[:1]
+            before.behind.update(dict.fromkeys(followed, said))
         else:
             self.said[row] = said
         self._latest[row] = said
