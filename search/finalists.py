@@ -67,7 +67,7 @@ class Choice(NamedTuple):
 
 
 LookedUp = tuple[Replay, CostTable]
-    """Looked-up drafts along the texts, and the costs of their rounds."""
+"""Looked-up drafts along the texts, and the costs of their rounds."""
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip import Lookup, SkipConfig
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding import draws
+from layerskip.decoding import rules
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.expected_gain import ExpectedGain
@@ -238,8 +238,8 @@ def peeking_at_few(self, row, offset, tokens, raw):
 
 DRAFT = Draws.draft
 MISTAKES = [
-    (draws, "residual", redraw_from_the_target),
-    (draws, "acceptance_probability", accept_always),
+    (rules, "residual", redraw_from_the_target),
+    (rules, "acceptance_probability", accept_always),
     (Draws, "draft", peeking),
     (Draws, "draft", lying),
 ]
