@@ -140,7 +140,7 @@ def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path):
 
 
 def grouped(codes, scales, zeros, form):
-    """Codes (R, C) with scales and zeros (R, G) as `stored.cpp` reads them; FP8 has no zeros."""
+    """Codes (R, C) with scales and zeros (R, G) as `formats.h` reads them; FP8 has no zeros."""
     columns = codes.shape[1]
     kept = codes.to(torch.uint8)
     if form == "G4-F32":

@@ -1,23 +1,19 @@
-// What `stored.h` promises; a file of its own, which compiles beside the other ones.
+// Products of stored weights, as `stored.h` promises; a file of its own, which compiles beside the
+// other ones.
 
 #include "stored.h"
 
-#include <c10/util/Float8_e4m3fn.h>
-#include <c10/util/Half.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
-#include "products.h"
+#include "formats.h"
 
 namespace stored {
 namespace {
-
-using c10::Half;
 
 constexpr int64_t BLOCK = 24;      // rows: whole tiles, whatever a step's tokens
 constexpr int64_t PIECE = 256;     // columns
@@ -25,299 +21,6 @@ constexpr int64_t STEPS = 8;       // of tokens
 constexpr int64_t FUSED = 4;       // tokens, at most
 // Rows that are unpacked by turns, for so many tokens.
 constexpr int together(int64_t tokens) { return MANY_REGISTERS || tokens <= 2 ? 4 : 2; }
-
-typedef int32_t Ints [[gnu::vector_size(4 * LANES)]];
-typedef float Floats [[gnu::vector_size(4 * LANES)]];
-
-template <typename T>
-inline T read(const uint8_t* from) {
-  T out;
-  std::memcpy(&out, from, sizeof(T));
-  return out;
-}
-
-// LANES bytes, without a sign or with one. (Compilers widen short vectors byte by byte.)
-#if defined(CPU_CAPABILITY_AVX512)
-inline Ints bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(read<__m128i>(from)));
-}
-inline Ints signed_bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(read<__m128i>(from)));
-}
-#elif defined(CPU_CAPABILITY_AVX2)
-inline Ints bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
-}
-inline Ints signed_bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
-}
-#else
-inline Ints bytes(const uint8_t* from) {
-  Ints out;
-  for (int k = 0; k < LANES; ++k) out[k] = from[k];
-  return out;
-}
-inline Ints signed_bytes(const uint8_t* from) { return bytes(from) << 24 >> 24; }
-#endif
-
-// ---------------------------------------------------------------------------------------------
-// Formats. The numbers of a block are codes times a scale, plus an offset; SAME of them share both.
-// `pairs` finds these of all numbers of a block, `numbers` makes LANES numbers from the i-th of a
-// unit on.
-
-// Where a unit lies: in its row, and of a block that has several units the j-th.
-struct Place {
-  const Layout& layout;
-  const uint8_t *row, *block;
-  int64_t column, j;
-};
-
-inline float half(const uint8_t* from) {
-  return static_cast<float>(read<Half>(from));
-}
-
-inline Vec floats(const Ints& x) {
-  const Floats made = __builtin_convertvector(x, Floats);
-  Vec out;
-  std::memcpy(&out, &made, sizeof(out));
-  return out;
-}
-
-// Rounded once: the product of a code and its scale is a float32.
-inline Vec affine(const Ints& codes, const Vec& by, const Vec& to) {
-  return at::vec::fmadd(floats(codes), by, to);
-}
-
-// 32 codes of 4 bits in 16 bytes, the first 16 in their lower halves.
-inline Ints nibbles(const uint8_t* from, int i) {
-  return i < 16 ? bytes(from + i) & 15 : bytes(from + i - 16) >> 4;
-}
-
-// One bit of 32, behind 4 others.
-inline Ints fifth(uint32_t bits, int i) {
-  Ints places;
-  for (int k = 0; k < LANES; ++k) places[k] = i + k;
-  return (((Ints{} + static_cast<int32_t>(bits)) >> places) & 1) << 4;
-}
-
-template <int64_t BYTES_, int64_t NUMBERS_ = UNIT, int SAME_ = UNIT>
-struct Blocks {
-  static constexpr int64_t BYTES = BYTES_, NUMBERS = NUMBERS_;
-  static constexpr int SAME = SAME_;
-  static constexpr int64_t PAIR = 0;  // bytes of a group's scale and zero
-  static void pairs(const Place&, float*, float*) {}
-};
-
-struct F32 : Blocks<128> {
-  static Vec numbers(const Place& at, int i, const Vec&, const Vec&) {
-    return Vec::loadu(at.block + 4 * i);
-  }
-};
-
-struct F16 : Blocks<64> {
-  static Vec numbers(const Place& at, int i, const Vec&, const Vec&) {
-    Vec out;
-    at::vec::load_fp32_from_fp16(reinterpret_cast<const c10::Half*>(at.block + 2 * i), out);
-    return out;
-  }
-};
-
-struct BF16 : Blocks<64> {
-  static Vec numbers(const Place& at, int i, const Vec&, const Vec&) {
-    return widened(reinterpret_cast<const BFloat16*>(at.block + 2 * i));
-  }
-};
-
-// Blocks of a unit that begin with its scale, and with its offset or a fixed zero.
-template <int64_t BYTES_, int ZERO>
-struct Simple : Blocks<BYTES_> {
-  static constexpr int64_t HEAD = ZERO < 0 ? 4 : 2;
-  static void pairs(const Place& at, float* by, float* to) {
-    *by = half(at.block), *to = ZERO < 0 ? half(at.block + 2) : -ZERO * *by;
-  }
-};
-
-struct Q8_0 : Simple<34, 0> {
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec&) {
-    return floats(signed_bytes(at.block + HEAD + i)) * by;
-  }
-};
-
-template <int64_t BYTES_, int ZERO>
-struct FourBits : Simple<BYTES_, ZERO> {
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    return affine(nibbles(at.block + FourBits::HEAD, i), by, to);
-  }
-};
-using Q4_0 = FourBits<18, 8>;
-using Q4_1 = FourBits<20, -1>;
-
-template <int64_t BYTES_, int ZERO>
-struct FiveBits : Simple<BYTES_, ZERO> {
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    const uint8_t* bits = at.block + FiveBits::HEAD;
-    return affine(nibbles(bits + 4, i) | fifth(read<uint32_t>(bits), i), by, to);
-  }
-};
-using Q5_0 = FiveBits<22, 16>;
-using Q5_1 = FiveBits<24, -1>;
-
-// Blocks of 256 numbers: two halves, and 8 units' scales and offsets, of 6 bits, that they scale.
-template <int64_t BYTES_>
-struct K : Blocks<BYTES_, 256> {
-  static void pairs(const Place& at, float* by, float* to) {
-    const auto first = read<uint32_t>(at.block + 4), second = read<uint32_t>(at.block + 8);
-    const auto third = read<uint32_t>(at.block + 12);
-    constexpr uint32_t SIX = 0x3f3f3f3f, FOUR = 0x0f0f0f0f, TWO = 0x03030303;
-    const uint32_t scales[] = {first & SIX, (third & FOUR) | (first >> 6 & TWO) << 4};
-    const uint32_t offsets[] = {second & SIX, (third >> 4 & FOUR) | (second >> 6 & TWO) << 4};
-    spread(scales, half(at.block), by);
-    spread(offsets, -half(at.block + 2), to);
-  }
-  static void spread(const uint32_t* from, float times, float* to) {
-    alignas(16) uint8_t room[16] = {};
-    std::memcpy(room, from, 8);
-    for (int i = 0; i < 8; i += LANES)
-      (floats(bytes(room + i)) * Vec(times)).store(to + i, static_cast<int>(std::min<int64_t>(8, LANES)));
-  }
-  // of two units that lie together the lower halves of bytes are the first one's
-  static Ints lower(const Place& at, int64_t offset, int i) {
-    return (bytes(at.block + offset + at.j / 2 * 32 + i) >> static_cast<int>(at.j % 2 * 4)) & 15;
-  }
-};
-
-struct Q4_K : K<144> {
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    return affine(lower(at, 16, i), by, to);
-  }
-};
-
-struct Q5_K : K<176> {
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    const Ints high = (bytes(at.block + 16 + i) >> static_cast<int>(at.j)) & 1;
-    return affine(lower(at, 48, i) | high << 4, by, to);
-  }
-};
-
-// 4 lower bits in 128 bytes, 2 upper ones in 64, 16 scales of 16 numbers each, and theirs.
-struct Q6_K : Blocks<210, 256, 16> {
-  static void pairs(const Place& at, float* by, float* to) {
-    const Vec times(half(at.block + 208)), zero(-32.0f);
-    for (int i = 0; i < 16; i += LANES) {
-      const Vec scales = floats(signed_bytes(at.block + 192 + i)) * times;
-      scales.store(by + i), (scales * zero).store(to + i);
-    }
-  }
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    const int64_t part = at.j / 4, q = at.j % 4;
-    const Ints low = bytes(at.block + 64 * part + 32 * (q % 2) + i) >> static_cast<int>(q / 2 * 4);
-    const Ints high = bytes(at.block + 128 + 32 * part + i) >> static_cast<int>(2 * q);
-    return affine((low & 15) | (high & 3) << 4, by, to);
-  }
-};
-
-// Numbers rounded to a type, in float32.
-inline Vec rounded_to(const Vec& x, float) { return x; }
-
-// Veltkamp's splitting (Dekker 1971), whose two steps a compiler must not join. Ties go to even for
-// all products of a bfloat16 and a code, of 9 bits at most, as trying all of them shows.
-inline Vec rounded_to(const Vec& x, BFloat16) {
-#if defined(CPU_CAPABILITY_AVX512)
-  __m512 wide = x * Vec(65537.0f);
-  asm("" : "+v"(wide));
-  return Vec(wide) - (Vec(wide) - x);
-#elif defined(CPU_CAPABILITY_AVX2)
-  __m256 wide = x * Vec(65537.0f);
-  asm("" : "+x"(wide));
-  return Vec(wide) - (Vec(wide) - x);
-#else
-  Ints bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & static_cast<int32_t>(0xffff0000);
-  Vec out;
-  std::memcpy(&out, &bits, sizeof(out));
-  return out;
-#endif
-}
-
-inline Vec rounded_to(const Vec& x, Half) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return Vec(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(x), _MM_FROUND_TO_NEAREST_INT)));
-#elif defined(CPU_CAPABILITY_AVX2)
-  return Vec(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT)));
-#else
-  float some[LANES];
-  x.store(some);
-  for (float& each : some) each = static_cast<float>(Half(each));
-  return Vec::loadu(some);
-#endif
-}
-
-// Of other files than GGUF: codes of a row, then a scale for each of its groups, a T, and then a
-// zero for each. A number is (code - zero) * scale, rounded to a T.
-template <int64_t BYTES_, typename T>
-struct Groups : Blocks<BYTES_> {
-  static constexpr int64_t PAIR = 2 * sizeof(T);
-  static int64_t group(const Place& at) {
-    return at.layout.shift < 0 ? at.column / at.layout.group : at.column >> at.layout.shift;
-  }
-  static float scale(const Place& at, int64_t number) {
-    const uint8_t* scales = at.row + at.layout.columns * BYTES_ / UNIT;
-    return static_cast<float>(read<T>(scales + sizeof(T) * number));
-  }
-  static void pairs(const Place& at, float* by, float* zero) {
-    *by = scale(at, group(at)), *zero = scale(at, at.layout.groups + group(at));
-  }
-  static Vec scaled(const Vec& codes, const Vec& by, const Vec& zero) {
-    return rounded_to((codes - zero) * by, T{});
-  }
-};
-
-template <typename T>
-struct G4 : Groups<16, T> {
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec& zero) {
-    return G4::scaled(floats(nibbles(at.block, i)), by, zero);
-  }
-};
-
-template <typename T>
-struct G8 : Groups<32, T> {
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec& zero) {
-    return G8::scaled(floats(bytes(at.block + i)), by, zero);
-  }
-};
-
-// E4M3: bits of a half with a smaller exponent. They have no zeros.
-template <typename T>
-struct F8 : Groups<32, T> {
-  static constexpr int64_t PAIR = sizeof(T);
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-  static constexpr float TIMES = 256;
-  static Vec values(const uint8_t* from) {
-#if defined(CPU_CAPABILITY_AVX512)
-    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(read<__m128i>(from)), 7);
-    return Vec(_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(-0x4080))));
-#else
-    const __m128i codes = _mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from)));
-    return Vec(_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(-0x4080))));
-#endif
-  }
-#else
-  static constexpr float TIMES = 1;
-  static Vec values(const uint8_t* from) {
-    float some[LANES];
-    for (int k = 0; k < LANES; ++k)
-      some[k] = c10::Float8_e4m3fn(from[k], c10::Float8_e4m3fn::from_bits());
-    return Vec::loadu(some);
-  }
-#endif
-  static void pairs(const Place& at, float* by, float*) {
-    *by = F8::scale(at, F8::group(at)) * TIMES;
-  }
-  static Vec numbers(const Place& at, int i, const Vec& by, const Vec&) {
-    return rounded_to(values(at.block + i) * by, T{});
-  }
-};
 
 // `take(i, r, numbers)` is given the numbers of columns first to first + count of ROWS rows, LANES
 // from the i-th of them on, in the order of i; the same columns of the rows at `fetch` are fetched.
@@ -412,8 +115,7 @@ constexpr std::array FORMATS{
     format<G8<float>>("G8-F32"), format<G8<Half>>("G8-F16"), format<G8<BFloat16>>("G8-BF16"),
     format<F8<float>>("F8-F32"), format<F8<Half>>("F8-F16"), format<F8<BFloat16>>("F8-BF16")};
 
-// ---------------------------------------------------------------------------------------------
-// Products. The sums of a block of rows with some steps of tokens are kept vector by vector until the
+// The sums of a block of rows with some steps of tokens are kept vector by vector until the
 // end of a cut, where plain products sum them up, too. For more than FUSED tokens the block is
 // unpacked piece by piece, once for all of them; for fewer a number is used as it is unpacked.
 

@@ -1,6 +1,6 @@
 // Products of weights as files store them: few bits each, exactly the numbers that they mean.
 //
-// A row lies in blocks from end to end; `stored.cpp` says what the blocks of each format hold. A
+// A row lies in blocks from end to end; `formats.h` says what the blocks of each format hold. A
 // piece of some rows is unpacked to float32 in the nearest cache, once for all tokens, and
 // multiplied from there as plain weights are (`products.h`), in their order: sums are those of the
 // unpacked weight in float32, bit by bit.
@@ -17,7 +17,7 @@ namespace stored {
 constexpr int64_t UNIT = 32;  // columns that are unpacked together; a row has whole units
 
 struct Layout {
-  int format;  // its number in `stored.cpp`
+  int format;  // its number in `formats.h`
   int64_t columns;
   int64_t group, groups;  // columns that share a scale, where the format leaves that open; else 0
   int shift;              // a group has 2^shift columns, if that is so; else -1

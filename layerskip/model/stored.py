@@ -30,7 +30,7 @@ class Stored(Tensor):
 
     Attributes:
         bytes: (R, bytes of a row), uint8.
-        format: a name of `stored.cpp`: those of GGUF, and of codes in groups.
+        format: a name of `formats.h`: those of GGUF, and of codes in groups.
         group: how many columns share a scale, where the format leaves that open; else 0.
         order: (C,) int32, the column of the weight that each column of the bytes is, if another.
     """
