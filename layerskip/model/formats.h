@@ -1,8 +1,8 @@
 // Formats of weights as files store them: how the bytes of a row become numbers.
 //
 // The numbers of a block are codes times a scale, plus an offset; SAME of them share both. `pairs`
-// finds these of all numbers of a block, and `numbers` makes LANES numbers from the i-th of a unit
-// on.
+// finds these of all numbers of a block, and `numbers` makes LANES numbers from the i-th of a step
+// on: of STEP numbers, whose bytes are read once where several numbers share them.
 
 #pragma once
 
@@ -54,7 +54,7 @@ inline Ints bytes(const uint8_t* from) {
 inline Ints signed_bytes(const uint8_t* from) { return bytes(from) << 24 >> 24; }
 #endif
 
-// Where a unit lies: in its row, and of a block that has several units the j-th.
+// Where a step lies: in its row, and of a block that has several steps the j-th.
 struct Place {
   const Layout& layout;
   const uint8_t *row, *block;
@@ -77,9 +77,10 @@ inline Vec affine(const Ints& codes, const Vec& by, const Vec& to) {
   return at::vec::fmadd(floats(codes), by, to);
 }
 
-// 32 codes of 4 bits in 16 bytes, the first 16 in their lower halves.
+// Codes of 4 bits in HALF bytes, the first HALF in their lower halves.
+template <int HALF = 16>
 inline Ints nibbles(const uint8_t* from, int i) {
-  return i < 16 ? bytes(from + i) & 15 : bytes(from + i - 16) >> 4;
+  return i < HALF ? bytes(from + i) & 15 : bytes(from + i - HALF) >> 4;
 }
 
 // One bit of 32, behind 4 others.
@@ -89,10 +90,10 @@ inline Ints fifth(uint32_t bits, int i) {
   return (((Ints{} + static_cast<int32_t>(bits)) >> places) & 1) << 4;
 }
 
-template <int64_t BYTES_, int64_t NUMBERS_ = UNIT, int SAME_ = UNIT>
+template <int64_t BYTES_, int64_t NUMBERS_ = UNIT, int SAME_ = UNIT, int STEP_ = UNIT>
 struct Blocks {
   static constexpr int64_t BYTES = BYTES_, NUMBERS = NUMBERS_;
-  static constexpr int SAME = SAME_;
+  static constexpr int SAME = SAME_, STEP = STEP_;
   static constexpr int64_t PAIR = 0;  // bytes of a group's scale and zero
   static void pairs(const Place&, float*, float*) {}
 };
@@ -152,8 +153,9 @@ using Q5_0 = FiveBits<22, 16>;
 using Q5_1 = FiveBits<24, -1>;
 
 // Blocks of 256 numbers: two halves, and 8 units' scales and offsets, of 6 bits, that they scale.
+// Of two units that lie together the lower halves of bytes are the first one's.
 template <int64_t BYTES_>
-struct K : Blocks<BYTES_, 256> {
+struct K : Blocks<BYTES_, 256, UNIT, 64> {
   static void pairs(const Place& at, float* by, float* to) {
     const auto first = read<uint32_t>(at.block + 4), second = read<uint32_t>(at.block + 8);
     const auto third = read<uint32_t>(at.block + 12);
@@ -169,27 +171,24 @@ struct K : Blocks<BYTES_, 256> {
     for (int i = 0; i < 8; i += LANES)
       (floats(bytes(room + i)) * Vec(times)).store(to + i, static_cast<int>(std::min<int64_t>(8, LANES)));
   }
-  // of two units that lie together the lower halves of bytes are the first one's
-  static Ints lower(const Place& at, int64_t offset, int i) {
-    return (bytes(at.block + offset + at.j / 2 * 32 + i) >> static_cast<int>(at.j % 2 * 4)) & 15;
-  }
 };
 
 struct Q4_K : K<144> {
   static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    return affine(lower(at, 16, i), by, to);
+    return affine(nibbles<32>(at.block + 16 + 32 * at.j, i), by, to);
   }
 };
 
 struct Q5_K : K<176> {
   static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    const Ints high = (bytes(at.block + 16 + i) >> static_cast<int>(at.j)) & 1;
-    return affine(lower(at, 48, i) | high << 4, by, to);
+    const Ints high = bytes(at.block + 16 + i % 32) >> static_cast<int>(2 * at.j);
+    const Ints fifth = high << (i < 32 ? 4 : 3) & 16;
+    return affine(nibbles<32>(at.block + 48 + 32 * at.j, i) | fifth, by, to);
   }
 };
 
 // 4 lower bits in 128 bytes, 2 upper ones in 64, 16 scales of 16 numbers each, and theirs.
-struct Q6_K : Blocks<210, 256, 16> {
+struct Q6_K : Blocks<210, 256, 16, 128> {
   static void pairs(const Place& at, float* by, float* to) {
     const Vec times(half(at.block + 208)), zero(-32.0f);
     for (int i = 0; i < 16; i += LANES) {
@@ -198,10 +197,9 @@ struct Q6_K : Blocks<210, 256, 16> {
     }
   }
   static Vec numbers(const Place& at, int i, const Vec& by, const Vec& to) {
-    const int64_t part = at.j / 4, q = at.j % 4;
-    const Ints low = bytes(at.block + 64 * part + 32 * (q % 2) + i) >> static_cast<int>(q / 2 * 4);
-    const Ints high = bytes(at.block + 128 + 32 * part + i) >> static_cast<int>(2 * q);
-    return affine((low & 15) | (high & 3) << 4, by, to);
+    const Ints both = bytes(at.block + 128 + 32 * at.j + i % 32);
+    const Ints high = i < 64 ? both << (4 - i / 32 * 2) : both >> (i / 32 * 2 - 4);
+    return affine(nibbles<64>(at.block + 64 * at.j, i) | (high & 48), by, to);
   }
 };
 

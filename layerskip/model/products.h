@@ -250,7 +250,8 @@ struct Cuts {
   Cuts(int64_t columns, bool pairs) : columns(columns), pairs(pairs) {
     const int64_t most = NEAR / (pairs ? 2 : 4) / MOST<S>;
     const int64_t pieces = (columns + most - 1) / most;
-    span = ((columns + pieces - 1) / pieces + 31) / 32 * 32;
+    const int64_t whole = columns % 256 ? 32 : 128;  // of blocks of a stored row whole steps
+    span = ((columns + pieces - 1) / pieces + whole - 1) / whole * whole;
     count = (columns + span - 1) / span;
   }
   // numbers that packed inputs of a token take: of a cut, of all
@@ -259,7 +260,7 @@ struct Cuts {
 };
 
 // Numbers that packed inputs of a token take, at most.
-inline int64_t packed_width(int64_t columns) { return columns + columns / 8 + 128; }
+inline int64_t packed_width(int64_t columns) { return columns + columns / 6 + 128; }
 
 // Inputs of a token in a cut, with zeros up to its span, a vector every `stride` numbers.
 template <typename S>

@@ -28,33 +28,33 @@ template <typename F, int ROWS, typename Take>
 [[gnu::always_inline]] inline void each_number(const Layout& layout, const uint8_t* row,
                                                int64_t first, int64_t count, const uint8_t* fetch,
                                                const Take& take) {
-  constexpr int PAIRS = F::NUMBERS / F::SAME, PER_UNIT = UNIT / F::SAME;
-  constexpr int64_t UNIT_BYTES = F::BYTES * UNIT / F::NUMBERS;
+  constexpr int PAIRS = F::NUMBERS / F::SAME, PARTS = F::STEP / F::SAME;
+  constexpr int64_t BYTES = F::BYTES * F::STEP / F::NUMBERS;
   const bool in_order = count == layout.columns && layout.row_bytes <= SHORT;
-  const int64_t apart = in_order ? UNIT_BYTES : layout.row_bytes;
+  const int64_t apart = in_order ? BYTES : layout.row_bytes;
   float by[ROWS][PAIRS], to[ROWS][PAIRS];
   const int64_t begin = first / F::NUMBERS * F::BYTES;
   const uint8_t* block = row + begin;
   fetch += begin;
-  int64_t j = first % F::NUMBERS / UNIT;
+  int64_t j = first % F::NUMBERS / F::STEP;
   bool entered = true;
-  for (int64_t column = first; column < first + count; column += UNIT) {
+  for (int64_t column = first; column < first + count; column += F::STEP) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const int64_t below = r * layout.row_bytes;
       const Place at{layout, row + below, block + below, column, j};
-      fetch_line(fetch + r * apart);
+      for (int64_t line = 0; line < BYTES; line += 64) fetch_line(fetch + r * apart + line);
       if (entered) F::pairs(at, by[r], to[r]);
-#pragma GCC unroll 2
-      for (int part = 0; part < PER_UNIT; ++part) {
-        const Vec scale(by[r][j * PER_UNIT + part]), offset(to[r][j * PER_UNIT + part]);
+#pragma GCC unroll 8
+      for (int part = 0; part < PARTS; ++part) {
+        const Vec scale(by[r][j * PARTS + part]), offset(to[r][j * PARTS + part]);
 #pragma GCC unroll 8
         for (int i = part * F::SAME; i < (part + 1) * F::SAME; i += LANES)
           take(column - first + i, r, F::numbers(at, i, scale, offset));
       }
     }
-    fetch += in_order ? ROWS * UNIT_BYTES : UNIT_BYTES;
-    entered = ++j == F::NUMBERS / UNIT;
+    fetch += in_order ? ROWS * BYTES : BYTES;
+    entered = ++j == F::NUMBERS / F::STEP;
     if (entered) block += F::BYTES, j = 0;
   }
 }
