@@ -12,7 +12,7 @@ ROOMS = {
     "costs": 452,
     "timing": 756,
     "model": 6_777,
-    "model/native": 4_327,
+    "model/native": 4_335,
     "decoding": 3_361,
     "decoding/sources": 1_210,
     "doors": 1_900,
@@ -26,7 +26,7 @@ ROOMS = {
     "analysis": 2_307,
     "scripts": 789,
 }
-WHOLE = 39_686  # all but tests, C++ included
+WHOLE = 39_694  # all but tests, C++ included
 TESTS = 26_451
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
