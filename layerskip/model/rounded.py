@@ -100,20 +100,29 @@ class Rounded:
 def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     """Round a weight (R, C), or (E, R, C) of experts, to 8 or 4 bits."""
     *experts, rows, columns = weight.shape
-    # In chunks, so that rounding needs little memory.
+    rows = math.prod((*experts, rows))
+    # In chunks, each joined to the others at once, so that rounding needs little memory.
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
+    scaled = bits == 8 or not packed  # else the scales are packed with the numbers
+    length = rounded_bytes(weight, bits, packed=True) - 2 * rows * scaled if packed else rows
     with torch.inference_mode(False), torch.no_grad():
         # Each expert separately, so that in packed numbers it begins with a block.
         each = weight.detach() if experts else [weight.detach()]
-        chunks = [_rounded(some, bits) for one in each for some in one.split(step)]
-        if packed:
-            packing = _packed8 if bits == 8 else _packed4
-            numbers = torch.cat([packing(*chunk) for chunk in chunks])
-        else:
-            numbers = torch.cat([_paired(some) if bits == 4 else some for some, _ in chunks])
-        lost = packed and bits == 4
-        scales = None if lost else torch.cat([scales for _, scales in chunks])
-    return Rounded(bits, (math.prod((*experts, rows)), columns), numbers, scales, packed)
+        numbers = scales = None
+        at = row = 0
+        for some in (some for one in each for some in one.split(step)):
+            codes, by = _rounded(some, bits)
+            if packed:
+                codes = _packed8(codes) if bits == 8 else _packed4(codes, by)
+            elif bits == 4:
+                codes = _paired(codes)
+            if numbers is None or scales is None:
+                numbers = codes.new_empty(length, *codes.shape[1:])
+                scales = by.new_empty(rows, *by.shape[1:])
+            numbers[at : (at := at + len(codes))] = codes
+            scales[row : (row := row + len(some))] = by
+    assert numbers is not None
+    return Rounded(bits, (rows, columns), numbers, scales if scaled else None, packed)
 
 
 def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
@@ -184,7 +193,7 @@ def _blocks(numbers: Tensor, offset: int) -> Tensor:
     return whole.view(torch.uint8).view(-1, ROWS, whole.shape[1])
 
 
-def _packed8(numbers: Tensor, _: Tensor) -> Tensor:
+def _packed8(numbers: Tensor) -> Tensor:
     fours = _blocks(numbers, -128).view(torch.int32)  # (blocks, 16, C / 4)
     return fours.transpose(1, 2).contiguous().view(torch.uint8).flatten()
 
