@@ -91,7 +91,7 @@ def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
     """Yield a paragraph for each support level and each refusal, wrapped to the terminal."""
     if table is None:
         return
-    yield f"\nsupported architectures of transformers {table['transformers']}, and what may draft:"
+    yield f"\narchitectures of transformers {table['transformers']}, and what may draft:"
     wide: dict[str, Any] = {"break_on_hyphens": False}
     wide["width"] = shutil.get_terminal_size().columns
     for how in dict.fromkeys([*table["drafts"], *table["served"].values()]):
