@@ -11,7 +11,7 @@ ROOMS = {
     "files": 1_019,
     "costs": 452,
     "timing": 756,
-    "model": 6_777,
+    "model": 6_786,
     "model/native": 4_335,
     "decoding": 3_361,
     "decoding/sources": 1_210,
@@ -26,7 +26,7 @@ ROOMS = {
     "analysis": 2_307,
     "scripts": 789,
 }
-WHOLE = 39_694  # all but tests, C++ included
+WHOLE = 39_703  # all but tests, C++ included
 TESTS = 26_451
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
