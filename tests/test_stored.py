@@ -15,6 +15,7 @@ from layerskip.model import extension
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.formats.gguf import gguf_model
 from layerskip.model.opening import sublayers_of
+from layerskip.model.rounded import RoundedCopies
 from layerskip.model.stored import Stored, store_halves, unpacked_model
 
 pytestmark = pytest.mark.skipif(
@@ -81,6 +82,15 @@ def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16():
         torch.testing.assert_close(whole, x @ weight.unpacked().T, atol=0.1, rtol=0.02)
         for t in range(11):
             assert torch.equal(sums(weight, x[:, t : t + 1]), whole[:, t : t + 1])
+
+
+def test_a_rounded_copy_keeps_no_unpacked_weight():
+    weight = stored(np.random.default_rng(5), "Q4_1", 40, 64)
+    copies = RoundedCopies()
+    copies.of(weight, 8)
+    (origin,) = copies._made.values()
+    assert origin.sample.untyped_storage().nbytes() <= weight.bytes.nbytes
+    assert origin.holds(weight)
 
 
 def test_it_stands_for_its_numbers_in_any_code():
