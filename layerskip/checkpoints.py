@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import textwrap
@@ -113,7 +114,10 @@ class Loaded:
         served = execution in ("auto", "native") and self.model.dtype is torch.float32
         served = served and extension.refusal() is None  # opening the model reports the refusal
         served = served and open_model(self.model, execution).execution == "native"
-        return served and store_halves(self.model)
+        stored = served and store_halves(self.model)
+        if stored:
+            gc.collect()  # the model as it was opened above holds the float32 weights, in a cycle
+        return stored
 
     def describe(self) -> str:
         """Name, size, dtype and device in a few words."""
