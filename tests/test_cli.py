@@ -799,7 +799,7 @@ REFUSED = {  # by command
         ("--lookup-file none", "No such file"),
         (
             "--low-precision 8 --draft-memory 0.00001",
-            r"--low-precision 8 takes .*, --draft-memory allows 0 MB",
+            r"--low-precision 8 needs .*, but --draft-memory allows 0 MB",
         ),
         ("--colour", "No such option"),
     ],
