@@ -15,7 +15,7 @@ ROOMS = {
     "model/native": 4_335,
     "decoding": 3_361,
     "decoding/sources": 1_210,
-    "doors": 1_900,
+    "doors": 1_904,
     "serving": 3_543,
     "bench": 1_948,
     "replay": 1_359,
@@ -26,8 +26,8 @@ ROOMS = {
     "analysis": 2_307,
     "scripts": 789,
 }
-WHOLE = 39_703  # all but tests, C++ included
-TESTS = 26_451
+WHOLE = 39_707  # all but tests, C++ included
+TESTS = 26_459
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
 
