@@ -15,7 +15,7 @@ from layerskip.model import extension
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.formats.gguf import gguf_model
 from layerskip.model.opening import sublayers_of
-from layerskip.model.rounded import RoundedCopies
+from layerskip.model.rounded import _Origin
 from layerskip.model.stored import Stored, store_halves, unpacked_model
 
 pytestmark = pytest.mark.skipif(
@@ -86,9 +86,7 @@ def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16():
 
 def test_a_rounded_copy_keeps_no_unpacked_weight():
     weight = stored(np.random.default_rng(5), "Q4_1", 40, 64)
-    copies = RoundedCopies()
-    copies.of(weight, 8)
-    (origin,) = copies._made.values()
+    origin = _Origin(weight)
     assert origin.sample.untyped_storage().nbytes() <= weight.bytes.nbytes
     assert origin.holds(weight)
 
