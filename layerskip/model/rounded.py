@@ -103,26 +103,26 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     rows = math.prod((*experts, rows))
     # In chunks, each joined to the others at once, so that rounding needs little memory.
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
-    scaled = bits == 8 or not packed  # else the scales are packed with the numbers
-    length = rounded_bytes(weight, bits, packed=True) - 2 * rows * scaled if packed else rows
+    length = rounded_bytes(weight, bits, packed=True) if packed else rows
+    length -= 2 * rows if packed and bits == 8 else 0  # the scales, which are kept apart
+    scales, numbers, end = [], None, 0
     with torch.inference_mode(False), torch.no_grad():
         # Each expert separately, so that in packed numbers it begins with a block.
         each = weight.detach() if experts else [weight.detach()]
-        numbers = scales = None
-        at = row = 0
         for some in (some for one in each for some in one.split(step)):
             codes, by = _rounded(some, bits)
+            scales.append(by)
             if packed:
                 codes = _packed8(codes) if bits == 8 else _packed4(codes, by)
             elif bits == 4:
                 codes = _paired(codes)
-            if numbers is None or scales is None:
+            if numbers is None:
                 numbers = codes.new_empty(length, *codes.shape[1:])
-                scales = by.new_empty(rows, *by.shape[1:])
-            numbers[at : (at := at + len(codes))] = codes
-            scales[row : (row := row + len(some))] = by
+            numbers[end : (end := end + len(codes))] = codes
+        lost = packed and bits == 4  # they are packed with the numbers
+        joined = None if lost else torch.cat(scales)
     assert numbers is not None
-    return Rounded(bits, (rows, columns), numbers, scales if scaled else None, packed)
+    return Rounded(bits, (rows, columns), numbers, joined, packed)
 
 
 def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
