@@ -61,7 +61,7 @@ def slug_of(label: str, number: int) -> str:
 
 
 def told_apart(labels: Sequence[str], more: Sequence[str] | None = None) -> list[str]:
-    """The labels, each with a file's number appended if several files share it."""
+    """The labels; those that several files share are followed by more, by default their number."""
     times, more = Counter(labels), more or [f"file {n}" for n, _ in enumerate(labels, 1)]
     pairs = zip(labels, more, strict=True)
     return [f"{label}, {extra}" if times[label] > 1 else label for label, extra in pairs]

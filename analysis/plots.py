@@ -172,7 +172,7 @@ HEATED = {
 
 
 def heat_map(table: pd.DataFrame, name: str) -> Plot:
-    """A number of replayed decoding by exit and draft length; the best has a frame."""
+    """Replayed decoding by exit and draft length; the best cell is framed."""
     title, what = HEATED[name]
     form = "{:.2f}"
     cells = table.pivot_table(index="draft_length", columns="exit", values=name)

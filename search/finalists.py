@@ -158,8 +158,8 @@ def speedup(
     sources, paid, expected = [drafts], [costs], [costs]
     if how.lookup:
         assert looked_up is not None
-        sources.insert(0, looked_up[0])
-        paid.insert(0, looked_up[1])
+        lookups, passes = looked_up
+        sources, paid = [lookups, drafts], [passes, costs]
         expected.insert(0, replace(costs, draft=0.0))  # what a skip config's costs say of lookups
     controller = make_controller(
         how.controller or "expected-gain",

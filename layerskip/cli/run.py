@@ -84,7 +84,7 @@ def run(
     quiet: flags.Quiet = False,
 ) -> None:
     """Answer a file of prompts, and resume an earlier run."""
-    # of torchrun
+    # torchrun sets these
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part = (rank, ranks) if shard is None else _shard(shard)
     if ranks > 1 and (ray or shard is not None):

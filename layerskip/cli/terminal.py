@@ -185,7 +185,7 @@ def counts(stats: DecodingStats, sources: Sequence[str]) -> dict[str, Any]:
     names = ["num_drafts", "num_draft_tokens", "num_accepted_tokens"]
     names += ["acceptance_rate", "mean_acceptance_length"]
     pairs = zip(sources, stats.sources, strict=False)  # fewer where none drafted
-    by_source = [vars(each) | {"name": name} for name, each in pairs]
+    by_source = [{"name": name} | vars(each) for name, each in pairs]
     return {name: getattr(stats, name) for name in names} | {"sources": by_source}
 
 
