@@ -1,5 +1,5 @@
-// Attention of random shapes, in buffers of exactly their size, against sums in double precision.
-// test_native.py compiles it with sanitizers. Arguments: how many cases, seed.
+// Compares attention of random shapes, in buffers of exactly the right size, with sums in double
+// precision. test_native.py compiles it with sanitizers. Arguments: number of cases, seed.
 
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +17,7 @@ int64_t any(int64_t least, int64_t most) {
   return std::uniform_int_distribution<int64_t>(least, most)(source);
 }
 
-// Numbers of which a sanitizer knows where they end.
+// An allocation of exactly `size` numbers, so that sanitizers see any access beyond it.
 template <typename T>
 struct Buffer {
   explicit Buffer(int64_t size) : size(size), data(new T[size]) {}
@@ -29,7 +29,7 @@ struct Buffer {
   std::unique_ptr<T[]> data;
 };
 
-// What a team makes of a case: (B, T, N, D).
+// The result of a team of threads: (B, T, N, D).
 template <typename S>
 std::vector<float> attend(attention::Attention<S> attention, int threads, int64_t numbers) {
   Buffer<float> out(numbers), parts(attention.shared_room());

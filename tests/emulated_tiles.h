@@ -1,4 +1,4 @@
-// The matrix unit of `unit.h` in plain C++, which includes this inside of its namespace.
+// The matrix unit in plain C++. `unit.h` includes this file inside its namespace.
 
 bool has_unit() { return true; }
 bool is_allowed() { return true; }
@@ -28,7 +28,7 @@ inline void store(void* to, int64_t stride) {
     std::memcpy(static_cast<char*>(to) + r * stride, registers[TILE][r], shape.bytes[TILE]);
 }
 
-// A number of 32 bits of a tile.
+// The i-th 32-bit number of a tile's row.
 template <typename T>
 inline T number(int tile, int64_t row, int64_t i) {
   T found;
@@ -38,8 +38,8 @@ inline T number(int tile, int64_t row, int64_t i) {
 
 inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0f * x : x; }
 
-// TDPBF16PS: products of the first numbers of all pairs are summed, those of the second ones beside
-// them, by fused steps; both sums together are added to what the tile held.
+// TDPBF16PS: the products of the first numbers of all pairs are summed with fused steps, those of
+// the second numbers likewise, and the sum of both is added to the tile.
 template <int SUMS, int WEIGHT>
 inline void add_bfloats() {
   const auto bfloat = [](int tile, int64_t row, int64_t k) {
@@ -59,8 +59,8 @@ inline void add_bfloats() {
     }
 }
 
-// TDPBSUD: products of four signed bytes of an input and four unsigned ones of a weight are added
-// to what the tile held, exactly.
+// TDPBSUD: products of four signed bytes of an input with four unsigned bytes of a weight are added
+// to the tile exactly.
 template <int SUMS, int WEIGHT>
 inline void add_bytes() {
   for (int64_t t = 0; t < shape.rows[SUMS]; ++t)

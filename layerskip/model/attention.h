@@ -1,13 +1,14 @@
 // Attention of a pass: every key and value is read once for all queries that share it.
 //
-// Text is cut in segments, at the same slots in every pass. What the queries of a row that share a
-// key-value head make of a segment is a part: the largest score, the sum of all powers, and the
-// values weighed by these. Parts are joined in the order of the text, so that a token's numbers
-// depend neither on who computed them, nor on the tokens beside it. Few queries spread the segments
-// of a text over the threads; the many ones of a prompt are cut in blocks, which go through the
-// text each for itself.
-// With branches the slots from the root on hold many texts: each token gathers those of its own, so
-// that its sums are what they would be without the others.
+// The text is cut into segments, at the same slots in every pass. For the queries of one row that
+// share a key-value head, each segment yields a part: the largest score, the sum of the
+// exponentials, and the values weighted by them. Parts are joined in the order of the text, so a
+// token's result depends neither on which thread computed it nor on the tokens beside it. If there
+// are few queries, the threads share out the segments. The many queries of a prompt are instead cut
+// into blocks, and each block goes through the whole text.
+//
+// With branches, the slots from the root on hold several texts. Each token then gathers its own
+// slots from them, so that its sums are what they would be without the other branches.
 
 #pragma once
 
@@ -21,11 +22,11 @@
 namespace {
 namespace attention {
 
-// Add the largest score and the sum of a part to those of the parts before it; by what either is
-// multiplied.
+// Merge the largest score and the sum of a part into those of the parts before it. Returns the
+// factors that rescale the earlier values and the new ones.
 inline std::pair<float, float> join_sums(float* all, const float* part) {
   const float most = std::max(all[0], part[0]);
-  // one of both is 1
+  // at least one factor is 1
   const float before = all[0] == most ? 1.0f : std::exp(all[0] - most);
   const float now = part[0] == most ? 1.0f : std::exp(part[0] - most);
   all[0] = most;
@@ -33,7 +34,7 @@ inline std::pair<float, float> join_sums(float* all, const float* part) {
   return {before, now};
 }
 
-// Add a part of a query to the parts before it.
+// Merge a part of one query into the parts before it.
 inline void join(float* all, const float* part, int64_t width) {
   if (part[0] == NEVER) return;
   if (all[0] == NEVER) {
@@ -47,7 +48,7 @@ inline void join(float* all, const float* part, int64_t width) {
   }
 }
 
-// The attention of a layer in a pass.
+// The attention of one layer in a pass.
 template <typename S>
 struct Attention {
   const Sublayer& layer;
@@ -56,12 +57,12 @@ struct Attention {
   int64_t stride = 0;
   const S *keys = nullptr, *values = nullptr;       // (B, K, slots, D)
   int64_t slots = 0;
-  const int64_t* bases = nullptr;                   // (B,) first slots of rows; none: all are 0
+  const int64_t* bases = nullptr;                   // (B,) first slots of rows; null: all are 0
   float* out = nullptr;                             // (B, T, N, D)
-  float* parts = nullptr;                           // of all units, where `along` holds
+  float* parts = nullptr;                           // of all units, if `along()`
 
   int64_t groups() const { return layer.heads / layer.kv_heads; }
-  int64_t asked() const { return places.count * groups(); }  // queries of a row and key-value head
+  int64_t asked() const { return places.count * groups(); }  // per row and key-value head
   int64_t rows() const { return places.rows(); }
   int64_t base(int64_t row) const { return bases ? bases[row] : 0; }
 
@@ -70,7 +71,7 @@ struct Attention {
     return {layer.window ? std::max<int64_t>(0, place - layer.window + 1) : 0, place};
   }
 
-  // The first and the last slot that some queries of a row see, besides the sink's.
+  // The first and last slot that any of these queries sees, apart from the sink.
   Query seen(int64_t row, int64_t begin, int64_t count) const {
     Query all{query(row, begin).first, query(row, begin + count - 1).last};
     for (int64_t j = begin; places.nodes && j < begin + count; ++j) {
@@ -80,7 +81,7 @@ struct Attention {
     return all;
   }
 
-  // The segments that a row's tokens see: the sink's, and those from the first one on.
+  // The segments that a row's tokens see: the sink's, and all from `first(row)` on.
   int64_t first(int64_t row) const { return seen(row, 0, asked()).first / SEGMENT; }
   bool apart(int64_t row) const { return layer.sink > 0 && first(row) > 0; }
   int64_t segments(int64_t row) const {
@@ -96,12 +97,12 @@ struct Attention {
     return total;
   }
 
-  // Whether units are segments; else they are blocks of queries.
+  // Whether a thread's unit of work is a segment. Otherwise it is a block of queries.
   bool along() const { return asked() <= BLOCK && units() * part_floats() <= (16 << 20); }
   int64_t part_floats() const { return asked() * part_size(layer.width); }
   int64_t shared_room() const { return along() ? units() * part_floats() : 0; }
 
-  // Room that a thread needs, in floats.
+  // The floats of scratch memory that each thread needs.
   int64_t own_room() const {
     const int64_t wide = padded(layer.width);
     const int64_t gathered = places.nodes ? LINE + places.nodes : 0;
@@ -109,7 +110,7 @@ struct Attention {
            BLOCK * (SEGMENT + 2 * part_size(layer.width));
   }
 
-  // A thread's share; `meet` waits for the others.
+  // Runs one thread's share. `meet` waits for the other threads.
   template <typename Meet>
   void run(int64_t number, int64_t of, float* room, const Meet& meet) const {
     if (along())
@@ -119,21 +120,22 @@ struct Attention {
   }
 
  private:
-  // Some queries of a row and key-value head, and where they are packed.
+  // Some queries of one row and key-value head, and where they are packed.
   struct Block {
     int64_t row, head, begin, count;
     Query queries[BLOCK];
     float *packed, *room;
   };
 
-  // What the queries of a block see from slot `shared` on, token by token.
+  // What the queries of a block see from slot `shared` on, where each token has its own slots.
   struct Own {
     const Attention& all;
     const Block& block;
-    int64_t shared, origin;  // of the row and head, in `keys` and `values`
+    int64_t shared, origin;  // where this row and head begin in `keys` and `values`
     const S *keys = all.keys + origin, *values = all.values + origin;
 
-    // Apply to the queries from .. to of every token, how many slots they see before `end`, and it.
+    // Call apply(from, to, count, token) for the queries of each token, where count is the number
+    // of slots before `end` that the token sees from `shared` on.
     template <typename Apply>
     void each(int64_t end, const Apply& apply) const {
       for (int64_t j = 0, next = 0; shared < end && j < block.count; j = next) {
@@ -144,7 +146,7 @@ struct Attention {
       }
     }
 
-    // Copy what lies at `count` slots of a token's text from `first` on.
+    // Copy what lies at `count` slots of a token's own text, from position `first` on.
     void gather(const S* from, int64_t token, int64_t first, int64_t count, int64_t width,
                 S* to) const {
       const int64_t root = all.places.root(block.row);
@@ -170,7 +172,7 @@ struct Attention {
     });
   }
 
-  // Whether a block sees anything of a segment; then its parts, as of `Kernel::run`.
+  // Compute a block's parts for one segment (see `Kernel::run`). False if it sees nothing there.
   bool part(const Block& block, int64_t segment, const float* known, bool weighing,
             float* to) const {
     const auto [low, high] = seen(block.row, block.begin, block.count);
@@ -226,10 +228,10 @@ struct Attention {
         }
     };
     if (layer.eager) {
-      // probabilities are rounded, and not their shares: sums come first
+      // eager attention rounds probabilities, so their sums must be known first
       each([&](int64_t i, float* to, const float*) { part(block, i, nullptr, false, to); });
       meet();
-      std::vector<float> known;  // of each row and head, once for all of its segments
+      std::vector<float> known;  // of each row and head, shared by all of its segments
       const float* last = nullptr;
       each([&](int64_t, const float*, const float* first) {
         if (first == last) return;
@@ -254,7 +256,7 @@ struct Attention {
       each([&](int64_t i, float* to, const float*) { part(block, i, nullptr, true, to); });
     }
     meet();
-    int64_t first = 0;  // unit of a row
+    int64_t first = 0;  // the first unit of a row and head
     for (int64_t row = 0, query = 0; row < rows(); ++row)
       for (int64_t head = 0; head < layer.kv_heads; ++head, first += segments(row))
         for (int64_t j = 0; j < asked(); ++j, ++query) {

@@ -1,9 +1,9 @@
-// Vectors of 16 numbers, and products of bytes, for several kinds of CPU.
+// Vectors of 16 numbers, and dot products of bytes, for several kinds of CPU.
 //
-// Sixteen numbers are as many of the CPU's own vectors as they take. `Four` is what a line of a
-// weight is multiplied with: four inputs of a token for all rows. `dots<DOTS>` adds the products of
-// four bytes each to 32-bit sums, by an instruction for them where there is one (DOTS, which a caller
-// asks `has_dots` for).
+// One such vector takes 1, 2 or 4 of the CPU's registers. `Four` holds four inputs of one token,
+// repeated for all rows of a line of the weight. `dots<DOTS>` adds the dot products of four bytes
+// each to 32-bit sums. With DOTS it uses the CPU's instruction for that; callers must first ask
+// `has_dots` whether there is one.
 
 #pragma once
 
@@ -26,8 +26,8 @@ constexpr int VECTORS = 2;
 constexpr int VECTORS = 4;
 #endif
 
-constexpr int BYTES = 64 / VECTORS;  // of a vector
-constexpr bool KNOWS_DOTS = VECTORS < 4;  // whether there may be an instruction for them
+constexpr int BYTES = 64 / VECTORS;  // of a register
+constexpr bool KNOWS_DOTS = VECTORS < 4;  // whether such CPUs may have the instruction
 typedef int32_t Int [[gnu::vector_size(BYTES)]];
 typedef int16_t Short [[gnu::vector_size(BYTES)]];
 typedef uint16_t Unsigned [[gnu::vector_size(BYTES)]];
@@ -42,14 +42,14 @@ struct Floats {
   Float v[VECTORS];
 };
 
-// Always inlined, for a call costs more than what is done in it.
+// Always inlined, because a call would cost more than its body.
 template <typename Vectors, typename Function, int... I>
 [[gnu::always_inline]] inline Vectors each(const Function& function,
                                               std::integer_sequence<int, I...>) {
   return {{function(I)...}};
 }
 
-// What a function makes of the number of each vector.
+// Applies a function to the index of each register.
 template <typename Vectors, typename Function>
 [[gnu::always_inline]] inline Vectors each(const Function& function) {
   return each<Vectors>(function, std::make_integer_sequence<int, VECTORS>());
@@ -80,7 +80,7 @@ inline Floats same(float x) {
   return each<Floats>([&](int) { return x - Float{}; });
 }
 inline Floats zero() { return {}; }
-// of all bytes the lower halves, and the upper ones
+// The lower and the upper four bits of every byte.
 inline Ints lower(const Ints& x) {
   return each<Ints>([&](int i) { return x.v[i] & 0x0f0f0f0f; });
 }
@@ -128,22 +128,22 @@ struct Four {
 
 #if defined(CPU_CAPABILITY_AVX512)
 
-// Sums of the products of pairs of 16 bits.
+// Products of 16-bit numbers, summed in pairs.
 inline Int pairs(Short a, Short b) {
   return reinterpret_cast<Int>(
       _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 }
-// The same of bytes, of which those of `a` have no sign.
+// Products of bytes, unsigned in `a` and signed in `b`, summed in pairs.
 inline Short byte_pairs(Int a, Int b) {
   return reinterpret_cast<Short>(
       _mm512_maddubs_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 }
-// no intrinsic: that would take a file of its own, compiled for machines that have it
+// inline assembly, because the intrinsic would need a file compiled for CPUs that have it
 inline void add_dots(Int& sums, Int a, Int b) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 }
 inline bool has_dots() {
-#ifdef WITHOUT_DOTS  // by tests
+#ifdef WITHOUT_DOTS  // defined by tests
   return false;
 #else
   return __builtin_cpu_supports("avx512vnni");
@@ -191,7 +191,7 @@ inline Ints dots(const Ints& to, const Ints& weights, const Four<DOTS>& x) {
     Int sums = to.v[i];
     if constexpr (DOTS) {
       add_dots(sums, weights.v[i], x.bytes);
-    } else if constexpr (BITS == 4) {  // 2 * 15 * 127 does not saturate
+    } else if constexpr (BITS == 4) {  // 2 * 15 * 127 fits into 16 bits
       sums += pairs(byte_pairs(weights.v[i], x.bytes), 1 - Short{});
     } else {
       const Unsigned bytes = reinterpret_cast<Unsigned>(weights.v[i]);

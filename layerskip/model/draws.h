@@ -1,10 +1,10 @@
-// Draws from logits of a few positions in one call, on a CPU.
+// Draws tokens from the logits of a few positions in one call, on a CPU.
 //
-// What a draw does to a row of numbers is little, and a dozen calls into a library for it take
-// longer than the numbers do. The arithmetic is that of `Law.scores` and torch, number for number:
-// one division, what top-k and top-p leave, one sum. Top-p adds up probabilities in float64, where
-// the library does in float32. Noise is made for the few tokens that it can lift to the top: two
-// logarithms for every token of a vocabulary would take as long as a small model's pass.
+// A draw does little to a row of numbers, and a dozen library calls take longer than the
+// arithmetic. The arithmetic is that of `Law.scores` and torch, number for number: a division,
+// top-k and top-p, a sum. Only top-p differs: it adds up probabilities in float64, the library in
+// float32. Noise is computed only for the few tokens that it could lift to the top, because two
+// logarithms for every token of a vocabulary would take as long as a pass of a small model.
 // Letters: N positions, V vocabulary.
 
 #pragma once
@@ -24,7 +24,7 @@
 namespace draws {
 
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
-constexpr int64_t PART = 512;  // numbers that are looked at together
+constexpr int64_t PART = 512;  // numbers that are examined together
 
 inline float largest(const float* numbers, int64_t count) {
   float top = LEAST;
@@ -33,11 +33,11 @@ inline float largest(const float* numbers, int64_t count) {
   return top;
 }
 
-// The best and the second-best of some numbers, as far as they have been seen.
+// The largest and second-largest of the numbers seen so far.
 struct Best {
   float first = LEAST, second = LEAST;
-  int64_t place = -1;  // of the first of the best; -1 where all are -inf
-  int64_t next = -1;   // of the second-best; -1 where there is none
+  int64_t place = -1;  // the first place of the largest; -1 if all are -inf
+  int64_t next = -1;   // the place of the second-largest; -1 if there is none
   bool known = true;   // no number is NaN
 
   void see(const float* numbers, int64_t begin, int64_t count) {
@@ -65,18 +65,18 @@ struct Best {
 struct Candidate {
   float score;
   int64_t token;
-  double weight;  // exp(score - the largest)
+  double weight;  // exp(score - largest score)
 };
 
-// What is left of one position's scores (V,), none of which is NaN: by top-k those that are not
-// below the k-th largest, by top-p the most probable ones of theirs. A token stays where it and all
-// less probable ones have more than 1 - p together; of equals the higher token counts as the more
-// probable one. Tokens come in ascending order.
+// Applies top-k and top-p to the scores (V,) of one position, none of which is NaN. Top-k keeps the
+// scores that are not below the k-th largest. Of these, top-p keeps a token if it and all less
+// probable tokens together have more than 1 - p; of equal scores, the higher token counts as the
+// more probable one. Kept tokens come in ascending order.
 class Filter {
  public:
   int64_t top_k = 0;   // 0: all
   double top_p = 1.0;  // 1: all
-  int64_t least = 1;   // tokens that top-p leaves, at any rate
+  int64_t least = 1;   // top-p keeps at least this many tokens
 
   bool any() const { return top_k > 0 || top_p < 1.0; }
 
@@ -89,7 +89,7 @@ class Filter {
     double total = 0.0, likely = 0.0;
     if (top_p < 1.0 && lowest == LEAST && !std::isinf(top)) {
       total = weights(scores, top);
-      // all below this together are less than half of what is given up
+      // All scores below this add up to less than half of what top-p removes.
       likely = (1.0 - top_p) * total / (2.0 * static_cast<double>(size));
     }
     const double bound = likely > 0.0 ? top + std::log(likely) - 1e-3 : LEAST;
@@ -161,7 +161,7 @@ class Filter {
   }
 };
 
-// A row of logits as float32; those of half precision are widened into some room.
+// A row of logits in float32; bfloat16 is widened into `room`.
 inline const float* row_of(const at::Tensor& logits, int64_t row, std::vector<float>& room) {
   const int64_t size = logits.size(1);
   if (logits.scalar_type() == at::kFloat) return logits.const_data_ptr<float>() + row * size;
@@ -172,7 +172,7 @@ inline const float* row_of(const at::Tensor& logits, int64_t row, std::vector<fl
   return room.data();
 }
 
-// The number of a stream's token, of which `uniform` is made.
+// The 32 random bits of a stream's token, from which `uniform` is made.
 inline uint32_t mixed(int64_t start, int64_t token) {
   uint64_t x = static_cast<uint64_t>(start) + static_cast<uint64_t>(token) * 0x9E3779B97F4A7C15ull;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -180,16 +180,17 @@ inline uint32_t mixed(int64_t start, int64_t token) {
   return static_cast<uint32_t>(x >> 32);
 }
 
-// A uniform number of the stream that begins at `start`: `noise.py`'s, which turns it into Gumbel
-// noise by the same functions of torch.
+// The uniform number that `noise.py` makes for the stream that begins at `start`. The same torch
+// functions turn it into Gumbel noise.
 inline float uniform(int64_t start, int64_t token) {
   const float bits = static_cast<float>(mixed(start, token));
   return std::min((bits + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
 }
 
-// What the noise of a token is at most, and but for SPREAD at least. Noise is -ln(-ln(1 - u)) of its
-// uniform number u, which is at most -ln u. Where u < 2^-1 that is less than 1.1 above it with u
-// rounded down to a power of two; elsewhere 3.6, as 1 - u is 2^-24 or more.
+// `luckiest` is an upper bound of a token's noise, and the noise is at most SPREAD below it. The
+// noise of a uniform number u is -ln(-ln(1 - u)), which is at most -ln u. The bound rounds u down
+// to a power of two. It exceeds the noise by less than 1.1 for u < 1/2, and otherwise by at most
+// 3.6, because 1 - u is at least 2^-24.
 constexpr float SPREAD = 4.0f;
 
 inline float luckiest(int64_t start, int64_t token) {
@@ -199,8 +200,8 @@ inline float luckiest(int64_t start, int64_t token) {
   return 0.69314718f * static_cast<float>(32 + 127 - (bits >> 23));
 }
 
-// The tokens that may be the best or the second-best of logits (V,) / divisor plus noise, in
-// ascending order: few, so that noise is made for these alone. False where a number is NaN.
+// The tokens whose logit / divisor plus noise may be the largest or second-largest, in ascending
+// order. They are few, and noise is computed for these alone. False if a logit (V,) is NaN.
 inline bool lucky(const float* logits, int64_t vocabulary, float divisor, int64_t start,
                   std::vector<float>& most, std::vector<Candidate>& kept) {
   Best best;
@@ -222,10 +223,10 @@ inline bool lucky(const float* logits, int64_t vocabulary, float divisor, int64_
   return best.known;
 }
 
-// Tokens of the largest of scores + noise, (N,), where scores are what the filter leaves of logits
-// (N, V) / temperature; -1 where there is none or a number is NaN. By how much the second-best is
-// behind, (N,), 0 or less, NaN where a number is NaN. And the second-best's token, (N,), or -1.
-// Noise is of the streams that begin at `starts`, or there is none.
+// For each position, draws the token with the largest score plus noise. Scores are logits (N, V) /
+// temperature after top-k and top-p. Noise is of the streams that begin at `starts`; without starts
+// there is none. Returns three tensors (N,): the tokens, -1 if none is left or a logit is NaN; by
+// how much the second-best is behind, 0 or less, NaN if a logit is NaN; and its token, or -1.
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double temperature,
                                                             int64_t top_k, double top_p,
                                                             int64_t least,

@@ -1,5 +1,4 @@
-// A pass through a mixture of experts: of which every token takes those with the highest scores.
-// Letters as in `pass.h`.
+// The part of a pass that runs a mixture of experts. Letters are those of `pass.h`.
 
 #pragma once
 
@@ -7,7 +6,7 @@
 
 namespace {
 
-// The experts of every token and their weights, from what the router is given.
+// Chooses each token's experts and their weights from the inputs of the router.
 template <typename S>
 void Pass<S>::choose(Worker& me, const Mixture& mixture, const float* x) {
   if (mixture.norm) {
@@ -37,7 +36,7 @@ void Pass<S>::choose(Worker& me, const Mixture& mixture, const float* x) {
       const int64_t best = std::max_element(law.begin(), law.end()) - law.begin();
       chosen_[t * top + k] = best;
       taken += weights_[t * top + k] = law[best];
-      law[best] = -1.0f;  // below all that are left
+      law[best] = -1.0f;  // below all remaining scores
     }
     for (int64_t i = t * top; i < (t + 1) * top; ++i) {
       if (mixture.whole) weights_[i] /= taken;
@@ -54,8 +53,8 @@ void Pass<S>::choose(Worker& me, const Mixture& mixture, const float* x) {
   for (int64_t i = 0; i < tokens_ * top; ++i) me.pairs[next[chosen_[i]]++] = i;
 }
 
-// What a token's experts make of x, (n, top, H) by expert, in `second_`. Tokens of an expert are
-// multiplied together; what a token has does not depend on them.
+// The outputs of the experts for x, (n, top, H) sorted by expert, in `second_`. The tokens of an
+// expert are multiplied together, but this does not change a token's results.
 template <typename S>
 void Pass<S>::run_experts(Worker& me, const Mixture& mixture, const float* x) const {
   const int64_t inner = mixture.inner(), top = mixture.top;
@@ -75,7 +74,7 @@ void Pass<S>::run_experts(Worker& me, const Mixture& mixture, const float* x) co
     for (int64_t i = 0; i < tokens; ++i)
       activate<S>(mixture.gelu, gates + i * inner + mine.first, ups + i * inner + mine.first,
                   mine.last - mine.first);
-    meet_divided(me);  // all have read the inputs
+    meet_divided(me);  // until all threads have read the inputs
   }
   if (!divided_) me.meet();
   for (int64_t e = 0; e < mixture.count(); ++e) {
@@ -89,7 +88,7 @@ void Pass<S>::run_experts(Worker& me, const Mixture& mixture, const float* x) co
   if (!divided_) me.meet();
 }
 
-// A mixture of experts, with the dense MLP beside it if there is one.
+// A mixture of experts, and the dense MLP beside it if there is one.
 template <typename S>
 void Pass<S>::mix(Worker& me, const Sublayer& layer, const float* x) {
   const Mixture& mixture = *layer.mixture;
@@ -104,9 +103,9 @@ void Pass<S>::mix(Worker& me, const Sublayer& layer, const float* x) {
       norm_all(me, *mixture.before, me.hidden, me.normed);
       x = me.normed;
     }
-    meet_divided(me);  // experts take tokens of all
+    meet_divided(me);  // experts read the tokens of all threads
     run_experts(me, mixture, x);
-    std::vector<int64_t> places(tokens_ * top);  // in `second_`
+    std::vector<int64_t> places(tokens_ * top);  // places of the pairs in `second_`
     for (int64_t i = 0; i < tokens_ * top; ++i) places[me.pairs[i]] = i;
     for (int64_t t = me.tokens.first; t < me.tokens.last; ++t) {
       float* out = me.normed + t * width_;
@@ -120,7 +119,7 @@ void Pass<S>::mix(Worker& me, const Sublayer& layer, const float* x) {
       }
       for (int64_t i = 0; i < width_; ++i) out[i] = rounded<S>(out[i]);
     }
-    me.meet();  // all have read what the next sublayer writes
+    me.meet();  // until all threads have read what the next sublayer overwrites
     if (mixture.after) norm_all(me, *mixture.after, me.normed, me.normed);
   }
   if (mixture.dense) {

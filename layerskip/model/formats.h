@@ -1,8 +1,9 @@
-// Formats of weights as files store them: how the bytes of a row become numbers.
+// How the bytes of stored weights become numbers, for each format.
 //
-// The numbers of a block are codes times a scale, plus an offset; SAME of them share both. `pairs`
-// finds these of all numbers of a block, and `numbers` makes LANES numbers from the i-th of a step
-// on: of STEP numbers, whose bytes are read once where several numbers share them.
+// A number is its code times a scale, plus an offset. SAME adjacent numbers share a scale and an
+// offset. `pairs` reads all scales and offsets of a block. `numbers` unpacks LANES numbers from the
+// i-th number of a step on. A step has STEP numbers, because some formats put several numbers of a
+// step in each byte.
 
 #pragma once
 
@@ -30,7 +31,7 @@ inline T read(const uint8_t* from) {
   return out;
 }
 
-// LANES bytes, without a sign or with one. (Compilers widen short vectors byte by byte.)
+// LANES bytes, unsigned or signed. Intrinsics, because compilers widen short vectors byte by byte.
 #if defined(CPU_CAPABILITY_AVX512)
 inline Ints bytes(const uint8_t* from) {
   return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(read<__m128i>(from)));
@@ -54,7 +55,7 @@ inline Ints bytes(const uint8_t* from) {
 inline Ints signed_bytes(const uint8_t* from) { return bytes(from) << 24 >> 24; }
 #endif
 
-// Where a step lies: in its row, and of a block that has several steps the j-th.
+// Where a step lies: in which row and block, at which column, and as the j-th step of its block.
 struct Place {
   const Layout& layout;
   const uint8_t *row, *block;
@@ -72,18 +73,18 @@ inline Vec floats(const Ints& x) {
   return out;
 }
 
-// Rounded once: the product of a code and its scale is a float32.
+// This rounds only once, because the product of a code and its scale is exact in float32.
 inline Vec affine(const Ints& codes, const Vec& by, const Vec& to) {
   return at::vec::fmadd(floats(codes), by, to);
 }
 
-// Codes of 4 bits in HALF bytes, the first HALF in their lower halves.
+// Codes of 4 bits: the first HALF codes are the low halves of HALF bytes, the others the high.
 template <int HALF = 16>
 inline Ints nibbles(const uint8_t* from, int i) {
   return i < HALF ? bytes(from + i) & 15 : bytes(from + i - HALF) >> 4;
 }
 
-// One bit of 32, behind 4 others.
+// The fifth bits of codes from the i-th on.
 inline Ints fifth(uint32_t bits, int i) {
   Ints places;
   for (int k = 0; k < LANES; ++k) places[k] = i + k;
@@ -118,7 +119,7 @@ struct BF16 : Blocks<64> {
   }
 };
 
-// Blocks of a unit that begin with its scale, and with its offset or a fixed zero.
+// Blocks of one unit that begin with a scale, followed by an offset if ZERO is -1.
 template <int64_t BYTES_, int ZERO>
 struct Simple : Blocks<BYTES_> {
   static constexpr int64_t HEAD = ZERO < 0 ? 4 : 2;
@@ -152,8 +153,8 @@ struct FiveBits : Simple<BYTES_, ZERO> {
 using Q5_0 = FiveBits<22, 16>;
 using Q5_1 = FiveBits<24, -1>;
 
-// Blocks of 256 numbers: two halves, and 8 units' scales and offsets, of 6 bits, that they scale.
-// Of two units that lie together the lower halves of bytes are the first one's.
+// Blocks of 256 numbers. They begin with two half-precision factors, for the 6-bit scales and the
+// 6-bit offsets of 8 units. Two units share bytes: the first one has the low halves.
 template <int64_t BYTES_>
 struct K : Blocks<BYTES_, 256, UNIT, 64> {
   static void pairs(const Place& at, float* by, float* to) {
@@ -187,7 +188,7 @@ struct Q5_K : K<176> {
   }
 };
 
-// 4 lower bits in 128 bytes, 2 upper ones in 64, 16 scales of 16 numbers each, and theirs.
+// Low 4 bits in 128 bytes, high 2 bits in 64, scales of 16 numbers each, and their factor.
 struct Q6_K : Blocks<210, 256, 16, 128> {
   static void pairs(const Place& at, float* by, float* to) {
     const Vec times(half(at.block + 208)), zero(-32.0f);
@@ -203,11 +204,11 @@ struct Q6_K : Blocks<210, 256, 16, 128> {
   }
 };
 
-// Numbers rounded to a type, in float32.
+// Numbers rounded to the type of the second argument, in float32.
 inline Vec rounded_to(const Vec& x, float) { return x; }
 
-// Veltkamp's splitting (Dekker 1971), whose two steps a compiler must not join. Ties go to even for
-// all products of a bfloat16 and a code, of 9 bits at most, as trying all of them shows.
+// Veltkamp's splitting (Dekker 1971). The `asm` keeps compilers from merging its two steps. Trying
+// all products of a bfloat16 and a code of up to 9 bits has shown that ties go to even.
 inline Vec rounded_to(const Vec& x, BFloat16) {
 #if defined(CPU_CAPABILITY_AVX512)
   __m512 wide = x * Vec(65537.0f);
@@ -240,8 +241,8 @@ inline Vec rounded_to(const Vec& x, Half) {
 #endif
 }
 
-// Of other files than GGUF: codes of a row, then a scale for each of its groups, a T, and then a
-// zero for each. A number is (code - zero) * scale, rounded to a T.
+// Formats of files other than GGUF: a row's codes, then a scale of type T for each group, then a
+// zero for each group. A number is (code - zero) * scale, rounded to T.
 template <int64_t BYTES_, typename T>
 struct Groups : Blocks<BYTES_> {
   static constexpr int64_t PAIR = 2 * sizeof(T);
@@ -274,7 +275,7 @@ struct G8 : Groups<32, T> {
   }
 };
 
-// E4M3: bits of a half with a smaller exponent. They have no zeros.
+// E4M3: the bits of a half-precision number with a shorter exponent. There are no zeros.
 template <typename T>
 struct F8 : Groups<32, T> {
   static constexpr int64_t PAIR = sizeof(T);

@@ -1,4 +1,4 @@
-// What a pass is given, and that it fits: the weights of a model may have changed since it was opened.
+// The arguments of a pass, and their checks: a model's weights may have changed since opening.
 
 #pragma once
 
@@ -11,9 +11,9 @@
 
 namespace {
 
-constexpr int64_t LINE = 16;  // numbers; vectors have as many, or a part
+constexpr int64_t LINE = 16;  // numbers; every vector has this many or a divisor of it
 
-// Whether a norm is of all heads together, not of each.
+// Whether a norm spans all heads together, rather than each head.
 inline bool of_all(const std::optional<Norm>& norm, int64_t width) {
   return norm && norm->weight && norm->weight->numel() != width;
 }
@@ -78,7 +78,7 @@ struct Given {
     }
   }
 
-  // Whether products with two matrices take the same packed inputs.
+  // Whether products with both matrices read the same packed inputs.
   template <typename S>
   static bool alike(const Matrix& a, const Matrix& b) {
     const bool floats = std::is_same_v<S, float> || a.layout.has_value() == b.layout.has_value();
@@ -90,7 +90,7 @@ struct Given {
     if (norm && norm->weight) ::check<S>(*norm->weight, {width}, "a norm's weight");
   }
 
-  // A norm of every head, or of all together.
+  // A norm of each head, or of all heads together.
   template <typename S>
   static void check_heads(const std::optional<Norm>& norm, int64_t width, int64_t all) {
     if (norm) check<S>(norm, of_all(*norm, width) ? all : width);

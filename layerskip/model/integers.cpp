@@ -1,4 +1,4 @@
-// What `integers.h` promises; a file of its own, which compiles beside the other ones.
+// Implements `integers.h`. A separate file, so that it compiles in parallel with the others.
 
 #include "integers.h"
 
@@ -19,28 +19,28 @@
 namespace integers {
 namespace {
 
-// Blocks that are read side by side. With several tokens two take more registers than some CPUs have.
+// Blocks that are read side by side. With several tokens, two would exceed 16 vector registers.
 constexpr int BLOCKS = 2;
 constexpr int blocks_of(int64_t tokens) { return MANY_REGISTERS || tokens == 1 ? BLOCKS : 1; }
-// Tokens of a step, where vectors are multiplied, and lines whose code is written one after another:
-// with vectors of 16 bytes a tile has many, and compilers take minutes for what is unrolled.
+// The most tokens of a step on vectors, and the lines that are unrolled. With 16-byte vectors, a
+// tile has so many of them that compilers would take minutes to unroll it fully.
 constexpr int MOST = VECTORS == 1 ? 8 : VECTORS == 2 ? 6 : 4;
 constexpr int UNROLLED = VECTORS == 4 ? 1 : 16;
 
-constexpr int parts_of(int bits) { return bits == 8 ? 1 : 2; }  // of a unit, with sums of their own
+constexpr int parts_of(int bits) { return bits == 8 ? 1 : 2; }  // of a unit, each with its own sums
 
 // ---------------------------------------------------------------------------------------------
 // Inputs.
 
-// Rounded inputs of the tokens of one step, in the order of their use: numbers (units, tokens, 64),
-// a scale for each unit and token, and what the sums of each part of a unit start from, since the
-// numbers of a weight have an offset.
+// The rounded inputs of a step's tokens, in the order of their use: numbers (units, tokens, 64), a
+// scale per unit and token, and the initial value of each part's sums, which cancels the offset of
+// the weight's numbers.
 struct Inputs {
   int8_t* numbers;
   float* scales;
   int32_t* starts;
 
-  // In a room of `inputs_bytes` a token, of which tokens before take theirs.
+  // `base` has `inputs_bytes` per token. The first `before` tokens use theirs.
   Inputs(void* base, int64_t units, int64_t before, int64_t tokens) {
     uint8_t* at = static_cast<uint8_t*>(base) + before * inputs_bytes(units * UNIT);
     numbers = reinterpret_cast<int8_t*>(at);
@@ -49,7 +49,7 @@ struct Inputs {
   }
 };
 
-// In steps of `most_tokens`; else as the function of this name without it.
+// Like the public function of this name, in steps of `most_tokens`.
 void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, void* room,
                   int64_t begin, int64_t end, int64_t most_tokens) {
   const int64_t units = units_of(columns);
@@ -74,7 +74,7 @@ void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, voi
         int32_t sums[2] = {};
         for (int64_t half = 0; half < 2; ++half)
           for (int64_t i = half * UNIT / 2; i < (half + 1) * UNIT / 2; ++i) {
-            // the nearest integer is in the last bits of what 1.5 * 2^23 is added to
+            // adding 1.5 * 2^23 leaves the nearest integer in the last bits
             const float shifted = from[i] * by + 12582912.0f;
             int32_t bits_of;
             std::memcpy(&bits_of, &shifted, 4);
@@ -97,7 +97,7 @@ void round_inputs(int bits, const float* x, int64_t columns, int64_t tokens, voi
 // ---------------------------------------------------------------------------------------------
 // Products.
 
-// Of some blocks, `stride` bytes apart.
+// The products of BLOCKS blocks, `stride` bytes apart.
 template <int BITS, int TOKENS, bool DOTS>
 void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inputs& x,
           const uint8_t* fetch, float* out) {
@@ -170,7 +170,7 @@ void tile(const uint8_t* weight, int64_t stride, int64_t units, const Inputs& x,
 
 using Tile = void (*)(const uint8_t*, int64_t, int64_t, const Inputs&, const uint8_t*, float*);
 
-// By the tokens of a step.
+// Indexed by the tokens of a step, less 1.
 template <int BITS, bool DOTS, int... TOKENS>
 constexpr std::array<Tile, sizeof...(TOKENS)> tiles_of(std::integer_sequence<int, TOKENS...>) {
   return {tile<BITS, TOKENS + 1, DOTS>...};
@@ -178,8 +178,8 @@ constexpr std::array<Tile, sizeof...(TOKENS)> tiles_of(std::integer_sequence<int
 template <int BITS, bool DOTS>
 constexpr auto TILES = tiles_of<BITS, DOTS>(std::make_integer_sequence<int, MOST>());
 
-// The same with any number of tokens up to those of a tile, by the matrix unit: the products of a
-// part of a unit with all tokens at once, exact as well. It is configured for `shapes_of`.
+// Like `tile`, on the matrix unit, for any number of tokens that fits into its tiles. It multiplies
+// a part of a unit by all tokens at once, exactly as well. The caller has configured `shapes_of`.
 template <int BITS>
 void tile_by_unit(const uint8_t* weight, int64_t stride, int64_t units, int64_t tokens,
                   const Inputs& x, const uint8_t* fetch, float* out) {
@@ -226,7 +226,7 @@ void tile_by_unit(const uint8_t* weight, int64_t stride, int64_t units, int64_t 
     }
 }
 
-// Sums are (tokens, rows), inputs (tokens, columns), weights (fours of columns, fours of rows).
+// Sums are (tokens, rows), inputs (tokens, columns), weights (columns / 4, rows of 4 columns).
 tiles::Shapes shapes_of(int bits, int64_t tokens) {
   const int64_t width = UNIT / parts_of(bits);
   tiles::Shapes out;
@@ -238,8 +238,8 @@ tiles::Shapes shapes_of(int bits, int64_t tokens) {
   return out;
 }
 
-// Rows first to last, where the weight begins with row first, a multiple of BLOCK, with the inputs
-// of one step, whose first token is `before`; `then` is what is read after them.
+// Rows first to last with the inputs of one step, whose first token is number `before`. The weight
+// begins with row first, a multiple of BLOCK. `then` points to what is read afterwards.
 template <typename Tile>
 void few(int64_t size, const uint8_t* weight, int64_t first, int64_t last, int64_t tokens,
          int64_t before, const uint8_t* then, Write write, int64_t side, const Tile& tile) {
@@ -249,7 +249,7 @@ void few(int64_t size, const uint8_t* weight, int64_t first, int64_t last, int64
   for (int64_t block = 0; block < blocks; block += side) {
     const int64_t here = std::min(side, blocks - block), later = block + ahead;
     const uint8_t* fetch = later < blocks ? weight + later * size : then + (later - blocks) * size;
-    // a single block stands for two
+    // a single block stands in for the second
     const int64_t stride = here == side ? size : 0;
     tile(weight + block * size, stride, fetch, sums);
     for (int64_t t = 0; t < tokens; ++t)
@@ -258,8 +258,7 @@ void few(int64_t size, const uint8_t* weight, int64_t first, int64_t last, int64
   }
 }
 
-// In steps of `most_tokens`, by the matrix unit where these are its own; else as the function of
-// this name without it.
+// Like the public function of this name, in steps of `most_tokens`. Uses the unit for tiles::MOST.
 void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
              int64_t tokens, void* room, const uint8_t* then, Write write, int64_t most_tokens) {
   static const bool dots = has_dots();
@@ -301,9 +300,9 @@ void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64
 }
 
 // ---------------------------------------------------------------------------------------------
-// Vectors or the unit: their numbers are the same, so that time may decide.
+// Vectors and the matrix unit give the same numbers, so timing decides which to use.
 
-// The seconds of a product that stays in a cache.
+// The seconds that a product takes if its weight is in a cache.
 double seconds_of(int bits, int64_t tokens, int64_t most_tokens) {
   constexpr int64_t COLUMNS = 512;
   const int64_t rows = 64;
@@ -322,7 +321,7 @@ double seconds_of(int bits, int64_t tokens, int64_t most_tokens) {
   return least;
 }
 
-// From how many tokens on the unit is as fast as vectors.
+// The smallest number of tokens for which the unit is as fast as vectors.
 int64_t unit_from(int bits) {
   constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
   if (tiles::refusal()) return NEVER;

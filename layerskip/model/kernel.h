@@ -1,7 +1,7 @@
-// The kernels of attention: scores of some queries at a segment of slots, and values weighed by them.
+// The kernels of attention: scores of queries for a segment of slots, and weighted sums of values.
 //
-// Keys are packed so that a vector has a piece of some slots' keys each: a score is the sum of four
-// numbers that lie side by side. `attention.h` says what segments and parts are.
+// Keys are packed so that one vector holds a piece (4 numbers) of several slots' keys. A score is
+// the sum of four adjacent numbers. `attention.h` explains segments and parts.
 
 #pragma once
 
@@ -20,22 +20,22 @@ namespace attention {
 
 constexpr int64_t SEGMENT = 256;        // slots
 constexpr int64_t LINE = LANES;         // slots whose scores are computed together
-constexpr int64_t GROUPS = 4;           // vectors that hold their keys, a piece of 4 numbers each
-constexpr int64_t BLOCK = 96;           // queries that go through a text together, at most
+constexpr int64_t GROUPS = 4;           // vectors per piece of a line's keys
+constexpr int64_t BLOCK = 96;           // the most queries that go through a text together
 constexpr int ASKING = MANY_REGISTERS ? 6 : 3;  // queries whose scores are computed together
-constexpr int WEIGHING = 6;                     // and whose values are
-constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of a value
-constexpr int64_t FEW = LANES / 4;              // queries of which a vector has a piece each
-constexpr int64_t DISTANCE = 8 << 10;           // bytes between a few queries' reads and fetches
+constexpr int WEIGHING = 6;                     // and whose values are summed together
+constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of a value, summed together
+constexpr int64_t FEW = LANES / 4;              // queries of which one vector holds a piece each
+constexpr int64_t DISTANCE = 8 << 10;           // bytes that few queries prefetch ahead
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// The slots from first to last that a query sees, besides those below the layer's sink.
+// The slots first to last, which a query sees besides those of the layer's sink.
 struct Query {
   int64_t first, last;
 };
 
-// What is fetched while the keys or values (slots, width) of a segment are read: what lies so many
-// slots further on; behind the last one what is read then.
+// Where to prefetch while the keys or values (slots, width) of a segment are read: `distance` slots
+// ahead, and past the end of the segment, at `then`, which is read next.
 template <typename S>
 struct Ahead {
   const S *rows, *then;
@@ -55,13 +55,13 @@ struct Ahead {
 
 inline int64_t up_to(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 
-// Numbers that a packed key, value or part of a query takes.
+// The floats that a packed key or value takes, and those of a query's part.
 inline int64_t padded(int64_t width) { return up_to(width, LANES); }
 inline int64_t part_size(int64_t width) { return padded(width) + 2; }
 
-// e^x for x <= 0, by Cephes' polynomial: 1 at 0, and 0 at minus infinity.
+// e^x for x <= 0, by the polynomial of Cephes. Exactly 1 at 0, and 0 at minus infinity.
 inline Vec power(const Vec& x) {
-  // where it is cut the result is below all numbers, and still a product of powers of two
+  // Below this bound the result underflows to 0; the bound keeps the exponent in range.
   const Vec low(-200.0f), kept = at::vec::maximum(x, low);
   const Vec n = (kept * Vec(1.44269504088896341f)).round();
   const Vec r = at::vec::fmadd(n, Vec(2.12194440e-4f), at::vec::fmadd(n, Vec(-0.693359375f), kept));
@@ -82,8 +82,7 @@ inline Vec power(const Vec& x) {
 #endif
 }
 
-// The pieces of 4 numbers of LANES / 4 rows: one vector holds the first piece of every row, the next
-// one the second.
+// Transposes LANES / 4 rows in pieces of 4 numbers: vector i gets the i-th piece of every row.
 inline void pieces(const Vec* rows, float* to, int64_t stride) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512 a = rows[0], b = rows[1], c = rows[2], d = rows[3];
@@ -105,7 +104,7 @@ inline void pieces(const Vec* rows, float* to, int64_t stride) {
 #endif
 }
 
-// A piece of 4 numbers, again and again.
+// A vector that repeats a piece of 4 numbers.
 inline Vec repeated(const float* piece) {
 #if defined(CPU_CAPABILITY_AVX512)
   return _mm512_broadcast_f32x4(_mm_loadu_ps(piece));
@@ -118,7 +117,7 @@ inline Vec repeated(const float* piece) {
 #endif
 }
 
-// The sums of pieces of four vectors: number 4 r + g is that of piece r of vector g.
+// The sums of the pieces of four vectors: number 4 r + g is the sum of piece r of vector g.
 inline Vec piece_sums(const Vec (&x)[GROUPS]) {
 #if defined(CPU_CAPABILITY_AVX512)
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
@@ -144,7 +143,7 @@ inline Vec piece_sums(const Vec (&x)[GROUPS]) {
 #endif
 }
 
-// A vector's first `count` pieces, one every SEGMENT numbers.
+// Stores the first `count` pieces of a vector, SEGMENT numbers apart.
 inline void store_pieces(const Vec& x, int64_t count, float* to) {
 #if defined(CPU_CAPABILITY_AVX512)
   _mm_storeu_ps(to, _mm512_castps512_ps128(x));
@@ -159,19 +158,19 @@ inline void store_pieces(const Vec& x, int64_t count, float* to) {
 #endif
 }
 
-// The kernels, for keys and values of S, by pairs or widened.
+// The kernels for keys and values of type S, multiplied in bfloat16 pairs or widened to float32.
 template <typename S, bool PAIRS>
 struct Kernel {
-  static constexpr int64_t PACK = PAIRS ? 2 : 1;  // numbers of S in what is multiplied at once
+  static constexpr int64_t PACK = PAIRS ? 2 : 1;  // numbers of S per multiplied lane
 
-  // Numbers of a key that are multiplied, in whole pieces.
+  // The lanes that a packed key takes, in whole pieces.
   static int64_t depth(int64_t width) { return up_to((width + PACK - 1) / PACK, 4); }
 
   static Vec add(const Vec& sums, const Vec& a, const Vec& b) {
     return PAIRS ? add_pairs(sums, a, b) : at::vec::fmadd(a, b, sums);
   }
 
-  // A query x (width,) in the form that is multiplied: rounded to S anyway.
+  // Packs a query x (width,). Its numbers have been rounded to S already.
   static void pack_query(const float* x, int64_t width, float* to) {
     std::fill_n(to, depth(width), 0.0f);
     if constexpr (PAIRS) {
@@ -182,8 +181,8 @@ struct Kernel {
     }
   }
 
-  // A line of keys, of which there are `count`: vector (i, g) has the pieces i of keys g, g + 4 ...
-  // `rest` is room for them as rows.
+  // Packs a line of `count` keys: vector (i, g) holds piece i of the keys g, g + 4, ... `rest` is
+  // scratch memory for keys that must be padded.
   static void pack_keys(const S* keys, int64_t count, int64_t width, float* rest, float* to) {
     const int64_t deep = depth(width);
     const auto turn = [&](const auto* from, int64_t stride) {
@@ -209,7 +208,7 @@ struct Kernel {
     turn(rest, stride);
   }
 
-  // Values (count, width): (count / PACK, padded width), of pairs in the order of `place`.
+  // Packs values (count, width) as (count / PACK, padded width), pairs in the order of `place`.
   static void pack_values(const S* values, int64_t count, int64_t width, float* to) {
     const int64_t wide = padded(width);
     for (int64_t s = 0; s < count; s += PACK) {
@@ -238,14 +237,14 @@ struct Kernel {
     }
   }
 
-  // Which number of a value lies at a place of what `pack_values` makes of it.
+  // Which number of a value `pack_values` puts at place i.
   static int64_t place(int64_t i, int64_t width) {
     const int64_t first = i / (2 * LANES) * 2 * LANES, j = i - first;
     if (!PAIRS || first + 2 * LANES > width) return i;
     return first + j % LANES / 4 * 8 + j / LANES * 4 + j % 4;
   }
 
-  // Scores of COUNT queries at a line of slots.
+  // The scores of COUNT queries for a line of slots.
   template <int COUNT>
   static void ask(const float* keys, int64_t deep, const float* q, float scale, float* out) {
     Vec sums[COUNT][GROUPS];
@@ -268,12 +267,12 @@ struct Kernel {
     for (int j = 0; j < COUNT; ++j) (piece_sums(sums[j]) * Vec(scale)).store(out + j * SEGMENT);
   }
 
-  // Whether keys can be multiplied as they lie.
+  // Whether keys can be multiplied without packing.
   static bool as_they_lie(int64_t width) {
     return (PAIRS || std::is_same_v<S, float>) && width % (LANES * PACK) == 0;
   }
 
-  // At most FEW packed queries piece by piece: a vector has the same one of each.
+  // Packs at most FEW queries by pieces: each vector holds the same piece of every query.
   static void pack_few(const float* q, int64_t count, int64_t deep, float* to) {
     Vec rows[FEW];
     for (int64_t i = 0; i < deep; i += LANES) {
@@ -282,9 +281,9 @@ struct Kernel {
     }
   }
 
-  // Scores of at most FEW queries at a line of slots, in the order of `ask`. Keys are read where
-  // they lie, each piece for all queries at once: for so few packing keys costs more than it saves.
-  // As many bytes from `next` on are fetched meanwhile.
+  // The scores of at most FEW queries for a line of slots, summed in the order of `ask`. The keys
+  // are read unpacked, each piece for all queries at once, because packing costs more than it saves
+  // for so few queries. The same number of bytes is prefetched from `next` on.
   static void ask_few(const float* keys, int64_t deep, const float* q, int64_t count, float scale,
                       const S* next, float* out) {
     constexpr int64_t SLOTS = 2 * GROUPS;
@@ -309,7 +308,7 @@ struct Kernel {
     }
   }
 
-  // What `pack_values` makes of two slots' values, WIDE vectors of it.
+  // The first WIDE vectors of what `pack_values` makes of two slots' values.
   template <int WIDE>
   static void paired(const S* values, int64_t width, Vec* out) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -323,9 +322,9 @@ struct Kernel {
 #endif
   }
 
-  // Values of some slots, weighed for COUNT queries: WIDE vectors of each. LIE: they are pairs that
-  // nobody has packed. AHEAD: as many numbers are fetched meanwhile. `more`: they are added to what
-  // is there.
+  // Weighted sums of some slots' values for COUNT queries, WIDE vectors of each. LIE: the values
+  // are pairs that are not packed. AHEAD: prefetch as many numbers as are read. `more`: add to the
+  // sums that `out` already holds.
   template <int COUNT, int WIDE, bool LIE, bool AHEAD>
   static void weigh(const float* values, int64_t stride, int64_t steps, const float* powers,
                     float* out, int64_t out_stride, Ahead<S> ahead, bool more) {
@@ -375,11 +374,13 @@ struct Kernel {
     }
   }
 
-  // Scores as powers of their difference to the largest one, which is returned with their sum. Where
-  // those of the whole text are known, they are used instead, and probabilities come out.
+  // Turns scores into exponentials of their difference to the largest score. Returns that score and
+  // the sum of the exponentials. If the largest score and the sum of the whole text are `known`,
+  // they are used instead, and the results are probabilities.
   static std::pair<float, float> soften(const Sublayer& layer, const Query& query, int64_t begin,
                                         int64_t end, const float* known, float* scores) {
-    // slots that are not seen, from `begin` on; of the sink's, too, none behind the query's own
+    // Counted from `begin`: slots before `none` belong to the sink, though never beyond the query's
+    // own; then the query sees those from `first` until `last`.
     const int64_t sink = std::min(layer.sink, query.last + 1);
     const int64_t none = std::clamp<int64_t>(sink - begin, 0, end - begin);
     const int64_t first = std::clamp<int64_t>(query.first - begin, none, end - begin);
@@ -404,7 +405,7 @@ struct Kernel {
       Vec some = power(Vec::loadu(scores + s) - Vec(largest));
       sums = sums + some;
       if (known) some = some / Vec(known[1]);
-      // probabilities are rounded before they weigh values
+      // as the library rounds probabilities before it multiplies values
       if constexpr (PAIRS)
         store_rounded_pairs(some, reinterpret_cast<S*>(scores) + s);
       else
@@ -413,7 +414,7 @@ struct Kernel {
     return {largest, sum(sums)};
   }
 
-  // Numbers rounded to S: to the nearest, of two to the even one.
+  // Rounds to S: to nearest, ties to even.
   static Vec in_s(const Vec& x) {
     if constexpr (std::is_same_v<S, float>) return x;
     using Ints = at::vec::Vectorized<int32_t>;
@@ -426,11 +427,11 @@ struct Kernel {
     for (int64_t i = 0; i < count; i += 64 / sizeof(S)) fetch_line(from + i);
   }
 
-  // Parts of a block of queries at slots begin to end of one segment, which begin a line of it.
-  // `keys` and `values` lie at slot begin, `q` is packed, and parts are those of `part_size`.
-  // `known`, if anything, has the largest score of each query, and the sum of its powers; without
-  // `weighing` these are all that is computed. From slot `shared` on, which begins a line, too,
-  // queries see what `own` gathers for some of them (see `Attention::Own`).
+  // Computes the parts (see `part_size`) of a block of queries for slots begin to end of one
+  // segment; begin is the start of a line. `keys` and `values` point to slot begin, and `q` holds
+  // packed queries. `known` may hold the largest score of each query and the sum of its
+  // exponentials. Without `weighing`, only these two are computed. From slot `shared` on, also the
+  // start of a line, the queries see what `own` gathers for each token (see `Attention::Own`).
   template <typename Own>
   static void run(const Sublayer& layer, const Query* queries, int64_t count, const float* q,
                   const S* keys, const S* values, int64_t begin, int64_t shared, int64_t end,
@@ -443,15 +444,15 @@ struct Kernel {
     const float scale = layer.eager ? 1.0f : static_cast<float>(layer.scale);
     const bool few = MANY_REGISTERS && count <= FEW && as_they_lie(width);
     if (few) pack_few(q, count, deep, others);
-    // many queries compute for longer than memory takes for a segment: it is fetched whole
+    // With many queries, computing takes longer than reading, so a whole segment is prefetched.
     const int64_t near = up_to(DISTANCE / (width * static_cast<int64_t>(sizeof(S))), LINE);
     const int64_t distance = count <= WEIGHING ? std::min(slots, near) : slots;
-    // scores of queries from .. to at some slots, which lie `place` behind the first one
+    // The scores of queries from .. to for some slots, which begin `place` slots after `begin`.
     const auto ask_all = [&](const S* keys, const S* values, int64_t slots, int64_t place,
                              int64_t from, int64_t to) {
       const Ahead<S> ahead(keys, slots, width, distance, values);
       for (int64_t s = 0; s < slots; s += LINE) {
-        // memory is kept busy: while keys are read their values are fetched, and then the next keys
+        // This keeps memory busy: reading keys prefetches the values, reading values the next keys.
         if (few && values && s + LINE <= slots) {
           ask_few(reinterpret_cast<const float*>(keys + s * width), deep, others, count, scale,
                   ahead.at(s), scores + s);
@@ -491,13 +492,13 @@ struct Kernel {
       soften_all(from, to, slots + more);
     });
     if (!weighing) return;
-    // what queries from .. to make of values that lie `place` behind the first one, which they add
-    // to what they made of those before
+    // Adds the weighted values of some slots, which begin `place` slots after `begin`, to the sums
+    // of queries from .. to.
     const auto weigh_some = [&](const S* values, int64_t slots, int64_t place, int64_t from,
                                 int64_t to, const S* next) {
       const float* rows = reinterpret_cast<const float*>(values);
       const Ahead<S> ahead(values, slots, width, distance, next);
-      int64_t lying = 0;  // slots whose values are read once, where they lie
+      int64_t lying = 0;  // slots whose values are read only once, unpacked
       if (PAIRS && MANY_REGISTERS && next && to - from <= WEIGHING && width % (SPAN * LANES) == 0)
         lying = slots / PACK * PACK;
       for (int64_t i = 0; lying && i < wide; i += SPAN * LANES)
@@ -514,7 +515,7 @@ struct Kernel {
       for (int64_t j = from; j < to; j += WEIGHING) {
         const int some = static_cast<int>(std::min<int64_t>(WEIGHING, to - j));
         const float* powers = scores + j * SEGMENT + (place + lying) / PACK;
-        if (j > from) next = nullptr;  // of the segment behind, once
+        if (j > from) next = nullptr;  // prefetch the next segment only once
         for (int64_t i = 0; i < wide;) {
           float* out = parts + j * size + 2 + i;
           const bool span = i + SPAN * LANES <= wide;
@@ -537,7 +538,7 @@ struct Kernel {
   }
 };
 
-// What `apply` makes of the kernels for keys and values of S on this CPU.
+// Calls `apply` with the kernel for keys and values of type S on this CPU.
 template <typename S, typename Apply>
 auto with_kernel(const Apply& apply) {
   if constexpr (PARTS<S> == 2)

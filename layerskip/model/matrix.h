@@ -1,4 +1,4 @@
-// A weight of a model, exact, as a file stores it, or rounded, and the products of a rounded one.
+// A model's weight (plain, stored as in a file, or rounded) and the products of a rounded one.
 
 #pragma once
 
@@ -23,20 +23,20 @@ namespace {
 using at::Tensor;
 
 struct Matrix {
-  Tensor weight;  // (rows, columns), or (E, rows, columns); bytes of a stored or rounded one
+  Tensor weight;  // (rows, columns), or (E, rows, columns); bytes if stored or rounded
   std::optional<Tensor> bias;
-  int bits = 0;  // of a rounded one
-  int64_t packed_rows = 0, packed_columns = 0;  // of a stored or rounded one
-  std::optional<Tensor> scales;  // (rows,) of 8 bits
-  // what heals it, bfloat16: (rank, columns), and by blocks of rows (blocks, rank, BLOCK), which
-  // are read from end to end
+  int bits = 0;  // of a rounded weight; else 0
+  int64_t packed_rows = 0, packed_columns = 0;  // of a stored or rounded weight
+  std::optional<Tensor> scales;  // (rows,) for 8 bits
+  // The delta that heals rounding errors, in bfloat16: inner (rank, columns), and outer in blocks
+  // of rows (blocks, rank, BLOCK), each read from start to end.
   std::optional<Tensor> inner, outer;
-  std::optional<stored::Layout> layout{};  // of a stored one
-  std::optional<Tensor> order{};           // (columns,) which input each of its columns takes, int32
+  std::optional<stored::Layout> layout{};  // of a stored weight
+  std::optional<Tensor> order{};           // (columns,) int32: which input each column multiplies
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
   bool plain() const { return !bits && !layout; }
-  // of several experts those of all
+  // Of a weight with several experts, the rows of all.
   int64_t rows() const { return plain() ? weight.numel() / weight.size(-1) : packed_rows; }
   int64_t columns() const { return plain() ? weight.size(-1) : packed_columns; }
   int64_t row_bytes() const {
@@ -55,8 +55,8 @@ const S* numbers(const std::optional<Tensor>& tensor) {
   return tensor ? numbers<S>(*tensor) : nullptr;
 }
 
-// A ValueError in Python. It must come before the threads do: one that leaves a team of them ends
-// the process.
+// Raises a ValueError in Python. It must be called before threads start, because an exception that
+// leaves a team of threads ends the process.
 template <typename... Words>
 void require(bool holds, const Words&... words) {
   if (!holds) throw std::invalid_argument(c10::str(words...));
@@ -72,8 +72,8 @@ void check(const Tensor& tensor, at::IntArrayRef shape, const char* name) {
           tensor.device(), "; open the model again");
 }
 
-// A matrix of numbers that `rounded.py` has packed, and a delta, the product of outer and inner,
-// which is added to what the matrix gives.
+// A matrix that `rounded.py` has packed, optionally with a delta: the product of outer and inner is
+// added to the result of the matrix.
 Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional<Tensor> bias,
                       int bits, int64_t rows, int64_t columns, std::optional<Tensor> inner,
                       std::optional<Tensor> outer) {
@@ -92,7 +92,7 @@ Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional
   return {packed, bias, bits, rows, columns, scales, inner, outer};
 }
 
-// A matrix as a file stores it.
+// A matrix in the bytes of its file.
 Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::string& format,
                      int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order) {
   const stored::Layout layout = stored::layout_of(format, columns, group);
@@ -110,7 +110,7 @@ Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::strin
   return made;
 }
 
-// Unpacks the rows of a stored matrix for `take(row, numbers)`, by several threads.
+// Calls `take(row, numbers)` with each unpacked row of a stored matrix, from several threads.
 template <typename Take>
 void each_row(const Matrix& matrix, const Take& take) {
   require(matrix.layout.has_value(), "only a stored weight is unpacked");
@@ -125,7 +125,7 @@ void each_row(const Matrix& matrix, const Take& take) {
   });
 }
 
-// The numbers of a stored matrix, (rows, columns) in float32, columns as inputs come.
+// A stored matrix unpacked to float32 (rows, columns), its columns in the order of the inputs.
 Tensor unpacked(const Matrix& matrix) {
   const int64_t columns = matrix.columns();
   const Tensor out = at::empty({matrix.rows(), columns}, at::kFloat);
@@ -137,18 +137,18 @@ Tensor unpacked(const Matrix& matrix) {
   return out;
 }
 
-// Whether all of them are finite.
+// Whether all numbers of a stored matrix are finite.
 bool all_finite(const Matrix& matrix) {
   std::atomic<bool> whole{true};
   each_row(matrix, [&](int64_t, const std::vector<float>& numbers) {
-    float total = 0;  // NaN as soon as one is not finite
+    float total = 0;  // NaN if any number is not finite
     for (const float number : numbers) total += number * 0.0f;
     if (total != 0.0f) whole = false;
   });
   return whole;
 }
 
-// What a delta's inner part makes of inputs (n, columns): (n, rank).
+// The inputs (n, columns) multiplied by a delta's inner part, (n, rank).
 inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* out) {
   const int64_t rank = matrix.rank(), columns = matrix.columns();
   const BFloat16* inner = numbers<BFloat16>(matrix.inner);
@@ -168,9 +168,9 @@ inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* 
     }
 }
 
-// Some rows of the product with a rounded matrix, counted from its row `begin` on, of inputs that
-// were rounded for it; `weight` is where they lie, `small` what `shrink` has made of them, and `then`
-// what is read after them.
+// Some rows of a rounded matrix times rounded inputs. Rows count from the matrix's row `begin`;
+// `weight` points to the first of `mine`, `small` is from `shrink`, and `then` is what is read
+// next.
 template <typename S, typename O>
 void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
                      void* inputs, const float* small, int64_t tokens, const uint8_t* then, O* out,
@@ -182,7 +182,7 @@ void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint
   const auto write = [&](int64_t t, int64_t row, const float* sums) {
     const int64_t here = std::min(integers::BLOCK, mine.last - row);
     float healed[integers::BLOCK] = {};
-    const BFloat16* block = outer + (begin + row) * rank;  // rows begin with a block of BLOCK
+    const BFloat16* block = outer + (begin + row) * rank;  // begin is a multiple of BLOCK
     for (int64_t i = 0; rank && i < integers::BLOCK; i += LANES) {
       Vec added(0.0f);
       for (int64_t k = 0; k < rank; ++k)
@@ -201,8 +201,8 @@ void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint
                     then, write);
 }
 
-// Products of inputs (..., columns) with a rounded matrix, (..., rows), in the numbers that a pass
-// has: for passes too wide for one call, and for what is no part of one.
+// The product of a rounded matrix and inputs (..., columns), as (..., rows), with exactly the
+// arithmetic of a pass. Used where inputs are too many for one pass, or no part of one.
 template <typename S>
 Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
   const int64_t rows = matrix.rows(), columns = matrix.columns(), tokens = given.numel() / columns;
@@ -217,7 +217,7 @@ Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
   shrink(matrix, numbers<float>(x), tokens, small.data());
   const uint8_t* base = numbers<uint8_t>(matrix.weight);
   const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
-  // a second thread is worth waiting for where each has products of 2^20 numbers to take
+  // A second thread pays off if each thread multiplies 2^20 pairs of numbers.
   const int64_t grain = 1 + (1 << 20) / (integers::BLOCK * columns * std::max<int64_t>(1, tokens));
   at::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
     const Range mine{first * integers::BLOCK, std::min(rows, last * integers::BLOCK)};

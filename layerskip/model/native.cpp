@@ -1,4 +1,4 @@
-// What Python sees of the native passes.
+// The Python bindings of native passes.
 
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -16,8 +16,8 @@
 
 namespace {
 
-// Lets torch's own functions take so many threads where this thread calls them, and no other does;
-// how many it was before.
+// Sets how many threads torch's own functions use when this thread calls them; calls from other
+// threads keep theirs. Returns the previous number.
 int64_t limit_threads(int64_t count) {
   const int64_t before = at::get_num_threads();
 #ifdef _OPENMP
@@ -27,7 +27,7 @@ int64_t limit_threads(int64_t count) {
 }
 
 struct Plan {
-  std::deque<Sublayer> sublayers;  // another thread may add a head while a pass reads the others
+  std::deque<Sublayer> sublayers;  // another thread may add a head while a pass reads them
 
   int64_t add(Sublayer sublayer) {
     constexpr int64_t MOST = attention::SEGMENT;
@@ -69,7 +69,7 @@ struct Plan {
 
 namespace py = pybind11;
 
-// Sets fields to the keyword arguments of their names, those that are given.
+// Sets struct fields from keyword arguments of the same names and counts those it used.
 class Fields {
  public:
   explicit Fields(const py::kwargs& given) : given_(given) {}

@@ -1,4 +1,4 @@
-// Moves weights to huge pages, where they lie.
+// Moves weights onto huge pages in place.
 
 #pragma once
 
@@ -17,13 +17,13 @@
 
 namespace {
 
-// Of the huge pages that lie mostly below some tensors, how many the system has made. It may refuse
-// them all, for files or by its settings.
+// Asks the system for huge pages wherever these tensors cover at least half of one. Returns how
+// many it made: it may refuse all, for mapped files or by its settings.
 inline int64_t move_to_huge_pages(const std::vector<at::Tensor>& tensors) {
   int64_t made = 0;
 #ifdef __linux__
   constexpr uintptr_t PAGE = 2 << 20;
-  std::map<uintptr_t, uintptr_t> covered;  // bytes by page
+  std::map<uintptr_t, uintptr_t> covered;  // covered bytes of each page
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.device().is_cpu() || !tensor.is_contiguous()) continue;
     const auto first = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());

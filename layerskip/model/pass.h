@@ -1,12 +1,14 @@
 // A forward pass over sublayers in one call, on a CPU.
 //
-// The arithmetic of the library's modules, in its order, with float32 sums; in bfloat16 models
-// numbers are rounded where the library rounds them. One team of threads (torch's own) carries a
-// pass: rows of a product are split over it, what is small every thread computes for itself (of many
-// tokens a share), and between products the team waits for its last thread.
+// The arithmetic is that of the library's modules, in the same order, with float32 sums. In
+// bfloat16 models, numbers are rounded where the library rounds them. One team of threads (torch's
+// own) runs a pass. Each thread computes its share of the rows of a product. Small work is repeated
+// by every thread, or divided by tokens if there are many. Between products, the team waits for its
+// last thread.
+//
 // Letters: B rows, T tokens of each, n = B T, H hidden width, N heads, K key-value heads, D head
-// width, R rotary width, S slots of the cache, I width of the MLP, L layers, P width of a layer's own
-// inputs, E experts, V vocabulary.
+// width, R rotary width, S slots of the cache, I width of the MLP, L layers, P width of a layer's
+// own inputs, E experts, V vocabulary.
 
 #pragma once
 
@@ -50,7 +52,7 @@ class Pass : Given {
         deep_ = std::max(deep_, mixture.inner());
       }
       if (each->kind == Kind::mlp && each->inputs.size() == 1) {
-        // gate and up lie one behind the other
+        // the rows of gate are followed by those of up
         pieces_.push_back({&each->inputs[0], 0, outputs / 2, Phase::gates});
         pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2, Phase::gates});
       } else {
@@ -99,14 +101,13 @@ class Pass : Given {
         parts = std::max(parts, lines(here.shared_room()));
         attending = std::max(attending, lines(here.own_room()));
       }
-    // of all threads: the wide products of all tokens, what attention gives, a sublayer's output
-    // and the parts of attention
+    // Of all threads: two buffers for wide products, a sublayer's output, and attention's parts.
     const int64_t shared = lines(tokens_ * wide_) * 2 + lines(tokens_ * width_) + parts;
-    // of each thread, or of all that divide the tokens
+    // One for each thread, or one for all threads if they divide the tokens.
     const int64_t states = (top_ ? 3 : 2) * lines(tokens_ * width_) +
                            lines(tokens_ * packed_width(deep_));
     const int64_t needed = shared + (divided_ ? 1 : threads) * states + threads * attending;
-    // kept by the calling thread from pass to pass: fresh memory costs a page fault every 4 KiB
+    // Kept by the calling thread between passes, because fresh memory costs a page fault per 4 KiB.
     static thread_local Tensor kept;
     Tensor room = kept;
     if (!room.defined() || room.numel() < needed) room = at::empty({needed}, at::kFloat);
@@ -124,7 +125,7 @@ class Pass : Given {
       Worker me{number, of, meeting, hidden, normed, own_attending, packed, gathered};
       me.tokens = mine(me, tokens_);
       work(me);
-      me.meet();  // here, and not at the end of OpenMP's team, where threads spin
+      me.meet();  // wait here, because threads spin at the end of an OpenMP region
     };
 #ifdef _OPENMP
     if (threads > 1) {
@@ -140,7 +141,7 @@ class Pass : Given {
   }
 
  private:
-  // Rows of a matrix that one product takes.
+  // The rows of a matrix that one product uses.
   struct Piece {
     const Matrix* matrix;
     int64_t first, rows;
@@ -150,21 +151,21 @@ class Pass : Given {
   struct Worker {
     int number, of;
     Meeting& meeting;
-    // every thread's own, or all threads', where they divide the tokens
+    // Each thread's own, or shared by all threads if they divide the tokens.
     float *hidden, *normed;  // (n, H) each
     float* attending;        // room for attention, always its own
     float* packed;           // inputs of a product
     float* gathered;         // (n, H) inputs of an expert
-    Range tokens{0, 0};      // that it norms, packs and adds to
-    const float* taken = nullptr;  // the same as they were
-    const Matrix* taken_for = nullptr;
-    std::vector<float> small;      // what a delta's inner part makes of them
-    size_t done = 0;         // products
-    std::vector<int64_t> pairs;    // of a token and an expert: places in both, by expert
+    Range tokens{0, 0};      // which this thread norms, packs and adds to
+    const float* taken = nullptr;  // the inputs in float32, before packing
+    const Matrix* taken_for = nullptr;  // the matrix they were packed for
+    std::vector<float> small;      // what a delta's inner part makes of the inputs
+    size_t done = 0;         // products finished so far
+    std::vector<int64_t> pairs;    // token-expert pairs, sorted by expert
     std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
     Stamps stamps{};
 
-    const uint8_t *soon = nullptr, *until = nullptr;  // of the next product: not yet fetched
+    const uint8_t *soon = nullptr, *until = nullptr;  // next weights not yet fetched
 
     void meet() {
       const Phase before = stamps.enter(Phase::waiting);
@@ -176,17 +177,17 @@ class Pass : Given {
     Range share(int64_t rows) const { return ::share(rows, number, of); }
   };
 
-  static constexpr int64_t MOST_KEPT = 4 << 20;  // numbers of room between passes
-  // From so many tokens on threads divide what they do to each one, and meet once more for every
-  // product; of fewer tokens every thread does all of it for itself.
+  static constexpr int64_t MOST_KEPT = 4 << 20;  // floats of memory kept between passes
+  // From this many tokens on, the threads divide the work on single tokens, and meet once more per
+  // product. With fewer tokens, each thread does all of this work itself.
   static constexpr int64_t DIVIDED = 24;
-  // Who waits for others fetches what it reads next, up to so many bytes: they stay in its cache.
+  // The most bytes of its next weights that a waiting thread prefetches; its cache must hold them.
   static constexpr int64_t FETCHED = 256 << 10;
   static int64_t lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 
   int team() const {
     if (at::in_parallel_region()) return 1;
-    // below that waiting for each other costs more than it saves
+    // Below 2^18 bytes of weights times tokens, waiting for each other costs more than it saves.
     int64_t bytes = 0;
     for (const Piece& piece : pieces_) bytes += piece.rows * piece.matrix->row_bytes();
     for (const Sublayer* each : sublayers_)
@@ -196,29 +197,28 @@ class Pass : Given {
     return bytes * tokens_ < (1 << 18) ? 1 : crew.threads(at::get_num_threads());
   }
 
-  // Where a worker's rows of a product begin.
+  // The first of a thread's rows in a product.
   const uint8_t* begins(const Worker& me, const Piece& piece) const {
     const Matrix& matrix = *piece.matrix;
     const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
     return weight + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
   }
 
-  // The tokens of so many that a worker norms and packs.
+  // The tokens that a thread norms and packs, of `tokens`.
   Range mine(const Worker& me, int64_t tokens) const {
     if (!divided_) return {0, tokens};
     return {tokens * me.number / me.of, tokens * (me.number + 1) / me.of};
   }
 
-  // Where threads divide the tokens: what each has made of its own is there for all.
+  // If threads divide the tokens, wait until the tokens of all threads are ready.
   void meet_divided(Worker& me) const {
     if (divided_) me.meet();
   }
 
-  // Make x (n, columns) the inputs of the products that are next in `pieces_`; a worker's own tokens
-  // are there.
+  // Pack x (n, columns) as inputs of the next products. The thread's own tokens must be ready.
   void take(Worker& me, const float* x) const { take(me, *pieces_[me.done].matrix, x, tokens_); }
 
-  // Make x (tokens, columns) the inputs of products with a matrix.
+  // Pack x (tokens, columns) as inputs of products with a matrix.
   void take(Worker& me, const Matrix& matrix, const float* x, int64_t tokens) const {
     me.stamps.enter(Phase::packing);
     me.taken = x, me.taken_for = &matrix;
@@ -235,13 +235,13 @@ class Pass : Given {
     meet_divided(me);
   }
 
-  // The worker's rows of the product that is next, with the inputs taken last, which are packed
-  // again if its matrix reads them in another way.
+  // The thread's rows of the next product, with the inputs that were packed last. They are packed
+  // again if this matrix needs them in another form.
   template <typename O>
   void multiply(Worker& me, O* out, int64_t stride) const {
     const Piece& piece = pieces_[me.done++];
     if (!Given::alike<S>(*piece.matrix, *me.taken_for)) {
-      meet_divided(me);  // all have read them
+      meet_divided(me);  // until all threads have read the packed inputs
       take(me, *piece.matrix, me.taken, tokens_);
     }
     const uint8_t* then = upcoming(me, piece);
@@ -252,14 +252,14 @@ class Pass : Given {
     me.soon = then + AHEAD, me.until = then + std::min(bytes, FETCHED);
   }
 
-  // What is read behind a piece, if nothing but `pieces_` is.
+  // What is read after a piece if only `pieces_` are read.
   const uint8_t* upcoming(const Worker& me, const Piece& piece) const {
     if (me.done < pieces_.size()) return begins(me, pieces_[me.done]);
     const Range mine = me.share(piece.rows);
     return begins(me, piece) + (mine.last - mine.first) * piece.matrix->row_bytes();
   }
 
-  // The worker's rows of a product; `then` is what is read after them.
+  // The thread's rows of a product. `then` points to what is read afterwards.
   template <typename O>
   void multiply(Worker& me, const Piece& piece, const uint8_t* then, int64_t tokens, O* out,
                 int64_t stride) const {
@@ -321,14 +321,14 @@ class Pass : Given {
     for (int64_t i = numbers.first; i < numbers.last; ++i) out[i] = static_cast<S>(hidden[i]);
   }
 
-  // The norms of the worker's tokens, (n, H).
+  // The norms of the thread's tokens, (n, H).
   void norm_all(Worker& me, const Norm& norm, const float* x, float* out) const {
     me.stamps.enter(Phase::norm);
     for (int64_t t = me.tokens.first; t < me.tokens.last; ++t)
       normalise<S>(norm, x + t * width_, width_, out + t * width_);
   }
 
-  // All of what the product that is next makes of x: `result_`.
+  // All rows of the next product, with inputs x, in `result_`.
   void finish_product(Worker& me, const float* x) const {
     me.meet();
     take(me, x);
@@ -336,7 +336,7 @@ class Pass : Given {
     me.meet();
   }
 
-  // Add to the hidden states what the product that is next makes of x.
+  // Add the next product, with inputs x, to the hidden states.
   void add(Worker& me, const float* x, const std::optional<Norm>& after, double times) const {
     finish_product(me, x);
     add_result(me, result_, after, times);
@@ -357,7 +357,6 @@ class Pass : Given {
   void run_experts(Worker& me, const Mixture& mixture, const float* x) const;
   void mix(Worker& me, const Sublayer& layer, const float* x);
 
-  // A layer's tail.
   void finish(Worker& me, const Tail& tail) const {
     if (tail.gate) {
       const int64_t layers = layer_inputs_->size(2), inner = layer_inputs_->size(3);
@@ -377,8 +376,7 @@ class Pass : Given {
     }
   }
 
-  // The inputs of all layers: a projection of what tokens are embedded as, and what each token has
-  // for itself.
+  // The inputs of all layers: a projection of the embedded tokens, plus what each token has itself.
   void combine(Worker& me, const Sublayer& layer, const float* x) const {
     const int64_t layers = layer_inputs_->size(2), inner = layer_inputs_->size(3);
     take(me, x);
@@ -439,7 +437,7 @@ class Pass : Given {
                   mine.last - mine.first);
   }
 
-  // Rotate a query or key at a place.
+  // Rotate a query or key to its position.
   static void turn(const Angles& angles, int64_t place, float* x) {
     const int64_t rotary = angles.cos.size(2), at = place * rotary;
     if (angles.cos.scalar_type() == at::kFloat)
@@ -474,7 +472,7 @@ class Pass : Given {
     S* value_slots = static_cast<S*>(values.data_ptr());  // (B, K, S, D)
     const int64_t slots = keys.size(2), *bases = cache_.bases_of(number);
     const Angles& angles = angles_[layer.angles];
-    const int64_t turned = heads + (layer.writes() ? kv : 0);  // heads that rotate
+    const int64_t turned = heads + (layer.writes() ? kv : 0);  // heads to rotate
     const bool alike = layer.alike();
     for (int64_t unit = me.number; unit < tokens_ * turned; unit += me.of) {
       const int64_t token = unit / turned, head = unit % turned;
@@ -506,13 +504,13 @@ class Pass : Given {
     attention.run(me.number, me.of, me.attending, [&] { me.meet(); });
   }
 
-  std::vector<Piece> pieces_;  // products of the pass, in order
+  std::vector<Piece> pieces_;  // the products of the pass, in order
   Tensor out_;
-  bool divided_ = false;          // threads divide the tokens
-  int64_t top_ = 0;               // the most experts of a token
+  bool divided_ = false;          // whether threads divide the tokens
+  int64_t top_ = 0;               // the most experts per token
   std::vector<int64_t> chosen_;   // (n, top) experts
   std::vector<float> weights_;    // (n, top)
-  int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product but the head's
+  int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product except the head's
   float* parts_ = nullptr;        // of attention
   float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each
   float* result_ = nullptr;       // (n, H)

@@ -1,4 +1,4 @@
-// What a pass computes number by number, or along one token: norms, rotation, activations.
+// Elementwise operations of a pass, and those along one token: norms, rotation, activations.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace {
 
-// Each number as S rounds it.
+// Each number rounded to S.
 template <typename S>
 inline Vec rounded(const Vec& x) {
   if constexpr (std::is_same_v<S, float>) {
@@ -22,7 +22,7 @@ inline Vec rounded(const Vec& x) {
   }
 }
 
-// out = function(from...), vector by vector; out may be one of them.
+// out = function(from...), vector by vector; out may be one of the inputs.
 template <typename Function, typename... From>
 inline void map(int64_t count, float* out, const Function& function, const From*... from) {
   int64_t i = 0;
@@ -31,7 +31,7 @@ inline void map(int64_t count, float* out, const Function& function, const From*
     function(widened(from + i, rest)...).store(out + i, static_cast<int>(rest));
 }
 
-// out = norm(x), of one token or head of some width; may be x itself
+// out = norm(x), for one token or one head; out may be x.
 template <typename S>
 void normalise(const Norm& norm, const float* x, int64_t width, float* out) {
   Vec squares[2] = {Vec(0.0f), Vec(0.0f)};
@@ -55,8 +55,7 @@ void normalise(const Norm& norm, const float* x, int64_t width, float* out) {
     map(width, out, [&](Vec x, Vec w) { return rounded<S>(rounded<S>(x * by) * w); }, x, weight);
 }
 
-// Rotate one head in place; the angles of its place are (R,) each. Angles of float32 are products of
-// float32, too.
+// Rotate one head in place by the angles of its position, (R,) each. Products are rounded to A.
 template <typename S, typename A>
 void rotate(float* x, const A* cos, const A* sin, int64_t rotary) {
   const int64_t half = rotary / 2;

@@ -1,4 +1,4 @@
-// Products of plain weights with few tokens, and numbers of a model's dtype.
+// Products of plain weights with few tokens, and conversions of a model's dtype.
 
 #pragma once
 
@@ -17,10 +17,10 @@ namespace {
 using at::BFloat16;
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t LANES = Vec::size();
-constexpr bool MANY_REGISTERS = LANES >= 16;  // 32 vectors, not 16
+constexpr bool MANY_REGISTERS = LANES >= 16;  // 32 vector registers rather than 16
 
 // ---------------------------------------------------------------------------------------------
-// Numbers of a model's dtype S, computed with as float32.
+// Numbers of a model's dtype S; arithmetic is in float32.
 
 template <typename S>
 inline Vec widened(const S* from) {
@@ -51,25 +51,24 @@ inline float sum(const Vec& x) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Products of a weight with few tokens: it is read from memory once for all of them.
+// Products of a weight with few tokens: the weight is read from memory once for all of them.
 //
-// A tile is some rows of the weight with some tokens, its sums in registers; more tokens come in
-// steps, for which a group of rows stays in the second cache. Columns are cut so that the inputs of
-// a step stay in the nearest cache, and inputs are packed in the order of their use. What comes
-// later is fetched into the second cache: into the first, it would take the few slots that wait for
-// memory from the loads themselves. One step fetches what lies AHEAD bytes on; several steps share
-// the fetching of the next group, so that memory is never idle.
+// A tile multiplies some rows of the weight with some tokens and keeps its sums in registers. More
+// tokens are processed in steps, for which a group of rows stays in the L2 cache. The columns are
+// cut so that the inputs of a step stay in the L1 cache, and the inputs are packed in the order of
+// their use. Prefetches go to the L2 cache, because the L1 cache has only few slots for outstanding
+// misses, which the loads need themselves. A single step prefetches AHEAD bytes ahead. Several
+// steps share the prefetches of the next group, so that memory is never idle.
 
-constexpr int64_t NEAR = 24 << 10;   // bytes of inputs in a cut
+constexpr int64_t NEAR = 24 << 10;   // bytes of a cut's inputs
 constexpr int64_t AHEAD = 16 << 10;  // bytes of weights between a load and its prefetch
-constexpr int64_t GROUP = 240;       // rows whose sums are kept aside
-constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further tokens
-// Bytes of a row, at most, that is fetched in the order of memory: what a CPU fetches by itself
-// behind each of some short rows is soon beyond its end. Wide vectors were not timed so.
+constexpr int64_t GROUP = 240;       // the most rows whose sums are kept
+constexpr int64_t KEPT = 256 << 10;  // bytes of weights that stay in a cache for further steps
+// Rows of at most so many bytes are prefetched in the order of memory: the hardware prefetcher runs
+// past the end of short rows. For wide vectors this has not been timed.
 constexpr int64_t SHORT = MANY_REGISTERS ? 0 : 2 << 10;
 
-// Fetch a line into the second cache. Beside `__builtin_prefetch` GCC keeps the sums of some loops in
-// memory.
+// Prefetch a line into L2. With `__builtin_prefetch`, GCC spills the sums of some loops to memory.
 inline void fetch_line(const void* from) {
 #if defined(__x86_64__)
   asm volatile("prefetcht1 (%0)" : : "r"(from));
@@ -78,7 +77,7 @@ inline void fetch_line(const void* from) {
 #endif
 }
 
-// A vector that is loaded once: compilers fold loads into every use, which costs as many loads.
+// A vector that is loaded once. Compilers would otherwise repeat the load for every use.
 inline Vec held(Vec x) {
 #if defined(CPU_CAPABILITY_AVX512) && defined(__GNUC__)
   __m512 value = x;
@@ -91,8 +90,8 @@ inline Vec held(Vec x) {
 
 constexpr int power_above(int count) { return count <= 1 ? 1 : 2 * power_above((count + 1) / 2); }
 
-// The sums of COUNT vectors each: two vectors become one that holds sums of both by turns, and so
-// on, for a fraction of what COUNT single sums take.
+// The sums of COUNT vectors. Two vectors are folded into one that alternates partial sums of both,
+// and so on, which costs a fraction of COUNT single sums.
 template <int COUNT>
 inline void sums_of(const Vec* x, float* out) {
   constexpr int MAX = static_cast<int>(LANES), HERE = std::min(COUNT, MAX);
@@ -109,7 +108,7 @@ inline void sums_of(const Vec* x, float* out) {
     }
   float lanes[LANES];
   some[0].store(lanes);
-  // as further vectors would have been added to: a sum is the same whatever stands beside it
+  // the order in which more vectors would be folded: no sum depends on its neighbours
 #pragma GCC unroll 4
   for (int64_t half = LANES / 2; half >= PADDED; half /= 2)
 #pragma GCC unroll 8
@@ -118,8 +117,8 @@ inline void sums_of(const Vec* x, float* out) {
   if constexpr (COUNT > HERE) sums_of<COUNT - HERE>(x + HERE, out + HERE);
 }
 
-// Weights of one step are PARTS vectors: of bfloat16, two lie in what is loaded, those of the even
-// columns and those of the odd ones, which a shift and a mask set apart.
+// Weights are split into PARTS float32 vectors. A loaded vector of bfloat16 holds two: a shift
+// extracts the even columns and a mask the odd ones.
 template <typename S>
 constexpr int PARTS = std::is_same_v<S, float> ? 1 : 2;
 
@@ -132,13 +131,13 @@ inline Vec part(const BFloat16* from, int odd) {
                                   : both << Ints(16));
 }
 
-// Some CPUs multiply bfloat16 in pairs and add both products to a float32 sum: then the weight is
-// used as it lies, and inputs, which a model has rounded anyway, are packed as bfloat16.
+// Some CPUs multiply pairs of bfloat16 and add both products to a float32 sum. There the weight is
+// used as it is, and the inputs, which the model has rounded anyway, are packed as bfloat16.
 #if defined(CPU_CAPABILITY_AVX512) && defined(__GNUC__)
 inline bool has_pairs() { return __builtin_cpu_supports("avx512bf16"); }
 inline Vec add_pairs(Vec sums, Vec a, Vec b) {
   __m512 out = sums;
-  // no intrinsic: that would take a file of its own, compiled for machines that have it
+  // inline assembly, because the intrinsic would need a file compiled for CPUs that have it
   asm("vdpbf16ps %2, %1, %0" : "+v"(out) : "v"(__m512(a)), "v"(__m512(b)));
   return Vec(out);
 }
@@ -153,16 +152,16 @@ inline void store_rounded_pairs(Vec, BFloat16*) {}
 inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
 #endif
 
-// Weights that are fetched meanwhile: after every so many vectors a line for each row of a tile.
-// These lines are `apart` numbers from each other, and `on` numbers from the next ones.
+// Weights to prefetch: after `every` vectors, one line for each row of a tile. These lines are
+// `apart` numbers from each other and `on` numbers from the next ones.
 template <typename S>
 struct Fetch {
   const S* at;
   int64_t every, apart, on;
 };
 
-// Products of a tile with `span` columns are added to its sums. Inputs x lie vector by vector, in
-// each those of all tokens.
+// Adds the products of a tile over `span` columns to its sums. Inputs are ordered by columns, then
+// by tokens.
 template <typename S, bool PAIRS, int ROWS, int TOKENS>
 [[gnu::always_inline]] inline void accumulate(const S* weight, int64_t columns, int64_t span,
                                               const float* x, Fetch<S> fetch,
@@ -170,7 +169,7 @@ template <typename S, bool PAIRS, int ROWS, int TOKENS>
   constexpr int64_t STEP = PARTS<S> * LANES;
   const int64_t whole = span / STEP * STEP;
   S rest[ROWS][STEP];
-  if (whole < span)  // here, since a call behind the loop would move its sums to memory
+  if (whole < span)  // before the loop: a call after it would spill its sums
     for (int r = 0; r < ROWS; ++r) {
       std::fill_n(rest[r], STEP, S(0));
       std::copy_n(weight + r * columns + whole, span - whole, rest[r]);
@@ -206,7 +205,7 @@ template <typename S, bool PAIRS, int ROWS, int TOKENS>
   if (whole < span) step(rest[0], STEP);
 }
 
-// The sums of a tile over `span` columns are added to sums_out.
+// Adds the sums of a tile over `span` columns to sums_out.
 template <typename S, bool PAIRS, int ROWS, int TOKENS>
 inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, Fetch<S> fetch,
                  float* sums_out) {
@@ -224,8 +223,7 @@ inline void tile(const S* weight, int64_t columns, int64_t span, const float* x,
     for (int r = 0; r < ROWS; ++r) sums_out[t * GROUP + r] += totals[t * ROWS + r];
 }
 
-// Tokens of a step, at most, and rows of a tile: as many sums as there are registers for, beside
-// what they are made of.
+// The most tokens of a step, and the rows of a tile: as many sums as the registers hold.
 template <typename S>
 constexpr int MOST = MANY_REGISTERS ? 8 : PARTS<S> == 1 ? 4 : 6;
 
@@ -234,14 +232,15 @@ constexpr int ROWS_WITH = MANY_REGISTERS   ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 
                           : PARTS<S> == 1 ? (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : 3)
                                           : (TOKENS == 1 ? 8 : TOKENS == 2 ? 4 : 2);
 
-// Tokens in steps of `most` at most, as long as each other, or one longer.
+// Divides tokens into steps of at most `most`, whose lengths differ by at most one.
 struct Steps {
   int64_t tokens, most, count = (tokens + most - 1) / most;
   int64_t first(int64_t step) const { return tokens * step / count; }
   int64_t length(int64_t step) const { return first(step + 1) - first(step); }
 };
 
-// How columns are cut, however many tokens there are: sums are those of the cuts, one after another.
+// How columns are cut. Sums add their cuts in order, so cuts must not depend on how many tokens
+// there are.
 template <typename S>
 struct Cuts {
   int64_t columns, span, count;
@@ -250,19 +249,19 @@ struct Cuts {
   Cuts(int64_t columns, bool pairs) : columns(columns), pairs(pairs) {
     const int64_t most = NEAR / (pairs ? 2 : 4) / MOST<S>;
     const int64_t pieces = (columns + most - 1) / most;
-    const int64_t whole = columns % 256 ? 32 : 128;  // of blocks of a stored row whole steps
+    const int64_t whole = columns % 256 ? 32 : 128;  // whole steps of the blocks of stored rows
     span = ((columns + pieces - 1) / pieces + whole - 1) / whole * whole;
     count = (columns + span - 1) / span;
   }
-  // numbers that packed inputs of a token take: of a cut, of all
+  // The floats of a token's packed inputs: of one cut, and of all.
   int64_t room() const { return pairs ? span / 2 : span; }
   int64_t width() const { return room() * count; }
 };
 
-// Numbers that packed inputs of a token take, at most.
+// An upper bound of `width()`.
 inline int64_t packed_width(int64_t columns) { return columns + columns / 6 + 128; }
 
-// Inputs of a token in a cut, with zeros up to its span, a vector every `stride` numbers.
+// Packs a token's inputs of one cut, padded to its span with zeros, a vector every `stride` floats.
 template <typename S>
 inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float* to,
                  int64_t stride) {
@@ -292,9 +291,9 @@ inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float*
   }
 }
 
-// Make inputs x (tokens, columns) ready for products with weights of S, in `room`: those of tokens
-// begin to end, so that several threads can share the work. `order`: which of them each column of
-// the weights takes, if that is another; of float weights alone.
+// Packs inputs x (tokens, columns) into `room` for products with weights of S. Only tokens begin to
+// end are packed, so that threads can share the work. `order`, for float weights only, says which
+// input each column of the weight multiplies.
 template <typename S>
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end, const int32_t* order = nullptr) {
@@ -308,7 +307,7 @@ void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, i
       for (int64_t cut = 0; cut < cuts.count; ++cut) {
         const int64_t k = cut * cuts.span, count = std::min(cuts.span, columns - k);
         const float* from = x + t * columns + k;
-        float sorted[NEAR / 4 / MOST<S> + 32];  // of a cut
+        float sorted[NEAR / 4 / MOST<S> + 32];  // inputs of a cut
         if (order) {
           for (int64_t i = 0; i < count; ++i) sorted[i] = x[t * columns + order[k + i]];
           from = sorted;
@@ -319,7 +318,7 @@ void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, i
   }
 }
 
-// What a product gives for the sums of some rows: with their bias, in the model's dtype.
+// The outputs for the sums of some rows: bias added, and rounded to the model's dtype.
 template <typename S, typename O>
 inline void finish(const float* sums, const S* bias, int64_t count, O* out) {
   for (int64_t i = 0; i < count; ++i)
@@ -331,8 +330,8 @@ bool short_rows(int64_t columns) {
   return columns * static_cast<int64_t>(sizeof(S)) <= SHORT;
 }
 
-// Rows first to last, at most GROUP, with the TOKENS packed inputs of one of several steps; `then`
-// is what is read after them.
+// Rows first to last, at most GROUP, times the TOKENS packed inputs of one of several steps. `then`
+// points to what is read afterwards.
 template <typename S, bool PAIRS, typename O, int TOKENS, int ROWS = ROWS_WITH<S, TOKENS>>
 void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts<S>& cuts,
          const float* packed, O* out, int64_t out_stride, const S* then, int64_t step,
@@ -341,14 +340,14 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts
   constexpr int64_t VECTORS = std::max<int64_t>(1, 64 / (PARTS<S> * LANES * sizeof(S)));
   const int64_t columns = cuts.columns;
   const int64_t bytes = ROWS * cuts.span * static_cast<int64_t>(sizeof(S));
-  // rows; of several steps each fetches its part of the same rows of the next group
+  // In rows. Each of several steps prefetches its part of the same rows of the next group.
   const int64_t ahead = steps == 1 ? std::max<int64_t>(1, AHEAD / bytes) * ROWS : last - first;
   const bool in_order = steps == 1 && short_rows<S>(columns);
   alignas(64) float sums[TOKENS * GROUP] = {};
   for (int64_t cut = 0; cut < cuts.count; ++cut) {
     const int64_t k = cut * cuts.span, here = std::min(cuts.span, columns - k);
     const float* x = packed + cut * TOKENS * cuts.room();
-    // behind the last row of a cut come the first ones of the next cut, or what is read then
+    // After the last row of a cut come the first rows of the next cut, or what `then` points to.
     const S* next = steps > 1              ? then + k + here * step / steps
                     : cut + 1 < cuts.count ? weight + first * columns + k + cuts.span
                                            : then;
@@ -402,8 +401,8 @@ void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64
   }
 }
 
-// out = x weight^T + bias in rows first to last of the weight, of inputs that were packed; `then`
-// is what is read next.
+// out = x weight^T + bias for rows first to last of the weight, where x is packed. `then` points to
+// what is read afterwards.
 template <typename S, typename O>
 void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
              const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {

@@ -1,4 +1,4 @@
-// Where the time of passes goes, by phase: in builds with LAYERSKIP_STAMPS; else this costs nothing.
+// Times passes by phase in builds with LAYERSKIP_STAMPS. In other builds this costs nothing.
 
 #pragma once
 
@@ -20,7 +20,7 @@ enum class Phase {
   residual, head, other, waiting,
 };
 
-using Spent = std::map<std::string, std::pair<double, int64_t>>;  // seconds of threads, and bytes
+using Spent = std::map<std::string, std::pair<double, int64_t>>;  // seconds of threads, bytes read
 
 #ifdef LAYERSKIP_STAMPS
 
@@ -32,7 +32,7 @@ constexpr std::array NAMES{
 inline std::mutex stamps_lock;
 inline Spent spent;
 
-// Of one thread in one pass.
+// The clock of one thread in one pass.
 class Stamps {
  public:
   ~Stamps() {
@@ -44,7 +44,7 @@ class Stamps {
     }
   }
 
-  // Begin a phase, which reads so many bytes of weights; the one that it ends.
+  // Begin a phase that reads this many bytes of weights. Returns the phase that ends.
   Phase enter(Phase next, int64_t bytes = 0) {
     const auto now = std::chrono::steady_clock::now();
     times_[static_cast<size_t>(phase_)] += now - since_;
@@ -60,7 +60,7 @@ class Stamps {
   std::array<int64_t, NAMES.size()> bytes_{};
 };
 
-// What all passes have taken since the last call.
+// The totals of all passes since the last call.
 inline Spent taken_stamps() {
   const std::lock_guard<std::mutex> locked(stamps_lock);
   return std::exchange(spent, {});

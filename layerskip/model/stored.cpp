@@ -1,5 +1,4 @@
-// Products of stored weights, as `stored.h` promises; a file of its own, which compiles beside the
-// other ones.
+// Implements `stored.h`. A separate file, so that it compiles in parallel with the others.
 
 #include "stored.h"
 
@@ -15,15 +14,16 @@
 namespace stored {
 namespace {
 
-constexpr int64_t BLOCK = 24;      // rows: whole tiles, whatever a step's tokens
+constexpr int64_t BLOCK = 24;      // rows: whole tiles, for any number of tokens
 constexpr int64_t PIECE = 256;     // columns
 constexpr int64_t STEPS = 8;       // of tokens
-constexpr int64_t FUSED = 4;       // tokens, at most
-// Rows that are unpacked by turns, for so many tokens.
+constexpr int64_t FUSED = 4;       // the most tokens for which unpacking is fused with multiplying
+// Rows that are unpacked alternately.
 constexpr int together(int64_t tokens) { return MANY_REGISTERS || tokens <= 2 ? 4 : 2; }
 
-// `take(i, r, numbers)` is given the numbers of columns first to first + count of ROWS rows, LANES
-// from the i-th of them on, in the order of i; the same columns of the rows at `fetch` are fetched.
+// Unpacks columns first to first + count of ROWS rows. Calls `take(i, r, numbers)` with LANES
+// numbers of row r from the i-th on, in the order of i. Prefetches the same columns of the rows at
+// `fetch`.
 template <typename F, int ROWS, typename Take>
 [[gnu::always_inline]] inline void each_number(const Layout& layout, const uint8_t* row,
                                                int64_t first, int64_t count, const uint8_t* fetch,
@@ -66,8 +66,8 @@ void unpack(const Layout& layout, const uint8_t* row, int64_t first, int64_t cou
                     [&](int64_t i, int, const Vec& numbers) { numbers.store(out + i); });
 }
 
-// Products of some rows' columns first to first + count with inputs of TOKENS tokens are added to
-// sums, (tokens, ROWS) vectors, as `add_tile` adds those of unpacked rows.
+// Adds the products of some rows' columns first to first + count with the inputs of TOKENS tokens
+// to sums, (TOKENS, BLOCK) vectors, in the order in which `add_tile` adds those of unpacked rows.
 template <typename F, int ROWS, int TOKENS>
 void add_rows(const Layout& layout, const uint8_t* row, int64_t first, int64_t count,
               const uint8_t* fetch, const float* x, float* sums) {
@@ -95,7 +95,7 @@ struct Format {
   const char* name;
   int64_t bytes, numbers, pair;
   void (*unpack)(const Layout&, const uint8_t*, int64_t, int64_t, const uint8_t*, float*);
-  AddRows add[FUSED][2];  // by tokens, for one row and for those together
+  AddRows add[FUSED][2];  // by tokens; for one row, and for several together
 };
 
 template <typename F>
@@ -115,9 +115,9 @@ constexpr std::array FORMATS{
     format<G8<float>>("G8-F32"), format<G8<Half>>("G8-F16"), format<G8<BFloat16>>("G8-BF16"),
     format<F8<float>>("F8-F32"), format<F8<Half>>("F8-F16"), format<F8<BFloat16>>("F8-BF16")};
 
-// The sums of a block of rows with some steps of tokens are kept vector by vector until the
-// end of a cut, where plain products sum them up, too. For more than FUSED tokens the block is
-// unpacked piece by piece, once for all of them; for fewer a number is used as it is unpacked.
+// The sums of a block of rows with some steps of tokens stay whole vectors until the end of a cut,
+// where plain products reduce theirs, too. For more than FUSED tokens, the block is unpacked piece
+// by piece, once for all of them. For fewer, a number is multiplied as soon as it is unpacked.
 
 template <int TILE, int TOKENS>
 inline void add_tile(const float* weight, int64_t columns, const float* x, float* sums) {
@@ -133,7 +133,7 @@ inline void add_tile(const float* weight, int64_t columns, const float* x, float
     for (int r = 0; r < TILE; ++r) some[t][r].store(sums + (t * BLOCK + r) * LANES);
 }
 
-// Products of some rows' piece with a step's inputs are added to sums, (tokens, BLOCK) vectors.
+// Adds the products of a piece of some rows with a step's inputs to sums, (TOKENS, BLOCK) vectors.
 template <int TOKENS>
 void add_piece(const float* weight, int64_t rows, int64_t columns, const float* x, float* sums) {
   constexpr int TILE = ROWS_WITH<float, TOKENS>;
@@ -147,7 +147,7 @@ void add_piece(const float* weight, int64_t rows, int64_t columns, const float* 
 
 using Add = void (*)(const float*, int64_t, int64_t, const float*, float*);
 
-// By the tokens of a step.
+// Indexed by the tokens of a step, less 1.
 template <int... TOKENS>
 constexpr std::array<Add, sizeof...(TOKENS)> adding(std::integer_sequence<int, TOKENS...>) {
   return {add_piece<TOKENS + 1>...};
@@ -171,7 +171,7 @@ Layout layout_of(const std::string& name, int64_t columns, int64_t group) {
   int shift = -1;
   for (int power = 5; power < 40; ++power)
     if (group == int64_t{1} << power) shift = power;
-  if (groups == 1) shift = 62;  // the only one
+  if (groups == 1) shift = 62;  // a single group
   return {static_cast<int>(found - FORMATS.begin()), columns, group, groups, shift,
           bytes + groups * format.pair};
 }
@@ -188,7 +188,7 @@ void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t
   const Steps steps{tokens, MOST<float>};
   const Cuts<float> cuts(columns, false);
   alignas(64) float piece[BLOCK * PIECE], sums[MOST_SUMS * LANES], totals[MOST_SUMS];
-  // what is fetched while a row is read: as far behind it as takes some time to read
+  // What to prefetch while a row is read: rows so far ahead that the prefetch has time to finish.
   const int64_t lead = tokens > FUSED ? BLOCK : (AHEAD / 16 / row_bytes + 1) * 4;
   const auto ahead = [&](int64_t row) {
     const int64_t later = row + lead;
@@ -202,7 +202,7 @@ void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t
       for (int64_t cut = 0; cut < cuts.count; ++cut) {
         const int64_t start = cut * cuts.span, here = std::min(cuts.span, columns - start);
         std::fill_n(sums, count * LANES, 0.0f);
-        const int64_t width = cut * cuts.room();  // of a token's inputs before
+        const int64_t width = cut * cuts.room();  // of a token's inputs in earlier cuts
         for (int64_t r = 0; tokens <= FUSED && r < rows;) {
           const int64_t some = r + together(tokens) <= rows ? together(tokens) : 1;
           format.add[tokens - 1][some > 1](layout, weight + (row + r - first) * row_bytes, start,

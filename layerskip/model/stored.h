@@ -1,9 +1,9 @@
-// Products of weights as files store them: few bits each, exactly the numbers that they mean.
+// Products of weights as files store them, in few bits each, without any further rounding.
 //
-// A row lies in blocks from end to end; `formats.h` says what the blocks of each format hold. A
-// piece of some rows is unpacked to float32 in the nearest cache, once for all tokens, and
-// multiplied from there as plain weights are (`products.h`), in their order: sums are those of the
-// unpacked weight in float32, bit by bit.
+// A row consists of consecutive blocks; `formats.h` describes the blocks of each format. A piece of
+// some rows is unpacked to float32 in the L1 cache, once for all tokens, and multiplied from there
+// like plain weights, in the same order (`products.h`). The sums equal, bit by bit, those of a
+// weight that was unpacked to float32 as a whole.
 
 #pragma once
 
@@ -14,27 +14,27 @@
 
 namespace stored {
 
-constexpr int64_t UNIT = 32;  // columns that are unpacked together; a row has whole units
+constexpr int64_t UNIT = 32;  // columns unpacked together; a row has whole units
 
 struct Layout {
-  int format;  // its number in `formats.h`
-  int64_t columns;
-  int64_t group, groups;  // columns that share a scale, where the format leaves that open; else 0
-  int shift;              // a group has 2^shift columns, if that is so; else -1
+  int format;  // index in the table of `stored.cpp`
+  int64_t columns;  // columns per scale, where files choose them; else 0
+  int64_t group, groups;  // columns per scale and their number, in formats where files choose; else 0
+  int shift;              // column >> shift is the number of the group; -1: divide
   int64_t row_bytes;
 };
 
-// A ValueError in Python where there is no such format, or no such rows in it.
+// Raises a ValueError in Python if there is no such format, or if it cannot hold such rows.
 Layout layout_of(const std::string& format, int64_t columns, int64_t group);
 
-// Columns first to first + count of a row, multiples of UNIT both.
+// Unpacks columns first to first + count of a row; both are multiples of UNIT.
 void unpack(const Layout& layout, const uint8_t* row, int64_t first, int64_t count, float* out);
 
 using Write = c10::function_ref<void(int64_t, int64_t, int64_t, const float*)>;
 
-// The sums of rows first to last, of which `weight` has the first one, with inputs that
-// `pack_inputs<float>` has packed; `write(t, row, count, sums)` takes those of a token and some
-// rows, and `then` is what is read next.
+// The sums of rows first to last with inputs packed by `pack_inputs<float>`. `weight` points to row
+// first. `write(t, row, count, sums)` is called with the sums of one token and some rows, and
+// `then` points to what is read afterwards.
 void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
              const float* inputs, int64_t tokens, const uint8_t* then, Write write);
 

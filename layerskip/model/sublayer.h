@@ -1,4 +1,4 @@
-// What a model is made of: sublayers, and what a pass through them reads and writes.
+// The sublayers that a model consists of, and what a pass through them reads and writes.
 
 #pragma once
 
@@ -23,29 +23,29 @@ struct Norm {
   Style style;
 };
 
-// What some layers do behind their MLP, whether it runs or not: they add what they make of their
-// own inputs, and multiply the whole stream.
+// What some layers do after their MLP, even if it is skipped: they add a projection of the layer's
+// own inputs and multiply the hidden states by a scalar.
 struct Tail {
   std::optional<Matrix> gate, projection;
   std::optional<Norm> norm;
   std::optional<Tensor> scalar;  // (1,)
-  int64_t layer = 0;             // whose inputs
+  int64_t layer = 0;             // whose inputs it reads
   bool gelu = false;
 };
 
-// Experts, of which every token takes those with the highest scores, beside a dense MLP or in its
-// place.
+// A mixture of experts, beside a dense MLP or in its place. Every token uses the `top` experts with
+// the highest scores.
 struct Mixture {
   Matrix router;                 // (E, H)
   std::optional<Norm> norm;      // before the router
-  std::optional<Tensor> scale;   // (H,) what the normed states are multiplied by, and then
-  double number = 1;             // by this
-  std::optional<Tensor> factors; // (E,) of the experts' weights
-  bool whole = true;             // weights of a token's experts add up to 1 before that
-  bool cast = false;             // they are rounded to the model's dtype
+  std::optional<Tensor> scale;   // (H,) multiplies the normed states, and
+  double number = 1;             // so does this
+  std::optional<Tensor> factors; // (E,) multiply the weights of the experts
+  bool whole = true;             // before that, scale a token's weights to add up to 1
+  bool cast = false;             // weights are rounded to the model's dtype
   Matrix expand, shrink;         // (E, 2 I, H) and (E, H, I)
-  std::optional<Norm> before, after, dense;  // around the experts, and behind the dense MLP
-  int64_t top = 0;               // experts of a token
+  std::optional<Norm> before, after, dense;  // around the experts, and after the dense MLP
+  int64_t top = 0;               // experts per token
   bool gelu = false;
 
   int64_t inner() const { return shrink.columns(); }
@@ -57,35 +57,35 @@ enum class Kind { attention, mlp, tail, head, layer_inputs };
 struct Sublayer {
   Kind kind;
   std::optional<Norm> before, after, q_norm, k_norm, v_norm;
-  std::vector<Matrix> inputs;  // q, k, v or all three; gate, up or both; else the only one
+  std::vector<Matrix> inputs;  // q, k, v or one of all; gate, up or one of both; else one
   std::optional<Matrix> output;
   std::optional<Tail> tail;
   std::optional<Mixture> mixture;
   int64_t heads = 0, kv_heads = 0, width = 0;
   int64_t window = 0;   // 0: full attention
-  int64_t sink = 0;     // first slots that are seen beside a window
-  int64_t angles = 0;   // which of the rotary tables
+  int64_t sink = 0;     // first slots that stay visible beside a window
+  int64_t angles = 0;   // index of its rotary table
   double scale = 1, softcap = 0;
-  double times = 1;     // what its output is multiplied by
-  double divisor = 1;   // of logits
-  bool eager = false;   // scores are rounded as the library's eager attention rounds them
+  double times = 1;     // factor on its output
+  double divisor = 1;   // the logits are divided by it
+  bool eager = false;   // round scores as the library's eager attention does
   bool gelu = false;
 
-  // of all inputs' products
+  // rows of all inputs together
   int64_t outputs() const {
     int64_t total = 0;
     for (const Matrix& matrix : inputs) total += matrix.rows();
     return total;
   }
-  // keys and values are its own, not those of another layer
+  // false if it reads the keys and values of another layer
   bool writes() const { return outputs() > heads * width; }
-  // values are made of what keys are made of
+  // values are made from the projection that keys are made from
   bool alike() const { return outputs() == (heads + kv_heads) * width; }
-  // of all queries, keys and values of a token
+  // numbers of a token's queries, keys and values
   int64_t projected() const { return (heads + (writes() ? 2 * kv_heads : 0)) * width; }
 };
 
-// The number of a word among some, as which an enum counts it.
+// The enum member whose position in `names` is that of the word.
 template <typename Enum, size_t N>
 Enum named(const std::array<const char*, N>& names, const std::string& word) {
   const auto found = std::find(names.begin(), names.end(), word);
@@ -102,13 +102,13 @@ struct Angles {
   Tensor cos, sin;  // (1, S, R)
 };
 
-// Where the tokens of a pass are in their rows. With branches they are the last ones of a tree of N
-// nodes: a node lies at the slot of the root plus its number, and its position is that of the root
-// plus its depth. Without, each token follows the one before it.
+// Where the tokens of a pass lie in their rows. Without branches, each token follows the one before
+// it. With branches, they are the last tokens of a tree of N nodes. A node's slot is that of the
+// root plus its number, and its position is that of the root plus its depth.
 struct Places {
-  std::vector<int64_t> starts;   // (B,) the slot of each row's first token
+  std::vector<int64_t> starts;   // (B,) slot of each row's first token
   int64_t count = 0;             // T
-  std::vector<int64_t> parents;  // (B, N) the node that each one follows, -1 for the root; or none
+  std::vector<int64_t> parents;  // (B, N) each node's parent, -1 for the root; or empty
   std::vector<int64_t> depths;   // (B, N)
   int64_t nodes = 0;             // N
 
@@ -128,13 +128,13 @@ struct Places {
   }
 
   int64_t rows() const { return static_cast<int64_t>(starts.size()); }
-  // The slot of a row's root; without branches, of its first token.
+  // The slot of a row's root, or of its first token without branches.
   int64_t root(int64_t row) const { return starts[row] - (nodes ? nodes - count : 0); }
   int64_t slot(int64_t row, int64_t token) const { return starts[row] + token; }
   int64_t position(int64_t row, int64_t token) const {
     return nodes ? root(row) + depths[(row + 1) * nodes - count + token] : starts[row] + token;
   }
-  // The positions behind the root that a token sees lie at these slots (depth + 1,).
+  // The slots of the positions from the root to a token, (depth + 1,).
   void path(int64_t row, int64_t token, int64_t* slots) const {
     const int64_t* up = parents.data() + row * nodes;
     for (int64_t node = nodes - count + token; node >= 0; node = up[node])
@@ -143,11 +143,11 @@ struct Places {
 };
 
 struct Cache {
-  std::vector<Tensor> keys, values;  // (B, K, S, D) of every attention of the pass, in order
+  std::vector<Tensor> keys, values;  // (B, K, S, D) for each attention of the pass, in order
   Places places;
-  std::vector<int64_t> bases;        // the first slot of each buffer's rows; none: all are 0
+  std::vector<int64_t> bases;        // (A, B) first slots of rows in A attentions; empty: all are 0
 
-  // The first slots of an attention's rows; none: all are 0.
+  // The first slot of each row in the buffer of an attention, or null if all are 0.
   const int64_t* bases_of(int64_t attention) const {
     return bases.empty() ? nullptr : bases.data() + attention * places.rows();
   }

@@ -1,4 +1,4 @@
-// The threads that carry a pass together, and how they wait for each other.
+// The threads that run a pass together, and how they wait for each other.
 
 #pragma once
 
@@ -21,19 +21,20 @@
 
 namespace {
 
-// Some hundred times a pass a team waits for its last thread, for microseconds; where another
-// process has that one's core, for a slice of the scheduler's, a hundred times as long. Who waits
-// for longer than PATIENCE sleeps: the system then moves the last thread to the core that is free.
-// A pass of which a good part was slept away makes the next few take one thread, which has no one
-// to wait for, and more of them where a team, tried again, does no better.
+// A team waits for its last thread some hundred times per pass, normally for microseconds. If
+// another process occupies that thread's core, the wait takes a scheduler time slice, which is a
+// hundred times longer. A thread that has waited longer than PATIENCE therefore sleeps, so that the
+// system can move the last thread to the freed core. After a pass that spent much of its time
+// asleep, the next few passes use one thread, which waits for nobody. If a team then does no
+// better, twice as many passes use one thread.
 
 using Clock = std::chrono::steady_clock;
-constexpr auto PATIENCE = std::chrono::microseconds(50);  // about what it costs to wake a thread
-constexpr int SPELL = 256;                                // passes that one thread takes, at most
+constexpr auto PATIENCE = std::chrono::microseconds(50);  // about the cost of waking a thread
+constexpr int SPELL = 256;                                // the most passes in a row that run on one thread
 
 class Crew {
  public:
-  // How many of so many threads the next pass takes.
+  // How many threads the next pass uses, of those wanted.
   int threads(int wanted) {
     if (!disturbed()) return wanted;
     alone_.fetch_sub(1, std::memory_order_relaxed);
@@ -42,7 +43,7 @@ class Crew {
 
   bool disturbed() const { return alone_.load(std::memory_order_relaxed) > 0; }
 
-  // What became of a pass that more than one thread took.
+  // Report how long a pass of several threads took, and how long its threads slept in all.
   void note(Clock::duration whole, Clock::duration slept) {
     const int spell = spell_.load(std::memory_order_relaxed);
     if (slept * 4 < whole) {
@@ -54,19 +55,19 @@ class Crew {
   }
 
  private:
-  std::atomic<int> alone_{0};  // passes left that one thread takes
-  std::atomic<int> spell_{1};  // half of how many it took last
+  std::atomic<int> alone_{0};  // passes left to run on one thread
+  std::atomic<int> spell_{1};  // half the number of such passes next time
 };
 
-inline Crew crew;  // of all passes of the process: they share its cores
+inline Crew crew;  // shared by all passes of the process, because they share its cores
 
 struct alignas(64) Meeting {
   std::atomic<int> waiting{0};
   alignas(64) std::atomic<int> round{0};
   std::atomic<int> sleepers{0};
-  std::atomic<Clock::rep> slept{0};  // by all threads
+  std::atomic<Clock::rep> slept{0};  // summed over all threads
 
-  // Until as many threads have come; `idle` is called again and again meanwhile.
+  // Wait until all threads have arrived, calling `idle` repeatedly meanwhile.
   template <typename Idle>
   void wait(int threads, const Idle& idle) {
     if (threads == 1) return;
@@ -110,7 +111,7 @@ struct Range {
   int64_t first, last;
 };
 
-// A thread's share of so many rows: whole cache lines of what is written.
+// One thread's share of the rows: whole cache lines of output, so that threads never share one.
 inline Range share(int64_t rows, int thread, int threads) {
   const int64_t lines = (rows + 15) / 16;
   return {std::min(rows, lines * thread / threads * 16),

@@ -1,4 +1,4 @@
-// What `tiles.h` promises.
+// Implements `tiles.h`.
 
 #include "tiles.h"
 
@@ -16,19 +16,19 @@ namespace {
 
 using c10::BFloat16;
 
-constexpr int64_t COLUMNS = 32;  // of a tile of a weight
+constexpr int64_t COLUMNS = 32;  // in a tile of a weight
 constexpr int64_t BLOCKS = 4;    // of rows that are read side by side
-constexpr int64_t KEPT = 512 << 10;  // bytes of a weight that stay in a cache for further tokens
+constexpr int64_t KEPT = 512 << 10;  // bytes of weights that stay in a cache for further steps
 
 constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Tokens in steps of MOST and a last one of the rest.
+// The length of a step. All steps but the last have MOST tokens.
 inline int64_t length(int64_t tokens, int64_t begin) { return std::min(MOST, tokens - begin); }
 
-// Weights that are fetched ahead of their use, from end to end, and after them what is read then.
+// Prefetches the weights from start to end, and then what is read afterwards.
 struct Ahead {
   const char *at, *end, *then;
-  int64_t left = 0;  // lines that may be fetched now
+  int64_t left = 0;  // lines that may still be prefetched
 
   void fetch(int64_t lines) {
     for (int64_t i = 0; i < std::min(lines, left); ++i, at += 64) {
@@ -47,7 +47,7 @@ Shapes shapes_of(int64_t tokens) {
   return out;
 }
 
-// 16 rows of a weight: whole tiles, and the columns behind them with zeros up to a tile.
+// 16 rows of a weight: the whole tiles, and the remaining columns padded with zeros to a tile.
 struct Block {
   const BFloat16* at;
   int64_t stride;  // bytes
@@ -55,7 +55,7 @@ struct Block {
   int64_t rest_stride;
 };
 
-// The sums of some blocks of rows with a step of tokens, (COUNT x ROWS, tokens) with rows of MOST.
+// The sums of COUNT blocks of rows for a step of tokens, (COUNT x ROWS, MOST).
 template <int COUNT>
 void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t tokens, Ahead& ahead,
              int64_t lines, float* sums) {
@@ -104,7 +104,7 @@ bool always() {
   return wanted && std::strcmp(wanted, "1") == 0;
 }
 
-// By steps of tokens and pairs of columns: a pair of each token of the step, and so on.
+// Ordered by steps of tokens, then by pairs of columns, then by the tokens of the step.
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end) {
   const int64_t width = up(columns, COLUMNS);
@@ -129,7 +129,7 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
   };
   Ahead ahead{address(std::min(last, first + most * ROWS)), address(last),
               reinterpret_cast<const char*>(then)};
-  static thread_local std::vector<BFloat16> padded;  // rows that are fewer than a tile has
+  static thread_local std::vector<BFloat16> padded;  // rows of an incomplete tile, with zeros
   alignas(64) BFloat16 rests[BLOCKS][ROWS * COLUMNS] = {};
   alignas(64) float sums[BLOCKS * ROWS * MOST], turned[MOST * BLOCKS * ROWS];
   int64_t configured = 0;

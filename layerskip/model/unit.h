@@ -1,7 +1,8 @@
-// The matrix unit that some CPUs have (AMX); with EMULATED_TILES the tests' own, in plain C++.
+// The matrix unit of some CPUs (AMX). With EMULATED_TILES, the tests replace it with plain C++.
 //
-// It has eight tiles of up to 16 rows of 64 bytes. Here tiles 0 to 3 hold sums of 32 bits, 4 to 6
-// parts of a weight, 7 inputs. A thread configures the unit before use, and releases it behind.
+// The unit has eight tile registers of up to 16 rows of 64 bytes. Here, tiles 0 to 3 hold 32-bit
+// sums, tiles 4 to 6 parts of a weight, and tile 7 inputs. A thread configures the unit before it
+// uses it and releases it afterwards.
 
 #pragma once
 
@@ -12,7 +13,7 @@
 #include <cstring>
 
 #ifndef EMULATED_TILES
-// instructions are written as such: intrinsics would take flags of their own
+// inline assembly, because the intrinsics would need compiler flags of their own
 #if defined(CPU_CAPABILITY_AVX512) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
 #define HAS_TILES
 #include <cpuid.h>
@@ -24,14 +25,14 @@
 namespace tiles {
 namespace {
 
-constexpr int64_t ROWS = 16;  // of a tile, at most
-constexpr int64_t MOST = 16;  // tokens of a tile
+constexpr int64_t ROWS = 16;  // of a tile register
+constexpr int64_t MOST = 16;  // tokens in one tile
 constexpr int INPUTS = 7;
 
-// Shapes of the tiles, as the instruction reads them.
+// The shapes of the tiles, laid out as `ldtilecfg` reads them.
 struct alignas(64) Shapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row
+  uint16_t bytes[16] = {};  // in a row of each tile
   uint8_t rows[16] = {};
 
   void set(int tile, int64_t count, int64_t row_bytes) {
@@ -43,7 +44,7 @@ struct alignas(64) Shapes {
 #if defined(HAS_TILES)
 
 bool has_unit() {
-  unsigned a, b, c, d;  // it multiplies bfloat16, it is there, it multiplies bytes
+  unsigned a, b, c, d;  // bits 22, 24 and 25 of d: AMX-BF16, AMX-TILE and AMX-INT8
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   return (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
 }
