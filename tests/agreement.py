@@ -1,19 +1,20 @@
-"""Two ways to compute sublayers, compared on the same hidden states."""
+"""Compares two ways to compute sublayers, on the same hidden states."""
 
 import torch
 from models import WINDOW, prompt
 
-# Largest difference after one sublayer, relative to its largest number. Norms are float32 in every
-# dtype. In bfloat16 and float16 (8 and 11 significant bits) a float32 rounding can flip a last bit.
+# The largest difference after one sublayer, relative to its largest number. Norms use float32 in
+# every dtype. In bfloat16 and float16 (8 and 11 significant bits), a difference in float32 can flip
+# the last bit, but
 BOUNDS = {
     torch.float64: 1e-6,
     torch.float32: 1e-5,
     torch.bfloat16: 2 * 2**-8,
     torch.float16: 2 * 2**-11,
 }
-# ... which it seldom does; a cast in another place would change a quarter of the numbers
+# seldom does. A cast in the wrong place would change a quarter of the numbers.
 DIFFERING = {torch.bfloat16: 0.02, torch.float16: 0.05}
-# prefill past the window, then one token, a verify of five, one token, a verify of eight
+# A prefill longer than the window, one token, a verification of five, one token, one of eight.
 PASSES = (WINDOW + 4, 1, 5, 1, 8)
 
 

@@ -1,4 +1,4 @@
-"""Runs of prompt files with the demo model, and the rows that they write."""
+"""Runs prompt files with the demo model, and reads the rows that they write."""
 
 import json
 
@@ -14,14 +14,14 @@ def run(given, output, *flags):
 
 
 def rows(output):
-    """Rows by id, none of them twice."""
+    """The rows by id; no id may occur twice."""
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert len({row["id"] for row in found}) == len(found)
     return {row["id"]: row for row in found}
 
 
 def settled(output):
-    """Rows by id without what depends on who was beside them: how much was drafted."""
+    """The rows by id, without the counts that depend on the other texts in the batch."""
     counts = {"drafted", "accepted"}
     return {
         id_: {name: value for name, value in row.items() if name not in counts}
@@ -30,5 +30,5 @@ def settled(output):
 
 
 def started(given, output, *flags):
-    """A run in a process of its own."""
+    """A run in a separate process."""
     return process("run", "demo-llama", given, "--output", output, *FLAGS, *flags, stdout=None)

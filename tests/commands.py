@@ -1,4 +1,4 @@
-"""Runs commands in this process, and reads what they say."""
+"""Runs commands in this process and reads their output."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from layerskip.cli.main import app
 
-COSTS = tempfile.TemporaryDirectory()  # of passes on this machine, for the commands of all tests
+COSTS = tempfile.TemporaryDirectory()  # timed costs, shared by the commands of all tests
 PROMPT = "w5 w7 w96 w20"  # for the tiny tokenizer of `checkpoints.py`
 
 
@@ -26,7 +26,7 @@ def run(*arguments, columns=100, stdin=None):
 
 
 def refused(*arguments):
-    """The one line that a refused command says; it writes no result."""
+    """The single error line of a refused command, which must write no result."""
     result = run(*arguments, "--quiet")
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -36,24 +36,24 @@ def refused(*arguments):
 
 
 def warned(result):
-    """The warnings of a command."""
+    """The warnings that a command printed."""
     prefix = "layerskip: warning: "
     lines = result.stderr.splitlines()
     return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
 
 
 def document(result):
-    """The JSON document of a command that has succeeded."""
+    """The JSON document that a successful command printed."""
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def process(*arguments, **kwargs):
-    """A command in a process of its own."""
+    """Start a command in a separate process."""
     command = [sys.executable, "-m", "layerskip", *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     kwargs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | kwargs
-    # a shell's background jobs ignore SIGINT, and their children would, too
+    # The background jobs of a shell ignore SIGINT, and their children would inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(command, env=environment, **kwargs)

@@ -1,4 +1,4 @@
-"""Settings that every test shares: repeatable random cases, one thread a process, no network."""
+"""Settings for all tests: repeatable random cases, one thread per process, no network."""
 
 import gc
 import json
@@ -11,11 +11,11 @@ from collections import defaultdict
 import pytest
 from hypothesis import settings
 
-sys.dont_write_bytecode = False  # asserts are rewritten once, not in each process of each run
-# read once, when torch is imported; tests run side by side, and each child process inherits it
+sys.dont_write_bytecode = False  # rewrite asserts once, not in every process
+# torch reads this when it is imported; tests run in parallel, and child processes inherit it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["LAYERSKIP_CACHE"] = ""  # no times of passes from before, and none for later
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when huggingface_hub is imported
+os.environ["LAYERSKIP_CACHE"] = ""  # neither read timings of earlier runs nor keep any
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # huggingface_hub reads this when it is imported
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _modules_are_no_garbage():
-    """No search for garbage looks at modules and collected tests, which takes half a second."""
+    """Exempt modules and collected tests from garbage collection, which takes half a second."""
     gc.freeze()
 
 

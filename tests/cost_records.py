@@ -1,4 +1,4 @@
-"""Made-up "cost" records: what sublayers would cost on machines that drafts like, or do not."""
+"""Made-up "cost" records: the costs of sublayers on machines where drafts pay, or do not."""
 
 from layerskip.config import SkipConfig
 from layerskip.costs.model import Rates
@@ -12,10 +12,10 @@ def analytic(model, draft, rows=1):
 
 
 def prices_of(record, skip, context=40, size=None):
-    """The prices of a space that holds a config, and its mask there.
+    """A config's mask in a space that holds it, and the prices of that space.
 
     Args:
-        size: of a draft vocabulary.
+        size: size of the draft vocabulary.
     """
     some = {"experts": skip.experts, "windows": skip.window, "vocabularies": size}
     space = Space(
@@ -32,7 +32,7 @@ def prices_of(record, skip, context=40, size=None):
 
 
 def cost_table(record, skip, context=40, size=None):
-    """The costs of a config's rounds."""
+    """The costs of rounds that draft with a config."""
     prices, mask = prices_of(record, skip, context, size)
     return prices.table(mask)
 
@@ -52,12 +52,12 @@ def cost_record(
     keys=0.0,
     head_sizes=(),
 ):
-    """Seconds of sublayers, head and rest; each further token of a pass adds `growth` of them.
+    """Seconds of sublayers, head and rest; each further token of a pass adds `growth` times these.
 
     Args:
-        attention, mlp: of each layer alike, or one by one.
-        keys: seconds of a token of context, in each layer.
-        head_sizes: draft vocabularies to look at.
+        attention, mlp: seconds of each layer: one number for all, or a list.
+        keys: seconds per layer and token of context.
+        head_sizes: draft vocabularies with a head of their own.
     """
     weights = {
         name: [value] * layers if isinstance(value, float) else list(value)

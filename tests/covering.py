@@ -1,24 +1,25 @@
-"""Few cases that cover all combinations of a few values."""
+"""Few cases that cover all combinations of some values."""
 
 from collections import defaultdict
 from itertools import combinations, product
 
 
 def covering(*axes, strength=2):
-    """Cases in which any `strength` axes take every combination of their values; by greed.
+    """Choose cases so that any `strength` axes take every combination of their values.
 
-    Always the same cases in the same order, most new combinations first: a covering array, see
-    D. R. Kuhn, R. N. Kacker, Y. Lei, "Practical Combinatorial Testing", NIST SP 800-142 (2010).
+    A greedy covering array: each case adds the most new combinations. The result is always the
+    same. See D. R. Kuhn, R. N. Kacker, Y. Lei, "Practical Combinatorial Testing", NIST SP 800-142
+    (2010).
     """
     cases = list(product(*(range(len(axis)) for axis in axes)))
     groups = list(combinations(range(len(axes)), strength))
     parts = [{(group, tuple(case[i] for i in group)) for group in groups} for case in cases]
-    holders = defaultdict(list)  # combination -> the cases it is in
+    holders = defaultdict(list)  # combination -> the cases that contain it
     for number, held in enumerate(parts):
         for part in held:
             holders[part].append(number)
     missing = set(holders)
-    fresh = [len(groups)] * len(cases)  # missing combinations of every case
+    fresh = [len(groups)] * len(cases)  # number of missing combinations in each case
     chosen = []
     while missing:
         best = max(range(len(cases)), key=fresh.__getitem__)

@@ -1,4 +1,4 @@
-"""Requests, decoders and a look at their caches, for tests of the engine."""
+"""Requests, decoders and checks of their caches, for tests of the engine."""
 
 import models
 import torch
@@ -48,12 +48,11 @@ def play(decoder):
 
 @torch.no_grad()
 def check_caches(family, skip, execution, device="cpu"):
-    """Decode a batch and a row, both with ends, and look at the cache after every round."""
+    """Decode a batch and a single row, both with ends, and check the cache after every round."""
     model = lively_model(family).to(device)
     text = greedy_text(model, LENGTHS, 5)
-    # the library's eager attention has a float32 softmax, whatever the dtype of the model, and its
-    # norms are float32, in which compiled code may round otherwise than the prefill did
-    # (or kernels on a GPU, by their shapes)
+    # The library's eager attention has a float32 softmax in every dtype. Its norms are float32 too,
+    # and compiled code and GPU kernels may round those differently than the prefill did.
     exact = family != "gemma2" and execution != "compiled" and device == "cpu"
     tolerance = 1e-9 if exact else 1e-5
     rejected = ended_early = False
@@ -77,7 +76,7 @@ def check_caches(family, skip, execution, device="cpu"):
 
 
 def prefilled(run):
-    """Prompt and emitted tokens of every row, and passes that has read them all at once."""
+    """The prompt and emitted tokens of every row, and fresh passes that have prefilled them."""
     found = []
     for prompt_ids, emitted in zip(run.passes.prompts, run.emitted, strict=True):
         text = torch.cat([prompt_ids.cpu(), torch.tensor(emitted)])
@@ -88,19 +87,19 @@ def prefilled(run):
 
 
 def check_cache(run, prefilled, tolerance=1e-9):
-    """Every row's slots hold what a prefill of its prompt and emitted tokens writes there."""
+    """Check that every row's slots hold what a prefill of its prompt and emitted tokens writes."""
     passes = run.passes
     for row, place in passes.rows.items():
         text, fresh = prefilled[row]
         length = passes.lengths[row]
-        # the last emitted token is fed by the next pass
+        # the last emitted token is not cached yet: the next pass feeds it
         assert [*passes.prompts[row].tolist(), *run.emitted[row]] == text[: length + 1]
         layers = range(passes.model.num_layers)
         for name in ("keys", "values"):
             ours, theirs = getattr(passes.cache, name), getattr(fresh.cache, name)
             for layer in layers:
                 bases = [each.cache.held(layer)[0] for each in (passes, fresh)]
-                # sliding layers may have dropped what is far behind
+                # sliding layers may have dropped slots outside the window
                 assert max(bases) <= max(0, length - (passes.cache.windows[layer] or length))
                 have = ours[layer][place, :, max(bases) - bases[0] : length - bases[0]]  # (H, T, D)
                 want = theirs[layer][0, :, max(bases) - bases[1] : length - bases[1]]
@@ -108,7 +107,7 @@ def check_cache(run, prefilled, tolerance=1e-9):
 
 
 def held(run):
-    """Bytes of all keys and values."""
+    """The bytes of all keys and values."""
     cache = run.passes.cache
     return sum(b.untyped_storage().nbytes() for b in (*cache.keys.values(), *cache.values.values()))
 

@@ -1,4 +1,4 @@
-"""Small GGUF files of random weights, and the models that they mean."""
+"""Small GGUF files of random weights, and the models that they contain."""
 
 import gguf
 import numpy as np
@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16")
-HALVES = {  # where a block has numbers of 16 bits
+HALVES = {  # the 16-bit numbers of a block
     **{name: (0,) for name in ("Q8_0", "Q4_0", "Q5_0")},
     **{name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
     "Q6_K": (208,),
@@ -40,7 +40,7 @@ _PARTS = {
 
 
 def raw(rng, form, rows, columns):
-    """Random bytes of a weight (rows, columns) in a format, (rows, bytes): small finite numbers."""
+    """Random bytes (rows, bytes) of a weight (rows, columns) in a format: small finite numbers."""
     numbers, nbytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[form]]
     if form in ("F16", "BF16", "F32"):
         made = torch.from_numpy(rng.normal(0, 0.05, (rows, columns)))
@@ -55,7 +55,7 @@ def raw(rng, form, rows, columns):
 
 
 def numbers(data, form):
-    """What the bytes mean, by the reference."""
+    """The numbers that the bytes stand for, by the reference implementation."""
     return torch.from_numpy(gguf.dequantize(data, GGMLQuantizationType[form]))
 
 
@@ -72,11 +72,11 @@ def _name(name, gemma):
 
 
 def write(path, kind="llama", forms=FORMATS, seed=0, tied=True, **overrides):
-    """Write a file whose matrices take turns in some formats; returns the model that it means.
+    """Write a file whose matrices use some formats in turn; returns the model that it contains.
 
     Args:
         kind: the architecture.
-        overrides: of the configuration.
+        overrides: values of the configuration.
     """
     rng = np.random.default_rng(seed)
     shape = SHAPE | ({"sliding_window": 8} if kind in GEMMA else {}) | overrides
@@ -110,7 +110,7 @@ def write(path, kind="llama", forms=FORMATS, seed=0, tied=True, **overrides):
 
 
 def _turned(rows, width):
-    """Rows as files of Llamas have them: both halves of a head by turns."""
+    """Rows in the order of Llama files, which interleave both halves of each head."""
     heads = rows.reshape(-1, 2, width // 2, rows.shape[1])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -1,4 +1,4 @@
-"""A source that guesses, now and then wrongly, with branches."""
+"""A source that drafts random trees with tokens that are right most of the time."""
 
 import random
 
@@ -9,12 +9,12 @@ NODES = 9
 
 
 def tree(draw, nodes=NODES):
-    """The parents of a random tree, the root's included."""
+    """The parents of a random tree, including that of the root."""
     return [ROOT, *(draw.randint(max(0, node - 4), node - 1) for node in range(1, nodes))]
 
 
 def path_of(parents, node):
-    """The nodes from the root to one, both included."""
+    """The nodes from the root to a node, both included."""
     path = [node]
     while parents[path[0]] != ROOT:
         path.insert(0, parents[path[0]])
@@ -22,7 +22,7 @@ def path_of(parents, node):
 
 
 class Guesses(Source):
-    """Trees around the true text: of every depth it has the right token, or it has not."""
+    """Drafts random trees; four of five tokens are those of the true text at their depth."""
 
     key = "guesses"
 

@@ -1,7 +1,7 @@
 """Drafts of every trained kind for tiny models, and decoding with any of them in one call.
 
-Their weights were never trained: near enough to the model's to be right now and then, and none of
-them the model's own.
+Their weights are untrained, but near enough to the model's to be right now and then, and never
+exactly the model's.
 """
 
 import functools
@@ -30,7 +30,7 @@ HEALED = {
     "healed, 4 bits, head in 8, a layer out": SkipConfig(
         attention=(1,), mlp=(1,), low=LowPrecision(bits=4, head=8)
     ),
-    # what comes first is exact, so that the target's own passes go on from there
+    # the first sublayers are exact, so that verification can start from their states
     "healed behind a prefix, head exact": SkipConfig(
         attention=(2,), low=LowPrecision(bits=4, attention=(1,), mlp=(1, 2), head=False)
     ),
@@ -48,13 +48,13 @@ FAMILIES = ("llama", "gemma2", "gemma3", "qwen2")
 
 
 def family_of(kind, family="llama"):
-    """One of `FAMILIES`, or a Gemma 4 in its place if the draft is made for these."""
+    """A family of `FAMILIES`, replaced by a Gemma 4 if the draft is made for Gemma 4."""
     fits = {"llama": 0, "gemma2": 3, "gemma3": 1, "qwen2": 2}
     return TARGETS[fits[family]] if kind in OFFICIAL else family
 
 
 def deltas(model, size=0.05, seed=0):
-    """For every linear of a tiny model, each about so large as a share of its weight."""
+    """Deltas for every linear of a tiny model; `size` is their scale relative to the weight."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, linear in Sublayers(model).weights.linears():
@@ -66,19 +66,19 @@ def deltas(model, size=0.05, seed=0):
 
 
 def block_of(kind, model, size=0.2):
-    """A module that agrees with the model now and then; `size` says how far it was moved."""
+    """A module that sometimes agrees with the model; `size` scales the random change."""
     opened = Sublayers(model)
     generator = torch.Generator().manual_seed(1)
     if kind == "heads":
         block = Heads(opened, 3)
         for weight in block.parameters():
-            # mostly the token, of which a lively model thinks most
+            # it mostly continues the embedding of the token, which a lively model mostly follows
             weight.data.normal_(std=size, generator=generator)
             weight.data[:, len(weight) :] += 4 * torch.eye(len(weight), dtype=weight.dtype)
         return block
     built = {"exit-block": ExitBlock, "feature-block": FeatureBlock, "streams": Streams}[kind]
     block = built(opened)
-    if kind != "exit-block":  # which begin as nothing but a state that is passed on
+    if kind != "exit-block":  # new ones only pass their input state on
         block.layer = Layer(opened)
         half = torch.eye(block.fuse.out_features, dtype=opened.dtype) / 2
         block.fuse.weight.data.copy_(half.repeat(1, 2))
@@ -92,9 +92,9 @@ def block_of(kind, model, size=0.2):
 
 
 def weights_of(kind, model, folder):
-    """Deltas ("healed") or a module for a model, written to a folder."""
+    """Write deltas ("healed") or a module for a model to a folder."""
     weights = deltas(model) if kind == "healed" else block_of(kind, model).state_dict()
-    if kind in ("heads", "streams"):  # told few tokens apart: a sixth they may not draft
+    if kind in ("heads", "streams"):  # these may draft five sixths of the tokens
         weights[TOKENS] = torch.tensor(
             [n for n in range(model.config.get_text_config().vocab_size) if n % 6 != 2]
         )
@@ -102,7 +102,7 @@ def weights_of(kind, model, folder):
 
 
 def skip_of(kind, model, folder):
-    """The skip config of a draft of a kind, resolved; an exit block stands in the middle."""
+    """The resolved skip config of a draft of a kind; an exit block follows half of the layers."""
     layers = len(model.model.layers)
     if kind in HEALED:
         healed = replace(HEALED[kind], trained=weights_of("healed", model, folder))
@@ -118,7 +118,7 @@ def draft_of(kind, model, folder, execution="auto"):
     if kind == "assistant":
         return Assistant(Sublayers(near(model, 0.4)))
     if kind == "stored logits":
-        return LogitLookup(StoredLogits())  # which lasts
+        return LogitLookup(StoredLogits())  # the store must outlive single calls
     if kind in OFFICIAL:
         family, tokens, dtype = model.of
         noise = 0.4 if tokens < FEW / 2 else 0.1
@@ -143,18 +143,18 @@ CONTROLLERS = {
     "growing": lambda: Growing(3),
 }
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
-LENGTHS = (11, 2, 5)  # the first is longer than a sliding window
+LENGTHS = (11, 2, 5)  # the first prompt is longer than a sliding window
 ENDS = [4, 9]
 
 
 def prompts():
-    """Of few tokens, and their mask, (B, W) each."""
+    """Prompts from few tokens, and their mask, (B, W) each."""
     ids, mask = ragged(LENGTHS, seed=3)
     return torch.where(mask.bool(), ids % (FEW - 2) + 2, 0), mask
 
 
 def decoded(model, drafts, law, controller, execution, ended=False, *, new, longest=5):
-    """What `generate()` gives for the prompts."""
+    """The output of `generate()` for the prompts."""
     how, (ids, mask) = dict(LAWS[law]), prompts()
     decoding = several(
         model,
@@ -178,7 +178,7 @@ def decoded(model, drafts, law, controller, execution, ended=False, *, new, long
 
 
 def several(model, drafts, *, execution="auto", **settings):
-    """A decoding from any drafts, of which the doors take one of each sort at most."""
+    """Decode with any drafts. The public interface would take at most one of each sort."""
     opened = sublayers_of(model, execution)
     sources = [source_of(opened, draft) for draft in drafts]
     how = {"lookup": False, "draft_memory": 0, "execution": execution, **settings}
@@ -190,7 +190,7 @@ NEW = 16
 
 @functools.cache
 def model_of(family, dtype=torch.float64):
-    """A model of so few tokens that texts repeat some stretches."""
+    """A model with so few tokens that stretches of its texts repeat."""
     if family in TARGETS:
         return target_of(family, FEW, dtype)
     kinds = {"gemma2", "gemma3", "qwen2", "qwen3"}
@@ -201,13 +201,13 @@ def model_of(family, dtype=torch.float64):
 
 @functools.cache
 def wanted(family, law, ended):
-    """New tokens of each row: the library's greedy ones, or those of plain decoding in modules."""
+    """New tokens of each row: the library's if greedy, else those of plain decoding in modules."""
     model, (ids, mask) = model_of(family), prompts()
     how = LAWS[law] | {"max_new_tokens": NEW, "eos_token_id": ENDS if ended else None}
     if law != "greedy":
         found = generate(model, ids, attention_mask=mask, enabled=False, execution="modules", **how)
         return found.sequences[:, ids.shape[1] :].tolist()
-    new = [  # each row alone: padded rows of the library's Gemma 2 are NaN in float64
+    new = [  # row by row, because padded rows of the library's Gemma 2 are NaN in float64
         model.generate(row[keep.bool()][None], pad_token_id=0, **how)[0, int(keep.sum()) :].tolist()
         for row, keep in zip(ids, mask, strict=True)
     ]

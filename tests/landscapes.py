@@ -1,4 +1,4 @@
-"""Made-up models to search: acceptance that sublayers lower together, and what drafts cost."""
+"""Made-up models to search: how skipped sublayers lower acceptance, and what drafts cost."""
 
 import math
 import random
@@ -11,12 +11,12 @@ LENGTHS = range(1, 9)
 
 
 class Landscape:
-    """Expected tokens per target step of any set of skipped sublayers, as a replay would say.
+    """The expected tokens per target step of any set of skipped sublayers, in place of a replay.
 
-    Each sublayer left out lowers the acceptance by its own damage, more where its neighbours are
-    left out too, and ever more as sets grow. `exits`: the model was trained to exit early, so that
-    the damage of a tail left out whole depends on where it starts instead of on its sum. Low
-    precision costs a third and does little damage, but for some sublayers, and the head.
+    Each skipped sublayer lowers the acceptance by its own damage, more if its neighbours are
+    skipped too, and more in larger sets. With `exits`, the model was trained for early exit: a
+    skipped tail costs what its first layer says, not the sum of its damages. Low precision costs
+    a third; only for some sublayers and the head does it do much damage.
     """
 
     def __init__(self, num_layers, seed, *, exits=False, verify=0.1):
@@ -58,7 +58,7 @@ class Landscape:
         chosen = set(out)
         damage += sum(d for (i, j), d in self.pairs.items() if i in chosen and j in chosen)
         damage = max(0.0, damage) * (1 + 1.5 * len(out) / self.sublayers)
-        low = mask >> self.sublayers  # the last bit is the head's
+        low = mask >> self.sublayers  # the highest bit is the head's
         return math.exp(-damage - sum(d for i, d in enumerate(self.rounding) if low >> i & 1))
 
     def cost(self, mask):
@@ -71,11 +71,11 @@ class Landscape:
         return CostTable(self.cost(mask), self.verify)
 
     def prices(self, masks):
-        """The costs of many sets, as of `layerskip.search.prices`."""
+        """The costs of many sets, in the form of `layerskip.search.prices`."""
         return np.array(list(map(self.cost, masks))), np.tile(self.verify, (len(masks), 1))
 
     def influence(self, seed=0):
-        """The damage of each sublayer, as a similarity foretells it: right by half to twice."""
+        """An estimate of each sublayer's damage, as from similarity: off by half to twice."""
         draw = random.Random(seed)
         return [damage * math.exp(draw.gauss(0, 0.6)) for damage in self.damage]
 
@@ -88,7 +88,7 @@ class Landscape:
 
 
 def best_by_long_search(landscape, space, seed=0, restarts=4):
-    """Full greedy from nothing and from every exit, then flips and swaps until none helps."""
+    """Greedy search from nothing and from the best exits, then flips and swaps until none helps."""
     switches = space.leaving_out
     memo = {}
 

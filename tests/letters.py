@@ -4,7 +4,7 @@ from models import VOCABULARY
 
 
 class Letters:
-    """A tokenizer of letters."""
+    """A tokenizer with one token per letter."""
 
     chat_template, bos_token_id, eos_token_id = None, 1, 0
 

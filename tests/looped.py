@@ -1,4 +1,4 @@
-"""A model of so few tokens that its texts repeat some stretches, its texts and traces."""
+"""A model with so few tokens that stretches of its texts repeat, its texts and its traces."""
 
 import functools
 
@@ -21,7 +21,7 @@ ENDS = frozenset({4})
 
 @functools.cache
 def model_of(family="llama", vocab_size=12):
-    """A model of so few tokens that its texts repeat some stretches."""
+    """A model with so few tokens that stretches of its texts repeat."""
     if family in TARGETS:
         return target_of(family, vocab_size)
     return lively_model(family, vocab_size=vocab_size)
@@ -33,7 +33,7 @@ def second_of(family="llama", vocab_size=12, noise=0.5):
 
 
 def decoded(drafts, controller, *, execution="auto", each=lambda run: None, **how):
-    """Decode ragged prompts to the end, and do something after each round; the finished decoder."""
+    """Decode ragged prompts to the end, calling `each` after each round; returns the decoder."""
     model = how.pop("model", None) or model_of()
     ids, mask = prompts(model)
     request = Request(
@@ -74,5 +74,5 @@ def traced(sample, ended, family="llama"):
 
 
 def simulated(rounds):
-    """Rounds of decoding as `simulate` has them."""
+    """Rounds of decoding in the form of `simulate`."""
     return [SimulatedRound(r.drafted, r.accepted, (*map(len, r.tokens),), r.source) for r in rounds]

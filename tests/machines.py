@@ -1,4 +1,4 @@
-"""Made-up machines: a clock that passes in a model's blocks only, by a truth that is known."""
+"""Made-up machines, whose clock advances in a model's blocks only, by known costs."""
 
 import random
 from copy import copy
@@ -7,14 +7,14 @@ from layerskip.model.sublayers import Sublayers
 
 
 class Machine:
-    """A backend on which a pass takes the larger of its bytes and its arithmetic, and a constant.
+    """A backend with a simulated clock: a pass takes the larger of its reads and its arithmetic.
 
     Args:
-        model: what `opened` computes.
-        bend: tokens from which on arithmetic takes longer than reading weights.
-        rest: what every pass and step takes beside, as a share of what weights take.
-        keys: how much dearer a byte of keys is than one of weights.
-        noise: the spread of times; one in a hundred takes five times as long where there is any.
+        model: the model that `opened` computes.
+        bend: number of tokens from which on arithmetic takes longer than reading weights.
+        rest: constant time of every pass and step, relative to that of all weights.
+        keys: time of a byte of keys relative to a byte of weights.
+        noise: spread of times; if not 0, one time in a hundred is also five times as long.
     """
 
     def __init__(self, model, *, bend, rest=0.1, keys=1.0, noise=0.0):
@@ -51,11 +51,11 @@ class Machine:
 
     @property
     def low(self):
-        """Of any block in low precision."""
+        """Time of any block in low precision."""
         return 0.4 * (sum(self.weights) + self.rest) / len(self.weights)
 
     def part(self, number, rows, tokens, context):
-        """Of a sublayer, or of the head and what is beside."""
+        """Time of one sublayer, or of the head and the constant rest."""
         seconds = self.weights[number] * max(1.0, rows * tokens / self.bend)
         if number == len(self.weights) - 1:
             return seconds + self.rest
@@ -73,7 +73,7 @@ class Machine:
         return self.seconds(tokens, rows, context, prefix) / self.seconds(1, rows, context)
 
     def seconds(self, tokens, rows, context, prefix=0):
-        """Of a pass, one token of which is carried through so many sublayers."""
+        """Time of a pass that runs its first `prefix` sublayers for one token only."""
         counts = [1 if number < prefix else tokens for number in range(len(self.weights))]
         parts = (self.part(number, rows, count, context) for number, count in enumerate(counts))
         return sum(parts)

@@ -1,4 +1,4 @@
-"""Cases of a parameter that do not run by default; a tuple holds several parameters."""
+"""Cases of a parameter that do not run by default. A tuple stands for several parameters."""
 
 import pytest
 

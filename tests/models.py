@@ -1,4 +1,4 @@
-"""Tiny random models, at least one per opened family, prompts, and controllers of no sense."""
+"""Tiny random models, at least one per opened family, prompts, and erratic controllers."""
 
 import copy
 import random
@@ -17,13 +17,13 @@ from layerskip.decoding.seats import Seat
 from layerskip.research.trees import GrownTrees
 
 VOCABULARY = 97
-FEW = 24  # tokens of a vocabulary, so that texts repeat some stretches
+FEW = 24  # tokens of a vocabulary, so few that stretches of texts repeat
 WINDOW = 8
 
 SKIPS = {
     "early exit": SkipConfig.early_exit(4),
     "whole layers": SkipConfig.layers((2, 4)),
-    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),  # the first and the last sublayer
+    "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),  # also the first and the last
 }
 
 _SHAPE = {
@@ -34,7 +34,7 @@ _SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.2,  # laws that are neither flat nor one-hot
+    "initializer_range": 0.2,  # gives laws that are neither flat nor one-hot
     "tie_word_embeddings": False,
     "bos_token_id": 1,
     "eos_token_id": None,
@@ -54,15 +54,15 @@ _KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _NO_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 _MIXTURE = {"num_experts": 4, "moe_intermediate_size": 16}
 
-# what the `model_type` is where a family is called otherwise
+# the `model_type` of families whose name here differs from it
 _TYPES = {"gemma3": "gemma3_text", "gemma4_unified": "gemma4_unified_text"}
 _TYPES |= dict.fromkeys(("gemma4", "gemma4_dense", "gemma4_mixture"), "gemma4_text")
-# family -> what its configuration adds to the common shape
+# family -> changes to the common configuration
 _SLIDING = {"sliding_window": WINDOW, "layer_types": _BY_TYPE}
 _FAMILIES = {
     "llama": _HEAD,
     "gemma": _GEMMA,
-    "gemma2": {  # low caps, so that they bend the numbers of a tiny model
+    "gemma2": {  # caps so low that they matter in a tiny model
         **(_GEMMA | _SLIDING | {"query_pre_attn_scalar": 8}),
         **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     },
@@ -80,7 +80,7 @@ FAMILIES = tuple(_FAMILIES)
 
 _FAMILIES |= {
     "gemma4": {
-        **(_GEMMA4 | {"layer_types": _BY_TYPE}),  # layers 3 to 5 read the keys of 1, 2 and 1
+        **(_GEMMA4 | {"layer_types": _BY_TYPE}),  # layers 3 to 5 read the keys of layers 1, 2 and 1
         **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
     },
@@ -113,19 +113,19 @@ _FAMILIES |= {
     "qwen3_moe": _HEAD | _MIXTURE | {"num_experts_per_tok": 2, "mlp_only_layers": [1]},
 }
 EVERY = tuple(_FAMILIES)
-# nothing in their wiring is theirs alone, or tests of their own look at it
+# families whose parts all occur in others, or that have their own tests
 _ALIKE = ("gemma4_unified", "gemma4_mixture", "ministral", "ministral3", "olmo2", "qwen3_moe")
 MOST = [*(family for family in EVERY if family not in _ALIKE), *slow(*_ALIKE)]
 """`EVERY`, some of them slow."""
 MODULES_ONLY = ("ministral3",)
 """Families without fused passes."""
-# the wirings that differ most; the other families are marked slow where all of them take long
+# The families that differ most. Where every family takes long, the others are marked slow.
 _QUICK = ("llama", "gemma2", "gemma3", "phi3")
 FEW_FAMILIES = [*_QUICK, *slow(*(family for family in FAMILIES if family not in _QUICK))]
 
 
 def require(kind):
-    """Skip the test where the installed transformers is too old to have a model type."""
+    """Skip the test if the installed transformers is too old for a model type."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
 
@@ -136,8 +136,8 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     Args:
         family: one of `EVERY`.
         dtype: of the weights.
-        attention: attention implementation; None lets transformers choose, but for Gemma 2, which
-            is eager: not every version chooses that, and others ignore the soft cap.
+        attention: attention implementation; None leaves it to transformers, except for Gemma 2,
+            which needs eager: others ignore its soft cap, and not every version chooses eager.
         seed: of the weights; the default generator is left as it was.
         overrides: configuration values that replace the common ones.
     """
@@ -148,11 +148,11 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
         attention = "eager"
     if attention is not None:
         config._attn_implementation = attention
-    config._experts_implementation = "eager"  # the library's faster ones know no float64
+    config._experts_implementation = "eager"  # the library's faster experts do not support float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-        # norm weights and biases start constant, which would hide how they enter
+        # norm weights and biases start as constants, which would hide errors in their use
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.dim() == 1:
@@ -166,7 +166,7 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
 
 
 def prompt(length, *, rows=1, seed=0):
-    """Seeded random token ids (rows, length), none of them the pad token."""
+    """Seeded random token ids (rows, length) without the pad token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (rows, length), generator=generator)
 
@@ -174,9 +174,9 @@ def prompt(length, *, rows=1, seed=0):
 def lively_model(family, **overrides):
     """A tiny model whose drafts are accepted and rejected, and whose greedy text varies.
 
-    Random sublayers drown the embedding, so that no draft agrees with its target, and a tied head
-    repeats the last token for ever. Here the sublayers add little to strong embeddings, and an
-    untied head behind a louder norm makes the laws uneven.
+    Random sublayers drown the embedding, so no draft would agree with its target, and a tied head
+    would repeat the last token forever. Here, the sublayers add little to strong embeddings, and
+    an untied head after a stronger norm makes the laws uneven.
     """
     model = tiny_model(family, **({"tie_word_embeddings": False} | overrides))
     gemma = family.startswith("gemma")  # multiplies embeddings by sqrt(width)
@@ -199,7 +199,7 @@ def lively_model(family, **overrides):
 
 
 def near(model, noise, seed=1):
-    """A model much like another one, which it agrees with often and not always."""
+    """A copy of a model with noise, which agrees with it often but not always."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def near(model, noise, seed=1):
 
 
 def ragged(lengths, *, seed=0):
-    """Left-padded seeded prompts of those lengths and their attention mask, (B, W) each."""
+    """Left-padded seeded prompts of these lengths, and their attention mask, (B, W) each."""
     width = max(lengths)
     ids = prompt(width, rows=len(lengths), seed=seed)
     mask = torch.stack([(torch.arange(width) >= width - n).long() for n in lengths])
@@ -219,7 +219,7 @@ def ragged(lengths, *, seed=0):
 
 
 def side_by_side(*functions):
-    """Run functions in a thread each, to the end."""
+    """Run functions to the end, each in a thread."""
     threads = [threading.Thread(target=function) for function in functions]
     for thread in threads:
         thread.start()
@@ -228,20 +228,20 @@ def side_by_side(*functions):
 
 
 def pure(processor):
-    """A logits processor that says of itself that it keeps no state."""
+    """Mark a logits processor as stateless."""
     processor.layerskip_pure = True
     return processor
 
 
 def seated(keys, lengths, emitted, width):
-    """Rows of prompts of some lengths on their way."""
+    """Seats of prompts of some lengths that have emitted some tokens."""
     rows = zip(keys, lengths, emitted, strict=True)
     how = {"history": torch.zeros(len(keys), 9, dtype=torch.long), "width": width}
     return [Seat(own, n, 99, key=key, number=i, **how) for i, (key, n, own) in enumerate(rows)]
 
 
 class Erratic(Controller):
-    """A controller that decides at random, and differently for every row and round."""
+    """A controller that decides at random, differently for every row and round."""
 
     needs_confidence = True
 
@@ -263,9 +263,9 @@ class Erratic(Controller):
 
 
 class Fickle(Erratic):
-    """An `Erratic` that takes any of several drafts, or none, and keeps what it is told of them.
+    """An `Erratic` that chooses any of several drafts, or none, and records what it learns of them.
 
-    Every other time it takes one for each row: known ones, and steps of one that is not.
+    Every other time it chooses per row: among looked-up drafts, and one draft that takes steps.
     """
 
     def reset(self, rows):
@@ -286,7 +286,7 @@ class Fickle(Erratic):
 
 
 class Growing(Fickle):
-    """A `Fickle` that has any of the second-best tokens verified beside its chains."""
+    """A `Fickle` that also has random numbers of second-best tokens verified beside its chains."""
 
     signal = "margin"
 
@@ -296,7 +296,7 @@ class Growing(Fickle):
 
     def reset(self, rows):
         super().reset(rows)
-        self.seconds = [0, 0]  # places where the best token was wrong, and the second one not
+        self.seconds = [0, 0]  # places where the best was wrong, and the second-best right
         self.widened = 0
 
     def rates(self, confidence, count):
@@ -313,7 +313,7 @@ class Growing(Fickle):
 
 
 class All(Controller):
-    """Drafts all that the first source offers."""
+    """Always drafts from the first source."""
 
     needs_confidence = False
 
@@ -325,14 +325,14 @@ class All(Controller):
 
 
 class LowRank(nn.Module):
-    """What an adapter library puts in a linear layer's place."""
+    """What an adapter library puts in place of a linear layer."""
 
     def __init__(self, base):
         super().__init__()
         self.base_layer = base
         self.down = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
         self.up = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
-        self.weight = base.weight  # adapters show the base's weight as their own
+        self.weight = base.weight  # adapters expose the weight of their base
 
     def forward(self, x):
         return self.base_layer(x) + self.up(self.down(x))

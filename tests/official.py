@@ -23,16 +23,16 @@ def build_assistant(config):
 
 @functools.cache
 def target_of(family, tokens=FEW, dtype=torch.float64):
-    """A model of so few tokens that texts repeat some stretches."""
+    """A model with so few tokens that stretches of its texts repeat."""
     how = {"vocab_size": tokens}
     if family == "gemma4":
         how["vocab_size_per_layer_input"] = tokens
     model = lively_model(family, dtype=dtype, **how)
-    model.set_experts_implementation("eager")  # the library's faster ones have no float64
+    model.set_experts_implementation("eager")  # the library's faster experts do not support float64
     for name, weight in model.named_parameters():
         if "layers." in name and "post_" in name:
-            weight.data.mul_(0.5)  # the assistant knows the embeddings only
-    if tokens < 8:  # few texts, all of which should occur
+            weight.data.mul_(0.5)  # the assistant can only predict from the embeddings
+    if tokens < 8:  # every possible text should occur
         model.lm_head.weight.data.mul_(0.4)
     model.of = family, tokens, dtype
     return model
@@ -40,9 +40,9 @@ def target_of(family, tokens=FEW, dtype=torch.float64):
 
 @functools.cache
 def assistant_of(family, centroids=False, tokens=FEW, dtype=torch.float64, noise=0.1, **text):
-    """An assistant that agrees with a lively target now and then, and not always.
+    """An assistant that agrees with a lively target now and then.
 
-    Mostly the target's embedding under the target's head; its layers and h add something.
+    It mostly applies the target's head to the target's embedding; its layers and h change a little.
     """
     target, groups = target_of(family, tokens, dtype), tokens // 4 if tokens > 8 else tokens
     kind = "gemma4_unified" if "unified" in family else "gemma4"

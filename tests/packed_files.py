@@ -1,4 +1,4 @@
-"""Small packed checkpoints of random codes, and the models that they mean."""
+"""Small packed checkpoints of random codes, and the models that they contain."""
 
 import json
 
@@ -43,7 +43,7 @@ CONFIGS = {
 
 
 def words(codes, bits):
-    """Codes (N, K) in words, the first in the lowest bits: (N, K bits / 32) int32."""
+    """Codes (N, K) packed into words, the first in the lowest bits: (N, K bits / 32) int32."""
     made = np.zeros((len(codes), -(-codes.shape[1] * bits // 32)), dtype=np.uint32)
     for i in range(codes.shape[1]):
         made[:, i * bits // 32] |= codes[:, i].astype(np.uint32) << (i * bits % 32)
@@ -51,17 +51,17 @@ def words(codes, bits):
 
 
 def matrix(rng, name, rows, columns, dtype, size=0.1):
-    """A random matrix as a checkpoint has it: tensors by the ends of their names, and its numbers.
+    """A random matrix in the form of a checkpoint: tensors by name suffix, and its numbers.
 
     Args:
-        dtype: of the scales.
-        size: about what the numbers are like.
+        dtype: dtype of the scales.
+        size: typical size of the numbers.
     """
     bits = 4 if "4" in name or name == "awq" else 8
     floats = "float" in name or name == "fp8"
     one = any(word in name for word in ("rows", "int", "matrix"))
     count = 1 if one else columns // GROUP
-    each = np.arange(columns) // (columns // count)  # the group of a column
+    each = np.arange(columns) // (columns // count)  # the group of each column
     if "g_idx" in name:
         each = rng.permutation(each)
     drawn = rng.uniform(0.5, 2, (rows, count)) * size / (100 if floats else 1 << bits - 2)
@@ -78,10 +78,10 @@ def matrix(rng, name, rows, columns, dtype, size=0.1):
     codes = rng.integers(0, 1 << bits, (rows, columns))
     values = codes - zeros[:, each]
     if floats:
-        codes = codes & 0xF7  # no NaN
+        codes = codes & 0xF7  # excludes NaN
         kept = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn)
         values = kept.double().numpy()
-    # products of so few bits are exact
+    # exact, because the factors have so few bits
     numbers = torch.from_numpy(values * scales.double().numpy()[:, each]).to(dtype)
     order = {"g_idx": torch.from_numpy(each.astype(np.int32))} if "g_idx" in name else {}
     if "gptq" in name:
@@ -115,10 +115,10 @@ def matrix(rng, name, rows, columns, dtype, size=0.1):
 
 
 def write(folder, name, dtype=torch.bfloat16, kind="llama", whole=(), seed=0, **overrides):
-    """Write a checkpoint in one of `CONFIGS`; returns the model that it means, in float64.
+    """Write a checkpoint in one of `CONFIGS`; returns the model that it contains, in float64.
 
     Args:
-        dtype: of the scales, and of weights that are not packed.
+        dtype: dtype of the scales and of weights that are not packed.
         whole: linears that are not packed.
     """
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""A page of a report as tests read it, and text that is out to break it."""
+"""A report's page as tests read it, and hostile text that must not break it."""
 
 import re
 from html.parser import HTMLParser
@@ -7,7 +7,7 @@ NASTY = "<script>alert(1)</script>|`x`\n# **b** [l](u) \u202eevil\u2066 \ud800 $
 
 
 class Page(HTMLParser):
-    """Elements, ids and texts of a page; fails on tags left open or closed twice."""
+    """The elements, ids and texts of a page; fails if tags are left open or closed twice."""
 
     VOID = ("meta", "br", "path", "use")
 
@@ -42,7 +42,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder):
-    """A report's page, whose ids are unique and whose inner links lead somewhere."""
+    """A report's page; its ids must be unique and its inner links must lead somewhere."""
     page = Page((folder / "index.html").read_text(encoding="utf-8"))
     assert len(page.ids) == len(set(page.ids))
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
@@ -50,7 +50,7 @@ def page_of(folder):
 
 
 def harmless(folder, summary):
-    """The page, the summary and the tables of a report on nasty names, none of which does harm."""
+    """Check that hostile names do no harm; returns the page, the summary and the tables."""
     page = page_of(folder)
     assert not {"script", "b"} & set(page.tags)
     tables = [path.read_text(encoding="utf-8") for path in (folder / "tables").iterdir()]

@@ -1,4 +1,4 @@
-"""Conditional models with pictures in their prompts, and what a processor passes on for them."""
+"""Conditional models with pictures in their prompts, and the inputs that a processor makes."""
 
 import torch
 import transformers
@@ -9,7 +9,7 @@ from layerskip.costs.speculation import CostTable
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 NEW_TOKENS = 16
 PLACEHOLDER = 96
-LARGE = 16  # tokens of a picture that no window holds
+LARGE = 16  # tokens of a picture that is larger than any window
 assert LARGE > WINDOW
 
 _CLIP = {
@@ -44,7 +44,7 @@ TWO_WAY = ("gemma3", "gemma4 two-way", "gemma4 unified")
 
 
 def _values(kind, size):
-    """What the configuration of a conditional model has besides its decoder's."""
+    """The configuration of a conditional model apart from that of its decoder."""
     side = int(size**0.5)
     clip = transformers.CLIPVisionConfig(**_CLIP, image_size=4 * side, projection_dim=16)
     index = {"image_token_index": PLACEHOLDER}
@@ -91,7 +91,7 @@ def conditional(kind, size=4, **overrides):
 
 
 def _pixels(kind, size, number):
-    """Random pictures, as a processor passes them on."""
+    """Random pictures in the form of a processor's output."""
     side, generator = int(size**0.5), torch.Generator().manual_seed(size)
     if kind.startswith("gemma4"):
         side *= 1 if kind == "gemma4 unified" else 2
@@ -107,12 +107,12 @@ def _pixels(kind, size, number):
 
 
 def inputs_of(model, kind, lengths=(24, 18, 40), places=((3,), (), (0, 19)), size=4):
-    """Left-padded prompts with pictures that begin at places of each row, and the pictures."""
+    """Left-padded prompts with pictures at the given places of each row, and the pictures."""
     width, number = max(lengths), sum(map(len, places))
     pixels = _pixels(kind, size, number)
     pixels["pixel_values"] = pixels["pixel_values"].to(model.dtype)
     tokens = size
-    if kind == "llava next":  # has the picture once more, and an end to each of its lines
+    if kind == "llava next":  # has each picture a second time, with an end token on each line
         found = model.model.get_image_features(**pixels, return_dict=True).pooler_output
         tokens = len(found[0])
     ids = prompt(width, rows=len(lengths)).clamp(max=89)  # (B, W)

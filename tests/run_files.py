@@ -1,4 +1,4 @@
-"""Run files made up for tests: rounds drawn from a known acceptance, seconds from known costs."""
+"""Made-up run files: rounds drawn from a known acceptance, times from known costs."""
 
 import json
 import random
@@ -9,7 +9,7 @@ LAYERS = 6
 
 
 def header(**changes):
-    """The header of a sampled run with five methods."""
+    """The header of a sampled run of five methods."""
     return {
         "kind": "header",
         "schema": 1,
@@ -79,7 +79,7 @@ def drafting(name, **changes):
 
 
 def record(method, prompt="code-1", **changes):
-    """One call that took 10 ms, 1 ms of it to the first of 10 tokens."""
+    """One call of 10 ms for 10 tokens, of which the first took 1 ms."""
     return {
         "kind": "record",
         "method": method,
@@ -196,7 +196,7 @@ def made_up(
 
 
 def sweep(tokens=1000):
-    """A sweep over three exits and three draft lengths; every round drafts as far as it may."""
+    """A sweep over three exits and three draft lengths; every round drafts as many as it may."""
     lengths, exits = [1, 2, 4], []
     for layer, alpha in ((1, 0.3), (2, 0.6), (3, 0.8)):
         rounds = [[0] * g + [round(tokens / (1 + alpha * g))] for g in lengths]

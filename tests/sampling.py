@@ -1,4 +1,4 @@
-"""Sampled texts of a model of few tokens, and how well they follow its law."""
+"""Sampled texts of a model with few tokens, and how well they follow its law."""
 
 import copy
 import functools
@@ -51,7 +51,7 @@ PROCESSORS = {
 }
 
 
-# the last sublayers bend this model's laws: leaving them out makes a poor draft
+# the last sublayers change this model's laws most, so skipping them makes a poor draft
 SKIP = SkipConfig(attention=(0, 2), mlp=(1, 5))
 
 
@@ -69,7 +69,7 @@ def small_model(family="llama"):
 
 @functools.cache
 def exact_law(processors, family):
-    """Probability of every text, by the model's own forward pass and the library's processors."""
+    """The probability of every text, from the model's own forward pass and the processors."""
     texts = torch.tensor([PROMPT])
     chances = torch.ones(1)
     for _ in range(NEW_TOKENS):
@@ -97,11 +97,11 @@ def sample_texts(
     dtype=torch.float64,
     rows=500,
 ):
-    """Counts of texts over seeds 0, 1, ..., in batches; of each draft drafted and accepted tokens.
+    """Counts of texts over seeds 0, 1, ..., and by draft, numbers of drafted and accepted tokens.
 
     Args:
-        drafts: of the small model; `fickle` takes any of several for a round, or none.
-        vocabulary: tokens that are drafted; None: all.
+        drafts: drafts of the small model; `fickle` chooses any of several for a round, or none.
+        vocabulary: the tokens that may be drafted; None: all.
     """
     counts = Counter()
     drafted = []
@@ -134,7 +134,7 @@ def sample_texts(
 
 
 def p_value(counts, processors, family="llama"):
-    """Chi-square against the exact law, texts expected under 5 times pooled; 0 if impossible."""
+    """Chi-square against the exact law, pooling texts expected under 5 times; 0 if impossible."""
     law = exact_law(processors, family)
     if any(law[text] == 0 for text in counts):
         return 0.0

@@ -1,4 +1,4 @@
-"""Search files made up for tests: trials drawn over a made-up landscape, phase by phase."""
+"""Made-up search files: trials drawn over a made-up landscape, phase by phase."""
 
 import json
 import random
@@ -12,10 +12,10 @@ STEP = 0.007  # seconds of one plain step
 
 
 def made_up(*, layers=12, trials=120, confirm=True, pays=True, finalists=4, seed=0, **changes):
-    """A search of the sublayer space; `pays` False: of drafts that cost too much for their worth.
+    """A search of the sublayer space. With `pays` False, drafts cost too much to gain.
 
     Args:
-        finalists: how many there are beside the best exit.
+        finalists: number of finalists besides the best exit.
     """
     draw = random.Random(seed)
     land = Landscape(layers, seed, exits=True, verify=0.05 if pays else 0.6)
@@ -103,7 +103,7 @@ def skipped(mask):
 
 
 def _proposals(land, layers, trials, draw, done):
-    """Origins and masks: exits, a path by damage, then moves near the best."""
+    """Origins and masks: exits, a path by increasing damage, then moves near the best."""
     every = (1 << 2 * layers) - 1
     for exit_layer in range(layers - 1, 0, -1):
         yield f"first:exit-{exit_layer}", every ^ ((1 << 2 * exit_layer) - 1)

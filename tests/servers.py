@@ -1,4 +1,4 @@
-"""Real servers on this machine."""
+"""Starts real servers on this machine."""
 
 import socket
 import threading
@@ -12,9 +12,9 @@ from layerskip.serving.connections import configured
 
 @contextmanager
 def running(app, log=False):
-    """A real server on a free port, on a thread; its address."""
+    """Run a real server on a free port in a thread; yields its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # a slow reader is soon noticed
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # notices slow readers soon
     server = uvicorn.Server(configured(app, log=log))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -1,4 +1,4 @@
-"""Small random models of any type of the library, and decoding them with every kind of draft."""
+"""Small random models of any type of the library, and decoding with every kind of draft."""
 
 import functools
 
@@ -13,11 +13,11 @@ from transformers import (
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.costs.speculation import CostTable
 
-COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # with these, drafting pays; no test depends on a clock
 NEW_TOKENS = 12
 EIGHT = SkipConfig.low_precision(8)
 BATCHES = {"one": (13,), "ragged": (13, 5, 9)}
-_SIZES = {  # what configurations call their sizes
+_SIZES = {  # the names that configurations use for sizes
     32: "hidden_size n_embd d_model embed_dim embedding_size",
     48: "intermediate_size n_inner d_ff ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
     "intermediate_size_mlp",
@@ -50,7 +50,7 @@ _MORE = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v3": {"v_head_dim": 12, "num_key_value_heads": 4},  # narrower than its keys
+    "deepseek_v3": {"v_head_dim": 12, "num_key_value_heads": 4},  # values are narrower than keys
     "gemma3n_text": {
         **_TYPES,
         "num_kv_shared_layers": 0,
@@ -69,24 +69,24 @@ _MORE = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 2, "state_size": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention", "moe"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    # eager attention in float64 makes NaN of pads that see no token
+    # eager attention in float64 gives NaN for pads that see no token
     "t5gemma": {"encoder": {"sliding_window": 32, **_CAPS}, "decoder": _CAPS},
 }
-_TRIES = (  # sizes left at their defaults: some follow from others
+_TRIES = (  # sizes to leave at their defaults, because some follow from others
     *(set(), {"head_dim"}, {"num_key_value_heads"}, {"head_dim", "num_key_value_heads"}),
     *({"qk_rope_head_dim", "head_dim"}, {"layer_types"}),
 )
 
 
 def _values(config):
-    """Arguments that make a configuration of this class tiny, and those of its parts."""
+    """Arguments that make a configuration of this class, and its parts, tiny."""
     values = {}
     for name, value in config.to_dict().items():
         part = getattr(config, name, None)
         if hasattr(part, "to_dict") and isinstance(value, dict) and "model_type" in value:
             values[name] = _values(part)
         elif name == "sliding_window" and value is None:
-            continue  # it has none
+            continue  # the model has no window
         elif name in SMALL and name not in config.attribute_map:
             values[name] = SMALL[name]
         elif name == "layer_types" and value:
@@ -96,9 +96,9 @@ def _values(config):
 
 @functools.cache
 def small_model(kind, seed=0, **more):
-    """A model of a type with two layers, in float64; its weights are large, so its text varies.
+    """A two-layer model of a type in float64. Its weights are large, so that its text varies.
 
-    It is of the first of `_TRIES` that makes one.
+    It uses the first entry of `_TRIES` that the configuration accepts.
     """
     made = CONFIG_MAPPING[kind]
     values = _values(made())
@@ -115,18 +115,18 @@ def small_model(kind, seed=0, **more):
 
 
 def _built(config, seed):
-    config._experts_implementation = "eager"  # others have no float64
+    config._experts_implementation = "eager"  # the others do not support float64
     encoder = config.is_encoder_decoder
     classes = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if encoder else MODEL_FOR_CAUSAL_LM_MAPPING
     if encoder:
-        config.tie_word_embeddings = False  # tied heads tend to repeat the last token
+        config.tie_word_embeddings = False  # a tied head tends to repeat the last token
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = classes[type(config)](config).double().eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 size = 1.0 if encoder and ("embed" in name or "shared" in name) else 0.15
-                if config.model_type in ("t5", "umt5"):  # whose head is tied in any case
+                if config.model_type in ("t5", "umt5"):  # their heads are always tied
                     size = 0.5
                 noise = torch.randn_like(weight)
                 weight.copy_(size * noise) if weight.dim() > 1 else weight.add_(0.1 * noise)
@@ -141,7 +141,7 @@ def _built(config, seed):
 
 
 def alone(model, ids, mask):
-    """New tokens of the library's own greedy decoding, of every row of a batch alone."""
+    """New tokens of every row, decoded alone by the library's own greedy decoding."""
     how = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     rows = [row[real][None] for row, real in zip(ids, mask.bool(), strict=True)]
     texts = [model.generate(row, attention_mask=torch.ones_like(row), **how) for row in rows]
@@ -149,7 +149,7 @@ def alone(model, ids, mask):
 
 
 def decoded(model, inputs, *, sample=False, **how):
-    """What `generate()` gives for prompts and their mask."""
+    """The output of `generate()` for prompts and their mask."""
     return model.generate(
         inputs[0],
         attention_mask=inputs[1],
@@ -161,7 +161,7 @@ def decoded(model, inputs, *, sample=False, **how):
 
 
 def every_draft(model, *own):
-    """Settings of every kind of draft."""
+    """Settings for every kind of draft."""
     erratic = {"max_draft_length": 5, "lookup": False}
     return [
         {"lookup": True},

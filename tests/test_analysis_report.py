@@ -1,4 +1,4 @@
-"""The report as a whole: its words, its escaping, its refusals, and that it is written whole."""
+"""The report as a whole: its words, escaping and refusals, and that no file is half written."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_the_page_stands_alone(written):
     assert len(pictures) == page.tags.count("figure") == page.tags.count("svg") == 7
     assert all(re.search(r"\d", label) for label in pictures)
     assert summary.split(". ")[0] in page.text
-    # drawings take the page's colours; none of the exchangeable ones is left in them
+    # drawings use the colours of the page; none of the placeholder colours is left
     drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
     assert "var(--ink)" in drawings
     assert "#222222" not in drawings
@@ -80,7 +80,7 @@ def test_a_folder_stands_for_the_files_in_it(tmp_path):
 
 
 def test_each_method_stands_once_in_the_results(written):
-    """With its speeds over the others in columns, beside their intervals."""
+    """The speeds over each other method are columns of its line, with their intervals."""
     folder, _ = written
     text = (folder / "index.html").read_text(encoding="utf-8")
     table = re.search(r"<h3>Results</h3>.*?</table>", text, re.DOTALL)[0]
@@ -119,7 +119,7 @@ def test_text_from_records_is_escaped(tmp_path):
 
 
 def only(*methods, **changes):
-    """A header of these methods, plain ones by name."""
+    """A header with these methods, plain ones by name."""
     known = {m["name"]: m for m in made.header()["methods"]}
     return made.header(methods=[known.get(m, m) if isinstance(m, str) else m for m in methods],
                        **changes)  # fmt: skip
@@ -264,12 +264,12 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Reports without plots, where only the folder matters."""
+    """Reports without plots, for tests of the folder only."""
     monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
 
 
 def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path, quick):
-    """The last line of such a file is cut off: it is left out, which a warning says."""
+    """The last line of such a file is cut off. It is left out, with a warning."""
     run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1, head=only("plain", "self")))
     whole = write_report([run], tmp_path / "whole")
     with run.open("a") as file:
@@ -360,7 +360,7 @@ def test_a_report_needs_no_torch(tmp_path):
     run = made.write(tmp_path / "run.jsonl", made.made_up(prompts=1))
     program = (
         "import sys\n"
-        "sys.modules['torch'] = sys.modules['transformers'] = None\n"  # importing them fails
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"  # importing these fails now
         "from pathlib import Path\n"
         "from layerskip.analysis import report\n"
         "report.plots.run_plots = lambda run: [report.plots.phases(run)]\n"

@@ -1,4 +1,4 @@
-"""The report of a layer search: its numbers, its pictures, its words, and what it refuses."""
+"""The report of a layer search: its numbers, pictures and words, and what it refuses."""
 
 import copy
 import itertools
@@ -33,7 +33,7 @@ def loaded(tmp_path, document):
 
 
 def trial(number, **changes):
-    """A trial that leaves out the attention of layer 1 alone and gains nothing."""
+    """A trial that skips only the attention of layer 1 and gains nothing."""
     return {
         "number": number,
         "origin": "local",
@@ -50,7 +50,7 @@ def trial(number, **changes):
 
 
 def of_trials(*trials, **changes):
-    """A search of these trials, without finalists."""
+    """A search with these trials and no finalists."""
     none = {"finalists": [], "winner": None, "best_exit": None}
     return made.made_up(trials=1) | none | {"trials": list(trials)} | changes
 
@@ -84,7 +84,7 @@ def test_trials_in_numbers(tmp_path):
         trial(5, speedup=0.8, low=LOW, draft_vocabulary=64),
     )
     search = loaded(tmp_path, document)
-    table = search.trials  # the best first
+    table = search.trials  # sorted, the best first
     assert table["number"].tolist() == [3, 4, 1, 5, 2]
     assert table["front"].tolist() == [True, False, False, False, False]
     assert table["left_out"].dropna().tolist() == [1, 5, 1, 1]
@@ -124,17 +124,17 @@ def test_finalists_in_numbers(tmp_path):
 
 
 def texts_of(figure):
-    """Every text that is drawn, with its box in pixels."""
+    """Every visible text of a figure, with its box in pixels."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    unseen = set()  # labels of ticks beyond an axis's ends, which matplotlib keeps
+    unseen = set()  # tick labels beyond the ends of an axis, which matplotlib keeps
     for axes in (a for one in figure.axes for a in (one, *one.child_axes)):
         for axis in (axes.xaxis, axes.yaxis):
             low, high = sorted(axis.get_view_interval())
             ticks = [t for t in axis.get_major_ticks() if not low <= t.get_loc() <= high]
             unseen.update(label for t in ticks for label in (t.label1, t.label2))
     texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
-    # of annotations the text alone, without its line
+    # of annotations, only the text without its arrow
     boxes = [(t, Text.get_window_extent(t, canvas.get_renderer())) for t in texts]
     return [(t, box) for t, box in boxes if t not in unseen]
 
@@ -204,7 +204,7 @@ def said(tmp_path, document):
 
 
 def changed(rounded=None, **parts):
-    """A made-up search with parts of its winner, and of what was measured of it, set anew."""
+    """A made-up search in which parts of the winner, or of its timing, are replaced."""
     document = made.made_up()
     winner = next(f for f in document["finalists"] if f["name"] == document["winner"])
     confirmed = {name: value for name, value in parts.items() if name in winner["confirmed"]}
@@ -253,7 +253,7 @@ def test_what_is_said_of_searches(tmp_path, document, facts, absent):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Reports with one plot for each search and none for runs."""
+    """Reports with one plot per search and none for runs."""
     monkeypatch.setattr(plots, "run_plots", lambda run: [])
     monkeypatch.setattr(
         search_plots, "search_plots", lambda search: [search_plots.search_skip_map(search)]
@@ -315,7 +315,7 @@ def test_searches_and_runs_on_one_page(tmp_path, quick):
 
 
 def hostile(document):
-    """The same search with every name in it nasty."""
+    """The same search with a hostile string for every name."""
     document = copy.deepcopy(document)
     for name in ("name", "architecture"):
         document["model"][name] = NASTY
@@ -371,13 +371,12 @@ FREE = ("cost", "environment.packages", "prompts.categories")
 """Objects whose keys are data."""
 UNREAD = {"environment.python", "environment.platform", "environment.cpu.cores",
           "environment.cpu.threads", "law.seed", "environment.devices", "importance"}  # fmt: skip
-FULL = json.loads(json.dumps(made.made_up(trials=30)))  # no part of it is there twice
+FULL = json.loads(json.dumps(made.made_up(trials=30)))  # shares no parts
 FULL["environment"]["devices"] = [{"name": "Test GPU"}]
 
 
 def places(value, path=()):
-    """Every key of a document with its path; of lists the first item and, of trials, one that
-    drafts."""
+    """The path of every key in a document; of lists, the first two items."""
     if isinstance(value, dict) and ".".join(map(str, path)) not in FREE:
         for key, item in value.items():
             yield (*path, key)
@@ -398,7 +397,7 @@ def at(document, path):
 
 
 def refusal(tmp_path, document):
-    """The one line with which a document is refused."""
+    """The one-line error for a document."""
     file = made.write(tmp_path / "search.json", document)
     with pytest.raises(ValueError, match=re.escape(f"search {file}: ")) as error:
         read_search(file)
@@ -415,7 +414,7 @@ def test_every_key_is_needed(tmp_path):
         document = copy.deepcopy(FULL)
         del at(document, path[:-1])[path[-1]]
         if path == ("kind",):
-            continue  # then it is no search
+            continue  # without it, the file is not taken for a search
         assert f": {name_of(path)} is missing" in refusal(tmp_path, document)
 
 

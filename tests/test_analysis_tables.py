@@ -1,4 +1,4 @@
-"""The report's numbers against values worked out by hand."""
+"""The report's numbers against values calculated by hand."""
 
 import math
 
@@ -27,7 +27,7 @@ def one(table, **where):
 
 
 def timed(method, prompt, totals, tokens=10, first=0.001, **changes):
-    """Records of one prompt, one for each repeat."""
+    """Records of one prompt, one per repeat."""
     return [
         made.record(method, prompt, repeat=i, new_tokens=[tokens],
                     seconds=made.seconds(total, first), **changes)
@@ -58,16 +58,16 @@ def test_speedup_is_all_tokens_over_all_seconds(tmp_path):
     assert row["decode_speedup"] == pytest.approx((29 + 99) / (9 + 57))
     assert one(table, category="code", method="self", over="plain")["speedup"] == pytest.approx(3)
     row = one(table, category="all", method="self", over="generate")
-    assert row["speedup"] == pytest.approx((30 / 0.070) / (20 / 0.160))  # other texts
-    ends = (10 / 0.010) / (10 / 0.060), (20 / 0.060) / (10 / 0.100)  # of one prompt, drawn twice
+    assert row["speedup"] == pytest.approx((30 / 0.070) / (20 / 0.160))  # its texts differ
+    ends = (10 / 0.010) / (10 / 0.060), (20 / 0.060) / (10 / 0.100)  # one prompt, drawn twice
     assert (row["high"], row["low"]) == pytest.approx(ends)
 
 
 def test_one_answer_of_one_token_does_not_outweigh_the_others(tmp_path):
-    """Averaged as seconds per token this run was headed .95, though every longer text gained."""
+    """Averaging seconds per token gave .95 for this run, although every longer text gained."""
     lines = [*timed("plain", "text-0", [0.018], tokens=1, first=0.018),
              *timed("self", "text-0", [0.046], tokens=1, first=0.046)]  # fmt: skip
-    gains = [1.1 + 0.03 * number for number in range(11)]  # to 1.4
+    gains = [1.1 + 0.03 * number for number in range(11)]  # up to 1.4
     for number, gain in enumerate(gains, 1):
         lines += timed("plain", f"text-{number}", [0.960], tokens=96, first=0.010)
         lines += timed("self", f"text-{number}", [0.960 / gain], tokens=96, first=0.010)
@@ -114,7 +114,7 @@ def test_bootstrap_is_paired_and_seeded():
     ratio, low, high = measured_speedup(own, over)
     assert low < ratio < high
     assert measured_speedup(own, over) == (ratio, low, high)
-    # the normal interval of a ratio of means is close to the bootstrap's
+    # the bootstrap's interval is close to the normal interval of a ratio of means
     b, a = drawn
     sd = np.std(a / b.mean() - ratio * b / b.mean()) / np.sqrt(40)
     assert (low, high) == pytest.approx((ratio - 1.96 * sd, ratio + 1.96 * sd), abs=0.3 * sd)
@@ -125,7 +125,7 @@ ROUNDS = made.rounds((2, 2, 3), (3, 1, 2), (0, 0, 1), (2, 0, 1), (2, 1, 1))
 
 
 def test_acceptance(tmp_path):
-    # the last round was cut by an end: one accepted, and nothing is known of the second
+    # an end cut the last round after one accepted token, so its second token was not judged
     lines = [made.record("plain"), made.record("self", new_tokens=[9], rounds=ROUNDS)]
     row = one(tables.acceptance(run_of(tmp_path, lines)), category="all")
     assert (row["rounds"], row["drafts"], row["drafted"]) == (5, 4, 9)
@@ -148,7 +148,7 @@ def test_acceptance_by_position(tmp_path):
 
 
 def test_positions_of_trees_go_by_depth(tmp_path):
-    """Of five tokens in a tree three could follow each other; nothing followed what was taken."""
+    """The tree of five tokens has depth 2, so it counts as two drafted positions in a row."""
     told = made.rounds((5, 2, 3), (5, 0, 1)) | {"depths": [[2], [5]]}
     lines = [made.record("plain"), made.record("self", new_tokens=[5], rounds=told)]
     table = tables.positions(run_of(tmp_path, lines)).set_index("position")
@@ -178,7 +178,7 @@ def test_finished_rows_of_a_batch_count_for_nothing(tmp_path):
     assert one(tables.speedup(run), method="self")["tokens_per_second"] == pytest.approx(1000)
     row = one(tables.repetition(run), method="self")
     assert (row["repeated_4grams"], row["loops"], row["texts"]) == (0.5, 1, 2)
-    # rows draft in lockstep: rounds of 2 and 1 drafts, in place of 4 plain steps
+    # rows draft together: rounds of 2 and 1 draft steps replace 4 plain steps
     cost = 2 * 0.15 + 1.35 + 0.15 + 1.2
     assert one(tables.predictions(run))["predicted"] == pytest.approx(4 / cost)
 
@@ -230,12 +230,12 @@ def test_rounds_are_priced_by_the_cost_table(tmp_path):
         assert row["measured"] == pytest.approx(2)
         assert row["efficiency"] == pytest.approx(2 / predicted)
         assert row["bound"] == pytest.approx(1 / 0.15)
-    # rounds that draft nothing cost what plain steps do
+    # rounds without drafts cost as much as plain steps
     assert one(table, method="self:fixed-4", category="all")["predicted"] == pytest.approx(1)
 
 
 def test_sweeps_are_priced_by_their_rounds(tmp_path):
-    """Four plain steps, one round of a draft and five of two: not ten rounds of 1.1 drafts."""
+    """Four plain steps, one round of one draft and five of two, not ten rounds of 1.1 drafts."""
     swept = made.sweep(20)
     swept["exits"][1]["rounds"] = [[0, 10], [4, 1, 5], [0, 0, 0, 0, 6]]
     run = run_of(tmp_path, [made.record("plain"), swept])
@@ -275,7 +275,7 @@ def test_runs_are_told_apart_and_stand_side_by_side(tmp_path):
 
 
 def test_decoding_is_told_by_context_beside_what_memory_gives(tmp_path):
-    """Calls of 9 tokens behind the first, in 9, 4.5 and 3 ms; 90 kB of each second's 20 MB."""
+    """Calls of 9 tokens after the first, in 9, 4.5 and 3 ms; 90 kB read of 20 MB per second."""
     lines = [
         timed("plain", f"{context}-{number}", [0.001 + seconds], context=context,
               category=f"{context} tokens", read_bandwidth=20e6, bytes_read=90e3)[0]
@@ -286,7 +286,7 @@ def test_decoding_is_told_by_context_beside_what_memory_gives(tmp_path):
     run = run_of(tmp_path, lines)
     assert run.contexts == {"8 tokens": 8, "64 tokens": 64}
     table = tables.decoding(run)
-    assert len(table) == 3  # speeds at several contexts are no one's
+    assert len(table) == 3  # one line per method and context, none over all contexts
     plain = one(table, method="plain", context=64)
     assert (plain["low"], plain["tokens_per_second"], plain["high"]) == pytest.approx(
         (1000, 2000, 3000)
@@ -296,12 +296,12 @@ def test_decoding_is_told_by_context_beside_what_memory_gives(tmp_path):
     assert plain["share"] == pytest.approx(1.0)
     first = one(table, method="plain", context=8)
     assert first["share"] == pytest.approx((0.5 + 1) / 2)
-    assert np.isnan(one(table, method="generate")["share"])  # as in old records
+    assert np.isnan(one(table, method="generate")["share"])  # old records lack it
     assert (run_of(tmp_path, timed("plain", "code-1", [0.02])).contexts) == {"all": None}
 
 
 def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
-    """Three looked up, two of the sublayers, one that drafted nothing; looked-up ones are free."""
+    """Three looked up, two by sublayers, one without drafts. Looked-up drafts cost no steps."""
     head = made.header()
     own = next(method for method in head["methods"] if method["kind"] == "self")
     own["sources"] = ["lookup", "sublayers"]
@@ -323,13 +323,13 @@ def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
 
 
 def test_a_round_may_have_a_source_for_each_row():
-    """It costs the steps of the rows that took them, and the pass over the longest draft."""
+    """It costs the steps of the rows that took them, and a pass over the longest draft."""
     rounds = {
         "drafted": [[2, 1, 0], [1, 0, 0]],
         "accepted": [[2, 0, 0], [1, 0, 0]],
         "emitted": [[3, 1, 1], [2, 1, 0]],
         "sources": [[0, 1, None], 1],
-        "steps": [3, 1],  # of trees there may be more, or fewer
+        "steps": [3, 1],  # not the number of tokens: steps of trees differ from it
     }
     record = {"batch_size": 3, "category": None, "method": "self", "rounds": rounds}
     found = list(rounds_of(record, 0))

@@ -1,4 +1,4 @@
-"""The report of trainings: numbers, words, the picture, and what it refuses."""
+"""The report of trainings: its numbers, words and picture, and what it refuses."""
 
 import json
 import re
@@ -89,7 +89,7 @@ def test_trainings_in_pictures(tmp_path):
     of = loaded(tmp_path, made.training(), made.training(recipe={"kind": "heads", "loss": "kl"}))
     with rc_context(STYLE):
         curve = plots.training_curve(of)
-        curve.figure.draw_without_rendering()  # warns where there is no room
+        curve.figure.draw_without_rendering()  # warns if there is too little room
     (axes,) = curve.figure.axes
     lines = {line.get_label(): line for line in axes.lines}
     assert [*lines] == ["feature-block (lk)", "heads (kl)"]
@@ -107,7 +107,7 @@ def test_trainings_in_words(tmp_path, pays):
     for fact in (f"{int(pays)} of 1", "1.20 times", "1.10 to 1.30", "before 1.50", "0.600",
                  "c 0.10", "0.300 to 0.660"):  # fmt: skip
         assert fact in text
-    assert len(verdict.advice) == 1  # its overlap still rose
+    assert len(verdict.advice) == 1  # the overlap was still rising
     flat = [point | {"overlap": [0.5, 0.4]} for point in one["curve"]]
     better = made.training(recipe={"kind": "heads"}, curve=flat, timed={})
     better["drafts"]["trained"] = made.draft(0.9, 0.2, 1)

@@ -1,4 +1,4 @@
-"""A second model as the draft: its text, law, cache, costs and vocabulary; replays are beside."""
+"""A second model as the draft: its text, law, cache, costs, vocabulary and replays."""
 
 import copy
 import gc
@@ -27,13 +27,13 @@ COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 EXIT = SkipConfig.early_exit(4).resolve(6)
 
 
-# ---- Decoding; that the text and its law are the target's: in `test_every_kind.py`. ----
+# ---- Decoding. That the text and its law are the target's is tested in `test_every_kind.py`. ----
 
 
 @pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
 @pytest.mark.parametrize("family", ["llama", *thorough("gemma2"), "gemma3"])
 def test_a_copy_of_the_target_is_always_right(family, execution):
-    """Its state is that of a fresh start, behind others' drafts that fell and in windows, too."""
+    """The assistant's state stays right after others' rejected drafts, and in windows."""
     model = model_of(family)
     same = Assistant(Sublayers(copy.deepcopy(model), execution))
     wild = Assistant(Sublayers(second_of(family, noise=1.0)))
@@ -62,7 +62,7 @@ def test_the_doors_take_a_model_or_an_opened_one():
 
 @pytest.mark.parametrize(("ours", "theirs"), [(12, 16), *thorough((16, 12))])
 def test_heads_may_be_padded_differently(ours, theirs):
-    """Tokens that one of them lacks are not drafted, and cost nothing but acceptance."""
+    """Tokens that one head lacks are not drafted. This costs acceptance only."""
     model = model_of(vocab_size=ours)
     for sample in (False, True):
         plain = decoded((), Fixed(), model=model, sample=sample)
@@ -83,7 +83,7 @@ def test_a_batch_that_the_assistant_cannot_hold_is_refused():
 
 
 def test_an_assistant_that_has_not_read_the_texts_is_seen():
-    """The negative control: a state that does not catch up drafts other tokens."""
+    """Negative control: a state that does not catch up drafts other tokens."""
     draft = Assistant(Sublayers(second_of()))
     (text, *_), trace = traced(False, False).texts, traced(False, False)
     starts = [(text, text.prompt + i, 3) for i in range(9)]
@@ -102,7 +102,7 @@ def test_costs_are_measured_and_kept_without_the_model():
     ids, mask = prompts(model)
     request = Request(ids, mask, 8, Law((), do_sample=False, rows=len(ids)))
     opened, drafts = Sublayers(model), [Lookup(), Assistant(Sublayers(other)), EXIT]
-    tables = cost_tables(opened, drafts, request, seconds=0.3)  # two sweeps at least
+    tables = cost_tables(opened, drafts, request, seconds=0.3)  # at least two sweeps
     assert [table.at(4).source for table in tables] == ["measured"] * 3
     assert tables[0].at(4).draft == 0
     second = weakref.ref(other)
@@ -126,7 +126,7 @@ def test_analytic_costs_are_those_of_its_bytes():
 
 
 class Words:
-    """Stands for a tokenizer."""
+    """A stand-in for a tokenizer."""
 
     def __init__(self, *words):
         self.words = words
@@ -162,7 +162,7 @@ def test_models_whose_numbers_tell_of_other_vocabularies_warn():
     padded, ends = second_of(vocab_size=302), copy.deepcopy(second_of(vocab_size=300))
     warn_of_vocabularies(model, padded)
     ends.generation_config.eos_token_id = [3, 4]
-    warn_of_vocabularies(model, ends)  # the model has no end
+    warn_of_vocabularies(model, ends)  # the model has no end token
     model = copy.deepcopy(model)
     model.generation_config.eos_token_id = 4
     warn_of_vocabularies(model, ends)

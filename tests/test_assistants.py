@@ -1,4 +1,4 @@
-"""Official assistants built here against the library's own, and their training against decoding."""
+"""Official assistants built here against the library's, and their training against decoding."""
 
 import json
 
@@ -27,7 +27,7 @@ def assistant(unified=False, ordered=False):
 
 
 def random_keys(length):
-    """Keys and values by layer type, of so many slots."""
+    """Random keys and values by layer type, with `length` slots."""
     shapes = {KINDS[0]: (1, 2, length, 8), KINDS[3]: (1, 1, length, 16)}
     return {kind: (*torch.randn(2, *shape).double(),) for kind, shape in shapes.items()}
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_without_a_weight_is_refused(tmp_path):
 
 
 def untrained(rows, length):
-    """A target, an assistant, ids (rows, length) and what the target says of them."""
+    """A target, an assistant, ids (rows, length) and the target's outputs for them."""
     model = target_of("gemma4", WIDE)
     drafting = build_assistant(assistant_config(model.config)).double()
     ids = torch.randint(WIDE, (rows, length))

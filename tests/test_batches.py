@@ -1,4 +1,4 @@
-"""Batches whose rows end at different times: finished rows are left behind, that is all."""
+"""Batches whose rows end at different times: finished rows are dropped, and that is all."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ NEW_TOKENS = 24
 
 
 def batch(rows):
-    """Prompts of 1 to WINDOW + 6 tokens, no two neighbours alike."""
+    """Prompts of 1 to WINDOW + 6 tokens; neighbours differ in length."""
     return ragged(tuple(1 + 5 * row % (WINDOW + 6) for row in range(rows)), seed=rows)
 
 
 def ends(model, rows):
-    """Tokens that end the rows of a batch at different times, as the library decodes them."""
+    """Tokens that end half of the rows at different times in the library's decoding."""
     ids, mask = batch(rows)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
     return [int(out[row, ids.shape[1] + 1 + 3 * row % NEW_TOKENS]) for row in range(rows // 2)]
@@ -48,13 +48,13 @@ def decoding(controller="fixed", **settings):
     )
 
 
-# ---- The same tokens as ever. ----
+# ---- The tokens do not change. ----
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma2"])
 @pytest.mark.parametrize("rows", SIZES)
 def test_greedy_tokens_equal_the_librarys(family, rows):
-    """But for Gemma 2, whose padded rows are NaN in the library's own float64 (test_parity.py)."""
+    """Without Gemma 2, whose padded rows are NaN in the library's float64 (test_parity.py)."""
     model = lively_model(family)
     how = {"eos_token_id": ends(model, rows), "pad_token_id": 0}
     want = generate(model, rows, None, **how).sequences.tolist()
@@ -94,7 +94,7 @@ def test_sampled_rows_equal_themselves_alone(family, acceptance):
 
 @pure
 def forbid_by_row(ids, scores):
-    """A processor that reads the row number."""
+    """A processor that depends on the row number."""
     scores = scores.clone()
     for row in range(len(scores)):
         scores[row, 2 + 5 * row : 7 + 5 * row] = float("-inf")
@@ -149,17 +149,17 @@ def test_scores_are_those_of_the_true_rows(llama, processors):
     assert generate(llama, 8, decoding(), **how | {"output_logits": False}).logits is None
 
 
-# ---- What is left behind, and when. ----
+# ---- Which rows are dropped, and when. ----
 
 
 def ending_at(lengths):
-    """A stop that ends each row after that many tokens."""
+    """A stop function that ends each row after its number of tokens."""
     width = batch(len(lengths))[0].shape[1]
     return lambda row, seen: seen.shape[1] - width >= lengths[row]
 
 
 def scripted(model, lengths, longest=0, **settings):
-    """Rows that end after those many tokens, drafting `longest` tokens a round."""
+    """Rows that end after these numbers of tokens, with `longest` drafted tokens a round."""
     prompts = tuple(int(row.sum()) for row in batch(len(lengths))[1])
     asked = request(prompts, new_tokens=max(lengths), stop=ending_at(lengths), **settings)
     return decoder(model, asked, skip="early exit", longest=longest)
@@ -224,7 +224,7 @@ def test_passes_carry_no_row_that_was_left_behind(llama):
             rows_of.clear()
             play(scripted(llama, tuple(range(1, 17)), longest=longest))
             prefill = rows_of.index(16)
-            assert sum(rows_of[:prefill]) == 16  # each row in one pass
+            assert sum(rows_of[:prefill]) == 16  # each row's prefill is a pass of its own
             rounds = rows_of[prefill:]
             assert rounds == sorted(rounds, reverse=True)
             assert set(rounds) <= {16, 8, 4, 2, 1}
@@ -234,7 +234,7 @@ def test_passes_carry_no_row_that_was_left_behind(llama):
 
 
 def test_the_head_computes_only_what_is_read(llama):
-    """Logits of a drafted position that a row did not reach, or of a finished row, nobody reads."""
+    """No logits for finished rows, or for positions beyond a row's draft: nobody reads them."""
     heads = []
 
     class Own(Erratic):
@@ -260,7 +260,7 @@ def test_the_head_computes_only_what_is_read(llama):
 
 
 def test_a_controller_may_decide_for_the_batch(llama):
-    """Asked before every draft step, the first one included, about the rows that may draft on."""
+    """It is asked before every draft step, including the first, about the rows that still draft."""
 
     class Together(Fixed):
         def reset(self, rows):
@@ -293,7 +293,7 @@ def test_a_controller_may_decide_for_the_batch(llama):
 
 @torch.no_grad()
 def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
-    """The tests above can fail: with the right rows in another order they do."""
+    """Negative control: the tests above fail if the kept rows are in another order."""
     lengths, _ = LENGTHS["half at once"]
     want = scripted(llama, lengths, longest=2)
     play(want)
@@ -306,7 +306,7 @@ def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
     run = scripted(llama, lengths, longest=2)
     play(run)
     differ = [run.emitted[row] != want.emitted[row] for row in range(8)]
-    assert not any(differ[::2])  # they had ended before
+    assert not any(differ[::2])  # these rows had ended before
     assert sum(differ[1::2]) >= 2
     run = scripted(llama, lengths)
     rounds = run.rounds()
@@ -325,20 +325,20 @@ def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 @torch.no_grad()
 def test_prefill_in_chunks_is_the_prefill(family, execution, chunk, sizes):
-    """Rows whose prompts end in the first, a middle and the last chunk, and at a chunk's end."""
+    """Prompts end in the first, a middle and the last chunk, and at the end of a chunk."""
     model = lively_model(family)
     asked = request((3 * WINDOW + 1, 2, WINDOW, WINDOW + 4))
     whole = decoder(model, asked, execution=execution)
     logits = whole.passes.prefill()  # (B, V)
     sizes(chunk=lambda *_: chunk * 4)
     run = decoder(model, asked, execution=execution)
-    # the library's eager attention has a float32 softmax, whatever the dtype of the model
+    # the library's eager attention has a float32 softmax in every dtype
     tolerance = 1e-5 if family == "gemma2" else 1e-9
     chunked = run.passes.prefill()
     torch.testing.assert_close(chunked, logits, rtol=tolerance, atol=tolerance)
     run.emitted = [[0]] * 4
     check_cache(run, prefilled(run), tolerance)
-    assert (chunked[1] - logits[2]).abs().max() > 1e-3  # rows differ, so that mixing them shows
+    assert (chunked[1] - logits[2]).abs().max() > 1e-3  # rows differ, so mixing them up would show
 
 
 @pytest.mark.parametrize(

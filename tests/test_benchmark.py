@@ -1,4 +1,4 @@
-"""The measuring loop with made-up methods and clocks, then with real ones on tiny models."""
+"""The measuring loop with fake methods and clocks, then with real ones on tiny models."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.3))
 
 
 class Clock:
-    """Stands still but for `advance`."""
+    """A clock that only `advance` moves."""
 
     now = 0.0
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Fake:
-    """A method that takes a given time, of which half until its first token."""
+    """A method that takes a given time, half of it for its first token."""
 
     one_row = False
 
@@ -97,7 +97,7 @@ def test_methods_take_turns_on_every_batch():
 
 @pytest.mark.parametrize(("until", "repeats"), [(-1, 1), (8.5, 1), (9, 2), (1e9, 9)])
 def test_time_over_ends_it_after_a_whole_number_of_repeats(monkeypatch, until, repeats):
-    """Three methods of a second each; a warm-up and a repeat take three seconds."""
+    """Three methods take a second each, so a warm-up or a repeat takes three."""
     clock = Clock()
     fakes = [Fake(name, clock) for name in "abc"]
     loop = interleaved(fakes, batches(3, 3, 3), repeats=3, warmup=1, now=clock, until=until)
@@ -154,7 +154,7 @@ def test_the_collector_rests_during_calls_only():
 def recorded(model, task, methods, found_batches, **settings):
     records = []
     settings = {"repeats": 1, "warmup": 0, "write": records.append} | settings
-    gc.freeze()  # a search for garbage in all modules takes half a second
+    gc.freeze()  # collecting the modules' garbage would take half a second
     benchmark(model, task, methods, found_batches, **settings)
     return records
 
@@ -216,7 +216,7 @@ def test_records_are_what_readers_take(model, tmp_path):
 
 
 def test_records_hold_how_deep_trees_were(tmp_path):
-    """As far as tokens could be accepted behind those that were, of every row by itself."""
+    """How deep each row's accepted tokens could have continued in its tree."""
     model, task = lively_model("llama", vocab_size=24), Task(40, do_sample=True, seed=3, top_k=0)
     method = Engine(model, task, "laws", sources=[LogitLookup()], controller="fixed")
     found = [PromptBatch(("1", "2"), (0, 1), "kind", *ragged((6, 4)))]
@@ -302,7 +302,7 @@ def test_times_of_rounds_add_up(model):
 
 @pytest.mark.skipif(refusal() is not None, reason="no native passes here")
 def test_nothing_drafts_but_what_is_named():
-    own = lively_model("llama", dtype=torch.float32)  # which drafts in 8 bits where nothing is
+    own = lively_model("llama", dtype=torch.float32)  # by default, it would draft in 8 bits
     method = Engine(own, Task(12), "self", lookup=True, controller="fixed")
     (batch,) = batches(6)
     assert {round_.source for round_ in method.generate(batch).rounds} <= {None, 0}
@@ -347,7 +347,7 @@ def test_a_wrong_text_is_a_fault(model, task):
     assert difference["position"] == 2
     assert difference["margin"] > difference["resolution"] > 0
     assert difference["near_tie"] is False
-    for ended in (text[:3], [*text, 5]):  # no score explains an end
+    for ended in (text[:3], [*text, 5]):  # no score can explain a different end
         difference = judged(model, task, ended, batch)["differences"][-1]
         assert difference["near_tie"] is False
         assert difference["margin"] is None
@@ -360,7 +360,7 @@ def test_a_near_tie_is_none(model):
     (batch,) = batches(5)
     task = Task(4)
     (text,) = Engine(twins, task).decode(batch, 0, Clock()).tokens
-    other = max(text) + 1  # of two equal scores the first one is drawn
+    other = max(text) + 1  # of two equal scores, the lower token is drawn
     head = twins.lm_head.weight.data
     head[other] = head[text[1]] * (1 - 1e-15)
     record = judged(twins, task, [text[0], other, *text[2:]], batch)
@@ -374,7 +374,7 @@ def test_a_near_tie_is_none(model):
     "task", [Task(8), Task(8, do_sample=True, temperature=0.7, top_k=30, top_p=0.9, seed=5)]
 )
 def test_the_scores_that_judge_are_those_that_drew(model, task):
-    """What a text that was cut should have gone on with is what there was."""
+    """For each cut text, the scores expect exactly the token that was cut off."""
     batch = PromptBatch(("a", "b"), (4, 9), None, *ragged((3, 6)))
     plain, texts = Engine(model, task), Engine(model, task).decode(batch, 0, Clock()).tokens
     for length in range(1, 8):
@@ -436,7 +436,7 @@ def test_the_model_is_left_as_found_whatever_happens(model, monkeypatch, error):
     peer = Peer(model, Task(6), options={"assistant_early_exit": 2})
     with pytest.raises(error):
         peer.decode(batch, 0, Clock())
-    assert 2 in seen  # in the draft
+    assert 2 in seen  # by the early-exit draft
     assert settings_of(model) == before
     seen[:] = [None, None]
     peer.decode(batch, 0, Clock())
@@ -460,7 +460,7 @@ def test_batches_are_of_one_category_and_padded_on_the_left():
 
 
 def test_prices_are_measured_once_and_used(model, monkeypatch):
-    """Costs of the skip config stay the controller's; prices are for predictions then."""
+    """A skip config keeps its own costs for the controller; prices then serve predictions only."""
     task = Task(6, do_sample=True, temperature=0.8)
     method = Engine(model, task, "self", SKIP)
     sizes = [*batches(5, 7), *batches(5, rows=2)]
@@ -496,5 +496,5 @@ def test_loops():
         for before in ([], [9], [*range(20)]):
             assert loops([*before, *once * times])
             assert not loops([*before, *once * (least - 1)])
-            assert not loops([*before, *once * times, 99])  # it got out of it
+            assert not loops([*before, *once * times, 99])  # the text left the loop
     assert not loops([])

@@ -1,4 +1,4 @@
-"""The benchmark command: its prompts, tasks, sweeps of exits, and llama.cpp beside it."""
+"""The benchmark command: prompts, tasks, sweeps of exits, and comparison with llama.cpp."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def tasks(tmp_path):
-    """A folder of two tasks, three prompts and one."""
+    """A folder of two tasks, with three prompts and one."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     for name, count in (("math", 3), ("summaries", 1)):
@@ -98,14 +98,14 @@ def test_a_sweep_replays_a_grid_and_times_its_best(model, tasks, tmp_path):
         for entry in sweep["exits"]
         for length, counts in zip(sweep["draft_lengths"], entry["rounds"], strict=True)
     }
-    for method in timed:  # decoded as they were replayed
+    for method in timed:  # decoding has as many rounds as the replay
         records = [each for each in found.records if each["method"] == method["name"]]
         assert (
             sum(len(each["rounds"]["drafted"]) for each in records[:2]) == predicted[method["name"]]
         )
         assert all(all(each["equal"]) for each in records)
     before = output.read_bytes()
-    assert run(*words(model, output, *flags)).exit_code == 0  # all is there: the sweep, too
+    assert run(*words(model, output, *flags)).exit_code == 0  # nothing is left to run
     assert output.read_bytes() == before
     assert run("report", output, "--output", tmp_path / "report").exit_code == 0
     drawn = {path.name for path in (tmp_path / "report" / "plots").glob("sweep-*")}
@@ -125,7 +125,7 @@ def test_grids_that_are_none(model, tasks, tmp_path, grid):
 
 
 class FakeLlama:
-    """Generates what the model does, greedily, but for one token."""
+    """Generates the model's greedy text, with one wrong token if asked."""
 
     wrong_at = None
 
@@ -144,7 +144,7 @@ class FakeLlama:
 
 @pytest.fixture
 def llama(model, tmp_path, monkeypatch):
-    """A stand-in for llama.cpp that opens the checkpoint beside the GGUF."""
+    """A stand-in for llama.cpp that opens the checkpoint next to the GGUF file."""
 
     def widen(source, part, how):
         assert how.allow_requantize

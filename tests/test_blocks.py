@@ -1,4 +1,4 @@
-"""Modules that are trained to draft: their arithmetic, by whole texts and token by token."""
+"""Modules trained to draft: their arithmetic over whole texts, and token by token."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_token_by_token_with_a_cache_it_computes_what_training_does(family, exec
     cache = RowCache(2, COUNT, (layer.window,))
     rotary = model.rotary(COUNT, COUNT)
     blocks = layer.sublayers(model.backend)
-    near = 1e-6 if execution == "modules" else 1e-5  # norms are float32 inside
+    near = 1e-6 if execution == "modules" else 1e-5  # norms use float32
     with torch.no_grad():
         for first, count in ((0, 4), (4, 1), (5, 3), (8, 1), (9, 4)):
             cache.place([first] * 2, count)
@@ -59,7 +59,7 @@ def test_nothing_of_the_model_is_trained_or_shared():
     for block in (ExitBlock(opened), FeatureBlock(opened), Heads(opened), Streams(opened)):
         given = (features,) if isinstance(block, ExitBlock) else (features, embedded)
         optimizer = torch.optim.SGD(block.parameters(), lr=1.0)
-        # the head's logits are a loss of sorts
+        # any function of the head's logits will do as a loss
         model.lm_head(model.model.norm(block(*given))).square().mean().backward()
         assert all(weight.grad is not None for weight in block.parameters())
         optimizer.step()
@@ -75,7 +75,7 @@ def test_every_token_sees_only_what_stands_before_it():
     features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
     blocks = {"exit": ExitBlock(model), "feature": FeatureBlock(model)}
     blocks |= {"heads": Heads(model, 3), "streams": Streams(model, 3)}
-    # which begin as the model's own
+    # new heads pass their features on, as the model itself would
     assert torch.equal(blocks["heads"](features, embedded)[:, :, 1], features)
     for name, block in blocks.items():
         for weight in block.parameters():
@@ -91,7 +91,7 @@ def test_every_token_sees_only_what_stands_before_it():
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen2"])
 def test_streams_see_the_text_before_them_and_each_other(family):
-    """As pass by pass: every token alone, behind it streams that the next token forgets."""
+    """One pass over a text equals passes of one token, each followed by its temporary streams."""
     model = Sublayers(lively_model(family), "modules")
     block = Streams(model, 4)
     for weight in block.parameters():
@@ -111,5 +111,5 @@ def test_streams_see_the_text_before_them_and_each_other(family):
         block.ahead.weight[0] += 1
     other = block(features, embedded)
     torch.testing.assert_close(other[:, :, 0], first, rtol=1e-9, atol=1e-9)
-    for later in (1, 2, 3):  # they see that one
+    for later in (1, 2, 3):  # later streams see stream 1
         assert not torch.allclose(other[:, :, later], whole[:, :, later])

@@ -1,7 +1,4 @@
-"""Trees of drafted tokens: a node's logits are those of its path alone, whatever lies beside it.
-
-And so the text is the target's, whatever a tree holds.
-"""
+"""Trees of drafted tokens: a node's logits depend only on its path, so texts are the target's."""
 
 import random
 
@@ -44,7 +41,7 @@ def check(model, execution, lengths, seed, nodes=NODES):
         if opened.exact:
             assert torch.equal(got, want)
         else:
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)  # norms are float32
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)  # norms use float32
 
     rows = len(lengths)
     parents = [tree(draw, nodes) for _ in lengths]
@@ -62,7 +59,8 @@ def check(model, execution, lengths, seed, nodes=NODES):
         alone = chain_logits(opened_passes(opened, lengths, nodes), texts)
         for row, path in enumerate(paths):
             same(logits[row, path], alone[row, : len(path)])
-    # the text goes on along a path, and the next pass sees it as if nothing had been beside it
+    # The text continues along one path. The next pass must see it as if there had been no other
+    # nodes.
     paths = [path_of(each, draw.randrange(nodes)) for each in parents]
     other = opened_passes(opened, lengths, nodes)
     texts = [
@@ -99,7 +97,7 @@ def test_native_nodes_have_the_bits_of_their_path(built, family, dtype):
 
 
 def test_a_chain_is_a_tree_with_one_branch_and_a_tree_that_peeks_is_seen():
-    """Negative control: a node that saw its neighbour would have other logits."""
+    """Negative control: a node that saw its sibling would have other logits."""
     opened = Sublayers(lively_model("llama"), "fused")
     chain, behind, beside = (
         opened_passes(opened, (6,)).verify(
@@ -141,7 +139,7 @@ def test_native_texts_are_the_targets(built, sample, dtype):
 
 
 def guessed(model, ids, guesses, **how):
-    """Decode with guesses alone, always as long as may be."""
+    """Decode with guesses only, always with the longest draft."""
     controller = Controller()
     controller.needs_confidence = False
     return generate(model, ids, sources=[guesses], lookup=False, draft_memory=0,
@@ -149,7 +147,7 @@ def guessed(model, ids, guesses, **how):
 
 
 def test_trees_give_more_tokens_a_pass_than_their_first_branch():
-    """And each round's tokens are a path of its tree, and one more."""
+    """Each round's text is a path of its tree and one more token."""
     model = lively_model("llama")
     ids = torch.arange(2, 9)[None]
     how = {"max_new_tokens": 60}
@@ -200,7 +198,7 @@ def test_scores_are_those_of_the_path():
 
 
 def test_a_trees_trunk_comes_first():
-    """So that where it is accepted nothing moves; every token still follows the same ones."""
+    """Then accepting the trunk moves nothing in the cache. Every token keeps its parent."""
     found = Proposal.of([5, 6, 7, 8, 9, 4], 2, [0, 0, 1, 2, 3, 3], [0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
     sorted_ = trunk_first(found)
     assert list(sorted_.tokens or ()) == [5, 7, 9, 6, 8, 4]

@@ -1,4 +1,4 @@
-"""Key-value buffers of layers with sliding windows: what they keep, drop, and take."""
+"""Key-value buffers of layers with sliding windows: what they keep and drop, and their size."""
 
 import random
 
@@ -20,7 +20,7 @@ WINDOWS = (WINDOW, None)
 
 
 def seen(held, layer, keys, values):
-    """Keys and values (B, H, T, D) that the queries of a pass see after an update, and the mask."""
+    """Keys and values (B, H, T, D) that a pass sees after an update, and its mask."""
     window = held.windows[layer]
     all_keys, all_values = held.update(keys, values, layer)
     mask = held.seen(window, "cpu")[..., -all_keys.shape[2] :]  # (B or 1, 1, T, slots)
@@ -30,7 +30,7 @@ def seen(held, layer, keys, values):
 
 @pytest.mark.parametrize("more", [1, 40])
 def test_trimmed_buffers_hold_all_that_is_seen(more, sizes):
-    """Rows that advance at their own rates, roll back, and leave."""
+    """Rows advance at different rates, roll back and leave."""
     sizes(spare=more)
     draws, rows, slots = random.Random(more), 3, 300
     trims, whole = (RowCache(rows, slots, WINDOWS, trims=trims) for trims in (True, False))
@@ -61,7 +61,7 @@ def test_trimmed_buffers_hold_all_that_is_seen(more, sizes):
 
 
 def test_a_pass_of_a_short_row_keeps_what_long_rows_see():
-    """Row 0 is filled far ahead of row 1, whose prompt is still run alone."""
+    """Row 0 is far ahead of row 1, whose prompt is still being prefilled by itself."""
     held = RowCache(2, 2000, WINDOWS, trims=True)
     held.place([1500, 0], 1)
     far = torch.arange(1.0, 1501.0)[None, :, None].expand(2, -1, 3)  # (H, n, D)
@@ -80,7 +80,7 @@ def test_a_pass_of_a_short_row_keeps_what_long_rows_see():
 def test_bytes_of_sliding_layers_are_bounded():
     held = RowCache(1, 2100, WINDOWS, trims=True)
     one, chunk = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 512, 3)
-    for start in range(0, 1024, 512):  # a prompt
+    for start in range(0, 1024, 512):  # the prefill
         held.place([start], 512, 1023)
         for layer in (0, 1):
             held.update(chunk, chunk, layer)
@@ -96,7 +96,7 @@ def test_bytes_of_sliding_layers_are_bounded():
 @pytest.mark.parametrize("known", [True, False], ids=["length known", "length unknown"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_8000_tokens_take_what_the_formula_says(family, known):
-    """Keys and values of the shapes of SmolLM2 135M and Gemma 3 270M."""
+    """Keys and values in the shapes of SmolLM2 135M and Gemma 3 270M."""
     shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     shape |= {"head_dim": 64, "hidden_size": 36}
     if family == "gemma3":
@@ -150,6 +150,6 @@ def test_compiled_passes_keep_every_slot(sizes):
     sizes(spare=1, chunk=lambda *_: 8)
     opened = Sublayers(lively_model("mistral"), "fused")
     assert min(bases(opened, [prompt(60)[0]])) > 30
-    assert max(bases(opened, [prompt(60)[0], prompt(3)[0]])) == 0  # a row that still sees slot 0
-    opened.backend.trims = False  # as compiled passes do
+    assert max(bases(opened, [prompt(60)[0], prompt(3)[0]])) == 0  # the short row still sees slot 0
+    opened.backend.trims = False  # as for compiled passes
     assert max(bases(opened, [prompt(60)[0]])) == 0

@@ -1,4 +1,4 @@
-"""The chat command: turns, commands, Ctrl-C, what is typed, and what was drafted."""
+"""The chat command: turns, commands, Ctrl-C, editing of input, and the report on drafts."""
 
 import io
 import re
@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """What each answer came from: the prompt's ids and the output."""
+    """Prompt ids and output of each answer."""
     found = []
     generate = Session.generate
 
@@ -51,8 +51,8 @@ def outputs(monkeypatch):
 
 @pytest.fixture
 def press():
-    """Presses Ctrl-C, where the command waits for it; elsewhere that would end pytest itself."""
-    before = signal.getsignal(signal.SIGINT)  # may be ignored, as in a shell's background
+    """Sends Ctrl-C if the command handles it; otherwise it would end pytest."""
+    before = signal.getsignal(signal.SIGINT)  # it may be ignored, as in background jobs of a shell
 
     def pressed():
         assert signal.getsignal(signal.SIGINT) is not before, "nobody waits for Ctrl-C"
@@ -107,7 +107,7 @@ def test_a_seed_gives_the_same_text_twice(folder):
 def test_answers_of_one_seed_have_noise_of_their_own_and_may_be_tried_again(folder, outputs):
     talk(folder, "/temperature 1.5", "/seed 5", "w5", "w5", "/retry", "/retry")
     assert [output.stats.seeds for _, output in outputs] == [(5,), (6,), (7,), (8,)]
-    assert outputs[1][0] == outputs[2][0] == outputs[3][0]  # the same prompt
+    assert outputs[1][0] == outputs[2][0] == outputs[3][0]  # the same prompt each time
     (_, second), (_, third) = outputs[1:3]
     assert second.sequences.tolist() != third.sequences.tolist()
     assert "there is no message yet" in talk(folder, "/retry").stderr
@@ -152,7 +152,7 @@ def test_commands_say_what_they_did(folder):
         "there is no answer yet",
     ):
         assert words in result.stderr
-    assert "w5" not in result.stdout  # nothing was answered behind /quit
+    assert "w5" not in result.stdout  # after /quit nothing is answered
 
 
 def test_a_system_message_begins_a_new_conversation(folder, outputs):
@@ -182,7 +182,7 @@ def test_an_interrupt_ends_the_answer_and_what_is_written_stays(
     first, second = result.stdout.splitlines()
     assert "(stopped)" in result.stderr
     assert 0 < len(first.split()) < 100
-    assert len(outputs[1][1].rounds) > 3  # the second went on to its end
+    assert len(outputs[1][1].rounds) > 3  # the second answer was not stopped
     assert first in tiny_tokenizer().decode(outputs[1][0])
     assert second
 
@@ -225,7 +225,7 @@ def test_drafts_are_shown_with_what_they_gained(folder, outputs):
 
 @pytest.fixture(scope="module")
 def spelling(tmp_path_factory):
-    """A model that can write any character."""
+    """A model that can spell any character."""
     folder = tmp_path_factory.mktemp("spelling")
     shipped = Path(layerskip.__file__).parent / "models" / "demo-llama"
     tokenizer = AutoTokenizer.from_pretrained(shipped)
@@ -322,7 +322,7 @@ def test_lines_are_typed_with_a_history():
         lines = typed_lines()
         keys.send_text("first\r")
         assert next(lines) == "first"
-        keys.send_text("\x1b[A\r")  # up
+        keys.send_text("\x1b[A\r")  # arrow up
         assert next(lines) == "first"
         keys.send_text("two\x1b\rlines\r")  # Alt-Enter
         assert next(lines) == "two\nlines"

@@ -1,4 +1,4 @@
-"""The losslessness check: clean on a correct engine, and it fails on each kind of wrong one."""
+"""The losslessness check: it passes a correct engine and fails each kind of wrong one."""
 
 import json
 import math
@@ -27,14 +27,14 @@ PROMPTS = [prompt(12, seed=1), prompt(7, seed=2)]
 
 
 def compared(model, prompts, task):
-    """Drafts of a fixed length against what they must give, by reference."""
+    """Drafts of a fixed length, compared with each reference they must equal."""
     drafting = Engine(model, task, "self", SKIP, controller="fixed")
     return compare(model, one_by_one(prompts), drafting)
 
 
 @pytest.fixture
 def few_draws(sizes):
-    """Where the sampled law is not the point, which takes the longest."""
+    """Fewer draws for tests that are not about the sampled law, which takes the longest."""
     sizes(draws=64)
 
 
@@ -63,7 +63,7 @@ def test_a_correct_engine_passes(sizes, family, dtype, skip):
     assert native == (report.plain.resolution == 0) == (report.coupled.resolution == 0)
     assert report.laws.keys() == {"coupled", "rejection"}
     assert len(report.laws["rejection"].p_values) == 8  # 2 prompts, 2 positions, 2 tokens
-    # 0 where passes are native: those compute a token alike, bit by bit
+    # 0 if passes are native, because these compute a token identically, bit by bit
     assert 0 <= report.cache_error < report.cache_resolution < 1e-3
     assert len(said) == 4
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -79,11 +79,11 @@ def test_it_honours_processors_of_the_model():
 
 
 def shifted_verify(monkeypatch, step):
-    """An engine whose verification reads logits that are off by `step` for one token."""
+    """Break the engine: its verification reads logits that are `step` too large for one token."""
     verify = Passes.verify
 
     def wrong(self, tokens, positions, *branches):
-        out = verify(self, tokens, positions, *branches).clone()  # of one's own
+        out = verify(self, tokens, positions, *branches).clone()  # a buffer that can be changed
         out[..., 5] += step
         return out
 
@@ -103,9 +103,9 @@ def test_wrong_logits_are_faults(monkeypatch):
 
 
 class Twins:
-    """A model of which two tokens always tie, and whose own `generate()` takes the other one.
+    """A model in which tokens 5 and 6 always tie, and whose `generate()` takes the higher one.
 
-    Which one wins is rounding's choice.
+    So the two ways to decode break the tie differently, as rounding might.
     """
 
     def __init__(self):
@@ -114,7 +114,7 @@ class Twins:
             model.lm_head.weight[5] = model.lm_head.weight[6] = model.lm_head.weight[5] * 4
         out = model.generate(PROMPTS[0], do_sample=False, max_new_tokens=16)
         self.text = out[0, 12:].tolist()
-        assert 5 in self.text[:15]  # the first of equals
+        assert 5 in self.text[:15]  # the lower of two equal tokens
 
         class Tied(type(model)):
             def generate(self, *args, **kwargs):
@@ -127,7 +127,7 @@ class Twins:
 def test_rounding_is_told_from_faults():
     twins = Twins()
     found = compared(twins.model, PROMPTS[:1], Task(16))["generate"]
-    (difference,) = found.differences  # what follows is judged along the text itself
+    (difference,) = found.differences  # later tokens are judged along this text
     assert (difference.expected, difference.got) == (6, 5)
     assert difference.position == twins.text.index(5)
     assert difference.near_tie
@@ -135,7 +135,7 @@ def test_rounding_is_told_from_faults():
 
 
 def decoding(monkeypatch, texts):
-    """Have drafting give other texts, one for each prompt."""
+    """Make drafting methods give these texts, one per prompt."""
     decode = Engine.decode
 
     def other(self, batch, repeat, clock, max_new_tokens=None):
@@ -167,7 +167,7 @@ def test_a_text_is_judged_behind_its_near_ties(monkeypatch):
 
 @torch.no_grad()
 def runners_up(model, ids, length, every):
-    """Greedy text of a prompt (1, T), but that every so-manieth token is the second-best."""
+    """Greedy text of a prompt (1, T), in which every `every`-th token is the second-best."""
     text = []
     for number in range(length):
         logits = model(torch.cat([ids, ids.new_tensor([text])], dim=1)).logits[0, -1]
@@ -182,7 +182,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 @pytest.mark.usefixtures("few_draws")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_runners_up_fail_the_check(monkeypatch, dtype):
-    """The negative control, along the whole text and with the resolution that was measured."""
+    """Negative control: second-best tokens all along the text, with the measured resolution."""
     model = lively_model("llama").to(dtype)
     texts = [runners_up(model, ids, 32, every=8) for ids in PROMPTS]
     decoding(monkeypatch, texts)
@@ -218,7 +218,7 @@ def test_correct_texts_pass_in_every_dtype(dtype, execution):
 
 
 def test_where_passes_are_exact_nothing_is_excused(monkeypatch):
-    """Not even a tie."""
+    """Not even a tie is accepted."""
     twins = Twins()
     if not Sublayers(twins.model).exact:
         pytest.skip("no native passes here")
@@ -230,7 +230,7 @@ def test_where_passes_are_exact_nothing_is_excused(monkeypatch):
 
 
 def test_the_resolution_is_that_of_the_changes():
-    """Of known changes: Gaussian, and ten times as large at some positions."""
+    """It fits known changes: Gaussian ones, ten times as large at every other position."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor([1.0, 10.0]).double().repeat(2000)
     changes = torch.randn(2, 4000, 7, generator=generator, dtype=torch.float64) * sizes[:, None]
@@ -247,7 +247,7 @@ def test_the_resolution_is_that_of_the_changes():
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen2"])
 def test_what_the_library_says_along_a_text(family):
-    """In its own passes of every width, and with both attentions where both mean the same."""
+    """It runs the library's passes of every width, with both attentions if they agree."""
     model, ids = tiny_model(family), PROMPTS[0]
     text = model.generate(ids, do_sample=False, max_new_tokens=40)[0, 12:].tolist()
     others = [*text]
@@ -285,7 +285,7 @@ def test_a_length_difference_is_a_fault(monkeypatch, change):
 
 @pytest.mark.checkpoint
 def test_runners_up_fail_the_check_of_a_trained_model(monkeypatch):
-    """35 of 533 tokens of SmolLM2 once passed in bfloat16."""
+    """A regression: in bfloat16, 35 of 533 tokens of SmolLM2 once passed."""
     root = Path(__file__).parents[1]
     if not (root / "checkpoints/smollm2").is_dir():
         pytest.skip("no checkpoints/smollm2")
@@ -300,7 +300,7 @@ def test_runners_up_fail_the_check_of_a_trained_model(monkeypatch):
 
 
 def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
-    """Coupled text must not depend on what is drafted; greedy text cannot show it."""
+    """Coupled text must not depend on the drafts. Greedy texts cannot show this mistake."""
     model = tiny_model("llama")
 
     def wrong(self, raw, positions, drafts=None, **settings):
@@ -321,7 +321,7 @@ def test_noise_that_depends_on_the_draft_is_a_fault(monkeypatch):
 
 
 class Narrow(torch.Tensor):
-    """A tensor of a device without float64, as Apple's GPUs are, until it comes to the CPU."""
+    """A tensor on a device without float64, like Apple's GPUs, until it is copied to the CPU."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -359,7 +359,7 @@ def test_a_stale_cache_is_found(monkeypatch):
 
     def wrong(self, row, emitted, *path):
         commit(self, row, emitted, *path)
-        with torch.inference_mode():  # as the passes of the fused path write it
+        with torch.inference_mode():  # the fused path writes keys in this mode, too
             for keys in self.cache.keys.values():
                 keys[row, :, self.lengths[row] - 1] += 1e-6
 
@@ -407,24 +407,24 @@ def test_rounds_follow_the_target(rejection, draft_seed):
     assert chi_square(bonus, law) > LEVEL
     assert 0 < len(bonus) <= len(first)
     if draft_seed == 1:
-        assert len(bonus) == len(first)  # equal laws: nothing is rejected
+        assert len(bonus) == len(first)  # with equal laws nothing is rejected
 
 
 @pytest.mark.parametrize(
     "rule", ["redraw from p", "accept all", "accept half", *thorough("same noise")]
 )
 def test_wrong_accept_rules_fail(monkeypatch, rule):
-    """The negative control: known-wrong samplers, each one that somebody has shipped."""
+    """Negative control: wrong samplers, each of which somebody has shipped."""
     target, draft = logits(1, size=20, scale=1.0), logits(2, size=20, scale=1.0)
     law = torch.softmax(target.double(), -1)
     module, name, wrong = {
         "redraw from p": (rules, "residual", lambda p, q: p),
         "accept all": (rules, "acceptance_probability", lambda p, q: torch.ones_like(p)),
         "accept half": (rules, "acceptance_probability", lambda p, q: torch.full_like(p, 0.5)),
-        "same noise": (draws, "DRAFT", TARGET),  # the draft's noise also draws the correction
+        "same noise": (draws, "DRAFT", TARGET),  # the draft's noise is reused for the correction
     }[rule]
     monkeypatch.setattr(module, name, wrong)
-    count = 8192 if rule == "same noise" else 640  # p = 1e-16 and, of others, 1e-15
+    count = 8192 if rule == "same noise" else 640  # then p = 1e-16, and about 1e-15 for the others
     first, _ = draw_rounds(target, draft, rejection=True, draws=count)
     assert chi_square(first, law) < LEVEL
 

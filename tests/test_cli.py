@@ -59,7 +59,7 @@ def save_skip(tmp_path):
 
 @pytest.fixture(autouse=True)
 def few_draws(sizes):
-    """Of the check's tests of laws, which have tests of their own."""
+    """Fewer draws for the check's tests of laws, which are tested elsewhere."""
     sizes(draws=64)
 
 
@@ -83,7 +83,7 @@ def test_greedy_text_is_that_of_transformers(folder, expected):
     assert found["acceptance_rate"] == pytest.approx(rate)
     length = 1 + found["num_accepted_tokens"] / found["num_drafts"]
     assert found["mean_acceptance_length"] == pytest.approx(length)
-    assert found["seed"] is None  # nothing was drawn
+    assert found["seed"] is None  # nothing was sampled
     assert result.stdout.count("\n") == 1
     assert (found["finish_reason"], found["prompt_tokens"]) == ("length", 4)
     assert 0 < found["time_to_first_token"] < found["seconds"] < found["total_seconds"]
@@ -107,7 +107,7 @@ def test_results_go_to_stdout_and_talk_to_stderr(folder, expected, flags):
     assert result.exit_code == 0
     assert result.stdout == tiny_tokenizer().decode(expected) + "\n"
     assert (result.stderr == "") == (flags == ("--quiet",))
-    assert "\r" not in result.stderr  # no progress where there is no terminal
+    assert "\r" not in result.stderr  # no progress bar without a terminal
 
 
 def test_a_seed_gives_one_text_whatever_is_drafted(folder):
@@ -159,7 +159,7 @@ def test_what_a_user_says_goes_through_the_chat_template(tmp_path):
 
 
 def test_a_text_ends_for_a_reason_that_is_told():
-    # the library's stop strings need a tokenizer of more than words
+    # the library's stop strings do not work with a tokenizer of whole words
     text = document(generate("demo-llama", "--json", prompt="def f("))
     word = text["text"][10:14]
     ends = ("--stop", "@@", "--stop", word)
@@ -170,7 +170,7 @@ def test_a_text_ends_for_a_reason_that_is_told():
     assert count < 16
     assert stopped["finish_reason"] == "stop"
     last = generate("demo-llama", "--stop", word, "--json", prompt="def f(", tokens=count)
-    assert document(last)["finish_reason"] == "stop"  # though there was no room for more
+    assert document(last)["finish_reason"] == "stop"  # although it also reached the maximum
 
 
 def test_penalties_and_min_p_are_those_of_transformers(folder, expected):
@@ -178,7 +178,7 @@ def test_penalties_and_min_p_are_those_of_transformers(folder, expected):
     other = model.generate(ids, do_sample=False, max_new_tokens=16, repetition_penalty=4.0)
     found = document(generate(folder, *DRAFT, "--repetition-penalty", 4, "--json"))
     assert found["token_ids"] == other[0, 4:].tolist() != expected
-    # only the likeliest has as much as the likeliest
+    # min-p of 1 leaves only the most probable token
     sample = ("--do-sample", "--seed", 3, "--json")
     assert document(generate(folder, *DRAFT, *sample, "--min-p", 1))["token_ids"] == expected
     assert document(generate(folder, *DRAFT, *sample))["token_ids"] != expected
@@ -293,7 +293,7 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
 )
 @pytest.mark.skipif(refusal() is not None, reason="no native passes here")
 def test_drafts_need_no_set_up(folder, flags, names, said):
-    """The same text as ever, whatever drafts, and a line that says what does."""
+    """The text does not change, whatever drafts, and one line names the drafts."""
     how = ("--prompt", REPEATED, "--max-new-tokens", 24, "--json")
     plain = document(run("generate", folder, *how, "--no-draft"))
     result = run("generate", folder, *how, *flags)
@@ -399,7 +399,7 @@ def break_verify(monkeypatch):
     verify = Passes.verify
 
     def wrong(self, tokens, positions, *branches):
-        out = verify(self, tokens, positions, *branches).clone()  # of one's own
+        out = verify(self, tokens, positions, *branches).clone()  # a buffer that can be changed
         out[..., 5] += 9.0
         return out
 
@@ -446,7 +446,7 @@ def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
     assert found["passed"] is True
     assert found["text"] in result.stdout
     assert len(found["token_ids"]) == 8
-    for law, texts in (("coupled", 9), ("greedy", 6)):  # of three prompts
+    for law, texts in (("coupled", 9), ("greedy", 6)):  # for three prompts
         same = found[law]
         assert (same["compared"], same["equal"]) == (texts, texts)
     speed = found["tokens_per_second"]
@@ -474,7 +474,7 @@ def test_demo_fails_where_the_text_differs(folder, monkeypatch):
     result = run("demo", folder, "--exit-layer", 3, "--max-new-tokens", 8)
     assert result.exit_code == 1
     assert "9 FAULTS" in result.stdout
-    assert "6/6" in result.stdout  # greedy texts have no seed
+    assert "6/6" in result.stdout  # greedy texts use no seed
 
 
 def test_progress_is_replaced_on_a_terminal(monkeypatch):
@@ -500,7 +500,7 @@ def test_streamed_text_waits_for_whole_characters():
 
     written = []
     stream = TextStream(Bytes(), written.append)
-    stream.put(torch.tensor([[1, 2]]))  # the prompt
+    stream.put(torch.tensor([[1, 2]]))  # the prompt, which is not written
     for tokens in ("naïve".encode()[:3], "naïve".encode()[3:], "€".encode()[:2]):
         stream.put(torch.tensor(list(tokens)))
     assert written == ["naïve"]
@@ -588,7 +588,7 @@ def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
     assert records.header["methods"][1]["costs"]["1"]["draft"] == 0.2
     assert [m["max_draft_length"] for m in records.header["methods"][1:3]] == [2, 2]
     assert "w96" not in output.read_text()
-    # the last record is cut off, as of a killed run; nothing that is there is measured again
+    # The last record is cut off, as after a kill. Only that one is measured again.
     data = output.read_bytes()
     output.write_bytes(data[:-40])
     again = bench(folder, two_prompts, output, *flags, "--max-draft-length", 2)
@@ -610,12 +610,12 @@ def test_a_run_refused_before_it_measured_binds_nobody(folder, two_prompts, tmp_
     larger = tiny_model("llama", dtype=torch.float32, vocab_size=120)
     other = save_checkpoint(tmp_path / "other", larger)
     flags = ("--method", "generate-assistant", "--assistant")
-    refused_bench(folder, two_prompts, output, *flags, other)  # by transformers, as it decodes
+    refused_bench(folder, two_prompts, output, *flags, other)  # by transformers, when it decodes
     assert not output.exists()
     result = bench(folder, two_prompts, output, *flags, folder)
     assert result.exit_code == 0, result.output
     assert read_run(output).header["methods"][1]["assistant"] == str(folder)
-    output.write_text(output.read_text().splitlines()[0] + "\n")  # as of a run that was ended
+    output.write_text(output.read_text().splitlines()[0] + "\n")  # as after a run that was stopped
     assert bench(folder, two_prompts, output, "--method", "generate").exit_code == 0
 
 
@@ -646,7 +646,7 @@ def test_benchmark_samples_in_batches_with_text_on_request(
 
 
 def test_a_skip_config_asks_for_branches(folder, save_skip):
-    """`generate` reads it there; a flag overrides it; another controller has no use for it."""
+    """`generate` reads this from the config. A flag overrides it; other controllers ignore it."""
     costs = {"draft": 0.1, "verify": [1.0] * 9}
     how = {"exit_layer": 3, "decoding": DecodingOptions(branches=True), "costs": costs}
     flags = ("--skip", save_skip(**how), "--low-precision", "none", "--no-lookup")
@@ -758,7 +758,7 @@ def _tail(path):
 
 # ---- Bad input ----
 
-FILES = {  # what lies in the folder that commands run in
+FILES = {  # files in the folder that the commands run in
     "diary": "my diary",
     "empty": "",
     "bytes": b"\xff\xfe\x00",
@@ -886,7 +886,7 @@ def test_interrupting_keeps_what_was_streamed(tmp_path):
     flags = ("--exit-layer", 3, "--max-new-tokens", 90_000, "--stream", "--quiet")
     child = process("generate", folder, "--prompt", PROMPT, *flags)
     try:
-        start = child.stdout.read(len(text))  # blocks until so much was streamed
+        start = child.stdout.read(len(text))  # blocks until this much was streamed
         child.send_signal(signal.SIGINT)
         rest, err = child.communicate(timeout=120)
     finally:

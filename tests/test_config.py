@@ -1,4 +1,4 @@
-"""Skip configs: resolution, numbering, equality, JSON, and every way a file can be wrong."""
+"""Skip configs: resolution, numbering, equality, JSON, and every mistake that a file can hold."""
 
 import json
 import pickle
@@ -40,7 +40,7 @@ EVERYTHING = SkipConfig(
 
 @st.composite
 def resolvable(draw):
-    """A config and a depth that it fits, with something kept."""
+    """A config that keeps something, and a number of layers that it fits."""
     num_layers = draw(st.integers(2, 12))
     kept_layer = draw(st.integers(0, num_layers - 1))
     layers = st.sets(st.integers(0, num_layers - 1).filter(lambda layer: layer != kept_layer))
@@ -292,7 +292,7 @@ def test_interrupted_save_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_load_of_any_bytes_is_a_config_or_a_value_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(content)
-    with suppress(ValueError):  # anything else is a fault
+    with suppress(ValueError):  # any other error is a fault
         SkipConfig.load(path)
 
 
@@ -322,10 +322,10 @@ def test_fewer_experts_or_keys_are_part_of_a_draft(name, number, part, wrong, tm
     (tmp_path / "skip.json").write_text(json.dumps({name: number}))
     assert SkipConfig.load(tmp_path / "skip.json") == fewer
     assert name not in whole.to_dict()
-    # the first sublayer of that part may differ from the model's
+    # the prefix ends where the first sublayer of that part may differ from the model's
     assert fewer.shared_prefix(4) == (1 if part == "mlp" else 0)
     assert SkipConfig(attention=(0,), experts=1).shared_prefix(4) == 0
-    # where none of that part runs there is nothing to choose
+    # if the draft skips that part altogether, the number has no meaning
     none = SkipConfig(**{part: (0, 1)})
     assert replace(none, **{name: number}).resolve(2) == none.resolve(2)
     for value in wrong:

@@ -1,4 +1,4 @@
-"""Benchmarks at lengths of context: prompts joined or cut, and what records and reports say."""
+"""Benchmarks by length of context: how prompts are joined or cut, and what is recorded."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def prompts(*lengths):
-    """Prompts of so many words: w2 ..., w12 ..., w22 ..."""
+    """Prompts of these numbers of words: w2 ..., w12 ..., w22 ..."""
     texts = [
         " ".join(f"w{10 * i + 2 + j % 10}" for j in range(length))
         for i, length in enumerate(lengths)
@@ -52,7 +52,7 @@ def test_prompts_that_do_not_suffice_are_repeated():
     joined, again = made(prompts(4, 3), [20, 6, 6], least=2)
     assert [name for name, _ in joined] == ["6-1", "6-2", "20-1", "20-2"]
     assert [len(ids) for _, ids in joined] == [6, 6, 20, 20]
-    assert joined[1][1] == [2, 3, 4, 12, 13, 14]  # from the first prompt on again
+    assert joined[1][1] == [2, 3, 4, 12, 13, 14]  # starts again with the first prompt
     assert joined[2][1][:9] == [2, 3, 4, 5, 12, 13, 14, 2, 3]
     assert again == 6
     assert made(prompts(4, 3), [6, 20])[1] == 20
@@ -65,7 +65,7 @@ def test_the_templates_ends_stay():
     for context, last in ((10, 14), (16, 29)):
         ((_, ids), *_), _ = made(chats, [context], tokenizer)
         assert len(ids) == context
-        assert ids[:3] == [90, 1, 2]  # one turn's begin, and the first prompt's
+        assert ids[:3] == [90, 1, 2]  # the start of a turn and of the first prompt
         assert ids.count(90) == 1
         assert ids[-4:] == [last, 91, 92, 93]
     with pytest.raises(ValueError, match="--context must be at least 10 for this model, got 9"):
@@ -101,7 +101,7 @@ def test_every_method_answers_at_a_context():
 
 
 def read_by(model, layers=6):
-    """Bytes of a token's keys and values in a layer, and of so many layers with the head."""
+    """Bytes of a token's keys and values in one layer, and of `layers` layers with the head."""
     config, decoder = model.config, model.model
     modules = [*decoder.layers[:layers], decoder.norm, model.lm_head]
     weights = sum(weight.nbytes for module in modules for weight in module.parameters())
@@ -109,7 +109,7 @@ def read_by(model, layers=6):
 
 
 def test_a_pass_reads_weights_and_what_its_tokens_see():
-    """Rows of 3 and 9 tokens, two and one of them behind the first; some layers see 8 tokens."""
+    """Rows of 3 and 9 tokens generate two and one after their first; some layers see 8 tokens."""
     model = lively_model("gemma2")
     windows = [WINDOW if "sliding" in kind else None for kind in model.config.layer_types]
     assert {*windows} == {WINDOW, None}
@@ -122,7 +122,7 @@ def test_a_pass_reads_weights_and_what_its_tokens_see():
 
 
 def test_a_round_reads_its_drafts_and_the_whole_model():
-    """Two tokens drafted by three of six layers, one accepted; then a plain step."""
+    """Three of six layers draft two tokens, of which one is accepted; then a plain step."""
     model = lively_model("llama")
     (slot, whole), (_, draft) = read_by(model), read_by(model, 3)
     batch = PromptBatch(("a",), (0,), None, *ragged((7,)))
@@ -136,7 +136,7 @@ def test_a_round_reads_its_drafts_and_the_whole_model():
     own = Engine(model, Task(4), "self", SkipConfig.early_exit(3))
     read = bytes_read(Sublayers(model), own, batch, decoded)
     assert read == 2 * draft + 2 * whole + slot * (3 * (8 + 9) + 6 * (10 + 10))
-    tree = replace(rounds[1], drafted=(3,))  # a tree of three tokens, of two steps
+    tree = replace(rounds[1], drafted=(3,))  # a tree of three tokens in two steps
     read = bytes_read(Sublayers(model), own, batch, replace(decoded, rounds=[rounds[0], tree]))
     assert read == 2 * draft + whole + slot * (3 * (8 + 9) + 6 * 11)
     looked_up = Engine(model, Task(4), "self", lookup=True)

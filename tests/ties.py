@@ -1,4 +1,4 @@
-"""Texts of two ways to decode that may part at near-ties only, and by how much they miss."""
+"""Texts of two ways to decode that may differ at near-ties only, and by how much they miss."""
 
 import torch
 
@@ -6,7 +6,7 @@ from layerskip.decoding.noise import gumbel_noise
 
 
 def scores_after(model, seen, key, temperature):
-    """What a token is the argmax of after tokens (n,): logits, or log law + noise; (V,)."""
+    """The scores (V,) whose argmax follows the tokens (n,): logits, or log law + noise."""
     with torch.no_grad():
         logits = model(seen[None]).logits[0, -1].float()  # (V,)
     if key is None:
@@ -16,7 +16,7 @@ def scores_after(model, seen, key, temperature):
 
 
 def partings(model, mask, texts, others, *, keys=None, temperature=1.0):
-    """For every row whose texts part: by how much the worse of the two tokens misses the best.
+    """For every row whose texts differ: how far the worse of the two tokens is from the best.
 
     Args:
         mask: of the left-padded prompts, (B, W).

@@ -1,4 +1,4 @@
-"""Files of trainings made up for tests: nothing in them was run."""
+"""Made-up training files, without any training."""
 
 import json
 
@@ -11,7 +11,7 @@ CURVE = (  # tokens, loss, overlap of the first and the second step
 
 
 def draft(first, cost, size):
-    """What judging says of a draft that is accepted so often at its first token."""
+    """The judgement of a draft with this acceptance of its first token."""
     survival = [first ** (depth + 1) for depth in range(4)]
     tokens = 1 + sum(survival[:2])
     return {
