@@ -1,4 +1,4 @@
-"""Controllers: one contract for all, the published rules step by step, and simulated regrets."""
+"""Controllers: the contract of all, the published rules step by step, and simulated regrets."""
 
 import math
 import random
@@ -34,7 +34,7 @@ def make(name):
 
 
 def lockstep(controller, allowed, sure):
-    """How many tokens rows draft in a round, of so sure ones (by row and number of the token)."""
+    """How many tokens each row drafts in a round; `sure` gives confidences by row and position."""
     limits = {row: controller.limit(row, most) for row, most in allowed.items()}
     drafted = dict.fromkeys(limits, 0)
     drafting = [row for row in limits if limits[row]]
@@ -48,7 +48,7 @@ def lockstep(controller, allowed, sure):
 
 
 def play_round(controller, row, allowed, draws):
-    """One round of a row with random confidences and outcomes: how many tokens it drafts."""
+    """One round of a row with random confidences and outcomes; returns its drafted tokens."""
     drafted = lockstep(controller, {row: allowed}, lambda *_: draws.random())[row]
     accepted = sum(draws.random() < 0.8 for _ in range(drafted))
     controller.update(row, drafted, accepted)
@@ -67,7 +67,7 @@ def play(controller, rows, rounds, seed):
 @pytest.mark.parametrize("name", CONTROLLERS)
 class TestContract:
     def test_decisions_are_of_their_kind_and_within_what_is_allowed(self, name):
-        """Also where rows interleave: a row's round in progress survives another row's calls."""
+        """Rows may interleave: one row's calls do not disturb another row's unfinished round."""
         controller = make(name)
         controller.reset(3)
         draws = random.Random(0)
@@ -107,7 +107,7 @@ class TestContract:
         for _ in range(50):
             assert controller.limit(0, 0) == 0
             controller.update(0, 0, 0)
-        # A round that the engine cut (a drafted end token): fewer drafted than decided.
+        # the engine may draft fewer tokens than decided, for example after a drafted end token
         if controller.limit(0, 5) >= 2:
             controller.keep_drafting(0, 1.0)
             controller.update(0, 1, 1)
@@ -153,11 +153,11 @@ def test_needs_and_signals_of_controllers():
 
 
 class Bare(Controller):
-    """A controller of somebody who has read the one line of the changelog."""
+    """A controller that overrides nothing."""
 
 
 class Only:
-    """One that inherits nothing and has next to nothing of its own."""
+    """A controller with one method and no base class."""
 
     needs_confidence = False
 
@@ -166,7 +166,7 @@ class Only:
 
 
 def test_what_a_controller_lacks_is_as_in_the_base_class():
-    """Whether it inherits from that or not."""
+    """For subclasses, and for other classes passed to `completed`."""
     own = completed(Only())
     assert [own.limit(0, 9), own.needs_confidence] == [2, False]
     assert Bare().limit(0, 7) == 7
@@ -198,16 +198,17 @@ def test_adaptive_threshold_follows_draft_and_verify():
     assert controller.limit(0, 99) == 8
     assert controller.keep_drafting(0, 0.8)
     assert not controller.keep_drafting(0, 0.7999)
-    # Rates .5, .75, .875 stay below .9 although all is accepted: each step adds a tenth of .01.
+    # The rates .5, .75 and .875 are below .9 although all is accepted: each step adds a tenth of
+    # .01.
     for rate, threshold in ((0.5, 0.801), (0.75, 0.802), (0.875, 0.803)):
         controller.update(0, 4, 4)
         assert controller.acceptance_rates == [pytest.approx(rate)]
         assert controller.thresholds == [pytest.approx(threshold)]
-    controller.update(0, 4, 4)  # .9375: less than the most was drafted, so that it falls
+    controller.update(0, 4, 4)  # .9375: it falls, because less than the maximum was drafted
     assert controller.thresholds == [pytest.approx(0.802)]
-    controller.update(0, 8, 8)  # the most was drafted: it stays
+    controller.update(0, 8, 8)  # it stays, because the maximum was drafted
     assert controller.thresholds == [pytest.approx(0.802)]
-    controller.update(0, 0, 0)  # a plain step says nothing
+    controller.update(0, 0, 0)  # a plain step changes nothing
     assert controller.acceptance_rates == [pytest.approx(0.96875)]
     controller.update(0, 4, 1)
     assert controller.acceptance_rates == [pytest.approx(0.609375)]
@@ -224,7 +225,7 @@ def test_adaptive_threshold_has_the_paper_s_parameters():
     rule = {"alpha": 0.5, "epsilon": 0.2, "beta1": 0.0, "beta2": 0.5}
     controller = make_controller("adaptive-threshold", adaptive=rule, costs=COSTS)
     controller.reset(1)
-    controller.update(0, 4, 3)  # nothing of the old rate is kept: .75, which is enough
+    controller.update(0, 4, 3)  # no weight on the old rate: .75, which is enough
     assert controller.acceptance_rates == [0.75]
     assert controller.thresholds == [pytest.approx(0.7)]  # halfway to .8 - .2
     controller.update(0, 4, 1)
@@ -237,7 +238,7 @@ def test_adaptive_threshold_has_the_paper_s_parameters():
 
 
 class Alone(ExpectedGain):
-    """As a batch of one row finds it: `draft_together` is asked along with everything else."""
+    """As in a batch of one row: whatever else is asked, `draft_together` is asked, too."""
 
     def limit(self, row, allowed):
         limit = super().limit(row, allowed)
@@ -248,7 +249,7 @@ class Alone(ExpectedGain):
 
 
 def round_of(controller, confidences, accepted, allowed=9):
-    """One round of rows that are as sure of every token as given: its draft steps."""
+    """One round of rows with constant confidences; returns its number of draft steps."""
     rows = range(len(confidences))
     drafted = lockstep(controller, dict.fromkeys(rows, allowed), lambda row, _: confidences[row])
     for row in rows:
@@ -262,7 +263,7 @@ def test_expected_gain_drafts_by_price_and_confidence():
         for confidence in (0.05, 0.99)
     )
     assert unsure == 1 < sure
-    # each confidence alone would go on; their product does not
+    # each confidence by itself would continue, but not their product
     chain = ExpectedGain(CostTable(0.3, (1.0,)), 30)
     assert 2 <= round_of(chain, [0.85], [30], allowed=40) <= 6
     cheap, dearer, dear = (
@@ -270,14 +271,14 @@ def test_expected_gain_drafts_by_price_and_confidence():
         for cost in (0.05, 0.2, 0.6)
     )
     assert cheap == 8 > dearer > dear >= 1
-    # past the lengths that costs are measured at, where all is accepted
+    # all is accepted, so it drafts beyond the lengths of the cost table
     loop = ExpectedGain(CostTable(0.1, (1.0, 1.1, 1.2)))
     drafted = [round_of(loop, [0.99], [99], allowed=99) for _ in range(20)]
     assert drafted[-1] == loop.limit(0, 99) == 12
 
 
 def test_expected_gain_looks_past_a_jump_of_the_verify_cost():
-    """The first draft alone loses (1.45 steps for at most 2 tokens at .69 S); several gain."""
+    """One drafted token alone loses (1.45 steps for at most 2 tokens at .69), but several gain."""
     jump = CostTable(0.02, (1.0, *[2.2] * 8))
     assert speedup(0.95, 1, jump.draft, jump.verify_cost) < 1.0
     assert optimal_draft_length(0.95, jump, 8) == 8
@@ -291,10 +292,10 @@ def test_expected_gain_looks_past_a_jump_of_the_verify_cost():
 @pytest.mark.parametrize(
     ("costs", "drafts"),
     [
-        (CostTable(0.85, (1.0, 1.0)), False),  # 1.9 tokens for 1.85 steps, 2.71 for 2.7
-        (CostTable(0.75, (1.0, 1.0)), True),  # 1.9 for 1.75
-        (CostTable(0.2, (1.0, 2.0, 3.0)), False),  # 1.9 for 2.2
-        (CostTable(0.2, (1.0, 1.7, 1.7)), True),  # 2.71 for 2.1
+        (CostTable(0.85, (1.0, 1.0)), False),  # 1.9 tokens for 1.85 steps; 2.71 for 2.7
+        (CostTable(0.75, (1.0, 1.0)), True),  # 1.9 tokens for 1.75 steps
+        (CostTable(0.2, (1.0, 2.0, 3.0)), False),  # 1.9 tokens for 2.2 steps
+        (CostTable(0.2, (1.0, 1.7, 1.7)), True),  # 2.71 tokens for 2.1 steps
     ],
 )
 def test_expected_gain_does_not_even_probe_what_can_hardly_gain(costs, drafts):
@@ -303,7 +304,7 @@ def test_expected_gain_does_not_even_probe_what_can_hardly_gain(costs, drafts):
 
 
 def test_expected_gain_takes_the_costs_of_each_round():
-    """Of its length and number of rows; it begins with those of the first one."""
+    """Costs depend on context and rows. It starts with those of the first round."""
     cheap, dear = CostTable(0.2, (1.0, 1.05)), CostTable(0.95, (1.0, 1.5))
     costs = ContextCosts(lambda context, rows: cheap if context < 1000 and rows < 4 else dear)
     controller = ExpectedGain(costs)
@@ -323,7 +324,7 @@ def test_expected_gain_takes_the_costs_of_each_round():
 
 
 def test_expected_gain_turns_off_and_probes_ever_more_rarely():
-    """For all rows of a batch at once."""
+    """All rows of a batch probe at once."""
     counts = []
     for rows in (1, 8):
         controller = ExpectedGain(CostTable(0.6, (1.0,)))
@@ -336,7 +337,7 @@ def test_expected_gain_turns_off_and_probes_ever_more_rarely():
         assert gaps[-1] >= 1.9 * gaps[-2]
         assert controller.rate == 1.0 or rows > 1
         counts.append(len(probes))
-    assert 5 <= counts[1] <= counts[0] <= 15  # not eight times as many
+    assert 5 <= counts[1] <= counts[0] <= 15  # eight rows do not probe eight times as often
 
 
 def test_expected_gain_returns_when_a_probe_pays():
@@ -369,10 +370,10 @@ def test_expected_gain_learns_overconfidence_in_all_rows_and_forgets_it_on_reset
     ("costs", "rounds", "drafts"),
     [
         (CostTable(0.35, (1.0,)), [(1, 1), (1, 0)], True),
-        # a round that lost 2.8 steps outweighs any expectation
+        # one round that lost 2.8 steps outweighs all expectations
         (CostTable(0.35, (1.0,)), [(1, 1), (8, 0)], False),
-        # half of the tokens that were up for it were accepted, a quarter of all drafted ones:
-        # .61 for .45 steps; .38 would not do
+        # Half of the tokens that were judged were accepted, a quarter of all drafted ones. It pays
+        # with .61 for .45 steps; .38 would not.
         (CostTable(0.25, (1.0, 1.2, 1.2)), [(4, 1)] * 9, True),
     ],
 )
@@ -387,7 +388,7 @@ def test_expected_gain_weighs_what_rounds_brought(costs, rounds, drafts):
 
 @pytest.mark.parametrize("telling", [True, False])
 def test_expected_gain_notices_whether_confidences_tell_anything(telling):
-    """What low and high confidences were worth decides about one between, never seen before."""
+    """After low and high confidences, it judges one in between that it has never seen."""
     controller = Alone(CostTable(0.55, (1.0,)))
     controller.reset(1)
     for number in range(60):
@@ -401,7 +402,7 @@ def test_expected_gain_notices_whether_confidences_tell_anything(telling):
 
 
 def test_a_high_prior_drafts_far_at_once_and_is_corrected():
-    """The same whole model in 8 bits, known by its prior alone, and a draft that belies it."""
+    """The whole model in 8 bits, known by its prior only; then a draft that is always wrong."""
     costs = CostTable(0.3, (1.0, 1.05, 1.1, 1.15))
     rounded, usual = (ExpectedGain(costs, priors=[prior]) for prior in (PRIOR_ROUNDED, PRIOR))
     far, near = (
@@ -416,7 +417,7 @@ def test_a_high_prior_drafts_far_at_once_and_is_corrected():
 
 
 def test_expected_gain_asks_what_all_rows_gain_together():
-    """One sure row of two is worth a cheap step, of eight it is not; the sure one alone it is."""
+    """One sure row is worth a cheap step by itself and in a batch of two, but not of eight."""
     drafted = {}
     for unsure in (0, 1, 7):
         controller = ExpectedGain(CostTable(0.3, (1.0,)), max_draft_length=8)
@@ -426,29 +427,29 @@ def test_expected_gain_asks_what_all_rows_gain_together():
 
 
 def test_expected_gain_lets_the_row_furthest_behind_decide():
-    """Seven rows win what one loses: the batch is as slow as that one, and goes on plainly."""
+    """Seven rows gain what one loses. The batch is as slow as that row, so it decodes plainly."""
     controller = ExpectedGain(CostTable(0.2, (1.0,)))
     controller.reset(8)
     drafted = [round_of(controller, [0.9] * 8, [0] + [9] * 7) for _ in range(120)]
     assert max(drafted[:3]) > 3
     assert sum(drafted[10:]) * 0.2 <= 0.05 * 110
-    # the same rounds, but for that row
+    # without that row, the same rounds draft
     controller.reset(8)
     assert all(round_of(controller, [0.9] * 8, [9] * 8) > 3 for _ in range(120))
 
 
-# Simulated decoding: a text is what would be accepted at each position, and how confident the draft
-# would be there. Costs come from a table, so that nothing depends on a clock.
+# Simulated decoding. A text says what would be accepted at each position, and how confident the
+# draft would be there. Costs come from a table, so nothing depends on a clock.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A family of texts: how acceptance varies along them and what confidences tell about it."""
+    """A family of texts: how acceptance varies along them, and how well confidences predict it."""
 
     name: str
-    alpha: float  # mean acceptance, independent from position to position
+    alpha: float  # mean acceptance; positions are independent
     confidence: Callable[[float, random.Random], float]
-    stretches: bool = False  # instead easy (.95) and hard (.35) ones of 30 tokens on average
+    stretches: bool = False  # instead, stretches of 30 tokens on average, easy (.95) or hard (.35)
 
     def text(self, length, seed):
         draws = random.Random(f"{seed}/{self.name}/{self.alpha}")
@@ -473,7 +474,7 @@ def useless(acceptance, draws):
     return draws.random()
 
 
-CONFIDENCES = {  # and mean acceptances
+CONFIDENCES = {  # kinds of confidences, and mean acceptances
     "calibrated": (calibrated, (0.5, 0.7, 0.85, 0.95)),
     "overconfident": (lambda acceptance, draws: float(acceptance**0.3), (0.7, 0.9)),
     "underconfident": (lambda acceptance, draws: float(acceptance**3), (0.7, 0.9)),
@@ -495,13 +496,13 @@ TABLES = {
     )
     for c in (0.05, 0.16, 0.35, 0.6, 0.9)
 }
-MARGIN = 16  # positions past the end that a last round may look at
+MARGIN = 16  # positions past the end that the last round may read
 
 Text = tuple[list[bool], list[float]]
 
 
 def simulate(controller, texts, length):
-    """How many rounds of the batch took how many steps, until the slowest row is at the end."""
+    """How many rounds took how many draft steps, until the slowest row ends."""
     controller.reset(len(texts))
     positions, rounds = [0] * len(texts), Counter[int]()
     while min(positions) < length:
@@ -523,7 +524,7 @@ def simulate(controller, texts, length):
 
 
 def cost_of(rounds, costs, length):
-    """Target steps per token of a row; plain decoding costs 1."""
+    """Target steps per token of a row. Plain decoding costs 1."""
     return sum(count * costs.round_cost(drafted) for drafted, count in rounds.items()) / length
 
 
@@ -533,12 +534,12 @@ def simulated(costs, texts, length):
 
 @dataclass(frozen=True)
 class Cell:
-    """One kind of text and cost table: target steps per token, means over the texts."""
+    """Target steps per token for one kind of text and one cost table; means over texts."""
 
     kind: str
     c: float
     ours: float
-    worst: float  # of ours over single texts
+    worst: float  # of ours, over single texts
     best_fixed: float
 
     @property
@@ -568,11 +569,11 @@ def mean_regret(cells):
 
 @pytest.mark.slow
 def test_expected_gain_ties_the_best_fixed_length_on_400_tokens():
-    """The best of 0..8 is found by sweep on the very texts; expected-gain sweeps nothing."""
+    """The best length in 0..8 is found on these very texts; expected-gain must find its own."""
     cells = regrets(400)
     assert mean_regret(cells) <= 0.0
     assert max(cell.regret for cell in cells) <= 0.05
-    assert max(cell.worst for cell in cells) <= 1 / 0.97  # of plain decoding
+    assert max(cell.worst for cell in cells) <= 1 / 0.97  # relative to plain decoding
     stretches = [cell for cell in cells if cell.kind == "stretches 0.65"]
     assert len(stretches) == len(TABLES)
     cheap = [cell for cell in stretches if cell.c <= 0.35]
@@ -590,7 +591,7 @@ def test_expected_gain_starts_well(length, allowed):
     assert mean_regret(informative) <= 0.0
 
 
-# Batches: a round costs what its draft steps do, whichever rows took them.
+# Batches: a round costs as much as its draft steps, whichever rows took them.
 
 BATCH_ALPHAS = (0.5, 0.65, 0.7, 0.9)
 
@@ -606,11 +607,11 @@ def test_expected_gain_never_loses_3_percent_in_a_batch(rows):
                 costs[kind.name, kind.alpha, name] = simulated(table, texts, 400)
     worst = max(costs.items(), key=lambda item: item[1])
     assert worst[1] <= 1 / 0.97, worst
-    assert fmean(costs.values()) < 0.9  # and gains
+    assert fmean(costs.values()) < 0.9  # it gains on average
 
 
 def mispriced():
-    """Batches of 8 where drafts all but pay, and are believed a tenth cheaper than they are."""
+    """Batches of 8 in which drafting almost pays, and is believed a tenth cheaper than it is."""
     true = CostTable(0.25, (1.0, 1.52, 1.94, 2.37, 2.8, 3.2, 3.6, 4.0))
     believed = CostTable(0.21, (1.0, 1.42, 1.78, 2.18, 2.58, 2.95, 3.3, 3.7))
     kind = Kind("calibrated", 0.7, calibrated)
@@ -626,7 +627,7 @@ def test_a_batch_loses_less_than_3_percent_where_its_costs_are_off_by_a_tenth(si
 
 
 def test_rows_that_decide_alone_would_lose():
-    """The test above can fail: each row's own optimum, with the others waiting for the longest."""
+    """Negative control: each row takes its own optimum, and all wait for the longest."""
 
     class EachAlone(Controller):
         def reset(self, rows):

@@ -1,4 +1,4 @@
-"""Costs that heal: a clock of the test's own shows what rounds take; nothing is timed."""
+"""Costs that correct themselves by a simulated clock. No test depends on real time."""
 
 import itertools
 import random
@@ -25,25 +25,25 @@ TRUE = CostTable(
 
 
 def corrected(tables):
-    """The costs of a model's sources, which rounds correct."""
+    """The costs of a model's sources, corrected by rounds."""
     corrections = Corrections()
     return [CorrectedCosts(table, corrections, number) for number, table in enumerate(tables)]
 
 
 def believed(verify=1.0, draft=1.0, of=TRUE):
-    """Costs, those of draft steps and of passes over 9 tokens or more multiplied."""
+    """Wrong costs: those of draft steps and of passes over 9 tokens or more are multiplied."""
     long = [verify * each for each in of.verify[8:]]
     return replace(of, draft=draft * of.draft, verify=(*of.verify[:8], *long))
 
 
-FLAT = believed(0.55)  # where long passes are cheap
+FLAT = believed(0.55)  # long passes are cheap
 
 
 def play(table, true, *, copies, model, heals=True, seed=0):
-    """300 rounds of a text that lookups and a model draft; draws and clock have own streams.
+    """300 rounds of a text, drafted by lookups and a model; draws and times are independent.
 
-    Returns tokens a target step of the last two thirds, and of every round what a draft step and a
-    pass over 12 tokens are believed to cost.
+    Returns the tokens per target step in the last two thirds, and for every round the believed
+    costs of a draft step and of a pass over 12 tokens.
     """
     draws, now = random.Random(seed), [0.0]
     lookups, own = corrected([replace(table, draft=0.0), table])
@@ -81,7 +81,7 @@ def play(table, true, *, copies, model, heals=True, seed=0):
 
 
 def healed_after(prices, which, true):
-    """From which round on a price is right within a fifth for all but one round in fifty."""
+    """The round from which a price is right within a fifth, in all but one round in fifty."""
     off = [abs(each[which] / true - 1.0) > 0.2 for each in prices]
     return next((i for i in range(len(off)) if sum(off[i:]) <= len(off[i:]) / 50), len(off))
 
@@ -124,7 +124,7 @@ def rounds_of(costs, count, pace=1.0):
 
 
 def test_right_costs_stay_whatever_the_machine_does():
-    """Other work that slows some rounds, or all from one on; what is never seen stays, too."""
+    """Other work slows some rounds, or all of them from one on; unseen costs stay as they are."""
     costs = lookups, own = corrected([replace(TRUE, draft=0.0), TRUE])
     rounds_of(costs, 12)
     for tokens in (1, 9, 9):

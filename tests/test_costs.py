@@ -1,4 +1,4 @@
-"""The model of costs on made-up machines and their clocks; nothing is timed."""
+"""The cost model on made-up machines with simulated clocks. Nothing real is timed."""
 
 import json
 import math
@@ -87,19 +87,19 @@ def spent(of, *drafts, asked=None):
     return of.now() - before
 
 
-# ---- What decoding measures. ----
+# ---- What decoding measures ----
 
 
 @pytest.fixture(autouse=True)
 def long_calls(monkeypatch):
-    """Calls of a few tokens that may spend on costs what long ones may."""
+    """Let short calls spend as much time on measuring as long ones may."""
     monkeypatch.setattr(timing_tables, "_SHARE", math.inf)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize("name", MACHINES)
 def test_any_number_of_rows_and_tokens_at_any_context_is_priced(name, noise):
-    """From passes of one row and of four, behind few tokens; a source by its own steps."""
+    """Passes of one row and of four after a short context are timed, and each source's steps."""
     of = machine(name, noise)
     off = 0.03 + 2 * noise
     for skip in SKIPS:
@@ -113,14 +113,14 @@ def test_any_number_of_rows_and_tokens_at_any_context_is_priced(name, noise):
             )
             for tokens in (2, 4, 8, 12):
                 true = of.verify(tokens, SkipConfig(attention=(0,)).resolve(LAYERS), 32, rows)
-                sharp = 0.12 if rows * tokens > 2 else 0.0  # the ladder has no bend of its own
+                sharp = 0.12 if rows * tokens > 2 else 0.0  # the fit misses the sharp bend
                 assert free.verify_cost(tokens) == pytest.approx(true, rel=off + sharp)
                 true = of.verify(tokens, skip, 32, rows)
                 assert got.verify_cost(tokens) == pytest.approx(true, rel=off + sharp)
 
 
 def test_a_long_context_is_measured_where_a_call_gets_near_it():
-    """Without computing it; before that, keys are taken to cost what weights do."""
+    """No keys are computed for it. Otherwise keys are assumed to cost as much as weights."""
     of = machine("Intel", max_position_embeddings=6000)
     short, long = (costs_of(of, [SKIP], request((length,)))[0] for length in (4, 1100))
     for context in (800, 3000, 5500):
@@ -131,7 +131,7 @@ def test_a_long_context_is_measured_where_a_call_gets_near_it():
 
 
 def test_a_call_that_nobody_asked_for_costs_spends_little_on_them():
-    """The next calls go on, and until a plain step was timed, costs are those of bytes."""
+    """Later calls continue. Until a plain step has been timed, costs follow from bytes."""
     of = machine()
     of.rest = 0.03e9  # a tenth of the budget
     seconds = [spent(of, SKIP) for _ in range(12)]
@@ -141,13 +141,13 @@ def test_a_call_that_nobody_asked_for_costs_spends_little_on_them():
 
 
 def test_a_short_call_spends_a_share_of_its_own_time(monkeypatch, tmp_path):
-    """The calls after it go on, and so does another process."""
+    """Later calls continue measuring, and so do other processes."""
     monkeypatch.setattr(timing_tables, "_SHARE", 0.05)
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
     of = machine()
     seconds = [spent(of, SKIP, asked=request(new_tokens=200)) for _ in range(12)]
     assert not seconds[-1]
-    assert max(seconds) < 7 * of.seconds(1, 1, 32) / 1e9  # of 200
+    assert max(seconds) < 7 * of.seconds(1, 1, 32) / 1e9  # of 200 steps
     assert spent(machine(), SKIP, asked=request(new_tokens=200)) == 0
     assert spent(machine(seed=1), SKIP, asked=request(new_tokens=20)) == 0
 
@@ -159,7 +159,7 @@ def test_passes_longer_than_those_timed_are_not_free():
 
 
 def test_before_anything_was_timed_more_tokens_cost_more():
-    of = machine(max_position_embeddings=32)  # no room to time rounds
+    of = machine(max_position_embeddings=32)  # too short to time rounds
     eight = costs_of(of, [SKIP], request(lengths=(3,) * 8), seconds=None)[0].at(0, 8)
     assert eight.source == "analytic"
     assert eight.verify_cost(9) > 2.5
@@ -169,7 +169,7 @@ def test_costs_are_measured_once_for_each_model_and_kind_of_law():
     of = machine()
     warm, repeating = TemperatureLogitsWarper(0.5), RepetitionPenaltyLogitsProcessor(1.5)
     assert spent(of) > 0
-    # another prompt, an equal config, another temperature, lookups: nothing is new
+    # nothing new: another prompt, an equal config, another temperature, lookups
     assert spent(of, asked=request((9,))) == 0
     assert spent(of, SkipConfig.layers((2, 3, 4, 5)).resolve(LAYERS)) == 0
     assert spent(of, asked=request(processors=(warm,))) == 0
@@ -177,7 +177,7 @@ def test_costs_are_measured_once_for_each_model_and_kind_of_law():
     for asked in (request(sample=True), request(processors=(repeating,)), request((4, 4))):
         assert spent(of, asked=asked) > 0
     assert spent(of, SkipConfig.early_exit(3)) > 0
-    # rows up to a power of two are one kind
+    # numbers of rows up to the same power of two share their costs
     assert spent(of, asked=request((4,) * 7)) > 0
     assert spent(of, asked=request((4,) * 8)) == 0
 
@@ -201,11 +201,11 @@ def test_times_serve_the_next_process(monkeypatch, tmp_path):
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
     asked = tables(machine(), Lookup(), SKIP, seconds=1.0)
     (file,) = (tmp_path / "costs").iterdir()
-    again = machine()  # as another process loads it
+    again = machine()  # as in another process
     kept = tables(again, Lookup(), SKIP)
     assert [each.draft for each in kept] == pytest.approx([each.draft for each in asked])
     assert again.now() == 0
-    # another draft is timed, and kept with the others; other weights have a file of their own
+    # another draft is timed and kept in the same file; other weights have a file of their own
     assert spent(again, SkipConfig.early_exit(3)) > 0
     assert spent(machine()) == 0
     assert spent(machine(seed=1)) > 0
@@ -221,7 +221,7 @@ def test_times_serve_the_next_process(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("busy", [0, 60])
 def test_sweeps_go_on_while_other_work_shows(busy):
-    """So many passes are slower, each by another factor; two sweeps of them would be wrong."""
+    """Other work slows the first passes by random factors. Two sweeps would measure that work."""
     of = machine()
     run, draws, left = of.run, random.Random(3), [busy]
 
@@ -248,7 +248,7 @@ def test_sources_that_are_timed_at_another_pace_are_priced_alike():
         assert table.draft == pytest.approx(of.draft(skip, 32), rel=0.05)
 
 
-# ---- The numbers of a machine. ----
+# ---- The numbers of a machine ----
 
 
 def test_rates_follow_what_was_timed():
@@ -267,7 +267,7 @@ def test_rates_follow_what_was_timed():
     assert table.draft == pytest.approx(0.5)
     assert table.verify[:4] == pytest.approx((1.0, 1.15, 1.15, 1.15))
     assert rates.table(traffic["own"], "another", 0, 1).draft == pytest.approx(0.4)
-    # a prefix that steps have carried costs one token
+    # sublayers that steps have already run cost one token
     rates = Rates(growth={1: 1.0, 16: 4.0})
     for prefix, longest in ((0.0, 4.0), (50.0, 2.5)):
         part = Traffic((100.0,), {}, 50.0, {}, prefix)
@@ -281,7 +281,7 @@ def test_numbers_lie_on_lines_between_and_beyond():
 
 
 def test_a_pass_reads_the_keys_that_its_layers_see():
-    per_token = 2 * 2 * 8 * 8  # keys and values, heads, width, float64
+    per_token = 2 * 2 * 8 * 8  # keys and values, heads, width, bytes
     llama = Sublayers(lively_model("llama"))
     assert llama.key_bytes() == {None: 6 * per_token}
     assert source_of(llama, SKIP).key_bytes() == {None: 2 * per_token}
@@ -296,7 +296,7 @@ def test_a_pass_reads_the_keys_that_its_layers_see():
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_analytic_costs_of_low_precision(bits):
-    """A byte a weight and a scale a row, or 16 bytes and a scale for 32 columns; norms whole."""
+    """A byte per weight and a scale per row, or 18 bytes per 32 columns. Norms are exact."""
     opened = Sublayers(lively_model("llama", dtype=torch.float32), "modules")
     layer = opened.model.model.layers[0]
 
@@ -321,14 +321,14 @@ def test_analytic_costs_of_low_precision(bits):
 
 
 class Quarter(Tensor):
-    """A weight whose numbers are packed into a quarter of their bytes, as torchao packs them."""
+    """A weight packed into a quarter of its bytes, like those of torchao."""
 
     def __tensor_flatten__(self):
         return ["packed"], None
 
 
 def test_analytic_costs_count_bytes_not_numbers():
-    """Of a weight in two bytes, in one, and packed by a subclass: what a pass reads of it."""
+    """A pass reads 4, 2 or 1 bytes per weight: float32, bfloat16, or packed by a subclass."""
     model = lively_model("llama", dtype=torch.float32)
     skip = SkipConfig(attention=(1, 2), mlp=(4,))
     before = analytic(Sublayers(model, "modules"), skip).draft
@@ -344,12 +344,12 @@ def test_analytic_costs_count_bytes_not_numbers():
 
 
 def _read(model):
-    """Bytes of all sublayers and the head, as a step reads them."""
+    """Bytes of all sublayers and the head, as read by a step."""
     read = [*model.model.layers, model.model.norm, model.lm_head]
     return sum(p.nbytes for module in read for p in module.parameters())
 
 
-# ---- The record that prices any skip config. ----
+# ---- The record that prices any skip config ----
 
 
 def recorded(of, **how):

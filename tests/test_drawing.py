@@ -1,7 +1,7 @@
-"""The rejection rule in traces: drafts drawn after their text against decoding with them.
+"""The rejection rule in traces: drafts drawn for given texts, against decoding with drafts.
 
-Seeds are fixed, so that every test is repeatable; levels say how rarely right counts would fail
-with another seed.
+Seeds are fixed, so every test is repeatable. The levels say how rarely correct counts would fail
+with other seeds.
 """
 
 import math
@@ -29,12 +29,12 @@ from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
 from layerskip.replay.trace import take_trace
 
 LEVEL = 1e-6  # of every statistical test here
-LENGTH, NEW, TEXTS = 3, 48, 200  # few long texts: rounds count, and each text costs a pass
+LENGTH, NEW, TEXTS = 3, 48, 200  # few long texts: rounds are counted, but each text costs a pass
 PROMPT = prompt(5)
 EOS, NO_END = frozenset(range(5, 8)), frozenset[int]()
 SKIPS = {"an exit": SkipConfig.early_exit(4), "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3))}
 CONTROLLERS = {"fixed": Fixed(LENGTH), "confidence": Confidence(0.15, LENGTH)}
-# skip config, controller, tokens that end a text (where its length adds to what counts differ by)
+# skip config, controller, end tokens (if the length of a text adds to the spread of counts)
 ROUNDS = [
     *slow(("an exit", "fixed", NO_END), ("an exit", "confidence", NO_END)),
     *slow(("scattered", "fixed", NO_END)),
@@ -47,7 +47,7 @@ def sampling(temperature=1.0, *processors, rows=1):
     return Law([*processors, *warpers], do_sample=True, rows=rows)
 
 
-# ---- One place: the joint law of proposal and accept test. ----
+# ---- One position: the joint law of proposals and the accept test ----
 
 PLACES = 20_000
 TARGET = torch.tensor([0.1, 1.2, -0.4, -0.5, 0.7, float("-inf"), -2.0])
@@ -55,7 +55,7 @@ DRAFT = torch.tensor([0.6, 0.3, 0.9, -2.5, 0.7, -1.0, float("-inf")])
 
 
 def proposals(target=TARGET):
-    """Tokens x of many texts at one place, drawn as a trace does, and proposals given them."""
+    """Tokens of many texts at one position, drawn as in a trace, and proposals given these."""
     p = target.softmax(-1)
     keys = [stream_key(seed) for seed in range(PLACES)]
     texts = (TARGET + gumbel_noise(keys, [7] * PLACES, len(TARGET))).argmax(-1)  # (N,)
@@ -65,7 +65,7 @@ def proposals(target=TARGET):
 
 
 def of_law(tokens, law):
-    """p-value of tokens against a law (V,)."""
+    """The p-value of tokens under a law (V,)."""
     seen = torch.bincount(tokens, minlength=len(law)).double()
     live = law > 0
     if seen[~live].any():
@@ -85,7 +85,7 @@ def test_proposals_follow_the_drafts_law_and_are_accepted_by_the_rule():
     rate = float(torch.minimum(p, q).sum())
     count = int(accepted.sum())
     assert stats.binomtest(count, PLACES, rate).pvalue > LEVEL
-    products = (q / p).clamp(max=1)[texts]  # of one factor each
+    products = (q / p).clamp(max=1)[texts]  # the products have one factor here
     assert float(products.mean()) == pytest.approx(rate, abs=5 * math.sqrt(0.25 / PLACES))
     likely = products > 0.9
     assert (
@@ -121,7 +121,7 @@ def test_places_where_a_text_is_known_no_further_and_drafts_without_a_token():
     assert drawn.tokens[1] == NOTHING
 
 
-# ---- Whole texts: simulated rounds against real ones, by their counts over many seeds. ----
+# ---- Whole texts: simulated rounds against real ones, by their counts over many seeds ----
 
 
 @cache
@@ -131,7 +131,7 @@ def model():
 
 @cache
 def traced(acceptance, eos, texts=TEXTS):
-    """Texts of seeds that no real decoding here uses."""
+    """Texts of seeds that no decoding here uses."""
     return take_trace(
         model(),
         [PROMPT] * texts,
@@ -150,7 +150,7 @@ def replayed(skip, acceptance="rejection", eos=NO_END):
 
 
 def totals(rounds):
-    """Of a text alone: rounds, drafted tokens, rounds that accepted at least 1, 2, 3."""
+    """Counts of one text: rounds, drafted tokens, rounds that accepted at least 1, 2, 3."""
     done = [(round_.drafted[0], round_.accepted[0]) for round_ in rounds]
     reached = [sum(accepted > j for _, accepted in done) for j in range(LENGTH)]
     return [len(done), sum(drafted for drafted, _ in done), *reached]
@@ -164,7 +164,7 @@ def simulated(played, controller):
 
 @cache
 def decoded(skip, controller, eos=NO_END):
-    """Counts of real texts, decoded side by side: these controllers look at each row alone."""
+    """Counts of real texts, decoded in one batch: these controllers treat rows separately."""
     request = Request(
         input_ids=PROMPT.expand(TEXTS, -1),
         attention_mask=torch.ones(TEXTS, PROMPT.shape[1], dtype=torch.long),
@@ -196,7 +196,7 @@ def decoded(skip, controller, eos=NO_END):
 
 
 def p_value(ours, theirs):
-    """Of equal means of all counts, by Welch's test; the least one, times their number."""
+    """Welch's test that all mean counts are equal, with Bonferroni's correction."""
     found = stats.ttest_ind(ours.numpy(), theirs.numpy(), equal_var=False).pvalue
     return float(found.min()) * ours.shape[1]
 
@@ -207,7 +207,7 @@ def test_rounds_are_in_law_those_of_decoding(skip, controller, eos):
     assert p_value(ours, decoded(skip, controller, eos)) > LEVEL
     rounds, drafted, accepted, *_ = ours.sum(0).tolist()
     assert 0.2 * rounds < accepted < 0.9 * rounds
-    if controller == "confidence":  # it stops some drafts, and not all
+    if controller == "confidence":  # it stops some drafts early, but not all
         fixed = count_rounds(replayed(skip, "rejection", eos), LENGTH)
         assert 1.1 * rounds < drafted < 0.9 * sum(n * count for n, count in enumerate(fixed))
 
@@ -222,13 +222,13 @@ def test_another_accept_rule_is_seen(skip):
 @pytest.mark.thorough
 def test_weights_of_another_temperature_are_seen():
     trace = traced("rejection", NO_END)
-    other = replace(trace, law=sampling(0.6), texts=trace.texts[: TEXTS // 2])  # ends at p = 1e-14
+    other = replace(trace, law=sampling(0.6), texts=trace.texts[: TEXTS // 2])  # p = 1e-14
     other = replay(other, SKIPS["scattered"])
     assert p_value(simulated(other, "fixed"), decoded("scattered", "fixed")) < LEVEL
 
 
 def ratios(trace, layers, temperature):
-    """w = min(1, q / p) of an exit on texts of one length, by cut models, (texts, T - prompt)."""
+    """w = min(1, q / p) of an exit, from truncated models, (texts, T - prompt)."""
     whole, cut = lively_model("llama"), lively_model("llama")
     cut.model.layers = cut.model.layers[:layers]
     ids = torch.stack([text.tokens for text in trace.texts])  # (texts, T)
@@ -246,7 +246,7 @@ def ratios(trace, layers, temperature):
 @pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature):
-    """Over all starts; texts are independent of each other. The wrong temperature is seen."""
+    """The mean over all starts. A wrong temperature is noticed."""
     played = replayed("an exit")
     w = ratios(played.trace, 4, temperature).double()  # (texts, T - prompt - 1)
     products = w.unfold(1, LENGTH, 1).cumprod(2)[:, : NEW - 1]  # (texts, starts, J)
@@ -256,12 +256,12 @@ def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature):
     assert (p > LEVEL) == (temperature == 1.0)
 
 
-# ---- Exactly: the same trace gives the same drafts, however they are computed. ----
+# ---- Exactly: the same trace gives the same drafts, however they are computed ----
 
 
 @cache
 def small_trace(family="gemma2"):
-    """Of three texts; Gemma 2 has windows of 8 tokens, softcaps and eager attention."""
+    """A trace of three texts. Gemma 2 has windows of 8 tokens, soft caps and eager attention."""
     ids, mask = ragged((3, 12, 7))
     return take_trace(
         lively_model(family),
@@ -289,7 +289,7 @@ def test_greedy_decoding_knows_no_accept_rule():
 
 
 def test_an_exit_is_accepted_where_its_own_law_says():
-    """Against the model itself, cut off behind four layers."""
+    """Against the model itself, truncated after four layers."""
     trace = traced("rejection", NO_END, 20)
     played = replay(trace, SkipConfig.early_exit(4), 1)
     assert replay(trace, SkipConfig(), 1).matches.all()

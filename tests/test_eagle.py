@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: logits as their papers define them, texts as without them, and their training."""
+"""EAGLE-3 heads: logits as their papers define them, unchanged texts, and training."""
 
 import copy
 import json
@@ -51,7 +51,7 @@ HOW = {"lookup": False, "max_draft_length": 3}
 
 
 def weights_of(form, seed=1):
-    """Random tensors of a head, as its form calls them."""
+    """Random tensors of a head, with the names of its form."""
     config = FORMS[form]
     layer = config.get("transformer_layer_config", config)
     width, inner, count = layer["hidden_size"], layer["intermediate_size"], 3 + (form == "qwen")
@@ -79,7 +79,7 @@ def weights_of(form, seed=1):
         put("input_norm", count * WIDTH)
     for number in range(count) if form == "qwen" else ():
         put(f"fc_norm.{number}", WIDTH)
-    if form == "authors":  # embeddings and output head are the target's
+    if form == "authors":  # it uses the target's embeddings and output head
         return made
     put("lm_head", DRAFTED, width)
     if form == "qwen":
@@ -98,9 +98,9 @@ def written(folder, config, weights):
 
 
 def reference(model, config, weights, tokens, states):
-    """A head's states and logits over the target's tokens, of tokens (T,) and states (T, W).
+    """The states of a head and its logits over the target's tokens, for (T,) and states (T, W).
 
-    Written from the EAGLE-3 paper and the documents of `speculators`, in float64.
+    Written from the EAGLE-3 paper and the documentation of `speculators`, in float64.
     """
     layer = config.get("transformer_layer_config", config)
     weights = {name.replace("midlayer.", "layers.0."): each for name, each in weights.items()}
@@ -146,8 +146,8 @@ def reference(model, config, weights, tokens, states):
 
 
 def joined(model, form, config, weights, ids):
-    """The first states that a head reads, of tokens (T,) but the last, (T - 1, W)."""
-    norm, model.model.norm = model.model.norm, torch.nn.Identity()  # of the last ones, too
+    """The head's input states for tokens (T,) except the last, (T - 1, W)."""
+    norm, model.model.norm = model.model.norm, torch.nn.Identity()  # also for the last states
     every = model.model(ids[None], output_hidden_states=True).hidden_states
     model.model.norm = norm
     states = torch.cat([every[depth][0, :-1] for depth in DEPTHS.get(form, [2, 3, 3])], -1)
@@ -166,7 +166,7 @@ def joined(model, form, config, weights, ids):
 
 @pytest.fixture
 def head(tmp_path):
-    """Writes a head of a form; its folder and tensors."""
+    """Writes a head of a form; returns its folder and tensors."""
 
     def make(form, **more):
         weights = weights_of(form)
@@ -178,7 +178,7 @@ def head(tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_drafts_are_those_of_the_definition(form, head):
-    """Logits over a prompt, in pieces; and drafts, from the second one on of the head's states."""
+    """Logits over a prompt in pieces; then drafts, of which the second reads the head's states."""
     folder, weights = head(form)
     model, config = lively_model("llama"), FORMS[form]
     target, ids = sublayers_of(model), prompt(12)[0]
@@ -193,7 +193,7 @@ def test_drafts_are_those_of_the_definition(form, head):
         cache.place([start], end - start)
         out = source.compute(ids[None, start:end], before[:, start:end], cache)
         got.append(source.logits(out.transpose(0, 1)))
-    assert torch.allclose(torch.cat(got)[1:], want, atol=1e-4)  # norms are in float32
+    assert torch.allclose(torch.cat(got)[1:], want, atol=1e-4)  # norms use float32
     text, drafts = ids.tolist(), []
     for each in layerskip.decode(
         model, ids[None], max_new_tokens=8, controller="fixed", assistant=folder, **HOW
@@ -214,7 +214,7 @@ def test_drafts_are_those_of_the_definition(form, head):
     "family", ["llama", *(pytest.param(f"gemma{n}", marks=pytest.mark.thorough) for n in "234")]
 )
 def test_texts_are_the_same_with_and_without(family, head):
-    """Of rows of a batch, by both rules, in float64; and bit for bit in native passes."""
+    """Rows of a batch, by both accept rules; in native passes bit by bit."""
     folder, _ = head("speculators")
     model, inputs = lively_model(family), ragged(BATCHES["ragged"], seed=3)
     how = {"assistant": folder, "controller": Erratic(), **HOW}
@@ -304,7 +304,7 @@ def test_heads_of_other_models_are_refused(head, tmp_path):
 
 
 def shaken_head(target):
-    """A new head whose layer does something."""
+    """A new head whose layer is perturbed, so that it does something."""
     head = new_head(target, torch.arange(5, 60))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
@@ -336,7 +336,7 @@ def test_training_unrolls_the_steps_of_decoding():
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.no_grad()
 def test_speculators_reads_what_is_written(family, tmp_path):
-    """And its training steps draft the tokens that ours do (needs that package)."""
+    """Its own training steps draft the same tokens as ours. Needs that package."""
     pytest.importorskip("speculators")
     from speculators import SpeculatorModel, SpeculatorModelConfig
 

@@ -1,4 +1,4 @@
-"""Encoder-decoders: the same tokens as `transformers`, with drafts from what the encoder read."""
+"""Encoder-decoders: the tokens of `transformers`, with drafts looked up in the encoder's text."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ FAMILIES = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus
 
 
 def texts(batch):
-    """What encoders read, padded on the right, as their tokenizers pad."""
+    """The encoder's texts, padded on the right, as by their tokenizers."""
     ids, mask = ragged(BATCHES[batch], seed=3)
     lengths = mask.sum(-1).tolist()
     for row, length in enumerate(lengths):
@@ -93,7 +93,7 @@ def test_drafts_are_looked_up_in_what_the_encoder_read():
 
 
 def test_rows_end_and_leave_with_what_their_encoder_read():
-    """Rows that have ended are dropped, and with them their row of the encoder's states."""
+    """When a finished row is dropped, so is its row of the encoder's states."""
     ids, mask = texts("ragged")
     model, expected = small_model("t5"), reference("t5", "ragged")
     ends = sorted({tokens[2] for tokens in expected[:2]})
@@ -216,7 +216,7 @@ def test_costs_are_measured_with_what_the_first_row_read():
 
 @pytest.mark.parametrize("family", ["t5", "t5gemma", *thorough("bart", "t5gemma2")])
 def test_texts_that_join_and_leave_a_batch_are_those_of_generate(family):
-    """Each beside others with longer and shorter texts read, greedy and sampled."""
+    """They join others with longer and shorter encoder texts, greedy and sampled."""
     model, draw = small_model(family), random.Random(1)
     texts = [[draw.randrange(4, VOCABULARY) for _ in range(n)] for n in (9, 3, 17, 5, 12, 2, 7)]
     laws = [{"do_sample": number % 2 == 1, "seed": number} for number in range(len(texts))]
@@ -243,7 +243,7 @@ def test_texts_that_join_and_leave_a_batch_are_those_of_generate(family):
             pass
         assert [[t for piece in pieces for t in piece.tokens] for pieces in told] == want
         drafted = sum(pieces[-1].counts.drafted for pieces in told)
-        assert (drafted > 0) is (number > 0) or number == 1  # where nothing repeats
+        assert (drafted > 0) is (number > 0) or number == 1  # lookups may find no repetition
         assert not serving._batch.passes.cache.unread
     with pytest.raises(ValueError, match="needs encoder states"):
         serving.submit(TextRequest([1], 3), print)

@@ -1,4 +1,4 @@
-"""Rounds, cache, counters: what the engine does between two tokens, checked from outside."""
+"""Rounds, cache and counters: what the engine does between tokens, checked from outside."""
 
 import math
 from dataclasses import replace
@@ -31,7 +31,7 @@ COVERING = covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
 
 
 class Script(Controller):
-    """Drafts given lengths, round after round, the same in every row, or what is allowed."""
+    """Drafts of given lengths, round by round, the same in every row, as far as allowed."""
 
     needs_confidence = False
 
@@ -53,7 +53,7 @@ class Script(Controller):
         self.updates.append((row, drafted, accepted))
 
 
-# ---- The cache. ----
+# ---- The cache ----
 
 
 ROUNDS = [
@@ -77,25 +77,25 @@ def test_cache_after_every_round_equals_a_fresh_prefill(family, skip, execution)
 
 
 def test_cache_differs_where_verification_does_not_overwrite(llama):
-    """The comparison above can fail: after a draft step, before its verification, it does."""
+    """Negative control: after a draft step, before verification, the cache differs."""
     run = decoder(llama, request((6,)), skip="scattered")
     with torch.no_grad():
         first = next(run.rounds())
         passes = run.passes
         passes.draft_step(torch.tensor(first.tokens[0]), 0)
         run.emitted[0].append(5)
-        passes.commit(0, [5])  # as if the draft's own keys and values were exact
+        passes.commit(0, [5])  # as if the draft's keys and values were exact
         with pytest.raises(AssertionError, match="not close"):
             check_cache(run, engines.prefilled(run))
 
 
 def test_a_short_text_holds_little_whatever_its_limit_is():
-    """Of 32,768 tokens allowed five come: room for some hundred is all that is ever held."""
+    """Of 32,768 allowed tokens it emits five, so the buffers never hold more than some hundred."""
     model = lively_model("llama", max_position_embeddings=40_000)
     text = greedy_text(model, (6,), 5)[0]
     run = decoder(model, request((6,), new_tokens=32_768, eos=frozenset({text[4]})))
     play(run)
-    slot = 2 * 6 * 2 * 8 * 8  # keys and values of 6 layers, 2 heads, 8 dimensions of 8 bytes
+    slot = 2 * 6 * 2 * 8 * 8  # keys and values, layers, heads, width, bytes
     assert len(run.emitted[0]) <= 5
     assert 0 < held(run) <= 321 * slot
     assert run.passes.cache.slots > 32_768
@@ -112,7 +112,7 @@ def test_a_long_text_holds_few_slots_beyond_its_own(execution):
         next(rounds)
         sizes.add(run.passes.cache.size)
         assert held(run) <= (run.passes.lengths[0] + 5 + 257) * 2 * 2 * 2 * 8 * 8
-    assert len(sizes) == 2  # it grew once: copies are rare
+    assert len(sizes) == 2  # it grew only once: copies are rare
     emitted = torch.tensor(run.emitted)  # (1, N)
     want = model(torch.cat([asked.input_ids, emitted], 1)).logits[0, 699:-1].argmax(-1)  # (N,)
     assert run.emitted == [want.tolist()]
@@ -120,7 +120,7 @@ def test_a_long_text_holds_few_slots_beyond_its_own(execution):
 
 @pytest.fixture
 def small_buffers(sizes):
-    """Buffers have next to no room to spare, so that a text crosses many edges."""
+    """Buffers with almost no spare room, so that a text often outgrows them."""
     sizes(spare=1, rounded_up=lambda slots: slots)
 
 
@@ -129,14 +129,14 @@ def small_buffers(sizes):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.no_grad()
 def test_texts_across_growing_buffers(family, execution):
-    """Ragged rows that draft, fall back and end at and around the edges."""
+    """Ragged rows draft, roll back and end around the edges of their buffers."""
     model = lively_model(family)
     asked = request(
         (2, 9, 1, 5), new_tokens=60, stop=lambda row, seen: seen.shape[1] > 60 - 9 * row
     )
     want = decoder(model, asked, longest=0, execution=execution)
     sizes = []
-    edges = 0  # rounds that fell back across the slots that buffers had before
+    edges = 0  # rounds that rolled back into an earlier, smaller buffer
     run = decoder(model, asked, skip="scattered", controller=Erratic(), execution=execution)
     play(want)
     fresh = engines.prefilled(want)
@@ -178,12 +178,12 @@ def test_growing_buffers_compile_nothing(sizes):
     assert long.emitted[0] == want[0, 5:].tolist()
 
 
-# ---- Masks. ----
+# ---- Masks ----
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_layers_may_differ_in_dtype(attention):
-    """As with quantised or adapted layers, which compute in a dtype of their own."""
+    """As in quantised or adapted layers that compute in their own dtype."""
     model = lively_model("llama")
     model.set_attn_implementation(attention)
     attend = model.model.layers[1].self_attn.float()
@@ -203,7 +203,7 @@ def test_layers_may_differ_in_dtype(attention):
         assert emitted == want[0, len(text) :].tolist()
 
 
-# ---- Counters. ----
+# ---- Counters ----
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -258,11 +258,11 @@ def test_a_shared_prefix_is_run_once_a_token(family, skip):
     with torch.no_grad():
         rounds = run.rounds()
         next(rounds)
-        assert seen["tokens"] == 7 * 12  # prefill runs the whole model
+        assert seen["tokens"] == 7 * 12  # the prefill runs the whole model
         seen["tokens"] = 0
         after = list(rounds)
     assert run.stats.num_draft_tokens > 0
-    # drafts run what they keep, verification what they do not share, the last token all
+    # Drafts run what they keep, verification runs what is not shared, and the last token runs all.
     k, kept = SKIPS[skip].shared_prefix(6), len(SKIPS[skip].kept(6))
     drafted = [each.drafted[0] for each in after]
     assert seen["tokens"] == sum(d * kept + (d + 1) * (12 - k) + k for d in drafted)
@@ -272,7 +272,7 @@ def test_a_shared_prefix_is_run_once_a_token(family, skip):
 
 @pytest.mark.parametrize("new_tokens", [1, 9])
 def test_plain_decoding_has_a_round_for_each_token(llama, new_tokens):
-    """And the first token comes with the prefill."""
+    """The first token comes from the prefill."""
     run = decoder(llama, request((5,), new_tokens=new_tokens), longest=0)
     rounds = play(run)
     assert [round_.index for round_ in rounds] == list(range(new_tokens))
@@ -284,13 +284,13 @@ def test_plain_decoding_has_a_round_for_each_token(llama, new_tokens):
     assert run.stats.tokens_per_round == (new_tokens > 1)
 
 
-# ---- Ends. ----
+# ---- Ends ----
 
 
 def test_lengths_bound_what_is_drafted(llama):
-    """A draft of more than the tokens left less one could not be emitted."""
+    """The verification emits one token more, so a draft is shorter than the tokens left."""
     for new_tokens in range(2, 9):
-        # a draft that leaves nothing out is always right: every round emits drafted + 1
+        # a draft of the whole model is always right, so every round emits drafted + 1
         run = decoder(llama, request((5,), new_tokens=new_tokens), skip="nothing", longest=9)
         rounds = play(run)
         assert len(rounds) == 2
@@ -307,7 +307,7 @@ def test_end_inside_a_draft_cuts_the_round_and_stops_drafting(llama):
     run = decoder(llama, asked, skip="nothing", controller=controller, longest=8)
     rounds = play(run)
     assert run.emitted == [text[: end + 1]]
-    # the drafted end was the last token drafted, and the bonus behind it was not emitted
+    # drafting stopped at the end token, and the bonus token after it was not emitted
     assert rounds[1].drafted == rounds[1].accepted == (end,)
     assert rounds[1].tokens == (tuple(text[1 : end + 1]),)
     assert rounds[1].finished == (True,)
@@ -355,11 +355,11 @@ def test_controller_is_told_every_round_and_held_back_where_it_asks_too_much(lla
     assert max(drafted for _, drafted in took_part) == 4
 
 
-# ---- When the host waits for the device. ----
+# ---- When the host waits for the device ----
 
 
 class Watched(Fixed):
-    """Drafts as `Fixed` does, but has every token read as soon as it is drawn."""
+    """Like `Fixed`, but the host reads every token as soon as it is drawn."""
 
     needs_confidence = True
 
@@ -409,7 +409,7 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(llama, sample,
         for got, want in zip(play(late), play(once), strict=True):
             apart = {"confidences": (), "signal": None, "steps": 0}
             assert replace(got, **apart) == replace(want, **apart)
-            assert got.steps >= want.steps  # unread drafts run on behind an end
+            assert got.steps >= want.steps  # unread drafts continue past an end token
             ended += any(want.finished) and max(want.drafted) > 0
         assert late.stats == once.stats
         assert late.emitted == once.emitted
@@ -418,7 +418,7 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(llama, sample,
 
 @pytest.mark.parametrize("rejection", [False, True])
 def test_the_host_waits_once_a_round(llama, rejection, spied):
-    """Reading single numbers is not seen here, but on a GPU (test_gpu.py)."""
+    """This does not see reads of single numbers. On a GPU, test_gpu.py does."""
     reads = spied(live_target, "on_host", lambda *values: len(values))
     asked = request(sample=True, rejection=rejection)
     for controller, per_step in ((Script(3, 0, 5), 0), (Watched(4), 1)):
@@ -429,10 +429,10 @@ def test_the_host_waits_once_a_round(llama, rejection, spied):
         assert len(reads) == len(rounds) + per_step * steps
 
 
-# ---- Laws that break. ----
+# ---- Laws that break ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # lean and native passes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # fused path, native passes
 def test_nan_logits_stop_with_a_reason(dtype):
     for part in ("lm_head", "model.layers.5.mlp.down_proj"):
         model = lively_model("llama", dtype=dtype)
@@ -444,7 +444,7 @@ def test_nan_logits_stop_with_a_reason(dtype):
 
 
 def test_nan_in_the_draft_alone_only_ends_the_draft(llama):
-    """Half precision may overflow in a draft where the whole model does not."""
+    """Half precision may overflow in a draft although the model does not."""
     opened = Sublayers(llama)
     calls = {"n": 0}
 
@@ -466,7 +466,7 @@ def test_nan_in_the_draft_alone_only_ends_the_draft(llama):
             assert run.emitted == plain.emitted
 
 
-# ---- What is left behind, and what happens side by side. ----
+# ---- What is left behind, and what runs concurrently ----
 
 
 def state(model):
@@ -495,7 +495,7 @@ def check_untouched(model, before):
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_the_model_is_left_as_it_was_found(family, execution):
-    """After an exception, too."""
+    """Also after an exception."""
     model = lively_model(family)
     before = state(model)
     play(decoder(model, request(sample=True), skip="scattered", execution=execution))
@@ -551,7 +551,7 @@ def test_two_threads_on_one_model(llama, execution):
     assert [one.emitted for one in together] == [one.emitted for one in alone] * 2
 
 
-# ---- What a decoder refuses. ----
+# ---- What a decoder refuses ----
 
 
 def test_what_cannot_run_is_refused_before_anything_does(llama):
@@ -582,7 +582,7 @@ def test_the_last_position_is_used_and_none_past_it(llama):
 
 @pytest.mark.parametrize("lengths", [(40, 3), (3, 40), (12, 3), (3, 3)])
 def test_rows_of_one_seed_at_different_places(llama, lengths):
-    """Rows may share a noise stream, and then read it at places far apart."""
+    """Rows may share a noise stream and read it at distant positions."""
     ids, mask = ragged(lengths)
     keys = [stream_key(7)] * 2
     law = Law([], do_sample=True, rows=2)
@@ -596,7 +596,7 @@ def test_rows_of_one_seed_at_different_places(llama, lengths):
         assert run.emitted[row] == alone.emitted[0]
 
 
-# ---- Whose memory it is. ----
+# ---- Who owns the memory ----
 
 
 @pure
@@ -609,8 +609,8 @@ def double_in_place(ids, scores):
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @torch.no_grad()
 def test_what_a_round_gives_is_the_callers_own(processors, rejection, execution):
-    """It stays as it is while decoding goes on, which does not notice what becomes of it."""
-    model = lively_model("llama").float()  # in float32 nothing is copied for its dtype
+    """The output does not change while decoding continues, and changing it has no effect."""
+    model = lively_model("llama").float()  # float32 tensors are not copied for a cast
     how = {"sample": True, "processors": processors, "rejection": rejection}
     asked = request(**how, keep_scores=True, keep_logits=True)
     kept, copies = [], []

@@ -1,4 +1,4 @@
-"""The environment: JSON values, a text to paste, the checkout's revision, and building anew."""
+"""The environment: JSON values, text to paste, the checkout's revision, and rebuilding."""
 
 import json
 import platform
@@ -88,7 +88,7 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
 
 
 def test_a_mac_is_told_what_it_gets(tmp_path, monkeypatch):
-    """Its c++ is there before the tools are, and then fails; OpenMP's header is torch's."""
+    """A Mac's c++ exists before the tools do, but fails. OpenMP's header comes from torch."""
     for name, value in (("PATH", tmp_path), ("TORCH_EXTENSIONS_DIR", tmp_path), ("CXX", "mac-c++")):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
@@ -144,7 +144,7 @@ def test_git_revision_tells_clean_from_dirty(tmp_path):
 
     assert git_revision(tmp_path) is None
     git("init")
-    assert git_revision(tmp_path) is None  # no commit yet
+    assert git_revision(tmp_path) is None  # there is no commit yet
     git("commit", "--allow-empty", "--no-gpg-sign", "-m", "First")
     assert git_revision(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "new.py").write_text("")

@@ -1,6 +1,7 @@
 """What holds for drafts of every kind: the text, the law, replays.
 
-Each contract in few cases that cover all pairs of what they depend on; `kinds.py` makes the drafts.
+Each contract is tested by few cases that cover all pairs of their parameters. `kinds.py` makes the
+drafts.
 """
 
 from itertools import cycle, product
@@ -68,7 +69,7 @@ BESIDE = {
 
 
 def drafts_of(drafts, model, folder, execution="auto"):
-    """Drafts, those of a kind by its name."""
+    """Drafts, with those of a kind given by its name."""
     return tuple(
         draft_of(each, model, folder, execution) if isinstance(each, str) else each
         for each in drafts
@@ -80,7 +81,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("kinds")
 
 
-# ---- The text. ----
+# ---- The text ----
 
 TEXTS = covering(
     KINDS,
@@ -100,7 +101,7 @@ def test_the_text_is_that_of_the_target(kind, folder):
     drafted = accepted = compactions = 0
     for _, beside, law, execution, family, controller, ended in (t for t in TEXTS if t[0] == kind):
         family = family_of(kind, family)
-        if family == "gemma4_mixture":  # which has no fused passes
+        if family == "gemma4_mixture":  # it has no fused passes
             execution = "modules"
         model = model_of(family)
         drafts = drafts_of((kind, *BESIDE[beside]), model, folder, execution)
@@ -118,7 +119,7 @@ NATIVE = covering(KINDS, DTYPES, ("llama", "gemma3", "qwen2"), ("greedy", "coupl
 
 @pytest.mark.parametrize("dtype", [*thorough(torch.float32), torch.bfloat16])
 def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(built, dtype, folder):
-    """Near-ties included."""
+    """Even at near-ties."""
     accepted = dict.fromkeys(KINDS, 0)
     for number, (kind, _, family, law, beside) in enumerate(t for t in NATIVE if t[1] is dtype):
         model, (ids, mask) = model_of(family_of(kind, family), dtype), prompts()
@@ -166,7 +167,7 @@ def test_the_check_of_a_persons_own_machine_passes(kind, family, folder, sizes):
     assert report.passed
 
 
-# ---- The law of whole texts, enumerated through a small model itself. ----
+# ---- The law of whole texts, against enumeration by a small model ----
 
 PAIRS = [[a, b, a] for a in range(5) for b in range(5)]
 SOURCES = {
@@ -178,7 +179,7 @@ SOURCES = {
     "lookup, assistant": (Lookup(PAIRS), "assistant"),
 }
 REJECTION = [(source, law, True, "fused") for source, law in zip(SOURCES, cycle(PROCESSORS))]
-# coupled texts are those of plain decoding, whatever the kind
+# coupled texts are those of plain decoding, whatever drafts, so one draft suffices
 COUPLED = [("layers left out", law, False, "fused") for law in PROCESSORS]
 EXECUTIONS = [
     pytest.param("layers left out", "none", rejection, execution, marks=marks)
@@ -188,17 +189,17 @@ EXECUTIONS = [
 
 
 def sampled(source, processors, rejection, execution, folder):
-    """The p-value of many texts under the target's law; drafted and accepted tokens by draft."""
+    """The p-value of many texts under the target's law, and each draft's token counts."""
     family = family_of(source)
     drafts = drafts_of(SOURCES[source], sampling.small_model(family), folder)
     how = {"drafts": drafts, "execution": execution, "family": family}
     if source.endswith("3 tokens"):
         how |= {"vocabulary": [0, 2, 3]}
-    if len(drafts) > 1:  # batches enough for every draft to be taken
+    if len(drafts) > 1:  # enough batches to take every draft
         how |= {"fickle": True, "rows": 100}
-    if source == "stored logits":  # and for some to be known
+    if source == "stored logits":  # later batches find stored logits
         how |= {"rows": 100}
-    if execution == "native":  # whose passes are short
+    if execution == "native":  # short batches get native passes
         how |= {"dtype": torch.float32, "rows": 10}
     counts, tokens = sampling.sample_texts(processors, rejection=rejection, **how)
     return p_value(counts, processors, family), tokens
@@ -217,20 +218,20 @@ def test_texts_follow_the_targets_law(source, processors, rejection, execution, 
 
 
 def peeking(self, raw, positions, *more, **named):
-    """A known mistake: a draft knows the numbers that accept it, and tells its law honestly."""
+    """A known mistake: a draft reads the numbers that decide acceptance, but reports its law."""
     small = accept_uniform(*self._stream(positions)) < 0.5  # (N,)
     other = torch.where(small[:, None], 3 * raw, -3 * raw)  # (N, V)
     return DRAFT(self, other, positions, *more, **named)
 
 
 def lying(self, raw, positions, *more, **named):
-    """A known mistake: what the rule is told is another law than the drafts'."""
+    """A known mistake: the accept rule is told another law than that of the drafts."""
     drawn = DRAFT(self, raw, positions, *more, **named)
     return drawn._replace(laws=[softmax_law(law.log() * 3) for law in drawn.laws])
 
 
 def peeking_at_few(self, row, offset, tokens, raw):
-    """A known mistake: a draft from stored logits knows the number that accepts it."""
+    """A known mistake: a draft from stored logits reads the number that decides its acceptance."""
     small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
     chosen = 0 if small else len(tokens) - 1
     return [float(place == chosen) for place in range(len(tokens))]
@@ -258,7 +259,7 @@ def test_known_wrong_samplers_fail_the_same_test(source, place, name, wrong, fol
     assert sampled(source, "none", True, "fused", folder)[0] < LEVEL
 
 
-# ---- Replays. ----
+# ---- Replays ----
 
 
 MIXTURES = {
@@ -294,7 +295,7 @@ DEAR = ("one of each", "exit, assistant", "healed behind a prefix, head exact")
     ],
 )
 def test_simulated_rounds_are_those_of_decoding(number, mixture, folder):
-    """Each mixture meets all controllers, one for every law and end, by turns."""
+    """Mixtures take turns with controllers, and each law and end meets one of them."""
     family = mixture.partition(":")[0] if ":" in mixture else "llama"
     model = looped.model_of(family)
     drafts = drafts_of(MIXTURES[mixture], model, folder)
@@ -331,7 +332,7 @@ def test_a_followed_draft_agrees_with_its_text_as_far_as_one_replayed(kind, samp
 @pytest.mark.parametrize("kind", REPLAYED)
 @torch.no_grad()
 def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(kind, folder):
-    """Token for token as far as a draft is on its text, by laws of states begun at each start."""
+    """Token by token while a draft is right, by the laws of states begun anew at each start."""
     model, (ids, mask) = model_of(family_of(kind, "gemma3")), prompts()
     law, steps = Law([TemperatureLogitsWarper(0.8)], do_sample=True, rows=1), 4
     trace = take_trace(

@@ -1,4 +1,4 @@
-"""Early exits in training: the recipe, a training that is killed, and the checkpoint."""
+"""Training of early exits: the recipe, continuing after a kill, and the checkpoint."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def test_exits_are_read_through_the_models_own_norm_and_head(family):
 def test_a_dropped_layer_passes_its_input_on():
     model, other, ids = tiny_model("llama"), tiny_model("llama"), prompt(9, rows=2)
     kept = torch.ones(6, 2, dtype=torch.bool)
-    kept[3, 1] = False  # of the second window only
+    kept[3, 1] = False  # in the second window only
     logits = ExitModel(model)(ids, (6,), kept)[6]
     whole = other(ids).logits.float()
     del other.model.layers[3]
@@ -81,7 +81,7 @@ def test_the_recipe_is_the_papers():
 
 
 def test_the_table_tells_what_exits_are_worth():
-    """What shared noise accepts is the share that is known of two Gumbel maxima."""
+    """The accepted share equals the known agreement of two Gumbel maxima with shared noise."""
     model, windows = lively_model("gemma2"), prompt(64, rows=12)
     rows = exit_table(ExitModel(model), windows, range(1, 7), 0.8)
     assert rows[-1]["agreement"] == rows[-1]["accepted"] == 1
@@ -96,7 +96,7 @@ def test_the_table_tells_what_exits_are_worth():
     assert rows[4]["overlap"] == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-4)
 
 
-# A training in a folder
+# ---- A training in a folder ----
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ FASTER = {"trained": TIMES | {"tokens": [1, 1], "seconds_per_token": [0.1, 0.1]}
 
 @pytest.fixture(autouse=True)
 def _timed(monkeypatch, request):
-    """No clock is read, but in the test of that."""
+    """Replace timing, except in the test of the clock."""
     if "clock" not in request.node.name:
         monkeypatch.setattr(exit_training, "clock", lambda *_, **__: FASTER)
 
@@ -154,7 +154,7 @@ def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkey
     timeless = {"seconds": None}
     assert again | timeless == whole | timeless
     assert not (tmp_path / "parts" / "work").exists()
-    assert training(tmp_path / "parts", texts).run() == again  # finished: nothing is done again
+    assert training(tmp_path / "parts", texts).run() == again  # nothing is done again
 
 
 def test_training_makes_exits_right_more_often_and_keeps_the_model(tmp_path, texts):
@@ -181,7 +181,7 @@ def test_the_clock_decides_what_drafts(tmp_path, texts, monkeypatch):
     assert SkipConfig.load(tmp_path / "out" / "layerskip.json").exit_layer is None
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks the library for an old name
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses an old name of the library
 def test_adapters_are_merged(tmp_path, texts):
     pytest.importorskip("peft")
     record = training(tmp_path / "out", texts, lora=4, rate=1e-2, steps=20).run()
@@ -208,7 +208,7 @@ with processes.process_group():
 
 @pytest.mark.thorough
 def test_two_processes_share_the_weights_and_train_what_one_does(tmp_path, texts):
-    """They are stopped once, and go on; but for rounding, nothing differs."""
+    """They are killed once and continue. Only rounding differs from one process."""
     script = tmp_path / "other.py"
     script.write_text(THE_OTHER)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -242,7 +242,7 @@ def test_random_weights_learn_the_text(tmp_path, texts):
         random_model(tmp_path / "config.json", lively_model("llama"), 0)
 
 
-# What is refused
+# ---- What is refused ----
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_random_weights_learn_the_text(tmp_path, texts):
     ],
 )
 def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
-    """And writes nothing."""
+    """Nothing is written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)
     (tmp_path / "short.txt").write_text("too short\n")

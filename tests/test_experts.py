@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing and sums, drafts of fewer or rounded experts, their bytes."""
+"""Mixtures of experts: routing and sums, drafts with fewer or rounded experts, their bytes."""
 
 import copy
 import functools
@@ -56,7 +56,7 @@ def model_of(family):
 
 
 def logits(opened, ids, skip=None):
-    """Of whole texts (B, T), exactly or as a draft computes them, (B, T, V)."""
+    """Logits (B, T, V) of whole texts (B, T), exact or as a draft computes them."""
     skip = (skip or SkipConfig()).resolve(opened.num_layers)
     hidden, step = opened.first_pass(ids)
     hidden = opened.run(hidden, step, range(skip.shared_prefix()))
@@ -64,7 +64,7 @@ def logits(opened, ids, skip=None):
 
 
 def with_top(model, top):
-    """A copy of a model whose tokens take so many experts."""
+    """A copy of a model with another number of experts per token."""
     other = copy.deepcopy(model)
     for layer in other.model.layers:
         if hasattr(layer, "router"):
@@ -74,7 +74,7 @@ def with_top(model, top):
     return other
 
 
-# ---- The arithmetic. ----
+# ---- The arithmetic ----
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -86,7 +86,7 @@ def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
     model = tiny_model(family, dtype=dtype, **more)
     mixture = Sublayers(model, "modules").mixtures[0]
     library = fewer(mixture.router, top)
-    # the library's norm, as ours takes its sums in another order
+    # with the library's norm, because ours sums in another order
     route = routing(mixture, top, mixture.norm)
     x = torch.randn(7, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
         _, *got = route(x)
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
     assert all(a.dtype is b.dtype for a, b in zip(got, want, strict=True))
-    assert mixture.top == 2  # the model's own is as it was
+    assert mixture.top == 2  # the model's own number is unchanged
     if mixture.norm is not None:
         with torch.no_grad():
             _, near, _ = routing(mixture, top, rms_norm(mixture.norm, "wide", x.device))(x)
@@ -106,7 +106,7 @@ def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_experts_add_up_as_the_library_s(tokens, dtype, implementation):
     if dtype is torch.float64 and implementation != "eager":
-        return  # the library's faster ones know no float64
+        return  # the library's faster experts do not support float64
     model = tiny_model("mixtral", dtype=dtype)
     mixture = Sublayers(model, "modules").mixtures[0]
     model.config._experts_implementation = implementation
@@ -117,10 +117,10 @@ def test_experts_add_up_as_the_library_s(tokens, dtype, implementation):
         _, weights, chosen = mixture.router(x)
         want, got = experts(x, chosen, weights), ours(x, chosen, weights)
         assert got.dtype is dtype
-        # its eager experts round every addend, ours the sum
+        # the library's eager experts round every summand, ours only the sum
         loose = {"rtol": 2e-2, "atol": 4e-3} if dtype is torch.bfloat16 else {}
         torch.testing.assert_close(got, want, **loose)
-        # the order of a token's experts is its own: whatever else is in the pass
+        # a token's experts are summed in its own order, whatever else is in the pass
         alone = ours(x[:1], chosen[:1], weights[:1])
     torch.testing.assert_close(alone, got[:1])
 
@@ -134,7 +134,7 @@ def test_logits_are_the_library_s(family, execution, dtype):
     ids = prompt(WINDOW + 3, rows=2)
     with torch.no_grad():
         want, got = model(ids).logits, logits(opened, ids)
-    close = 0.3 if dtype is torch.bfloat16 else 2e-5  # norms are in float32 in every dtype
+    close = 0.3 if dtype is torch.bfloat16 else 2e-5  # norms use float32 in every dtype
     assert (got - want).abs().max() < close
 
 
@@ -174,7 +174,7 @@ def test_a_rounded_draft_is_the_model_with_rounded_weights_and_exact_routers(
     changed = {linear.weight for _, linear in opened.weights.linears()}
     changed |= {weight for mixture in opened.mixtures for weight in mixture.weights}
     for weight in changed:
-        flat = weight.data.flatten(0, -2)  # experts have rows of their own
+        flat = weight.data.flatten(0, -2)  # each expert has its own rows
         weight.data = rounded(flat, bits).widened(weight.dtype).view_as(weight)
     with torch.no_grad():
         skip = SkipConfig(low=LowPrecision(bits=bits, head=False))
@@ -198,7 +198,7 @@ def test_rounded_experts_are_rounded_alone(bits, packed):
     torch.testing.assert_close(low(whole, 3)(1)(x), want)
 
 
-# ---- Texts. ----
+# ---- Texts ----
 
 
 def tokens_of(model, ids, mask, decoding, *, sample):
@@ -216,7 +216,7 @@ def tokens_of(model, ids, mask, decoding, *, sample):
 
 @functools.cache
 def references(family, rows):
-    """Greedy texts of the library, and sampled ones of plain decoding."""
+    """The library's greedy texts, and sampled texts of plain decoding."""
     model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
     plain = LayerSkipDecoding(enabled=False, seeds=(11, 12, 13)[:rows])
     greedy = tokens_of(model, ids, mask, None, sample=False)[0]
@@ -272,7 +272,7 @@ def test_drafts_leave_the_model_as_it_was():
     assert now == before
 
 
-# ---- The choice. ----
+# ---- The choice ----
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_compiled_passes_fall_back_to_fused_ones():
         assert Sublayers(tiny_model("mixtral"), "compiled").execution == "fused"
 
 
-# ---- Bytes and costs. ----
+# ---- Bytes and costs ----
 
 
 def test_bytes_of_the_experts_that_tokens_touch():
@@ -328,7 +328,7 @@ def test_bytes_of_the_experts_that_tokens_touch():
         assert read[1] == norm + router + distinct * expert
         assert read[3] == norm + sum(p.nbytes for p in model.model.layers[1].mlp.parameters())
     eight = opened.weight_bytes(8)["sublayers"][1]
-    assert eight == norm + router + 2 * (expert // 2 + 2 * (2 * 16 + 32))  # scales of rows
+    assert eight == norm + router + 2 * (expert // 2 + 2 * (2 * 16 + 32))  # the scales of rows
 
 
 def test_bytes_of_drafts():
@@ -370,7 +370,7 @@ def test_analytic_costs_count_experts():
     assert analytic(Sublayers(tiny_model("llama")), SkipConfig().resolve(6)).verify == (1.0,)
 
 
-# ---- The search. ----
+# ---- The search ----
 
 
 @pytest.mark.parametrize("bits", [None, 8])
@@ -383,7 +383,7 @@ def test_spaces_hold_every_draft_with_every_number_of_experts(kind, bits):
     assert Counter(skip.experts for skip in skips if len(skip.mlp) < 2).keys() == {None, 2, 1, 0}
     for mask, skip in zip(masks, skips, strict=True):
         assert space.from_params(space.params(mask)) == mask
-        if len(skip.mlp) < 2:  # else no experts run, and no number of them is left
+        if len(skip.mlp) < 2:  # otherwise no experts run, and their number is dropped
             assert space.mask(skip) == mask
     assert space.mask(SkipConfig(experts=1)) == space.numbers["experts"][1]
     assert tuple(space.switches["experts"]) == ("all", "2", "1", "0")

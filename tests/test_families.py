@@ -1,4 +1,4 @@
-"""Every language model of the library: that it is served as the table says, and decodes alike."""
+"""Every language model of the library: it is served as the table says, and decodes correctly."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from layerskip.model.opening import open_model
 from layerskip.model.rounded import linears
 
 ROOT = Path(__file__).parents[1]
-UNBUILT = {  # in a size that can be tried
+UNBUILT = {  # why they are not built in a small size
     "emu3": "of another configuration than its text's",
     "gemma3n": "needs timm; gemma3n_text is the same",
     "llama4": "of another configuration than its text's; llama4_text is the same",
@@ -31,7 +31,7 @@ WHOLE = sorted({kind for kind, how in SERVED.items() if how.startswith("whole")}
 
 @pytest.mark.thorough
 def test_the_table_is_what_the_installed_library_is():
-    """A model that is new, gone or served otherwise is named; scripts/architectures.py writes."""
+    """Names models that are new, gone or served differently. scripts/architectures.py fixes it."""
     found = architectures.served()
     changed = [
         f"{kind}: {SERVED.get(kind, 'not listed')} -> {found.get(kind, 'gone')}"
@@ -76,8 +76,8 @@ def test_a_whole_model_decodes_as_generate_does(kind):
     model = small_model(kind)
     assert open_model(model).execution == "whole"
     ids, mask = ragged((11, 7), seed=1)  # (B, W)
-    ids[:, 6:] = ids[:, 1:6]  # so that something is looked up
-    if model.config.is_encoder_decoder:  # the encoder is the library's, pads and all
+    ids[:, 6:] = ids[:, 1:6]  # so that lookups find something
+    if model.config.is_encoder_decoder:  # the library's encoder sees the padding
         want = new_tokens(decoded(model, (ids, mask), enabled=False))
         how = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
         out = model.generate(ids, attention_mask=mask, **how)

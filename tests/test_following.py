@@ -1,4 +1,4 @@
-"""Followed drafts against replayed ones, up to every first wrong token."""
+"""Drafts followed to their first wrong token, against replays of every token."""
 
 import random
 from dataclasses import replace
@@ -19,7 +19,7 @@ from layerskip.replay.trace import take_trace
 
 LENGTH = 6
 EOS = frozenset(range(5, 9))
-# family, temperature (None: greedy), accept rule, tokens that end a text
+# family, temperature (None: greedy), accept rule, end tokens
 CASES = {
     "greedy": ("llama", None, "coupled", frozenset()),
     "coupled": ("llama", 1.0, "coupled", EOS),
@@ -74,7 +74,7 @@ def replayed(case, skip):
 
 
 def agree(followed, whole):
-    """Whether drafts are followed to their first wrong token, (N, J) bool."""
+    """Whether drafts are followed exactly to their first wrong token, for (N, J) booleans."""
     right = whole.matches[:, : followed.shape[1]].long().cumprod(1).bool()
     return torch.equal(followed, right)
 
@@ -88,7 +88,7 @@ def test_followed_drafts_are_the_replayed_ones(case, skip):
 @pytest.mark.parametrize("skip", ["an exit", "an odd prefix", "no prefix"])
 @pytest.mark.parametrize("case", ["greedy", "coupled", "rejection"])
 def test_some_starts_and_some_tokens(case, skip):
-    """Starts in any order, and drafts that can draw other tokens on each text."""
+    """Starts in any order, and for each text other tokens that may be drafted."""
     trace = traced(case)
     every = all_starts(trace)
     some = random.Random(1).sample(range(len(every)), 21)
@@ -121,7 +121,7 @@ def test_the_cases_follow_some_drafts_and_lose_some():
     ),
 )
 def test_chunks_and_groups_change_nothing(case, skip, most, sizes):
-    """Also where groups change after every step, whatever is left of them."""
+    """Even if groups change after every step and leave few chains."""
     chains, groups = most
     sizes(chains=chains, groups=groups, regroup=1.0, traced_noise=700)
     assert agree(follow(traced(case), SKIPS[skip], LENGTH), replayed(case, skip))
@@ -136,19 +136,19 @@ def test_logits_bound_a_pass(monkeypatch, sizes):
             super().__init__(known, texts, starts, steps)
 
     monkeypatch.setattr(steps_module, "ChainCache", Watched)
-    sizes(logits=40 * 97)  # of 97 tokens
+    sizes(logits=40 * 97)  # of 97 tokens each
     followed = follow(traced("windows"), SKIPS["no prefix"], LENGTH)
     assert 20 < max(seen) <= 40
     assert agree(followed, replayed("windows", "no prefix"))
 
 
 def swapped(cache, chosen, steps, fed):
-    """A known mistake: every chain of a group takes its neighbour's keys and values."""
+    """A known mistake: every chain of a group gets its neighbour's keys and values."""
     return RIGHT(cache, chosen.roll(1, dims=1), steps, fed)
 
 
 def stale(cache, chosen, steps, fed):
-    """A known mistake: the last step's keys and values stay behind."""
+    """A known mistake: the keys and values of the last step are lost."""
     return RIGHT(cache, chosen, steps, fed - 1)
 
 
@@ -166,7 +166,7 @@ def test_a_wrong_regrouping_shows(wrong, monkeypatch):
 def test_processors_that_read_the_text(acceptance):
     @pure
     def by_length(ids, scores):
-        """Likes another token at every length, and none that has just been."""
+        """Favours another token at every length, and forbids the last token."""
         scores = scores.clone()
         scores[:, ids.shape[1] % scores.shape[1]] += 1.0
         return scores.scatter(1, ids[:, -1:], float("-inf"))

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning: read in pieces of any size, and held to by grammars."""
+"""Formats of tool calls and reasoning, read in pieces of any size and enforced by grammars."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ READ = [
 
 
 def told(reader, text, size):
-    """What is told of a text that comes in pieces of a size."""
+    """Content, reasoning and calls that are read from a text in pieces of one size."""
     deltas = [
         each for at in range(0, len(text), size) for each in reader.feed(text[at : at + size])
     ]
@@ -160,14 +160,14 @@ def tokenizer():
 
 
 def walk(grammar, tokenizer, seed):
-    """A random text of a grammar, strings of which are kept short."""
+    """A random text of a grammar, with short strings."""
     state, tokens = grammar.start(), list[int]()
     generator = torch.Generator().manual_seed(seed)
     for step in range(300):
         allowed = state.mask(torch.zeros(2048)) == 0  # (V,)
         weights = allowed.double()
         weights[tokenizer.eos_token_id] *= 1000
-        if step > 40:  # ends of strings and numbers
+        if step > 40:  # prefers the ends of strings and numbers
             for token in tokenizer.convert_tokens_to_ids(['"', "}", "<", "]"]):
                 weights[token] *= 1000
         token = int(torch.multinomial(weights, 1, generator=generator))
@@ -186,7 +186,7 @@ def calls_of(name, text):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_texts_of_its_grammar_are_read_as_calls(name, tokenizer):
-    """Of tools whose arguments have a schema, one call or several."""
+    """The tools' arguments have schemas; one call or several."""
     for several in (False, True):
         rules = FORMATS[name].grammar(TOOLS, several, json.dumps)
         grammar = lark(f"start: calls\n{rules}", tokenizer)

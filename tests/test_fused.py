@@ -1,4 +1,4 @@
-"""The fused path against the module path: the same numbers, and a guard that keeps it honest."""
+"""The fused path against the module path: the same numbers, and checks that the tests can fail."""
 
 import functools
 from itertools import product
@@ -43,13 +43,13 @@ def test_queries_side_by_side_agree_with_the_module_path(family, spied, sizes):
     for rows, ragged in ((1, False), (3, False), (3, True)):
         assert_agree(modules, lean, rows=rows, ragged=ragged)
         assert_agree(apart, lean, rows=rows, ragged=ragged)
-    # 2 key-value heads, for each of which 2 queries of several tokens
+    # 2 key-value heads, each with 2 queries of several tokens
     grouped = [shape for shape in asked if shape[1] == 2 and shape[2] > 2]
     assert bool(grouped) == (family != "gemma2")
 
 
 def test_a_wrong_norm_would_be_seen():
-    """The bound can fail: a weight that is one off, as between Llama's w and Gemma's 1 + w."""
+    """Negative control of the bound: Gemma's 1 + w in place of w."""
     model, wrong = tiny_model("gemma"), tiny_model("gemma")
     with torch.no_grad():
         wrong.model.layers[4].input_layernorm.weight.sub_(1)
@@ -58,7 +58,7 @@ def test_a_wrong_norm_would_be_seen():
 
 
 def test_a_cast_in_another_place_would_be_seen():
-    """So can the count of differing numbers: Llama's norm with its weight applied in float32."""
+    """Negative control of the counts: Llama's norm with its weight applied in float32."""
     model = tiny_model("llama", dtype=torch.bfloat16)
     wrong = Sublayers(model, "fused")
     norm = model.model.layers[4].post_attention_layernorm
@@ -81,7 +81,7 @@ class Adapted(nn.Linear):
 
 
 class QuantisedTensor(Tensor):
-    """A weight that looks plain to its module."""
+    """A weight of another class in an ordinary module."""
 
 
 def _patched_forward(model):
@@ -123,7 +123,7 @@ def _quantised(model):
         (_adapter, "layer 1 self_attn.v_proj is a Adapted of test_fused, not one of"),
         (_quantised, "layer 1 mlp.up_proj has a weight of class QuantisedTensor"),
         (lambda model: model.lm_head.to("meta"), "lm_head has its weight offloaded"),
-        # as accelerate and tensor parallelism leave modules
+        # the marks that accelerate and tensor parallelism leave on modules
         (lambda model: setattr(model.lm_head, "_hf_hook", object()), "lm_head is hooked"),
         (lambda model: setattr(model.model.norm, "_is_hooked", True), "model.norm is hooked"),
         (lambda model: model.model.layers[0].mlp.train(), "layer 0 mlp is in training mode"),
@@ -140,7 +140,7 @@ def test_what_is_not_plain_keeps_the_module_path(change, reason):
 
 
 class FusedNorm(nn.Module):
-    """As kernel libraries replace Gemma's norm: 1 + weight, and its epsilon under another name."""
+    """A kernel library's replacement of Gemma's norm: 1 + weight, and another name for epsilon."""
 
     def __init__(self, width, eps=1e-6):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The doors: what `generate()` promises holds with self-speculation, and the rest is refused."""
+"""The public entry points: with drafts they keep the promises of `generate()`, or refuse."""
 
 import copy
 import pickle
@@ -71,18 +71,18 @@ def new_tokens(out, width):
 
 
 def emitted(out):
-    """Each row's tokens, as rounds gave them."""
+    """Each row's tokens, from the rounds."""
     return [
         [token for r in out.rounds for token in r.tokens[row]] for row in range(len(out.sequences))
     ]
 
 
-# ---- Three doors, one text. ----
+# ---- Three entry points, one text ----
 
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_the_three_doors_agree(llama, sample):
-    """And leave the model's settings, its methods and the caller's grad mode alone."""
+    """The model's settings, its methods and the caller's grad mode stay unchanged."""
     config = copy.deepcopy(llama.generation_config.to_dict())
     ids, mask = ragged(LENGTHS)
     how = {"max_new_tokens": NEW_TOKENS, "do_sample": sample, "seed": 3}
@@ -141,7 +141,7 @@ def test_settings_come_from_the_skip_config_unless_given():
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_without_a_skip_config_drafts_need_no_set_up(do_sample):
-    """They are looked up, and drawn in 8 bits where passes are native; the text stays."""
+    """They are looked up, and with native passes also made in 8 bits. The text does not change."""
     model = lively_model("llama", dtype=torch.float32)
     ids = prompt(5).repeat(1, 4)
     how = {"max_new_tokens": 24, "do_sample": do_sample, "seed": 2}
@@ -170,7 +170,7 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(built, sizes):
     refused = automatic_draft(model, nbytes - 1)
     assert refused.skip is None
     assert "the limit is" in str(refused.reason)
-    # what is decided stays, whatever becomes free or taken
+    # the decision stays, whatever memory is free later
     sizes(free_memory=lambda: 0)
     assert automatic_draft(model, nbytes).skip is not None
     modules = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32), "modules"))
@@ -197,22 +197,22 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama, monkeyp
         others = replace(ours, costs={**(ours.costs or {}), name: value})
         with pytest.warns(UserWarning, match=f"costs are ignored.* for {name} {value}; here it is"):
             found = costs(others)
-        assert found.source == "analytic"  # six tokens are not worth measuring
+        assert found.source == "analytic"  # six tokens are not worth a measurement
     assert costs(enabled=False) is None
     layerskip.LayerSkipDecoding(SKIP).prepare(llama, seconds=0.1)
     monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
     table = costs()  # measured once per process
     assert table.source == "measured"
-    # where the draft lengths decide the text no clock may decide the draft lengths
+    # draft lengths decide the text here, so they must not depend on a clock
     table = costs(acceptance="rejection", do_sample=True)
     assert table.source == "analytic"
 
 
-# ---- Logits processors, with exact histories. ----
+# ---- Logits processors with exact histories ----
 
 
 class Shift(LogitsProcessor):
-    """A user's processor: reads every token so far, and the row number."""
+    """A user's processor that depends on all earlier tokens and on the row number."""
 
     layerskip_pure = True
 
@@ -222,7 +222,7 @@ class Shift(LogitsProcessor):
 
 
 def allow_by_row(row, seen):
-    """Another third of the vocabulary for every row, and never one token twice running."""
+    """Allows each row another third of the vocabulary, and no token twice in a row."""
     return [t for t in range(2 + 31 * row, 33 + 31 * row) if t != int(seen[-1])]
 
 
@@ -258,19 +258,19 @@ def test_processors_mean_the_same_as_in_the_library(llama, name):
         how = {"attention_mask": m, "max_new_tokens": NEW_TOKENS}
         how |= {"do_sample": False, "return_dict_in_generate": True} | PROCESSORS[name]
         want = llama.generate(i, **how)
-        for controller in ("fixed", Erratic())[: len(i)]:  # a row alone meets one of them
+        for controller in ("fixed", Erratic())[: len(i)]:  # a single row is tested with one of them
             settings = {"controller": controller, "skip": SkipConfig(attention=(3,), mlp=(4,))}
             got = llama.generate(i, custom_generate=decoding(**settings), **how)
             assert got.sequences.tolist() == want.sequences.tolist()
             drafted += got.stats.num_draft_tokens
             accepted += got.stats.num_accepted_tokens
         if len(i) == 3:
-            assert want.sequences.tolist() != plain.tolist()  # it bites
+            assert want.sequences.tolist() != plain.tolist()  # the processor has an effect
     assert 0 < accepted < drafted
 
 
 def test_a_draft_that_may_draw_nothing_ends_there(llama):
-    """The draft meets a history that the target never emits, and there all is forbidden."""
+    """The processor forbids all tokens after any text that the target never emits."""
     ids = prompt(6)
     text = new_tokens(llama.generate(ids, max_new_tokens=NEW_TOKENS), 6)[0]
     true = {tuple(text[:n]) for n in range(NEW_TOKENS)}
@@ -287,12 +287,12 @@ def test_a_draft_that_may_draw_nothing_ends_there(llama):
     assert got.stats.num_accepted_tokens < got.stats.num_draft_tokens
 
 
-# ---- Ends. ----
+# ---- Ends ----
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One printable character for every token of the tiny models."""
+    """A tokenizer with one printable character per token of the tiny models."""
     vocabulary = {chr(33 + i): i for i in range(VOCABULARY)}
     built = Tokenizer(WordLevel(vocabulary, unk_token=chr(33)))
     built.pre_tokenizer = Split(Regex("."), "isolated")
@@ -313,7 +313,7 @@ def test_stop_strings(llama, tokenizer):
         )
         assert len(emitted(got)[row]) <= place + 2
         assert [tokens[: place + 2] for tokens in emitted(got)][row] == emitted(got)[row]
-        # the library ends finished rows with pads only where there is an end token
+        # the library pads finished rows only if there is an end token
         for have, expected in zip(emitted(got), want[:, 9:].tolist(), strict=True):
             assert expected[: len(have)] == have
     with pytest.raises(ValueError, match="stop_strings needs the tokenizer"):
@@ -351,7 +351,7 @@ def test_max_time_ends_every_row(llama):
     assert 9 < got.shape[1] < 209
 
 
-# ---- Seeds. ----
+# ---- Seeds ----
 
 
 def test_num_return_sequences_draw_from_streams_of_their_own(llama):
@@ -385,7 +385,7 @@ def test_without_a_seed_the_librarys_generator_decides_and_the_stats_report(llam
     state = torch.random.get_rng_state()
     text(seed=1)
     llama.generate(prompt(6), custom_generate=decoding(), max_new_tokens=6)
-    assert torch.equal(torch.random.get_rng_state(), state)  # a seed leaves it alone
+    assert torch.equal(torch.random.get_rng_state(), state)  # torch's generator is unused
     set_seed(1)
     library = text()
     assert one.stats.seeds != two.stats.seeds
@@ -408,7 +408,7 @@ def test_seeds_must_be_one_per_row(llama):
             )
 
 
-# ---- Streaming. ----
+# ---- Streaming ----
 
 
 class Recorder:
@@ -432,7 +432,7 @@ def check_stream(events, ids, sequences):
 
 
 def test_streamer_gets_the_prompt_then_new_tokens_then_the_end(llama):
-    """Through the library's `generate()`, too, which hands a callable no `streamer` on."""
+    """Also through the library's `generate()`, which does not pass `streamer` on."""
     ids, first, second, how = prompt(6), Recorder(), Recorder(), {"max_new_tokens": 12}
     out = layerskip.generate(llama, ids, skip=SKIP, controller="fixed", streamer=first, **how)
     check_stream(first.events, ids, out.sequences)
@@ -452,7 +452,7 @@ def test_streamer_ends_exactly_once_whatever_fails(llama):
         ({"output_hidden_states": True}, "output_hidden_states"),
         ({"max_new_tokens": 900}, "at most 256 tokens"),
         ({"inputs": prompt(3, rows=2)}, "a streamer serves one row, got 2"),
-        # and where nobody got to it: refused by the library, and by the settings
+        # also if no text was begun: refused by the library, or by the settings
         ({"max_new_tokens": 0}, "greater than 0"),
         ({"unknown": 1}, "unknown"),
         ({"seed": 1.5}, "a seed must be an integer"),
@@ -480,7 +480,7 @@ def test_text_streamer_of_the_library(llama, tokenizer):
     assert text == tokenizer.decode(llama.generate(ids, max_new_tokens=12)[0, 6:])
 
 
-# ---- Refusals, by name. ----
+# ---- Refusals that name the argument ----
 
 
 def refused(model, match, error=ValueError, **how):
@@ -518,7 +518,7 @@ def test_what_is_not_served_is_refused_by_name(llama):
     cases += [({"custom_generate": decoding(**wrong)}, match) for wrong, match in settings]
     for how, match in cases:
         refused(llama, match, **how)
-    for name in ("synced_gpus", "assistant_model"):  # the library would drop them silently
+    for name in ("synced_gpus", "assistant_model"):  # the library would silently drop these
         with pytest.raises(ValueError, match=f"{name} is not supported"):
             layerskip.generate(llama, ids, skip=SKIP, **{name: llama})
 
@@ -528,7 +528,7 @@ def test_prompts_that_are_none(llama):
     empty = mask.clone()
     empty[1] = 0
     holes = mask.clone()
-    holes[0, 4] = 0  # the library counts a sliding window over them
+    holes[0, 4] = 0  # the library's windows would count them
     for wrong, match in (
         (mask.flip(1), "padded on the right"),
         (empty, "prompt is empty"),
@@ -642,10 +642,10 @@ def test_a_skip_config_of_another_model_warns_and_stays_exact(llama):
     assert got.tolist() == llama.generate(prompt(5), max_new_tokens=6).tolist()
 
 
-# ---- Other weights, other places. ----
+# ---- Other dtypes and devices ----
 
 
-# By how much of the largest score passes of different lengths may disagree.
+# How far passes of different lengths may disagree, relative to the largest score.
 RESOLUTION = {torch.float32: 1e-5, torch.bfloat16: 8 * 2**-8, torch.float16: 8 * 2**-11}
 
 
@@ -671,7 +671,7 @@ def test_other_dtypes_give_the_same_text_but_for_near_ties(family, dtype):
             **how,
         )
 
-    # each row alone: padded rows of the library's own eager attention are NaN (test_parity.py)
+    # row by row, because padded rows of the library's eager attention are NaN (test_parity.py)
     alone = [
         model.generate(i[m.bool()][None], max_new_tokens=10, do_sample=False)[0, -10:]
         for i, m in zip(ids, mask, strict=True)
@@ -732,7 +732,7 @@ def test_hooks_fire_and_those_that_would_be_lost_are_refused():
     assert model.generate(prompt(6), max_new_tokens=12).tolist() != plain.tolist()
     check_exact(model)
     hook.remove()
-    model(prompt(4), output_hidden_states=True)  # leaves hooks of the library's own behind
+    model(prompt(4), output_hidden_states=True)  # leaves the library's own hooks
     assert Sublayers(model).execution == "fused"
     check_exact(model)
     for module in (model, model.model, model.model.layers[2]):
@@ -752,14 +752,14 @@ def test_generation_config_of_the_model_is_used(llama):
     assert got.tolist() == model.generate(prompt(5)).tolist()
     assert got.shape[1] == 14
     got = model.generate(prompt(5), max_length=12, max_new_tokens=None, custom_generate=decoding())
-    assert got.shape[1] == 12  # which counts the prompt
+    assert got.shape[1] == 12  # max_length includes the prompt
 
 
-# ---- What an adapter library puts around a model. ----
+# ---- Wrappers of adapter libraries ----
 
 
 class Wrapper(nn.Module):
-    """Shaped like PEFT's: delegates what it lacks, and lays its own inputs into `generate()`."""
+    """Shaped like PEFT's: it delegates attributes, and `generate()` may get inputs of its own."""
 
     def __init__(self, model, **config):
         super().__init__()
@@ -780,7 +780,7 @@ class Wrapper(nn.Module):
             self.base_model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
         try:
             return self.base_model.generate(*args, **kwargs)
-        finally:  # as PEFT does: the bound method stays behind
+        finally:  # PEFT leaves the bound method, too
             own = type(self.base_model).prepare_inputs_for_generation
             self.base_model.prepare_inputs_for_generation = MethodType(own, self.base_model)
 
@@ -790,7 +790,7 @@ class Wrapper(nn.Module):
 
 
 def doors(model):
-    """Every way to a text."""
+    """Every way to generate a text."""
     how = {"max_new_tokens": 6}
     named = {"skip": SKIP, "controller": "fixed"} | how
 
@@ -811,7 +811,7 @@ def test_a_wrapped_model_with_adapted_layers_is_served_by_every_door():
     layer.up_proj = LowRank(layer.up_proj)
     wrapped = Wrapper(model.eval())
     want = model.generate(prompt(5), max_new_tokens=6)[0, 5:]
-    for _ in range(2):  # also with what PEFT leaves behind
+    for _ in range(2):  # also after what PEFT leaves behind
         assert all(torch.equal(door(), want) for door in doors(wrapped).values())
     space = Space(kind="layer", num_layers=6)
     found = Search(wrapped, [prompt(5)], task=Task(8), space=space, parts=frozenset())
@@ -834,7 +834,7 @@ def test_virtual_tokens_are_refused_by_every_door_and_adapters_outside_of_layers
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inputs_of_the_librarys_making_are_told_from_others(family):
     model = lively_model(family)
-    Sublayers(model)  # some families make their inputs in their own way
+    Sublayers(model)  # some families prepare their inputs themselves, which is accepted
     model.prepare_inputs_for_generation = lambda *args, **kwargs: kwargs
     with pytest.raises(UnsupportedModelError, match="comes from test_generation, not from"):
         Sublayers(model)

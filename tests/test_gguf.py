@@ -1,4 +1,4 @@
-"""GGUF files as models: what they mean, by every door, and files that nobody means."""
+"""GGUF files as models: their numbers, every way to use them, and damaged files."""
 
 import struct
 
@@ -115,7 +115,7 @@ def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path):
 
 
 def rewritten(path, more, *left_out):
-    """The file with other tensors, and without some."""
+    """A copy of the file with other tensors, and without some."""
     made = path.with_name("changed.gguf")
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
@@ -136,13 +136,13 @@ def rewritten(path, more, *left_out):
     return made
 
 
-# ---- Files that nobody means: one line, and no memory. ----
+# ---- Damaged files: one line, and little memory ----
 
 HEAD = struct.Struct("<4sIQQ")
 
 
 def spoilt(file, kind, path):
-    """Write a spoilt copy of a file; returns words of what is said of it."""
+    """Write a damaged copy of a file; returns words that the error must contain."""
     data = bytearray(file.read_bytes())
     magic, version, tensors, keys = HEAD.unpack_from(data)
     if kind.startswith("cut at "):
@@ -166,7 +166,7 @@ def spoilt(file, kind, path):
     else:
         entry = read_gguf(file).tensors["blk.0.attn_norm.weight"]
         at = data.index(struct.pack("<Q", len(entry.name)) + entry.name.encode()) + 8
-        at += len(entry.name)  # dimensions, sizes, kind, offset
+        at += len(entry.name)  # then come dimensions, sizes, kind and offset
         place, value, words = {
             "2^31 dimensions": (0, struct.pack("<I", 1 << 31), "dimensions, more than 4"),
             "2^60 numbers": (4, struct.pack("<Q", 1 << 60), "it may be cut off"),

@@ -1,4 +1,4 @@
-"""Grammars: what they allow, and that drafts neither leave nor spoil them."""
+"""Grammars: what they allow. Drafts neither leave them nor disturb their state."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def model():
 
 
 class Replayed(LogitsProcessor):
-    """llguidance by itself: reads every row's text anew, each time."""
+    """llguidance without state: it reads every row's whole text each time."""
 
     layerskip_pure = True
 
@@ -91,7 +91,7 @@ def check_person(text):
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("sample", [False, True])
 def test_drafts_stay_in_the_grammar(drafts, sample, model, tokenizer):
-    """The text is that of a processor without a state, and greedily the library's own."""
+    """The text equals that of a stateless processor, and if greedy, that of the library."""
     ids = prompt(9, rows=3)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -110,7 +110,7 @@ def test_drafts_stay_in_the_grammar(drafts, sample, model, tokenizer):
     if drafts != "plain":
         first = got.stats.sources[0]
         assert first.num_accepted_tokens == first.num_draft_tokens > 0
-    again = generate(model, given, **how)  # the object keeps nothing
+    again = generate(model, given, **how)  # the grammar keeps no state of the first call
     assert again.sequences.tolist() == want.sequences.tolist()
 
 
@@ -138,7 +138,7 @@ def test_texts_are_json_of_the_schema(model, tokenizer):
 
 
 def test_a_processor_that_forgets_to_roll_back_is_seen(model, tokenizer, monkeypatch):
-    """The checks above fail where a draft spoils the state."""
+    """Negative control: drafts spoil the state of a grammar that ignores `rollback`."""
     grammar = grammars.json_schema(SCHEMA, tokenizer)
 
     class Forgetful(type(grammar)):
@@ -146,7 +146,7 @@ def test_a_processor_that_forgets_to_roll_back_is_seen(model, tokenizer, monkeyp
             pass
 
     forgetful = Forgetful(grammar.compiled, grammar.eos, tokenizer)
-    # it would offer nothing but ends of text, and nobody else would draft
+    # otherwise the forced tokens of the broken grammar would keep the others from drafting
     monkeypatch.setattr(forced.ForcedRow, "find", lambda self, longest: NOTHING)
     ids = prompt(9)
     how = {"max_new_tokens": 60, "do_sample": True, "seed": 5}
@@ -176,16 +176,16 @@ def test_a_text_ends_where_its_grammar_may(tokenizer):
     assert {"end", "b"} <= behind_a
     state.advance(b)
     assert {"end", "c"} <= allowed(state) <= {"end", "c", "cd"}
-    for token in (EOS, 7, a):  # an end, and what nobody may write behind it
+    for token in (EOS, 7, a):  # an end, and tokens that cannot follow it
         state.advance(token)
         assert allowed(state) == {"end"}
     state.rollback(4)
     assert allowed(state) == behind_a
-    state.advance(a)  # is not allowed
+    state.advance(a)  # a token that is not allowed
     assert allowed(state) == {"end"}
     state.rollback(2)
     assert allowed(state) == allowed(grammar) == allowed(grammar.start())
-    assert len(grammar.mask(torch.zeros(50))) == 50  # smaller than the tokenizer's
+    assert len(grammar.mask(torch.zeros(50))) == 50  # fewer than the tokenizer's
 
 
 def test_forced_tokens_spell_what_must_follow(tokenizer):
@@ -202,7 +202,7 @@ def test_forced_tokens_spell_what_must_follow(tokenizer):
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_the_same_processor_serves_the_librarys_own_generate(sample, model, tokenizer):
-    """In float64, sampled by our noise; one object for one call after the other."""
+    """In float64, sampled with our noise; one object serves several calls."""
     grammar = grammars.json_schema(SCHEMA, tokenizer)
 
     def noisy(ids, scores):
@@ -231,19 +231,19 @@ def test_rows_out_of_step_are_refused(model, tokenizer):
     refused, scores = pytest.raises(ValueError, match="leave out beams"), torch.zeros(2, PADDED)
     fresh, alike = grammar.start(), ids[:1].expand(2, -1)
     first = fresh(alike, scores)
-    assert fresh(alike, scores).equal(first)  # the same prompt again
+    assert fresh(alike, scores).equal(first)  # the same prompt starts again
     with refused:
         fresh(torch.cat([alike, alike[:, :2]], 1), scores)  # two tokens at once
     quote, brace = (tokenizer.encode(each, add_special_tokens=False)[0] for each in ('"', "{"))
     two = torch.cat([alike, torch.tensor([[quote], [brace]])], 1)
     fresh(two, scores)
     with refused:
-        fresh(torch.cat([two.flip(0), alike[:, :1]], 1), scores)  # rows that changed places
+        fresh(torch.cat([two.flip(0), alike[:, :1]], 1), scores)  # rows in another order
     assert fresh(prompt(5, rows=2), scores).equal(first)  # another prompt
 
 
 def fits(grammar, text):
-    """Whether a text, as a whole, is one that the grammar allows."""
+    """Whether a grammar allows a whole text."""
     state = grammar.start()
     for token in grammar.tokenizer.encode(text, add_special_tokens=False):
         if state.mask(torch.zeros(PADDED))[token] < 0:
@@ -270,7 +270,7 @@ def test_classes_are_of_ascii_unless_asked(pattern, fitting, other, tokenizer):
 
 
 def test_no_property_is_given_twice(tokenizer):
-    """Where a schema says nothing of additional ones; it is asked as it is where it does."""
+    """A schema that does not mention additional properties allows none; otherwise it decides."""
     listed = {"type": "object", "properties": {"a": {"const": {"properties": {}}}}}
     closed = grammars.json_schema(listed, tokenizer)
     assert fits(closed, '{"a": {"properties": {}}}')
@@ -291,7 +291,7 @@ def test_whitespace_between_tokens_of_json(tokenizer):
 
 
 class Counting:
-    """A user's own: every token is one more than the last, modulo 7, from 20 on."""
+    """A user's grammar: each token is the last plus one, modulo 7, starting from 20."""
 
     def __init__(self):
         self.text = []
@@ -314,7 +314,7 @@ class Counting:
 
 
 def test_a_processor_of_a_users_own(model):
-    """All of its tokens are forced: a draft of as many as fit, and a token behind it."""
+    """All of its tokens are forced, so each round drafts as many as it may and adds one."""
     counting = Counting()
     out = generate(
         model,
@@ -326,7 +326,7 @@ def test_a_processor_of_a_users_own(model):
     assert out.stats.acceptance_rate == 1
     assert out.stats.num_rounds == 3
     assert counting.text == []
-    far = Lookup([[20 + i % 7 for i in range(10)] + [3, 4, 5]])  # forbidden in the end: cut off
+    far = Lookup([[20 + i % 7 for i in range(10)] + [3, 4, 5]])  # its end is forbidden
     looked = list(
         decode(
             model,

@@ -1,4 +1,4 @@
-"""Healed drafts: deltas beside rounded weights, whose file is checked, and texts that stay."""
+"""Healed drafts: deltas beside rounded weights, checks of their file, and unchanged texts."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from layerskip.model.trained import save_trained
 
 
 def healed(model, folder, *, bits=8, size=0.05):
-    """A healed draft of a tiny model without its layer 3, exact up to layer 1."""
+    """A healed draft of a tiny model that skips layer 3 and is exact up to layer 1."""
     low = LowPrecision(bits=bits, attention=(1, 2, 4, 5), mlp=(1, 2, 4, 5), head=False)
     folder.mkdir(exist_ok=True)
     trained = save_trained(folder / "draft.safetensors", deltas(model, size), "healed", model)
@@ -28,7 +28,7 @@ def healed(model, folder, *, bits=8, size=0.05):
 
 
 def logits(model, skip, ids):
-    """Of a draft, over a prompt, (B, T, V)."""
+    """A draft's logits over a prompt, (B, T, V)."""
     embedded, step = model.first_pass(ids)
     hidden = model.run(embedded, step, range(skip.shared_prefix()))
     return model.backend.run(hidden, step, model.weights.blocks(skip))
@@ -39,7 +39,7 @@ def logits(model, skip, ids):
 @pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
 def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(bits, family, execution, tmp_path):
-    """In 8 bits the sum of both is rounded, in 4 the weight alone."""
+    """In 8 bits, the sum of weight and delta is rounded; in 4 bits, only the weight is."""
     model, other, ids = tiny(family), tiny(family), prompt(9)
     skip, found = healed(model, tmp_path, bits=bits), deltas(model)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def test_a_healed_sublayer_has_its_rounded_weights_and_deltas(bits, family, exec
     want = logits(Sublayers(other, execution), replace(skip, low=None, trained=None), ids)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     unhealed = logits(Sublayers(model, execution), replace(skip, trained=None), ids)
-    assert (got - unhealed).abs().max() > 0.01  # healing does something
+    assert (got - unhealed).abs().max() > 0.01  # healing has an effect
     assert skip.shared_prefix() == 2
 
 
@@ -63,12 +63,12 @@ def test_copies_are_shared_and_what_they_take_is_told(tmp_path):
     plain = replace(four, trained=None)
     opened.weights.blocks(plain)
     once = copies_of(model).nbytes
-    opened.weights.blocks(four)  # deltas beside the same copies
+    opened.weights.blocks(four)  # deltas share the copies
     assert copies_of(model).nbytes == once == opened.weights.nbytes(plain)
     sizes = [linear.weight.shape for _, linear in opened.weights.linears(four.rounded())]
     of_deltas = sum(RANK * (rows + columns) * 8 for rows, columns in sizes)  # float64
     assert opened.weights.nbytes(four) == once + of_deltas
-    for _ in range(2):  # in 8 bits copies of its own, made once
+    for _ in range(2):  # in 8 bits a healed draft has its own copies, made once
         Sublayers(model, "fused").weights.blocks(eight)
         assert copies_of(model).nbytes == once + opened.weights.nbytes(eight)
     assert opened.weights.nbytes(eight) == opened.weights.nbytes(replace(eight, trained=None))
@@ -84,7 +84,7 @@ def test_native_passes_heal_as_lean_ones_do(built, tmp_path):
     healthy = logits(Sublayers(model, "fused"), skip, ids)
     sick = logits(Sublayers(model, "fused"), replace(skip, trained=None), ids)
     off = (logits(opened, skip, ids) - healthy).abs().max()
-    # whose inputs are rounded, too
+    # native passes also round inputs
     assert off < 0.2 * (sick - healthy).abs().max()
 
 
@@ -105,7 +105,7 @@ def test_modules_beside_rounded_sublayers_heal_nothing(tmp_path):
 
 
 def test_a_model_that_was_changed_is_refused(tmp_path):
-    """Damaged files and other models: in `test_refused_drafts.py`."""
+    """Damaged files and other models are tested in `test_refused_drafts.py`."""
     model = tiny("llama")
     skip = healed(model, tmp_path)
     generate(model, prompt(5), skip=skip, max_new_tokens=2)

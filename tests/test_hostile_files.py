@@ -1,4 +1,4 @@
-"""Files and token ids that nobody means: one line, exit code 2, no hang, no memory."""
+"""Hostile files and token ids: one line, exit code 2, no hang, and little memory."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def model(checkpoint):
 
 
 def make(path, kind):
-    """Something in a file's place."""
+    """Put something in a file's place."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
@@ -44,7 +44,7 @@ def make(path, kind):
         path.mkdir()
     else:
         with path.open("wb") as file:
-            file.truncate(1 << 40)  # sparse: it takes no room
+            file.truncate(1 << 40)  # a sparse file that takes no space
 
 
 NO_FILES = {
