@@ -1,7 +1,6 @@
 """What holds for drafts of every kind: the text, the law, replays.
 
-Each contract is tested by few cases that cover all pairs of their parameters. `kinds.py` makes the
-drafts.
+Each contract has few cases, which cover all pairs of its parameters. `kinds.py` makes the drafts.
 """
 
 from itertools import cycle, product
