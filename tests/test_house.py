@@ -1,6 +1,6 @@
-"""How many lines each room may have: who needs more raises a number here, where a reviewer sees it.
+"""How many lines each room may have. To add lines, raise a number here, where a reviewer sees it.
 
-Lines of code and comments count, blank ones do not. Rooms are those of `docs/life-of-a-token.md`.
+Lines of code and comments count; blank lines do not. `docs/life-of-a-token.md` describes the rooms.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ ROOMS = {
     "analysis": 2_307,
     "scripts": 789,
 }
-WHOLE = 39_707  # all but tests, C++ included
+WHOLE = 39_707  # everything but tests, with C++
 TESTS = 26_457
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
@@ -45,7 +45,7 @@ def room(path):
 
 
 def lines():
-    """Lines of code and comments by room, tests among them."""
+    """Numbers of lines of code and comments by room, and of tests."""
     counts = dict.fromkeys([*ROOMS, "tests"], 0)
     for top in ("layerskip", "search", "analysis", "scripts", "tests"):
         for path in (ROOT / top).rglob("*"):

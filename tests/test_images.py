@@ -1,4 +1,4 @@
-"""Prompts with pictures: the library's own text, whatever is drafted; and conditional models."""
+"""Prompts with pictures: the library's text, whatever drafts; and conditional models."""
 
 import pytest
 import tokenizers
@@ -37,14 +37,14 @@ DRAFTS = {
 }
 
 
-# ---- The same text. ----
+# ---- The same text ----
 
 
 @pytest.mark.parametrize(
     ("kind", "size"), [*((kind, 4) for kind in KINDS), *((kind, LARGE) for kind in TWO_WAY)]
 )
 def test_greedy_text_equals_the_librarys(kind, size):
-    """Rows with one picture, none and two, at different places; within windows and past them."""
+    """Rows with one picture, none and two, at different places, within windows and beyond."""
     model = conditional(kind, size)
     inputs = inputs_of(model, kind, (24, 18, 60), ((3,), (), (0, 30)), size)
     want = run(model, inputs)
@@ -62,7 +62,7 @@ def test_greedy_text_equals_the_librarys(kind, size):
 
 @pytest.mark.parametrize("kind", ["gemma4", *slow(*(kind for kind in KINDS if kind != "gemma4"))])
 def test_a_picture_alone_and_at_the_end_of_a_prompt(kind):
-    """The library computes layers that only read keys for the last token alone; so do we."""
+    """Like the library, we run layers that only read keys for the last token alone."""
     model = conditional(kind)
     tokens = 10 if kind == "llava next" else 4
     for lengths, place in (((16,), 4), ((tokens,), 0), ((18,), 18 - tokens)):
@@ -99,7 +99,7 @@ def test_sampled_rows_equal_themselves_alone(kind):
 @pytest.mark.parametrize("execution", ["auto", *slow("modules")])
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "mistral3"])
 def test_prompts_longer_than_a_pass(kind, execution, spied, sizes):
-    """A pass of the prefill never ends inside a picture whose tokens see each other."""
+    """A prefill pass never ends inside a picture whose tokens see each other."""
     model = conditional(kind, LARGE)
     inputs = inputs_of(model, kind, (44, 20, 60), ((3, 20), (1,), (0, 30)), LARGE)
     want = run(model, inputs)
@@ -112,7 +112,7 @@ def test_prompts_longer_than_a_pass(kind, execution, spied, sizes):
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava"])
 def test_native_passes(kind):
-    """Short prompts have native passes, but not where tokens of a picture see each other."""
+    """Passes are native, except over pictures whose tokens see each other."""
     model = conditional(kind).float()
     inputs = inputs_of(model, kind)
     inputs["pixel_values"] = inputs["pixel_values"].float()
@@ -170,11 +170,11 @@ def test_official_assistants_read_pictures_keys(kind):
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4 two-way", "llava"])
 def test_placeholders_without_pictures(kind):
-    """They embed as the library embeds them, in a prompt and where they are drafted or drawn."""
+    """They are embedded as in the library, in the prompt and when drafted or drawn."""
     model = conditional(kind)
     ids = prompt(12, rows=2).clamp(max=89)
     ids[0, 3:6] = ids[1, 7:9] = PLACEHOLDER
-    with torch.no_grad():  # drawn often
+    with torch.no_grad():  # so that it is drawn often
         model.lm_head.weight[PLACEHOLDER] = model.lm_head.weight[[7, 30, 60]].sum(0)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     types = {"gemma3": "token_type_ids", "llava": None}.get(kind, "mm_token_type_ids")
@@ -185,7 +185,7 @@ def test_placeholders_without_pictures(kind):
         assert PLACEHOLDER in want.sequences[:, 12:-1]
 
 
-# ---- What pictures change. ----
+# ---- What pictures change ----
 
 
 def test_pictures_and_their_types_change_the_text():
@@ -203,7 +203,7 @@ def test_pictures_and_their_types_change_the_text():
     assert (changed > 1e-3).tolist() == [True, False, True]
 
 
-# ---- What is refused. ----
+# ---- What is refused ----
 
 
 def test_refusals_name_what_is_wrong():
@@ -237,7 +237,7 @@ def test_refusals_name_what_is_wrong():
         run(model, {"inputs_embeds": embedded}, decoding)
 
 
-# ---- Conditional checkpoints. ----
+# ---- Conditional checkpoints ----
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", *slow("gemma4", "gemma4 unified", "mistral3")])

@@ -1,4 +1,4 @@
-"""Who may import whom: the floors of the code base, and what must stay free of torch."""
+"""Which packages may import which, and which must not load torch."""
 
 import ast
 import importlib
@@ -16,8 +16,8 @@ import layerskip
 
 ROOT = Path(__file__).parents[1]
 
-# From the bottom: the packages (and single files) of every floor. A file imports from its own
-# package and from floors below; packages of one floor do not see each other.
+# From the bottom: the packages (and single files) of each floor. A file imports from its own
+# package and from lower floors. Packages on one floor do not import each other.
 FLOORS = [
     {
         "config",
@@ -34,7 +34,7 @@ FLOORS = [
     {"model", "vocabulary"},
     {"decoding"},
     {"timing"},
-    {  # doors
+    {  # entry points
         *("generation", "session", "settings", "requests", "checkpoints", "drafts", "decoders"),
         "grammars",
     },
@@ -45,7 +45,7 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-# Within the words: what else there is of them that a room may use.
+# Within the words: which other words each of them may import.
 WORDS = {
     "config": {"draft_weights", "files", "registry"},
     "draft_weights": {"files", "registry"},
@@ -58,7 +58,7 @@ HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
 
 @cache
 def modules():
-    """Every module of the three packages and its file."""
+    """Every module of the three packages, and its file."""
     found = {}
     for package in ("layerskip", "search", "analysis"):
         for path in (ROOT / package).rglob("*.py"):
@@ -69,7 +69,7 @@ def modules():
 
 
 def imported(source, module, *, is_package=False):
-    """Full names of everything that the source of `module` imports, inside functions too."""
+    """The full names of everything that the source of `module` imports, also inside functions."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     names = set()
     for node in ast.walk(ast.parse(source)):
@@ -86,17 +86,17 @@ def _home(origin, name):
     if origin == "layerskip" and name in layerskip.__all__:
         return layerskip._HOME[name]
     if origin == "layerskip" and name == "__version__":
-        return "layerskip.__version__"  # a constant, on no floor
+        return "layerskip.__version__"  # a constant, which has no floor
     return f"{origin}.{name}"
 
 
 def room(module):
-    """The package or single file that a module's full name lies in: what floors are made of."""
+    """The package or single file that contains a module."""
     return module.removeprefix("layerskip").removeprefix(".").partition(".")[0]
 
 
 def allowed(module):
-    """The rooms that a module may import from."""
+    """The rooms from which a module may import."""
     own = room(module)
     if own == "analysis":
         return ANALYSIS
@@ -115,7 +115,7 @@ def imports_of(module):
 
 
 def climbing(names, module):
-    """The imports that `module` may not make."""
+    """The imports that `module` must not make."""
     ours = {name for name in names if name.partition(".")[0] == "layerskip"}
     ours.discard("layerskip.__version__")
     return {name for name in ours if room(name) not in allowed(module)}
@@ -124,7 +124,7 @@ def climbing(names, module):
 def test_every_room_has_a_floor():
     rooms = {room(module) for module in modules()} - {"", "analysis"}
     assert rooms == set().union(*FLOORS)
-    assert sum(map(len, FLOORS)) == len(rooms)  # on one floor each
+    assert sum(map(len, FLOORS)) == len(rooms)  # each on one floor only
 
 
 def test_no_upward_imports():
@@ -186,7 +186,7 @@ def third_party(module):
 
 def test_the_words_need_no_torch():
     words = {m: third_party(m) for m in modules() if room(m) in FLOORS[0]}
-    assert words.pop("layerskip.environment") == {"torch"}  # asked when it is called
+    assert words.pop("layerskip.environment") == {"torch"}  # imported when it is called
     assert words.pop("layerskip.pictures") == {"PIL"}
     assert {module: names for module, names in words.items() if names - {"numpy"}} == {}
     assert "torch" in third_party(LAWS)
@@ -202,7 +202,7 @@ def test_every_third_party_import_is_a_declared_dependency():
 
 
 def loaded_by(*arguments):
-    """Top-level names of all that a fresh interpreter imports when run like this."""
+    """Top-level names of everything that a fresh interpreter imports with these arguments."""
     command = [sys.executable, "-X", "importtime", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT / "tests")
     lines = [line for line in run.stderr.splitlines() if line.startswith("import time:")]
@@ -250,7 +250,7 @@ def test_exports_come_from_their_homes():
 
 
 def test_no_test_module_imports_another():
-    """What several of them use is in a module that is no test, so that none runs twice."""
+    """Shared code belongs in modules without tests, so that no test runs twice."""
     tests = Path(__file__).parent
     names = {path.stem for path in tests.glob("test_*.py")}
     for path in tests.glob("*.py"):

@@ -1,4 +1,4 @@
-"""scripts/load.py: what it sends, counts and tells, without a socket."""
+"""scripts/load.py: what it sends, counts and reports, without a socket."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ URL = "http://127.0.0.1:8000/v1"
 
 
 class Server:
-    """Answers every chat with its pieces, and remembers what was asked and how many at once."""
+    """Answers every chat in pieces, and records the requests and the most of them at once."""
 
     def __init__(self, pieces=3, *, usage=None, end="stop"):
         self.pieces, self.usage, self.end = pieces, usage, end
@@ -64,13 +64,13 @@ def test_so_many_at_once_with_seeds_and_numbers():
     server = Server(usage=5)
     words = ["--clients", "1", "3", "--requests", "4", "--seed", "10", "--warmup", "2"]
     one, three = levels(httpx.MockTransport(server), *words)
-    assert (one.requests, three.requests) == (4, 6)  # two a client at least
+    assert (one.requests, three.requests) == (4, 6)  # at least two per client
     assert server.most == 3
-    assert sorted(each["seed"] for each in server.asked) == list(range(10, 22))  # two to warm up
+    assert sorted(each["seed"] for each in server.asked) == list(range(10, 22))  # two are warm-ups
     contents = [each["messages"][0]["content"] for each in server.asked]
     numbers, prompts = zip(*(said[1:].split(") ", 1) for said in contents), strict=True)
     assert [int(number) for number in numbers] == [each["seed"] for each in server.asked]
-    assert len(set(prompts)) == 6  # each level the same prompts
+    assert len(set(prompts)) == 6  # the same prompts at each level
     assert {each["model"] for each in server.asked} == {"tiny"}
     assert (one.tokens, one.counted) == (20, "usage")
     assert one.tokens_per_second == pytest.approx(20 / one.seconds)
@@ -126,5 +126,5 @@ def test_our_own_server():
         one, three = levels(transport, *words)
     finally:
         serving.stop()
-    assert (one.tokens, three.tokens) == (18, 36)  # its texts have no end of their own
+    assert (one.tokens, three.tokens) == (18, 36)  # every text is as long as allowed
     assert {one.counted, three.counted} == {"usage"}

@@ -66,7 +66,7 @@ def test_what_is_not_there(tmp_path, folder):
             load(name)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks the library for an old name
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft uses an old name of the library
 def test_an_adapter_is_merged(tmp_path, folder):
     peft = pytest.importorskip("peft")
     model = load(str(folder)).model
@@ -159,15 +159,15 @@ def test_made_checkpoints_are_found_from_anywhere(monkeypatch, tmp_path):
     assert load("smollm2").folder == named
     monkeypatch.setenv("LAYERSKIP_CHECKPOINTS", str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"no folder smollm2 in .*/none; "):
-        load("smollm2")  # where one is named, no other is looked at
+        load("smollm2")  # if a folder is named, no other is searched
     monkeypatch.delenv("LAYERSKIP_CHECKPOINTS")
     save_checkpoint(tmp_path / "checkpoints/smollm2")
     loaded = load("smollm2")
     assert loaded.folder is not None
     assert loaded.folder.resolve() == tmp_path / "checkpoints/smollm2"
-    assert loaded.model.name_or_path == "smollm2"  # what a search would call it
+    assert loaded.model.name_or_path == "smollm2"  # the name that a search would record
     save_checkpoint(tmp_path / "smollm2")
-    assert str(load("smollm2").folder) == "smollm2"  # a folder of that name goes first
+    assert str(load("smollm2").folder) == "smollm2"  # a folder of that name comes first
 
 
 def test_wrong_names_suggest_the_nearest_right_one(tmp_path):

@@ -1,6 +1,6 @@
-"""Stored logits looked up: what is found, and that drafts draw as the target would.
+"""Drafts from stored logits: what is found, and that they are drawn as the target draws.
 
-That the text and its law are the target's: in `test_every_kind.py`.
+That the text and its law are the target's is tested in `test_every_kind.py`.
 """
 
 import random
@@ -29,7 +29,7 @@ from layerskip.replay.drafts import replay
 from layerskip.research.logit_lookup import BestAcceptance, _Best
 from layerskip.research.stored_logits import largest_of
 
-# ---- What is kept. ----
+# ---- What is kept ----
 
 
 @pytest.mark.parametrize("size", [5, 32, 64, 1000, 4097])
@@ -49,13 +49,13 @@ def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_drop
         context = text[max(0, end - 6) : end]
         match, place = laws.find(context)
         best = (0, -1)
-        for earlier in range(max(1, end - most), end):  # the latest so many are held
+        for earlier in range(max(1, end - most), end):  # only the latest ones are held
             common = 0
             while common < min(4, earlier) and text[earlier - 1 - common] == text[end - 1 - common]:
                 common += 1
             best = max(best, (common, earlier))
         assert match == best[0]
-        if match:  # the token that was the likeliest there says which place it is
+        if match:  # each place has its own number as a logit
             assert int(laws.logits[place, 0]) == best[1]
         laws.add([context], torch.full((1, 40), float(end)))
 
@@ -87,11 +87,11 @@ def test_logits_that_a_decoding_reads_are_not_dropped_for_another_model():
         == generate(first, prompt(9), enabled=False, max_new_tokens=20).sequences[0, 9:].tolist()
     )
     del rounds
-    generate(second, prompt(9), **how)  # nobody reads those of the first any more
+    generate(second, prompt(9), **how)  # the first model's logits are not used any more
     assert stored.find(texts[:2]) == (0, -1)
 
 
-# ---- What is drawn of it. ----
+# ---- What is drawn from it ----
 
 PROCESSORS = {
     "softmax": [],
@@ -119,7 +119,7 @@ def test_all_tokens_of_a_law_draw_what_the_target_draws(processors, sample):
     raw = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))  # (N, V)
     positions = [(i % 2, i // 2) for i in range(40)]
     values, tokens = raw.sort(descending=True)
-    for _ in range(2):  # where the noise is not there in blocks yet, and where it is
+    for _ in range(2):  # first without, then with cached blocks of noise
         ours = [
             drawn(draws, row, offset, mine, theirs)
             for (row, offset), mine, theirs in zip(positions, tokens, values, strict=True)
@@ -148,11 +148,11 @@ def test_under_the_rejection_rule_the_likeliest_is_drafted():
     assert {drawn(draws, 0, offset, *few) for offset in range(9)} == {0}
 
 
-# ---- Decoding. ----
+# ---- Decoding ----
 
 
 def again(laws, seed=5):
-    """Sampled texts of a model of a few tokens, and their counts."""
+    """Sampled texts of a model with few tokens, and their counts."""
     model, (ids, mask) = kinds.model_of("llama"), kinds.prompts()
     how = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": True}
     how |= {"sources": [LogitLookup(laws)], "lookup": False, "draft_memory": 0, "top_k": 0}
@@ -168,7 +168,7 @@ def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_no
         out.stats.num_accepted_tokens / out.stats.num_draft_tokens for out in (first, second, third)
     ]
     assert share[1] > max(share[0], share[2]) + 0.2
-    # the negative control: with the noise of another place fewer are right, and the text stays
+    # negative control: with the noise of another position, fewer drafts are right
     scores = Draws.scores
     monkeypatch.setattr(
         Draws, "scores", lambda self, row, at, *law: scores(self, row, at + 1, *law)
@@ -193,7 +193,7 @@ def test_a_replay_refuses_them_by_name():
 
 
 def test_chances_learn_which_of_the_best_tokens_comes():
-    """Of a law's best tokens each rank's share is found, apart by suffix and by margin."""
+    """The share of each rank among the best tokens is learned, by suffix length and margin."""
     drawn, rates = random.Random(3), BestAcceptance()
     for _ in range(4000):
         suffix, margin = drawn.randint(1, 6), drawn.choice((0.1, 2.0))
@@ -206,14 +206,14 @@ def test_chances_learn_which_of_the_best_tokens_comes():
 
 
 def test_a_tree_grows_where_it_promises_most():
-    """A node's chance is at most that of the one it follows, and they fall."""
+    """A node's chance is at most that of its parent, and chances come in descending order."""
     laws = StoredLogits()
     likely, torn = torch.full((40,), -9.0), torch.full((40,), -9.0)
     likely[7], torn[3], torn[4] = 5.0, 2.0, 1.9
     laws.add([[1], [7]], torch.stack([likely, torn]))
-    batch = _AsBatch()  # which states hold weakly
+    batch = _AsBatch()  # the state refers to it weakly
     state = LogitLookup(laws).open(batch)
-    for i in range(60):  # the text goes on as the laws say
+    for i in range(60):  # the text follows the stored laws
         state.offer(0, 6)
         state.commit(0, [7, 3 if i % 3 else 4, 1], 0)
     found = state.offer(0, 6)
@@ -222,14 +222,14 @@ def test_a_tree_grows_where_it_promises_most():
     chances = list(found.chances or ())
     assert chances == sorted(chances, reverse=True)
     assert chances[0] > 0.9
-    for _ in range(600):  # and then it does not
+    for _ in range(600):  # it does not follow them any more
         state.offer(0, 6)
         state.commit(0, [50, 1], 0)
     assert (state.offer(0, 6).chances or [0.0])[0] < 0.3
 
 
 class _AsBatch:
-    """What a state reads of a batch of one row, whose text is token 1."""
+    """What a state reads of a batch with one row, whose text is token 1."""
 
     prompts = (torch.tensor([1]),)
     model = SimpleNamespace(weights=SimpleNamespace(fingerprint=lambda: "it"), vocabulary=40)

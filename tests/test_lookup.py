@@ -1,4 +1,4 @@
-"""Looked-up drafts and several drafts in one decoding: the index, the text, the law, the cache."""
+"""Looked-up drafts, and several drafts in one decoding: the index, the text, the law."""
 
 import random
 from itertools import cycle
@@ -34,11 +34,11 @@ MIXTURES = {
     ),
     "scattered, exit": (SCATTERED, EXIT),
 }
-# ---- The index. ----
+# ---- The index ----
 
 
 def common(text, end, history):
-    """How many of the history's last tokens stand before a place of a text."""
+    """How many of the last tokens of the history precede a place in a text."""
     length = 0
     while length < min(end, len(history)) and text[end - 1 - length] == history[-1 - length]:
         length += 1
@@ -59,7 +59,7 @@ def test_the_longest_match_is_found_and_of_several_the_latest(alphabet):
             want = NOTHING
             if match:
                 drafted = list(history)
-                for i in range(7):  # it may run on into itself
+                for i in range(7):  # the draft may overlap itself
                     drafted.append(drafted[behind + i])
                 want = Proposal.of(drafted[length:], match)
             assert row.find(7) == want
@@ -97,15 +97,15 @@ def test_another_text_ends_where_it_ends():
     assert row.find(9) == Proposal.of([7], 2)
     row.extend([7])
     assert row.find(9) == NOTHING
-    row.extend([8])  # and not what the other one begins with behind it
+    row.extend([8])  # not followed by the beginning of the other text
     assert row.find(9) == Proposal.of([9], 1)
-    lookup = Lookup()  # is shared by rows that know nothing of each other
+    lookup = Lookup()  # shared by rows that must not see each other
     one, other = lookup.row([1, 2, 3, 1, 2]), lookup.row([3, 4, 2])
     assert one.find(2) == Proposal.of([3, 1], 2)
     assert other.find(2) == NOTHING
 
 
-# ---- Decoding; that the text is the target's: in `test_every_kind.py`. ----
+# ---- Decoding. That the text is the target's is tested in `test_every_kind.py`. ----
 
 
 def test_sources_are_counted():
@@ -128,7 +128,7 @@ def test_sources_are_counted():
 
 
 def test_a_controller_that_chooses_is_told_how_good_every_lookup_was():
-    """Also of those that it did not take."""
+    """Also about lookups that it did not choose."""
     fickle = Fickle(4)
     run = decoded(MIXTURES["two lookups, exit, scattered"], fickle)
     texts = [prompt.tolist() for prompt in run.passes.prompts]
@@ -152,11 +152,11 @@ def test_a_controller_that_chooses_is_told_how_good_every_lookup_was():
 
 
 def test_processors_never_see_what_they_forbid():
-    """A looked-up token may be forbidden; nobody asks what may follow it."""
+    """A looked-up token may be forbidden. The processor is never asked what follows it."""
     seen = []
 
     class ByGrammar:
-        """Odd behind even and even behind odd; a user's own trie would raise as well."""
+        """Alternates odd and even tokens; like a user's trie, it raises if the text does not."""
 
         layerskip_pure = True
 
@@ -179,7 +179,7 @@ def test_processors_never_see_what_they_forbid():
     assert seen
 
 
-# ---- The law under the rejection rule. ----
+# ---- The law under the rejection rule ----
 
 
 def test_the_correction_of_a_token_without_a_law_is_that_of_a_law_for_it_alone():
@@ -194,7 +194,7 @@ def test_the_correction_of_a_token_without_a_law_is_that_of_a_law_for_it_alone()
 
 
 class Peeking(Lookup):
-    """Knows what each row may say, from the first of its tokens on."""
+    """Drafts given texts, one per row, from their first token."""
 
     def __init__(self, texts):
         super().__init__()
@@ -218,7 +218,7 @@ class PeekingRow(LookupRow):
 
 @pytest.mark.thorough
 def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
-    """A lookup that knows the target's likeliest text does no harm by itself."""
+    """Drafting the target's most probable text does no harm; reading the deciding noise does."""
 
     def texts_of(drafts):
         return sample_texts("none", rejection=True, drafts=drafts, rows=300)
@@ -229,7 +229,7 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
     texts, ((drafted, accepted),) = texts_of(Peeking([likely]))
     assert accepted < drafted
     assert p_value(texts, "none") > LEVEL
-    # the likely token where a number is small, else a rare one: do no harm by others' numbers
+    # drafts depend on uniform numbers: those of other rows do no harm,
     rare = [min(range(5), key=column.count) for column in columns]
     places = range(len(PROMPT), len(PROMPT) + NEW_TOKENS)
     for first in (TEXTS, 0):
@@ -239,17 +239,17 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
             peeks.append(torch.where(small, torch.tensor(likely), torch.tensor(rare)).tolist())
         texts, ((drafted, accepted),) = texts_of(Peeking(peeks))
         assert 0 < accepted < drafted
-        assert (p_value(texts, "none") > LEVEL) is (first > 0)  # but by those that will accept them
+        assert (p_value(texts, "none") > LEVEL) is (first > 0)  # those that decide do
     monkeypatch.setattr(draws, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
     texts, _ = texts_of(Peeking([likely]))
     assert p_value(texts, "none") < LEVEL
 
 
-# ---- Replays. ----
+# ---- Replays ----
 
 
 def test_a_replay_holds_what_was_looked_up():
-    """Whatever the target says, and no further than a draft may be looked at."""
+    """Whatever the target says, within the longest draft."""
     trace = traced(True, False)
     for draft in MIXTURES["two lookups, exit, scattered"]:
         replayed = replay(trace, draft)
@@ -268,11 +268,11 @@ def test_a_replay_holds_what_was_looked_up():
         replay(trace, Lookup(), 7)
 
 
-# ---- The choice of expected-gain. ----
+# ---- The choice of expected-gain ----
 
 
 def decide(controller, offers, right, drafts=1.0):
-    """A round of one row whose text goes on with so many tokens of every draft; what it drafted."""
+    """One round of a row in which `right` tokens of every draft are right; what it drafted."""
     choice = controller.choose(offers)
     most = 0 if choice is None else offers[choice].lengths[0]
     limit, drafted = controller.limit(0, most), 0
@@ -306,7 +306,7 @@ def test_of_several_drafts_the_one_that_promises_most_is_taken():
 
 
 def test_lookups_are_learned_about_while_others_draft():
-    """Matches of one length are taken in the end if always right, whatever others are worth."""
+    """Short matches are chosen in the end if they were always right beside other drafts."""
     controller = ExpectedGain([CostTable(0.0, STEEP), CostTable(0.1, STEEP)])
     offers = [Offer({0: 1}, {0: 1}), Offer({0: 8}, None)]
     first = decide(controller, offers, 2)[0]
@@ -326,7 +326,7 @@ def test_lookups_are_learned_about_while_others_draft():
 @pytest.mark.parametrize("right", [0, 1])
 @pytest.mark.parametrize("match", [1, 3, 40])
 def test_lookups_that_do_not_pay_cost_little(match, right):
-    """At most what a row may be behind, and a round, however sure the prior is."""
+    """At most the allowed loss of a row, and one round more, however sure the prior is."""
     costs = CostTable(0.0, (1.0, *(3.0 + 0.1 * n for n in range(12))))
     controller = ExpectedGain(costs)
     cost = tokens = 0.0
@@ -338,7 +338,7 @@ def test_lookups_that_do_not_pay_cost_little(match, right):
 
 
 def test_a_row_that_a_model_has_set_back_still_looks_up():
-    """Costs may be other than expected: what has cost a row too much stops, and nothing else."""
+    """Whatever lost too much stops, but other drafts continue."""
     controller = ExpectedGain([CostTable(0.0, STEEP), CostTable(0.2, STEEP)])
     nothing, model = Offer({0: 0}, {0: 0}), Offer({0: 8}, None)
     while decide(controller, [nothing, model], 0) != (None, 0):
@@ -353,7 +353,7 @@ def test_costs_are_those_of_each_draft():
 
 
 def test_rows_look_up_beside_the_steps_of_others():
-    """The row that copies drafts further than the others' steps, and its round costs as much."""
+    """A row that copies drafts longer than the others take steps, at no further cost."""
     tables = [CostTable(0.0, (1.0, 1.05)), CostTable(0.1, (1.0, 1.05))]
     controller = ExpectedGain(tables, priors=[0.5, 0.9])
     controller.reset(3)
@@ -366,7 +366,7 @@ def test_rows_look_up_beside_the_steps_of_others():
         steps += 1
         assert all(controller.keep_drafting(row, 0.5) for row in (1, 2))
     assert 0 < steps < limits[0]
-    # where all copy nobody takes a step, and where nobody does everybody
+    # if all rows copy, none takes a step; if none copies, all do
     everybody = Offer(LENGTHS_OF_3, dict.fromkeys(range(3), 40))
     assert controller.choose([everybody, writes]) == 0
     nobody = Offer(dict.fromkeys(range(3), 0), dict.fromkeys(range(3), 0))

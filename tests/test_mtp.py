@@ -1,4 +1,4 @@
-"""Heads that checkpoints bring: logits as their papers define them, and texts as without them."""
+"""Heads that come with checkpoints: logits as their papers define them, and unchanged texts."""
 
 import copy
 import json
@@ -36,7 +36,7 @@ HEAD = {"lookup": False, "max_draft_length": 3}
 
 
 def weights_of(kind, config):
-    """Random tensors of a head, as checkpoints call them."""
+    """Random tensors of a head, with the names of checkpoints."""
     made = {}
     qwen = LAYOUTS[kind].prefix == "mtp."
     layers = config.num_hidden_layers
@@ -96,10 +96,10 @@ def weights_of(kind, config):
 
 
 def reference(model, weights, tokens, states):
-    """The head's states and logits of tokens (T,) and the states before them, (T, H) each.
+    """The head's states and logits for tokens (T,) and the states before them, (T, H) each.
 
-    Written from the published definitions: DeepSeek V3's report, Qwen 3 Next's model card and the
-    layers of both families; in float64.
+    Written from the published definitions (DeepSeek V3's report, Qwen 3 Next's model card and the
+    layers of both families), in float64.
     """
     config = model.config
     qwen = "mtp.fc.weight" in weights
@@ -119,7 +119,7 @@ def reference(model, weights, tokens, states):
         return linear(inner * linear(x, f"{name}up_proj"), f"{name}down_proj")
 
     def turned(x, count, *, pairs):
-        """The first dimensions of (T, heads, D) by angles that grow with the place."""
+        """Rotate the first `count` dimensions of (T, heads, D) by each position's angles."""
         theta = config.rope_parameters["rope_theta"]
         angles = torch.arange(len(x)).double()[:, None] / theta ** (
             torch.arange(0, count, 2).double() / count
@@ -130,7 +130,7 @@ def reference(model, weights, tokens, states):
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def attended(q, k, v):
-        """Causally, (T, heads, D) each; heads share keys."""
+        """Causal attention, (T, heads, D) each; several heads share keys."""
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
         later = torch.ones(len(q), len(q)).triu(1).bool()
@@ -208,7 +208,7 @@ def _ends(qwen):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Makes a model of a kind, loaded from a checkpoint with a head, and the head's tensors."""
+    """Makes a model of a kind, loaded from a checkpoint with a head; with the head's tensors."""
     known = {}
 
     def make(kind):
@@ -253,14 +253,14 @@ def test_logits_are_those_of_the_published_definition(kind, made):
         cache.place([first], end - first)
         out = source.compute(ids[:, first:end], before[:, first:end], cache)
         got.append(source.head(out, None)[0])
-    assert torch.allclose(torch.cat(got)[1:], want, atol=1e-4)  # norms are in float32
+    assert torch.allclose(torch.cat(got)[1:], want, atol=1e-4)  # norms use float32
     assert want.argmax(-1).unique().numel() > 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_drafts_are_those_of_the_definition(kind, made):
-    """The second one reads the head's own state of the first."""
+    """The second draft reads the head's own state of the first."""
     model, weights = made(kind)
     ids = prompt(9)
     rounds = layerskip.decode(model, ids, max_new_tokens=10, controller="fixed", **HEAD)
@@ -350,7 +350,7 @@ def test_a_published_checkpoint_that_sees_pictures_is_loaded_as_text(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint with a head and a tokenizer."""
+    """A checkpoint with a head, and a tokenizer."""
     model = copy.deepcopy(small_model("deepseek_v3")).float()
     save_checkpoint(tmp_path, model)
     weights = weights_of("deepseek_v3", model.config)
@@ -371,7 +371,7 @@ def test_commands_draft_with_heads(folder):
 
 
 def test_a_server_drafts_with_heads_over_http(made):
-    """Tensors by the names `mtp.*`, of a model with recurrent layers."""
+    """The tensors are named `mtp.*`, and the model has recurrent layers."""
     loaded = Loaded("heads", made("qwen3_5_text")[0], tiny_tokenizer(), None)
     served = Served.of(loaded, "heads", context=100)
     serving = Serving(loaded.model, controller="fixed", **HEAD)

@@ -1,6 +1,6 @@
-"""Native passes: numbers of the module path, tokens of `generate()`, and what comes if they fail.
+"""Native passes: the numbers of the module path, the tokens of `generate()`, and what if they fail.
 
-Skipped where they cannot be built, but for what comes then.
+Most tests are skipped if native passes cannot be built.
 """
 
 import math
@@ -64,11 +64,11 @@ def both(model):
 
 @pytest.fixture
 def calls(spied):
-    """How many tokens each native call carries."""
+    """The number of tokens of each native call."""
     return spied(Native, "_run", lambda _, hidden, *__: hidden.shape[0] * hidden.shape[1])
 
 
-# ---- Sublayers and heads against the library's modules. ----
+# ---- Sublayers and heads against the library's modules ----
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_every_sublayer_agrees_with_the_module_path(built, family, attention, dt
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_mixtures_in_bfloat16_are_those_of_the_fused_path(built, family):
-    """Those of modules round every partial sum. Where scores tie, another expert may be taken."""
+    """Modules would round every partial sum. At ties, another expert may be chosen."""
     model = tiny_model(family, dtype=torch.bfloat16)
     opened = Sublayers(model, "fused"), Sublayers(model, "native")
     off = differing = numbers = compared = 0
@@ -138,7 +138,7 @@ def test_tails_of_layers_whose_mlp_is_left_out(built, family):
         )
 
 
-# widths beside those of vectors and of what a thread writes; 12 queries that share one key
+# Widths that divide neither vectors nor cache lines; 12 queries that share one key.
 ODD = (
     {"hidden_size": 44, "head_dim": 10, "intermediate_size": 51, "vocab_size": 101},
     {"hidden_size": 36, "head_dim": 74, "intermediate_size": 7, "num_attention_heads": 12},
@@ -148,12 +148,12 @@ ODD = (
 @pytest.mark.parametrize(("family", "shape"), [*product(("llama", "gemma2", "gemma3"), (0, 1))])
 def test_odd_widths_and_every_number_of_tokens(built, family, shape):
     odd = ODD[shape] | {"num_key_value_heads": 1 if shape else 2, "vocab_size": 101}
-    # eager: with wide heads sdpa's sums flip more last bits than `DIFFERING` has room for
+    # eager, because with wide heads sdpa flips more last bits than `DIFFERING` allows
     modules, opened = both(tiny_model(family, dtype=DTYPES[shape], attention="eager", **odd))
     counts = (WINDOW + 4, *range(1, 18))
     for rows, ragged_rows in ((1, False), (3, True)):
         assert_agree(modules, opened, rows=rows, ragged=ragged_rows, passes=counts)
-    if shape == 0:  # families without a head width
+    if shape == 0:  # families whose heads have no width of their own
         for other in {"llama": ["qwen2"], "gemma2": ["phi3"]}.get(family, []):
             modules, opened = both(tiny_model(other, dtype=torch.float32, hidden_size=40))
             assert_agree(modules, opened, rows=3, ragged=True, passes=counts)
@@ -172,7 +172,7 @@ def test_a_team_of_threads_computes_the_same(built, family, threads):
 
 
 def logits_of(opened, ids, passes, threads):
-    """Logits of token ids (B, T) that are fed in passes of so many tokens, (B, T, V)."""
+    """Logits (B, T, V) of token ids (B, T) that are fed in passes of these sizes."""
     before = torch.get_num_threads()
     rows, total = ids.shape
     cache, rotary = opened.new_cache(rows, total + 1), opened.rotary(total + 1, total)
@@ -201,15 +201,15 @@ def logits_of(opened, ids, passes, threads):
     ],
 )
 def test_a_token_is_computed_alike_in_every_pass(built, family, attention, dtype):
-    """Bit by bit: so that drafted text is plain decoding's, near-ties included.
+    """Bit by bit, so that drafted text is that of plain decoding even at near-ties.
 
-    The negative control is `test_one_arithmetic.py`'s.
+    The negative control is in `test_one_arithmetic.py`.
     """
-    wide = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a rest
+    wide = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts, and a remainder
     opened = Sublayers(tiny_model(family, dtype=dtype, attention=attention, **wide), "native")
     ids = prompt(45)
     alone = logits_of(opened, ids, [1] * 45, 1)
-    # from some tokens on, threads divide them
+    # in larger passes, threads divide the tokens
     for passes, threads in (
         ([1] * 45, 2),
         ([*range(2, 10), 1], 1),
@@ -235,7 +235,7 @@ def test_a_token_is_computed_alike_in_every_pass(built, family, attention, dtype
     ids=["scaled", "wider", "another norm"],
 )
 def test_the_comparison_can_fail(built, change):
-    """`test_fused.py` shows that a cast in another place would be seen, too."""
+    """`test_fused.py` shows that a cast in the wrong place would be noticed, too."""
     model, wrong = (tiny_model("gemma3", dtype=torch.float32) for _ in range(2))
     change(wrong)
     with pytest.raises(AssertionError):
@@ -244,7 +244,7 @@ def test_the_comparison_can_fail(built, change):
 
 @pytest.mark.skipif(not MAPS.exists(), reason="libraries are listed on Linux only")
 def test_there_is_no_second_openmp_runtime(built):
-    # two would have a pool of threads each, and those of one spin while the other's compute
+    # each of two would have its own threads, and those of one would spin while the other computes
     loaded = {line.split()[-1] for line in MAPS.read_text().splitlines()}
     assert any(path.endswith(f"{extension.NAME}.so") for path in loaded)
     assert len([path for path in loaded if re.search(r"/lib(g|i|)omp[^/]*$", path)]) == 1
@@ -260,7 +260,7 @@ def test_prompts_are_native_and_their_tokens_are_seen(built, calls):
 
 def test_buffers_that_grow_and_rows_that_leave(built):
     modules, opened = both(tiny_model("gemma3", dtype=torch.float32))
-    assert_agree(modules, opened, passes=(330, 8, 300, 2, 8))  # 641 slots are had at first
+    assert_agree(modules, opened, passes=(330, 8, 300, 2, 8))  # the buffers start with 641 slots
     steps = []
     for path in (modules, opened):
         cache, rotary = path.new_cache(3, 60), path.rotary(60, 60)
@@ -326,11 +326,11 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass(built):
     assert all(torch.equal(each, want) for each in got)
 
 
-# ---- What a caller may do to a model and to a pass. ----
+# ---- What a caller may do to a model and to a pass ----
 
 
 def test_what_native_passes_cannot_do_the_lean_path_does(built, calls):
-    """Gradients, and rows that see only some slots of theirs, as chains in a replay do."""
+    """Gradients, and rows that see only some of their slots, as in replays."""
     model = tiny_model("llama", dtype=torch.float32)
     outputs = []
     for path in (Sublayers(model, "fused"), Sublayers(model, "native")):
@@ -340,7 +340,7 @@ def test_what_native_passes_cannot_do_the_lean_path_does(built, calls):
         hidden = path.embed(prompt(5)).detach().requires_grad_()
         path.blocks[1](hidden, step).sum().backward()
         frozen = path.blocks[1](path.embed(prompt(5)).detach(), step)
-        assert frozen.requires_grad  # of the weights'
+        assert frozen.requires_grad  # because of its weights
         cache.firsts = []
         with torch.no_grad():
             outputs.append((hidden.grad, path.run(hidden, step, range(12))))
@@ -390,7 +390,7 @@ def test_a_model_that_was_changed_is_an_error_that_says_how(built):
         opened.run(hidden, step, [0])
 
 
-# ---- Entries of a plan, on their own. ----
+# ---- Entries of a plan on their own ----
 
 
 def drawn(*shape, dtype, seed=0):
@@ -404,10 +404,10 @@ def drawn(*shape, dtype, seed=0):
 )
 @torch.inference_mode()
 def test_products_of_any_shape_and_number_of_tokens(built, rows, columns, dtype):
-    """Those of float64 but for rounding, in the same bits whatever tokens are beside them."""
+    """They equal float64 but for rounding, in bits that do not depend on other tokens."""
     tools, how = extension.extension(), {"dtype": dtype}
     weight, bias = drawn(rows, columns, **how), drawn(rows, **how)
-    hidden = drawn(1, 40, columns, **how).sign()  # which a norm leaves as it is
+    hidden = drawn(1, 40, columns, **how).sign()  # a norm leaves signs unchanged
     plan, norm = tools.Plan(), tools.Norm(None, 0.0, "llama")
     head = plan.add("head", before=norm, inputs=[tools.Matrix(weight, bias)])
     got = plan.run(hidden, [head], [], [], [], [])
@@ -431,7 +431,7 @@ def test_buffers_that_begin_later_give_the_same_bits(built, dtype):
     )
     plan = tools.Plan()
     attention = {"heads": 4, "kv_heads": 2, "width": 24, "scale": 0.5, "output": out}
-    inputs = [q, kv]  # values are made of what keys are made of
+    inputs = [q, kv]  # values are made from the keys' projection
     norm = tools.Norm(None, 1e-6, "wide")
     slides = plan.add("attention", inputs=inputs, v_norm=norm, window=window, **attention)
     reads = plan.add("attention", inputs=inputs[:1], window=window, **attention)
@@ -460,10 +460,10 @@ def test_buffers_that_begin_later_give_the_same_bits(built, dtype):
             plan.run(hidden, [number], [copies[0]], [copies[1]], starts, angles, base)
 
 
-# ---- Texts in float32: the library's greedy ones, and plain ones of the same noise. ----
+# ---- Texts in float32: greedy ones against the library, sampled ones against plain decoding ----
 
 
-RESOLUTION = 1e-4  # of scores, as in test_parity
+RESOLUTION = 1e-4  # of scores, as in test_parity.py
 TEXTS = covering((*FAMILIES, *COUSINS), tuple(SKIPS), (1, 3), ("greedy", "coupled", "rejection"))
 
 
@@ -485,7 +485,7 @@ def test_texts_are_those_of_transformers_and_of_the_module_path(built, calls, st
             keys = [stream_key(11, row) for row in range(rows)]
             want = generate(model, ids, execution="modules", enabled=False, **sampled).sequences
             out = generate(model, ids, execution="native", **drafts, **sampled)
-        else:  # its text depends on the draft
+        else:  # its text depends on the drafts
             sampled["acceptance"] = "rejection"
             want = generate(model, ids, execution="modules", **drafts, **sampled).sequences
             out = generate(model, ids, execution="native", **drafts, **sampled)
@@ -502,12 +502,12 @@ def test_texts_are_those_of_transformers_and_of_the_module_path(built, calls, st
     assert len(calls) > 100
 
 
-# ---- What fails: one line, the fused path, the same tokens. ----
+# ---- Failures: one line, the fused path, the same tokens ----
 
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """A machine where nothing was built yet."""
+    """A machine where nothing has been built yet."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
     another_process()
@@ -516,7 +516,7 @@ def fresh(tmp_path, monkeypatch):
 
 
 def expect_lean(message):
-    """One warning with that message, and the tokens of the fused path."""
+    """Expect one warning with this message, and the tokens of the fused path."""
     model, skip = lively_model("llama", dtype=torch.float32), SkipConfig.early_exit(3)
 
     def text(execution):
@@ -581,13 +581,13 @@ def test_a_compiler_that_fails_is_not_asked_again(built, fresh, monkeypatch):
 
 
 def another_process():
-    """Forget what is kept in this one."""
+    """Clear this process's caches, as if another process had started."""
     for each in (extension.extension, extension.refusal, native.warn_refusal):
         each.cache_clear()
 
 
 class Compiler:
-    """In place of the child that compiles: how it ended, and a library if that was well."""
+    """Replaces the compiling child: its exit code, and the library it makes if it succeeds."""
 
     def __init__(self, code, library=None, said=""):
         self.code, self.library, self.said, self.calls = code, library, said, 0
@@ -596,13 +596,13 @@ class Compiler:
         self.calls += 1
         time.sleep(0.2)
         if self.library is not None:
-            shutil.copy(self.library, command[3])  # the folder
+            shutil.copy(self.library, command[3])  # the folder of the build
         return subprocess.CompletedProcess(command, self.code, "", self.said)
 
 
 @pytest.fixture
 def compiler(fresh, monkeypatch):
-    """One that fails."""
+    """A compiler that fails."""
     fake = Compiler(1)
     monkeypatch.setattr(extension, "_check_tools", lambda: None)
     monkeypatch.setattr(extension, "_version", lambda path: "a compiler 1.0")
@@ -627,7 +627,7 @@ ASSEMBLER = "cc.s: Assembler messages:\ncc.s:9: Error: no such instruction"
     ],
 )
 def test_a_child_that_dies(compiler, code, said, message, lasting):
-    """What was the moment's fault is not remembered."""
+    """Failures with a passing cause are not recorded."""
     compiler.code, compiler.said = code, said
     for calls in (1, 1 if lasting else 2):
         assert message in str(extension.refusal())
@@ -663,7 +663,7 @@ def test_nobody_waits_for_ever(fresh, compiler, monkeypatch):
 
 @pytest.fixture
 def own(fresh, monkeypatch):
-    """A library built before, in a folder of this test's own."""
+    """A library built earlier, in this test's own folder."""
     with monkeypatch.context() as usual:
         usual.delenv("TORCH_EXTENSIONS_DIR")
         reason = extension.refusal()
@@ -684,7 +684,7 @@ def test_what_is_built_is_this_users_alone(fresh, own):
 
 
 def test_what_a_wheel_brings_is_loaded_without_a_compiler(fresh, own, monkeypatch):
-    """But for another torch, or after an edit of the source, which its place tells apart."""
+    """Not for another version of torch or an edited source, which change its path."""
     monkeypatch.setattr(extension, "BUILT", fresh / "brought")
     place = extension.brought()
     place.parent.mkdir(parents=True)
@@ -697,7 +697,7 @@ def test_what_a_wheel_brings_is_loaded_without_a_compiler(fresh, own, monkeypatc
     assert extension.extension() is module
     assert extension.status().startswith("brought by the wheel, ")
     release = torch.__version__.partition("+")[0]
-    with monkeypatch.context() as other:  # with CUDA or without: one C++
+    with monkeypatch.context() as other:  # with or without CUDA, the C++ is the same
         other.setattr(torch, "__version__", f"{release}+cu130")
         assert extension.brought() == place
     monkeypatch.setattr(torch, "__version__", "2.0.0+cpu")
@@ -706,7 +706,7 @@ def test_what_a_wheel_brings_is_loaded_without_a_compiler(fresh, own, monkeypatc
 
 
 def test_vectors_without_flags_are_the_machines_usual_ones(monkeypatch):
-    """On aarch64 torch may name SVE: headers for it need flags that other machines lack."""
+    """On aarch64, torch may name SVE, whose headers need flags that other machines lack."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
     assert "-DCPU_CAPABILITY_DEFAULT" in extension.flags()
     assert not [flag for flag in extension.flags() if "SVE" in flag or flag.startswith("-m")]
@@ -718,7 +718,7 @@ def test_a_library_that_others_can_exchange_is_not_loaded(fresh, own, place, mon
     open_to_all = (own, *own.parents)[place]
     assert fresh in (open_to_all, *open_to_all.parents)
     mode = open_to_all.stat().st_mode
-    for loose in (0o777, 0o1777):  # a sticky bit helps above the root only
+    for loose in (0o777, 0o1777):  # only above the root does a sticky bit help
         open_to_all.chmod(loose)
         assert str(open_to_all) in str(extension.refusal())
         assert "chmod" in extension.status()
@@ -728,7 +728,7 @@ def test_a_library_that_others_can_exchange_is_not_loaded(fresh, own, place, mon
     another_process()
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     owner = own.stat().st_uid
-    if owner == 0:  # root may do what it likes anyway
+    if owner == 0:  # files of root are trusted
         os.chown(open_to_all, 1234, -1)
     assert "not loaded" in str(extension.refusal())
     os.chown(open_to_all, owner, -1)
@@ -752,7 +752,7 @@ def test_a_sticky_folder_above_the_root_will_do(fresh, own, monkeypatch):
     [("me", [], False), ("me", ["me", "you"], True), ("us", [], True)],
 )
 def test_a_group_of_ones_own_is_nobody_else(own, monkeypatch, name, members, others):
-    """As users have on systems that let groups write by default."""
+    """As on systems whose users have groups of their own, which may write by default."""
     group, user = SimpleNamespace(gr_name=name, gr_mem=members), SimpleNamespace(pw_name="me")
     monkeypatch.setattr("grp.getgrgid", lambda number: group)
     monkeypatch.setattr("pwd.getpwuid", lambda number: user)
@@ -778,7 +778,7 @@ def test_rebuilding_takes_the_place_of_what_was_there(fresh, own, monkeypatch):
 
 
 def test_starts_at_once_build_once(built, fresh, monkeypatch):
-    """Threads here; the lock is the file's, and knows processes no better."""
+    """Threads stand for processes here: the lock is a file, so it treats them alike."""
     monkeypatch.undo()
     library = extension.library_path()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh))
@@ -794,7 +794,7 @@ AGAIN = {
     "native": "every_sublayer or products_of or test_odd or test_a_team or test_trimmed",
     "rounded": "native_products or inputs_of or native_sublayers",
 }
-# `emulated_tiles.h` lies beside this file, and is no source by which builds are told apart
+# `emulated_tiles.h` is not among the sources whose hash names a build, so its checksum is a flag.
 DEFINED = """
 import sys, pytest
 from layerskip.model import extension
@@ -813,7 +813,7 @@ EMULATED = f"-DEMULATED_TILES={zlib.crc32(TILES.read_bytes())} -I{TILES.parent}"
     ["default", "avx2", "avx512 -DWITHOUT_DOTS", f"avx2 {EMULATED}", f"avx512 {EMULATED}", "none"],
 )
 def test_other_vectors_give_the_same_numbers(built, capability, file):
-    """A library for them is built; where torch does not know them, it is the usual one."""
+    """A library is built for them. On CPUs that torch has no vectors for, it is the usual one."""
     vectors, _, defined = capability.partition(" ")
     known = torch.backends.cpu.get_cpu_capability().lower()
     if vectors.startswith("avx") and known not in (vectors, "avx512"):
@@ -919,7 +919,7 @@ WARPS = (
 @pytest.mark.parametrize("size", [7, 512, 2049])
 @pytest.mark.parametrize("warp", WARPS)
 def test_native_draws_are_torchs_bit_by_bit(built, size, warp):
-    """With the processors of `transformers`, but for top-p, whose own sums are rounded."""
+    """With the processors of `transformers`, except for top-p, whose sums are rounded there."""
     generator = torch.Generator().manual_seed(size)
     law = Law(warpers(*warp[:3]), do_sample=True, rows=3)
     for processor in law.processors:
@@ -932,7 +932,7 @@ def test_native_draws_are_torchs_bit_by_bit(built, size, warp):
         noise = gumbel_noise([stream_key(case)] * 3, range(3), size)
         if case % 5 == 1:
             logits[:, torch.randperm(size, generator=generator)[: size // 2]] = -math.inf
-        elif case % 5 == 2 and warp.top_p == 1:  # many are alike; which top-p leaves, sorts decide
+        elif case % 5 == 2 and warp.top_p == 1:  # ties, which top-p's sort would break
             logits = logits.round()
         elif case % 5 == 3:
             logits[0] = -math.inf
@@ -951,13 +951,13 @@ def test_native_draws_are_torchs_bit_by_bit(built, size, warp):
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 0.3, 3.0, 30.0])
 def test_noise_of_the_few_tokens_that_may_win_draws_as_noise_of_all(built, spread):
-    """Flat laws, where any token may win, and steep ones; the least and the largest noise, too."""
+    """Flat laws, where any token may win, and steep ones, also with extreme noise."""
     size = 6000
     generator = torch.Generator().manual_seed(1)
     logits = spread * torch.randn(400, size, generator=generator)
     keys, places = [stream_key(5)] * len(logits), range(len(logits))
     noise = gumbel_noise(keys, places, size)  # (N, V)
-    # where the best score has bad luck, and the worst good luck, bounds are needed most
+    # the bounds matter most if the best score has the least noise, and the worst the most
     logits[:100].scatter_(1, noise[:100].argmin(1, keepdim=True), 3 * spread)
     logits[100:200].scatter_(1, noise[100:200].argmax(1, keepdim=True), -9 * spread)
     drawn = extension.extension().drawn

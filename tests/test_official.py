@@ -1,6 +1,6 @@
-"""Drafts by a Gemma 4 assistant: its steps, what it reads, and what is refused.
+"""Drafts by a Gemma 4 assistant: its steps, what they read, and what is refused.
 
-That the text and its law are the target's, and replays: in `test_every_kind.py`.
+That the text and its law are the target's, and replays, are tested in `test_every_kind.py`.
 """
 
 import json
@@ -30,12 +30,12 @@ pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers
 NEW = 24
 
 
-# ---- Its steps, against the library's own class. ----
+# ---- Its steps, against the library's own class ----
 
 
 @contextmanager
 def mended():
-    """transformers 5.23 with the property that keeps it from constructing an assistant mended."""
+    """transformers 5.23 with a fix of the property that prevents constructing an assistant."""
 
     def modes(self):
         own = self.num_hidden_layers - self.num_kv_shared_layers
@@ -48,9 +48,9 @@ def mended():
 
 
 def library_steps(family, built, prompt, tokens):
-    """Logits (V,) of the library's own class for a token that follows a prompt, then others.
+    """The library's logits (V,) for the token after a prompt, then for each token of the draft.
 
-    The keys are those of its own forward pass over the prompt.
+    The keys come from the library's forward pass over the prompt.
     """
     with mended():
         own = type(built).__mro__[2](built.config).double().eval()
@@ -82,7 +82,7 @@ def library_steps(family, built, prompt, tokens):
 @pytest.mark.parametrize(("family", "centroids"), covering(TARGETS, (False, True)))
 @torch.no_grad()
 def test_its_steps_are_those_of_the_librarys_own_class(family, centroids, execution):
-    """Rows of different lengths at once, across a window."""
+    """Rows of different lengths in one batch, across a window."""
     if family == "gemma4_mixture":
         execution = "modules"
     ids, mask = prompts()
@@ -106,7 +106,7 @@ def test_its_steps_are_those_of_the_librarys_own_class(family, centroids, execut
         for step, want in enumerate(library_steps(family, built, prompt, tokens)):
             own, other = got[step][row], got[step][row] == float("-inf")
             torch.testing.assert_close(own[~other], want[~other], rtol=0, atol=5e-6)
-            # behind the candidates the library puts a number below theirs
+            # other tokens get a number below the candidates'
             assert other.sum() == (FEW // 2 if centroids else 0)
             assert (want[other] == want[~other].min() - 1).all()
 
@@ -136,7 +136,7 @@ def test_its_drafts_are_the_same_where_sliding_layers_drop_old_keys(
 
 
 def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spied):
-    """For the last tokens: nothing else is read of their states."""
+    """They only run for the last tokens, because nothing else reads their states."""
     model = target_of("gemma4")
     upper = model.model.layers[-1].mlp
     calls = spied(type(upper), "forward", lambda mlp, x: (mlp, x.shape[1]))
@@ -149,7 +149,7 @@ def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spi
     assert max(counts) == 4
 
 
-# ---- The doors, what it costs, and what is refused. ----
+# ---- Entry points, costs, and what is refused ----
 
 
 def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path):

@@ -1,6 +1,6 @@
-"""The promise in the dtypes of checkpoints: whatever is drafted, the text is plain decoding's.
+"""The promise in the dtypes of checkpoints: whatever drafts, the text is that of plain decoding.
 
-Constants are those that ship, batches have 1 to 16 rows, drafts are as long as they can get.
+Constants are those of releases, batches have 1 to 16 rows, and drafts are as long as possible.
 """
 
 import random
@@ -19,7 +19,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.settings import LONGEST_DRAFT
 
 DTYPES = (torch.float32, torch.bfloat16)
-WIDE = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a rest
+WIDE = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a remainder
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def _built():
 
 
 def verified(opened, rows, lengths):
-    """Logits of what follows ragged prompts, fed in passes of so many tokens, (B, T, V)."""
+    """Logits (B, T, V) of texts after ragged prompts, fed in passes of these sizes."""
     prompts = [torch.arange(2 + row, 9 + 3 * row) % (VOCABULARY - 2) + 2 for row in range(rows)]
     total = sum(lengths)
     texts = torch.randint(2, VOCABULARY, (rows, total), generator=torch.Generator().manual_seed(3))
@@ -61,9 +61,9 @@ def test_logits_of_verified_tokens_are_those_of_single_steps(family, rows, dtype
 
 
 def carried(opened, lengths, chunk, threads):
-    """What prompts of these lengths leave of the first one: logits (V,), keys and values.
+    """What a prefill of these prompts leaves for the first one: logits (V,), keys and values.
 
-    Of every row `chunk` tokens are carried at a time.
+    Each pass carries `chunk` tokens of every row.
     """
     prompts = [
         torch.arange(row, row + each) % (VOCABULARY - 2) + 2 for row, each in enumerate(lengths)
@@ -89,7 +89,7 @@ def carried(opened, lengths, chunk, threads):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4", "mixtral"])
 def test_a_prompt_is_the_same_however_it_is_carried(family, dtype):
-    """In one chunk, several, or token by token; alone or beside others; on any threads."""
+    """In one chunk, several, or token by token; alone or in a batch; on any number of threads."""
     opened = Sublayers(lively_model(family, dtype=dtype, **WIDE))
     assert opened.execution == "native"
     want = carried(opened, [61], 1, 1)
@@ -107,13 +107,13 @@ def test_a_prompt_is_the_same_however_it_is_carried(family, dtype):
 
 
 def test_passes_of_the_library_would_be_seen():
-    """What the test above is for: BLAS sums a token in another order beside others."""
+    """Negative control: BLAS sums a token in another order if there are others beside it."""
     opened = Sublayers(lively_model("llama", dtype=torch.float32, **WIDE), "fused")
     assert not torch.equal(verified(opened, 1, [7]), verified(opened, 1, [1] * 7))
 
 
 def texts_apart(number, counts):
-    """Rows of a random case whose drafted text is not the plain one."""
+    """How many rows of a random case have a drafted text other than the plain one."""
     chance = random.Random(number)
     dtype = DTYPES[number % 2]
     rows = chance.choice([1, 2, 4, 8, 11, 16])

@@ -20,7 +20,7 @@ PACKAGES = {"layerskip": "layerskip"} | {f"layerskip/{r}": f"layerskip/{r}" for 
 
 
 def expected_files():
-    """Names in the wheel of all code and package data of this checkout."""
+    """The names in the wheel of all code and package data of this checkout."""
     files = {"layerskip/py.typed"}
     native = (ROOT / "layerskip/model").glob("*.[ch]*")
     files |= {f"layerskip/model/{path.name}" for path in native}
@@ -65,7 +65,7 @@ def test_one_version():
 
 @pytest.mark.wheel
 def test_wheel_holds_exactly_the_packages_and_the_models(tmp_path):
-    source = tmp_path / "source"  # building writes build/ and egg-info beside what it builds
+    source = tmp_path / "source"  # because building writes files beside the source
     source.mkdir()
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)

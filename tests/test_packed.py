@@ -1,4 +1,4 @@
-"""Packed checkpoint folders as models: what they mean, by every door, and what nobody means."""
+"""Packed checkpoint folders as models: their numbers, every way to use them, and refusals."""
 
 import json
 
@@ -28,7 +28,7 @@ native = pytest.mark.skipif(
     extension.refusal() is not None, reason="there are no native passes here"
 )
 pytestmark = pytest.mark.filterwarnings("ignore:.* also rounds activations")
-LINEARS = 2 * 7  # of a model of two layers
+LINEARS = 2 * 7  # of a model with two layers
 
 
 def text(model, ids, **settings):
@@ -90,7 +90,7 @@ def test_texts_are_those_of_the_model_that_the_folder_means(tmp_path, name):
 
 @native
 def test_sampled_texts_are_those_of_plain_decoding_in_every_dtype(tmp_path):
-    # columns in orders, which differ, and some linears that are not packed, beside others
+    # columns in different orders, and some linears that are not packed beside others
     ids, how = prompt(40), {"max_new_tokens": 16, "do_sample": True, "seed": 3}
     for scales, dtype in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
         write(tmp_path, "gptq 8 g_idx", scales, whole=("k_proj", "up_proj"), kind="qwen2")

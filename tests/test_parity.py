@@ -1,9 +1,9 @@
-"""The same tokens as `transformers`: every family, skip config, controller, batch and prompt.
+"""The tokens of `transformers`, for every family, skip config, controller, batch and prompt.
 
-Float64, so that equality is exact. Every pair of axis values runs by default, every triple
-under `-m slow`. Ragged Gemma 2 is compared row by row without padding: the library's own eager
-attention makes NaN of fully masked pad rows in float64 (its float32 softmax sees finfo(float64).min
-as -inf), and `generate()` then returns token 0 for padded rows.
+Float64, so that equality is exact. Every pair of axis values runs by default, every triple under
+`-m slow`. Ragged Gemma 2 is compared row by row without padding: the library's eager attention
+gives NaN for fully masked pad rows in float64 (its float32 softmax sees finfo(float64).min as
+-inf), and `generate()` then returns token 0 for padded rows.
 """
 
 import functools
@@ -38,7 +38,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.prompts import read_prompts
 from layerskip.registry import CONTROLLERS
 
-COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # with these, drafting pays; no test depends on a clock
 NEW_TOKENS = 12
 PROMPTS = {"short": (5, 2, 4), "past the window": (WINDOW + 5, 3, WINDOW + 2)}
 AXES = {
@@ -62,7 +62,7 @@ def test_the_cases_hold_every_combination_of_axis_values(cases, strength):
         values = [tuple(AXES.values())[axis] for axis in axes]
         assert {tuple(case[axis] for axis in axes) for case in cases} == set(product(*values))
         wanted = max(wanted, math.prod(map(len, values)))
-    assert wanted <= len(cases) <= 1.2 * wanted  # at least so many, and hardly more
+    assert wanted <= len(cases) <= 1.2 * wanted  # few more than necessary
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case):
     )
     assert sampled == plain_sample(family, rows, lengths)
     assert stats.num_draft_tokens > 0
-    if rows > 1:  # the middle row alone, without its pads
+    if rows > 1:  # the middle row alone, without padding
         real = mask[1].bool()
         alone, _ = decode(
             family,
@@ -151,7 +151,7 @@ def test_tokens_equal_those_of_the_library_and_of_plain_decoding(case):
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("family", MOST)
 def test_drafts_are_accepted_and_rejected(family, skip):
-    """What the cases above prove nothing without."""
+    """Without this, the cases above would prove nothing."""
     ids, mask = batch(3, "past the window")
     for sample in (False, True):
         seeds = (11, 12, 13) if sample else None
@@ -171,7 +171,7 @@ def test_eager_attention_and_a_tied_head(family):
         assert got.tolist() == want.tolist()
 
 
-# ---- The shipped models, in float32. ----
+# ---- The shipped models, in float32 ----
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
 SHIPPED_SKIPS = {
@@ -180,17 +180,17 @@ SHIPPED_SKIPS = {
     "demo-gemma4": SkipConfig(attention=(3, 10), mlp=(4, 12)),
 }
 TEMPERATURE = 0.8
-RESOLUTION = 1e-4  # of scores, which float32 kernels of different shapes do not agree within
+RESOLUTION = 1e-4  # of scores: float32 kernels of different shapes differ by up to this
 
 
 def held_out(name, count):
-    """A shipped model and the start of held-out prompts, all of one width."""
+    """A shipped model and the starts of held-out prompts, all of one length."""
     model = AutoModelForCausalLM.from_pretrained(SHIPPED / name, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED / name)
     texts = [p.text for p in read_prompts(SHIPPED / "prompts.jsonl")]
     rows = [tokenizer(text).input_ids[:48] for text in texts]
     assert len(rows) >= count
-    # every kind of prompt: they stand one kind after the other
+    # the file lists prompts kind after kind; this takes every kind
     rows = [rows[i * len(rows) // count] for i in range(count)]
     lengths = tuple(map(len, rows))
     ids, mask = ragged(lengths)

@@ -275,7 +275,7 @@ struct G8 : Groups<32, T> {
   }
 };
 
-// E4M3: the bits of a half-precision number with a shorter exponent. There are no zeros.
+// E4M3: the bits of a half-precision number with a shorter exponent. Groups have no zero.
 template <typename T>
 struct F8 : Groups<32, T> {
   static constexpr int64_t PAIR = sizeof(T);

@@ -169,8 +169,7 @@ inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* 
 }
 
 // Some rows of a rounded matrix times rounded inputs. Rows count from the matrix's row `begin`;
-// `weight` points to the first of `mine`, `small` is from `shrink`, and `then` is what is read
-// next.
+// `weight` points to the first of `mine`, `small` is from `shrink`, and `then` is read next.
 template <typename S, typename O>
 void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
                      void* inputs, const float* small, int64_t tokens, const uint8_t* then, O* out,

@@ -376,7 +376,7 @@ class Pass : Given {
     }
   }
 
-  // The inputs of all layers: a projection of the embedded tokens, plus what each token has itself.
+  // The inputs of all layers: a projection of the embedded tokens, plus embeddings for each layer.
   void combine(Worker& me, const Sublayer& layer, const float* x) const {
     const int64_t layers = layer_inputs_->size(2), inner = layer_inputs_->size(3);
     take(me, x);

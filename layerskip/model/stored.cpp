@@ -22,8 +22,7 @@ constexpr int64_t FUSED = 4;       // the most tokens for which unpacking is fus
 constexpr int together(int64_t tokens) { return MANY_REGISTERS || tokens <= 2 ? 4 : 2; }
 
 // Unpacks columns first to first + count of ROWS rows. Calls `take(i, r, numbers)` with LANES
-// numbers of row r from the i-th on, in the order of i. Prefetches the same columns of the rows at
-// `fetch`.
+// numbers of row r from the i-th on, in the order of i. Prefetches these columns at `fetch`.
 template <typename F, int ROWS, typename Take>
 [[gnu::always_inline]] inline void each_number(const Layout& layout, const uint8_t* row,
                                                int64_t first, int64_t count, const uint8_t* fetch,

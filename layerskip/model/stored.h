@@ -18,8 +18,8 @@ constexpr int64_t UNIT = 32;  // columns unpacked together; a row has whole unit
 
 struct Layout {
   int format;  // index in the table of `stored.cpp`
-  int64_t columns;  // columns per scale, where files choose them; else 0
-  int64_t group, groups;  // columns per scale and their number, in formats where files choose; else 0
+  int64_t columns;
+  int64_t group, groups;  // columns per scale, where files choose them; else 0
   int shift;              // column >> shift is the number of the group; -1: divide
   int64_t row_bytes;
 };

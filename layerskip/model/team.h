@@ -30,7 +30,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr auto PATIENCE = std::chrono::microseconds(50);  // about the cost of waking a thread
-constexpr int SPELL = 256;                                // the most passes in a row that run on one thread
+constexpr int SPELL = 256;                                // passes that run on one thread, at most
 
 class Crew {
  public:
