@@ -43,14 +43,14 @@ NEW = 14
 
 
 def picture(seed, size=(9, 12)):
-    """A picture of noise, or of four colours where the seed is even."""
+    """A picture of noise, or of four coloured squares if the seed is even."""
     shape = (*size, 3) if seed % 2 else (2, 2, 3)
     colours = torch.randint(256, shape, generator=torch.Generator().manual_seed(seed))
     return Image.fromarray(colours.to(torch.uint8).numpy()).resize(size[::-1], Image.NEAREST)
 
 
 def png(image):
-    """Its bytes."""
+    """A picture as a PNG file."""
     held = io.BytesIO()
     image.save(held, "PNG", exif=image.getexif())
     return held.getvalue()
@@ -61,7 +61,7 @@ def url(data):
 
 
 def save_seeing(folder, kind="gemma3", size=4):
-    """Write a tiny model that sees, with its processor."""
+    """Write a tiny model that sees pictures, with its processor."""
     conditional(kind, size).save_pretrained(folder)
     special = {"boi_token": "w90", "eoi_token": "w91", "image_token": f"w{PLACEHOLDER}"}
     tokenizer = PreTrainedTokenizerFast(
@@ -92,7 +92,7 @@ def loaded(folder):
 
 
 def expected(loaded, messages, new=NEW):
-    """The library's own text for a conversation whose pictures are PIL's."""
+    """The library's own text for a conversation with PIL pictures."""
     inputs = loaded.processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
     )
@@ -107,13 +107,13 @@ def user(text, *images):
 
 
 def asked(text, *images):
-    """The same for clients."""
+    """`user` in the form that clients send."""
     parts = [{"type": "image_url", "image_url": {"url": url(png(image))}} for image in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def answers(loaded, serving, *conversations):
-    """What a server says to each, all asked at once."""
+    """A server's answers to conversations that arrive at the same time."""
     served = Served.of(loaded, "sees", context=200)
     how = {"model": "sees", "temperature": 0, "max_tokens": NEW}
     told = [answer_of(ChatAsked(messages=each, **how), served) for each in conversations]
@@ -131,7 +131,7 @@ def texts(told):
 class TestServer:
     @pytest.mark.parametrize("enabled", [True, False])
     def test_texts_are_those_of_the_library(self, loaded, enabled, monkeypatch):
-        """Pictures alone, twice, in several texts at once; no pass ends inside of one."""
+        """One picture, two pictures and none, in one batch. No pass ends inside a picture."""
         monkeypatch.setattr(scheduler, "PIECE", 3)
         first, second = picture(1), picture(2)
         talks = [
@@ -148,7 +148,7 @@ class TestServer:
         assert (sum(each.choices[0].counts.drafted for each in told) > 0) is enabled
 
     def test_a_next_turn_knows_the_picture(self, loaded):
-        """Keys of one picture are never taken for another's."""
+        """Keys of one picture are never used for another picture."""
         serving = Serving(loaded.model, **DRAFTS)
         said = texts(answers(loaded, serving, [asked("w5 w7", picture(1))]))[0]
         for seed, known in ((1, True), (2, False)):
@@ -255,7 +255,7 @@ class TestCommands:
         both = document(run("generate", folder, "--prompts", asked, *flags))["results"]
         assert both[0]["text"] == got["text"]
         assert both[1]["text"] == expected(loaded, [user("w8", picture(1), picture(2))])
-        assert both[1]["num_known_tokens"] > 4  # the pictures
+        assert both[1]["num_known_tokens"] > 4  # the pictures are known
 
     def test_chat_shows_pictures(self, folder, loaded, tmp_path):
         shown, saved = tmp_path / "a.png", tmp_path / "saved.jsonl"
@@ -269,7 +269,7 @@ class TestCommands:
         assert first == last == expected(loaded, talk)
         talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "w8"}]
         assert second == again
-        content = [{"type": "text", "text": talk[1]["content"]}]  # templates of parts alone
+        content = [{"type": "text", "text": talk[1]["content"]}]  # templates want lists
         talk[1] = {"role": "assistant", "content": content}
         assert second == expected(loaded, talk)
         messages = json.loads(saved.read_text())["messages"]
@@ -307,10 +307,10 @@ def test_a_session_keeps_the_keys_of_pictures(loaded):
         assert loaded.tokenizer.decode(new, skip_special_tokens=True) == want
         known.append(out.stats.num_known_tokens)
     assert known[0] == 0
-    assert known[1] < 3 < known[2]  # nothing of another picture
+    assert known[1] < 3 < known[2]  # the other picture gives no known tokens
 
 
 def test_a_picture_is_turned_as_it_was_taken():
     image = picture(1, (4, 8))
-    image.getexif()[0x0112] = 6  # by a quarter
+    image.getexif()[0x0112] = 6  # rotated by a quarter turn
     assert pictures.read_picture(png(image)).size == (4, 8)

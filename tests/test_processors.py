@@ -1,4 +1,4 @@
-"""What logits processors are asked where drafts run ahead: nothing but texts that come."""
+"""Logits processors with drafts: they are only asked about texts that can really occur."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DRAFTS = ("an exit", "rejection", "lookups", "stored logits")
 
 
 def drafts_of(name, model, texts):
-    """Settings of drafts, some of which know texts beforehand."""
+    """Settings of drafts, some of which know the texts beforehand."""
     if name == "lookups":
         return {"lookup": Lookup(texts)}
     if name == "stored logits":
@@ -27,7 +27,7 @@ def drafts_of(name, model, texts):
 
 
 class Trie:
-    """Allows these answers alone; asked about any other text it raises KeyError."""
+    """Allows only these answers; raises KeyError about any other text."""
 
     def __init__(self, width, answers):
         self.width, self.next = width, dict[tuple[int, ...], list[int]]()
@@ -61,12 +61,12 @@ def test_nobody_is_asked_what_follows_an_end_of_text(drafts, sample):
         drafted += out.stats.num_draft_tokens
         if not sample:
             assert torch.equal(out.sequences, model.generate(ids, **how))
-    # what the stored logits hold, the likeliest tokens, is on no branch
+    # the stored logits' most probable tokens are on no branch
     assert drafted > 0 or drafts == "stored logits"
 
 
 class OnlyThis:
-    """Passes scores on for the beginnings of one text, and raises an error about any other."""
+    """Keeps the scores along one text, and raises an error about any other."""
 
     layerskip_pure = True
 

@@ -1,4 +1,4 @@
-"""Prompt files: the forms they may take, and errors that name the line."""
+"""Prompt files: their forms, and errors that name the line."""
 
 import json
 from collections import Counter
@@ -116,7 +116,7 @@ def test_the_shipped_sample_of_spec_bench():
     counts = Counter(prompt.category for prompt in prompts)
     assert len(counts) == 9
     assert set(counts.values()) == {4}
-    # the others may not be passed on
+    # the licences of the other categories do not allow redistribution
     assert not counts.keys() & {"translation", "summarization", "qa", "rag"}
     terms = (SPEC_BENCH.parent / "README.md").read_text()
     assert all(f"`{category}`" in terms for category in counts)
@@ -124,7 +124,7 @@ def test_the_shipped_sample_of_spec_bench():
 
 
 def test_the_shipped_requests_to_copy():
-    """Each brings the text to copy from, which is most of it."""
+    """Each prompt contains the text to copy from, which is most of it."""
     prompts = read_prompts(COPYING)
     assert Counter(prompt.category for prompt in prompts) == {
         "summarise": 3,

@@ -1,4 +1,4 @@
-"""Random cases against `generate()`: whatever is drawn, the tokens are equal."""
+"""Random cases against `generate()`: the tokens are always equal."""
 
 import functools
 from collections import Counter
@@ -51,13 +51,13 @@ def model_of(family, shape, window, vocab_size=VOCABULARY):
         overrides["vocab_size_per_layer_input"] = vocab_size
         overrides["num_kv_shared_layers"] = layers // 2 if shape else 0
     if family in ("qwen2", "phi3") and "hidden_size" in overrides:
-        overrides["num_attention_heads"] = 2  # an even head width, for the rotation
+        overrides["num_attention_heads"] = 2  # rotation needs an even head width
     return lively_model(family, **overrides)
 
 
 @functools.cache
 def second_of(family, shape, window):
-    """A second model of the same vocabulary, or one that lacks a token of it."""
+    """A second model with the same vocabulary, or with one token less."""
     return near(model_of(family, shape, window, VOCABULARY - shape), 0.3)
 
 
@@ -71,7 +71,7 @@ def decoding(model, skips, **settings):
 
 @st.composite
 def skips(draw, layers, sort):
-    """Of a sort of draft: "skip", "low" or "trained"."""
+    """The skip config of a sort of draft: "skip", "low" or "trained"."""
     kind = draw(st.sampled_from([*BLOCKS, "healed"])) if sort == "trained" else None
     bits = draw(st.sampled_from([8, 4]))
     head = draw(st.sampled_from([True, False, 8, 4]))
@@ -95,7 +95,7 @@ def skips(draw, layers, sort):
             mlp=tuple(i // 2 for i in skipped if i % 2),
             low=rounded,
         )
-    if kind is not None:  # there is something to heal
+    if kind is not None:  # there must be something to heal
         assume(found.rounded(layers))
     return found, kind
 
@@ -151,7 +151,7 @@ def check(case, folder):
     fewer = {"window": (None, 1, 4, 9)[case["text"] % 4]}
     if opened.mixtures:
         fewer["experts"] = (None, 1, 2)[case["text"] % 3]
-    named = [  # not behind an exit block's exact sublayers
+    named = [  # an exit block's first sublayers must be exact
         skip if skip.trained and skip.trained.module else replace(skip, **fewer) for skip in named
     ]
     for skip in named:
@@ -184,8 +184,8 @@ def check(case, folder):
     greedy = ours(False, drafting)
     got = greedy.sequences.tolist()
     if case["model"][0] == "gemma2":
-        # padded rows of the library's own float64 decoding are NaN (see test_parity.py): each row
-        # alone, unless a processor would read its pads; those equal plain decoding in this engine
+        # Padded rows of the library's float64 decoding are NaN (see test_parity.py), so rows are alone,
+        # unless a processor reads their padding; then plain decoding is the reference.
         for row, (i, m) in enumerate(zip(ids, mask, strict=True)):
             if m.all() or not case["processors"]:
                 text = model.generate(i[m.bool()][None], do_sample=False, **how)
@@ -197,7 +197,7 @@ def check(case, folder):
     assert got == want
 
     drafting["seed"] = case["seed"]
-    if case["rejection"]:  # its text depends on the drafts, but on no way to compute them
+    if case["rejection"]:  # the text depends on the drafts, but not on how they are computed
         drafting["acceptance"] = "rejection"
         sampled, want = (ours(True, drafting | {"execution": way}) for way in ("auto", "modules"))
     else:
@@ -215,7 +215,7 @@ def check(case, folder):
 @pytest.mark.filterwarnings("ignore:the second model may have another vocabulary")
 @pytest.mark.parametrize("count", [2, *thorough(8), *slow(100)])
 def test_random_cases(count, tmp_path):
-    """So many of each kind of drafts; others every time when slow."""
+    """`count` cases of each kind of drafts; the slow test draws new ones every time."""
     torch.manual_seed(0)
     seen.clear()
     for number, drafts in enumerate(DRAFTS):
@@ -235,4 +235,4 @@ def test_random_cases(count, tmp_path):
     )
     assert 0 < accepted < drafted
     missed = [each for each in (*EVERY, *BLOCKS, "healed", False, True) if not seen[each]]
-    assert count == 2 or len(missed) <= (2 if count == 8 else 0), missed  # 96 cases may miss one
+    assert count == 2 or len(missed) <= (2 if count == 8 else 0), missed  # 96 cases may miss two

@@ -1,8 +1,8 @@
-"""Random cases of trees of drafts: whatever drafts them, the text is plain decoding's.
+"""Random cases of trees of drafts: whatever drafts, the text is that of plain decoding.
 
-A case is all that its number draws: the model, its windows and dtype, the way of its passes, rows,
-law, ends, what drafts and what beside it, the controller. In float64 greedy texts are those of
-`model.generate()`, too. StoredLogits are kept from case to case, so that much is known.
+A number determines a case: the model, its windows and dtype, the execution, rows, law, ends,
+drafts and controller. In float64, greedy texts are also those of `model.generate()`. StoredLogits
+are kept from case to case, so that many laws are known.
 """
 
 import functools
@@ -22,7 +22,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
 from layerskip.registry import CONTROLLERS
 
-VOCABULARY = 24  # so few that texts repeat some stretches
+VOCABULARY = 24  # so few that stretches of texts repeat
 NATIVE = ("llama", "gemma2", "gemma3", "gemma4", "qwen3", "phi3")
 FLAT, DEAR = CostTable(0.1, (1.0,)), CostTable(0.1, (1.0, 1.3, 1.6, 1.9))
 PASSES = (
@@ -51,13 +51,13 @@ def model_of(family, window, dtype):
 
 @functools.cache
 def laws_of(family, window, dtype):
-    """What is kept between the cases of a model; so little that old laws are dropped."""
+    """Stored logits that all cases of a model share; so few that old ones are dropped."""
     return StoredLogits(400)
 
 
 @functools.cache
 def module_of(kind, folder, family, window, dtype):
-    """An untrained module: what it says is wrong, but now and then."""
+    """An untrained module, which is right only now and then."""
     return skip_of(kind, model_of(family, window, dtype), folder)
 
 
@@ -95,7 +95,7 @@ def check(number, native, folder):
     ids = torch.where(mask.bool(), ids % (VOCABULARY - 2) + 2, 0)
     how = {"attention_mask": mask, "max_new_tokens": draw.randint(2, draw.choice((24, 24, 48)))}
     how |= {"eos_token_id": draw.choice((None, None, draw.sample(range(2, VOCABULARY), 3)))}
-    if reads := draw.random() < 0.1:  # there trees are their trunks
+    if reads := draw.random() < 0.1:  # then only the trunks of trees are drafted
         how |= draw.choice(({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}))
     sample = draw.random() < 0.6
     law = {"do_sample": sample}
@@ -121,13 +121,13 @@ def check(number, native, folder):
         else:
             low = SkipConfig.low_precision(8)
             drafting = {"skip": SkipConfig.early_exit(2) if beside == "exit" else low}
-        drafting["branches"] = draw.random() < 0.7  # second-best tokens beside its chain
+        drafting["branches"] = draw.random() < 0.7  # also second-best tokens beside its chain
     drafting["lookup"] = draw.random() < 0.3
     name = draw.choice((*("all", "growing") * 2, "fickle", "erratic", *CONTROLLERS))
     unruly = {"all": All, "growing": Growing, "fickle": Fickle, "erratic": Erratic}
     controller = unruly[name]() if name in unruly else name
     if drafting.get("branches") and name in CONTROLLERS:
-        drafting["branches"] = name == "expected-gain"  # the others have no use for it
+        drafting["branches"] = name == "expected-gain"  # others would ignore it
     out = generate(
         model,
         ids,
@@ -159,7 +159,7 @@ def check(number, native, folder):
 @pytest.mark.filterwarnings("ignore:branches has no effect with logits processors")
 @pytest.mark.parametrize("part", [0, *slow(*range(1, 21))])
 def test_random_cases(part, request, tmp_path):
-    """Twenty slow parts of 500 cases each, in all passes; by default a few, in float64."""
+    """By default a few cases in float64. The slow parts have 500 cases each, in all passes."""
     seen.clear()
     if part:
         request.getfixturevalue("built")

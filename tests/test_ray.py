@@ -1,4 +1,4 @@
-"""Files of prompts and servers on clusters of Ray that are started here."""
+"""Files of prompts, and servers, on Ray clusters that the tests start."""
 
 import json
 import os
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Ray sends no statistics, and its workers wait for nobody else on a busy machine."""
+    """Ray must not send statistics or give its workers a lower priority."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")
 
@@ -56,7 +56,7 @@ def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(g
 
 
 def workers():
-    """Processes below this one that Ray runs models in."""
+    """The processes below this one in which Ray runs models."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
     lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
     parents = {int(pid): int(parent) for pid, parent, *_ in lines}
@@ -70,7 +70,7 @@ def workers():
 
 @pytest.fixture
 def machines():
-    """The address of a cluster of two machines, both of which are this one."""
+    """The address of a cluster of two nodes, both on this machine."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -90,7 +90,7 @@ def test_each_machine_of_a_cluster_has_a_worker(given, tmp_path, machines, monke
     process = started(given, output, "--ray")
     while process.poll() is None and not (output.exists() and output.read_bytes()):
         time.sleep(0.005)
-    os.kill(workers()[0], signal.SIGKILL)  # what it had is done by another
+    os.kill(workers()[0], signal.SIGKILL)  # another worker takes over its prompts
     _, said = process.communicate()
     assert process.returncode == 0, said
     assert "Ray: machines 2, models 2," in said
@@ -118,7 +118,7 @@ def test_more_workers_than_a_cluster_has_room_for_are_refused(monkeypatch):
 
 @pytest.fixture
 def served():
-    """The address of two replicas of a server."""
+    """The address of a server with two replicas."""
     import ray
     from ray import serve
 

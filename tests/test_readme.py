@@ -1,4 +1,4 @@
-"""The README's program runs as printed, and its links lead somewhere."""
+"""The README's programs run as printed, and its links lead somewhere."""
 
 import inspect
 import json
@@ -26,8 +26,8 @@ EXAMPLE = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
 
 
 def test_the_program_runs(monkeypatch, capsys, tmp_path):
-    """With a shipped model in place of one of the Hub."""
-    monkeypatch.chdir(tmp_path)  # as with an installed wheel, outside of a checkout
+    """With a shipped model instead of one from the Hub."""
+    monkeypatch.chdir(tmp_path)  # as with an installed wheel, outside a checkout
     assert PROGRAMS[0].count(EXAMPLE) == 1
     program = PROGRAMS[0].replace(EXAMPLE, repr(str(layerskip.shipped("demo-llama"))))
     exec(compile(program, "README.md", "exec"), {})
@@ -49,7 +49,7 @@ def test_the_controller_decodes():
 
 
 def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
-    """The other program, but for the minutes of the search itself."""
+    """The program that searches, without the search itself, which would take minutes."""
     searching = search
 
     def found(*arguments, **settings):
@@ -79,7 +79,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_figures_are_those_of_records():
-    """Every ratio of README names a record; `make figures` takes records up and writes them in."""
+    """Every ratio in README names a record; `make figures` stores records and updates README."""
     stored = json.loads(figures.STORED.read_text()) if figures.STORED.exists() else {}
     _, lines = figures.told(README, stored)
     assert [line for line in lines if stored or "names no record" in line] == []

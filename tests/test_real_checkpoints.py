@@ -1,6 +1,6 @@
-"""Checkpoints that nobody trained for this: the same texts, up to near-ties, by every way.
+"""Real checkpoints: the same texts, up to near-ties, in every way to decode.
 
-They are what `make checkpoints` made in the folder `checkpoints`, and are skipped where it is not.
+`make checkpoints` puts them in the folder `checkpoints`; without them, these tests are skipped.
 """
 
 import json
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 CHATS = {"smollm2": True, "gemma3-270m": False}
 NEW_TOKENS = 32
 TEMPERATURE = 0.8
-RESOLUTION = 1e-4  # of scores, as in test_parity
+RESOLUTION = 1e-4  # of scores, as in test_parity.py
 
 
 @pytest.fixture(scope="module", params=MADE)
@@ -51,7 +51,7 @@ LEAST_LAYER = {"smollm2": 3, "gemma3-270m": 14}
 
 
 def questions(name):
-    """Three of Spec-Bench, of three categories."""
+    """Three prompts of Spec-Bench, from three categories."""
     chosen = read_prompts(SPEC_BENCH)[::12]
     return [prompt.as_chat() if CHATS[name] else prompt for prompt in chosen]
 
@@ -110,7 +110,7 @@ def test_the_gguf_beside_a_folder_says_what_the_folder_says(loaded):
     (file,) = loaded.folder.glob("*.gguf")
     packed = load(str(file))
     stored = sum(weight.bytes.nbytes for weight in stored_weights(packed.model))
-    assert stored > 0.95 * (file.stat().st_size - 12e6)  # the rest: a vocabulary, norms
+    assert stored > 0.95 * (file.stat().st_size - 12e6)  # the rest are a vocabulary and norms
     for prompt in questions(loaded.name):
         ids = encode(loaded.tokenizer, prompt)
         assert torch.equal(encode(packed.tokenizer, prompt), ids)

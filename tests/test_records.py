@@ -1,4 +1,4 @@
-"""Run files: what is read back, what is refused and in which words, and going on after a kill."""
+"""Run files: what is read back, what is refused and how, and how runs continue after a kill."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ LINES = {"HEADER": HEADER, "RECORD": RECORD | {"repeat": 1}, "SWEEP": SWEEP}
 
 
 def changed(line, **values):
-    """A copy of the line; `a__b=1` sets what lies at a.b, and `...` takes it away."""
+    """A copy of the line; `a__b=1` sets what lies at a.b, and `...` removes it."""
     line = copy.deepcopy(line)
     for name, value in values.items():
         *path, last = name.split("__")
@@ -57,11 +57,11 @@ def test_what_is_written_is_read_back(path):
     with RunWriter(path, HEADER, None) as writer:
         for line in (RECORD, SWEEP, plain):
             writer.write(line)
-            assert path.read_text().endswith(json.dumps(line) + "\n")  # at once
+            assert path.read_text().endswith(json.dumps(line) + "\n")  # written at once
     run = read_run(path)
     assert run.header == HEADER
     assert run.records == (RECORD, plain)
-    assert run.sweeps == (SWEEP,)  # what older releases wrote beside is left aside
+    assert run.sweeps == (SWEEP,)  # older releases wrote these
     assert run.whole_bytes == path.stat().st_size
 
 
@@ -171,7 +171,7 @@ def test_a_line_in_the_middle_is_never_cut_off(path):
             read(path)
 
 
-# ---- Going on ----
+# ---- Continuing ----
 
 
 def test_a_run_cut_anywhere_goes_on(path):
@@ -187,7 +187,7 @@ def test_a_run_cut_anywhere_goes_on(path):
             if length <= breaks[0]:
                 with pytest.raises(ValueError, match="there is no header"):
                     read_run(path)
-            else:  # what is whole is read, and what is not is said
+            else:  # whole lines are read, and the cut is reported
                 assert read_run(path).cut_off
                 assert read_run(path).whole_bytes == max(b for b in breaks if b < length) + 1
         found = read_unfinished(path)

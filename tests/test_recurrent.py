@@ -53,7 +53,7 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(kind):
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba", "qwen3_next"])
 @torch.no_grad()
 def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind):
-    """`ONE_BY_ONE` names those that lose their state; passes of several tokens would be wrong."""
+    """`ONE_BY_ONE` names models for which the library's passes of several tokens are wrong."""
     model, ids = model_of(kind), prompt(12)
     past = DynamicCache(config=model.config)
     name = "cache_params" if kind == "mamba" else "past_key_values"
@@ -65,7 +65,7 @@ def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind):
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
 def test_long_prompts_and_many_rejected_drafts(kind):
-    """States stay behind for more tokens than are fed again: a pass of their own catches up."""
+    """States lag behind by more tokens than are fed again, so a separate pass catches up."""
     model = small_model(kind, max_position_embeddings=2048)
     ids = prompt(600)
     want = model.generate(ids, max_new_tokens=60, do_sample=False)

@@ -1,4 +1,4 @@
-"""Values and files that are refused, and the words for it: one table."""
+"""Values and files that are refused, and the messages: one table."""
 
 import math
 from dataclasses import replace
@@ -129,4 +129,4 @@ def test_skip_configs_that_cannot_be_loaded_name_the_file_and_the_fault(tmp_path
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="cannot read skip config"):
-        SkipConfig.load(tmp_path)  # a folder
+        SkipConfig.load(tmp_path)  # it is a folder

@@ -1,4 +1,4 @@
-"""Drafts that cannot be had, trainings that cannot go on: one line, exit code 2, no half file."""
+"""Unusable drafts and trainings: one line, exit code 2, and no unfinished file."""
 
 import hashlib
 import resource
@@ -32,7 +32,7 @@ def prompts(tmp_path):
     return path
 
 
-# ---- Drafts. ----
+# ---- Drafts ----
 
 
 def trained_draft(kind, checkpoint, folder):
@@ -43,7 +43,7 @@ def trained_draft(kind, checkpoint, folder):
 
 
 def commands(checkpoint, prompts, skip):
-    """Every command that takes a skip config, with it."""
+    """Every command that takes a skip config, with this one."""
     output = prompts.parent / "output"
     return [
         ("generate", checkpoint, "--prompt", PROMPT, "--skip", skip),
@@ -85,7 +85,7 @@ def test_weights_of_another_base(checkpoint, prompts, tmp_path):
 
 
 def test_files_that_hold_something_else(checkpoint, tmp_path):
-    """Whole, as their hash says, and of no use."""
+    """The files match their hashes, but are of no use."""
     model = load(str(checkpoint)).model
     numbers = {"fuse.weight": torch.ones(3)}
     for kind, content, words in (
@@ -115,12 +115,12 @@ def test_second_models_that_cannot_draft(checkpoint, tmp_path):
     assert "at most 8 tokens" in line
 
 
-# ---- Trainings. ----
+# ---- Trainings ----
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Few texts, and a verdict that ends the command."""
+    """Few texts, and a judge that ends the command."""
     monkeypatch.setattr(data, "BATCH", 8)
     monkeypatch.setattr(features, "CHUNK", 4)
     monkeypatch.setattr(stages, "half_is_fast", lambda device: False)
@@ -137,7 +137,7 @@ def train(checkpoint, output, *flags):
 
 @contextmanager
 def room_for(nbytes):
-    """No file may grow beyond so many bytes meanwhile: writing more fails as on a full disk."""
+    """Limit the size of files, so that writing more fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""What lives beside the core: no core file imports `layerskip.research`, or names what is in it."""
+"""The research package: no core file imports `layerskip.research` or names its contents."""
 
 from pathlib import Path
 from typing import get_args
@@ -11,7 +11,7 @@ PACKAGE = Path(registry.__file__).parent
 REGISTRY = Path(registry.__file__)
 RESEARCH = [*(PACKAGE / "research").glob("*.py")]
 ROOMS = [PACKAGE, *(PACKAGE.parent / room for room in ("search", "analysis"))]
-NAMES = {REGISTRY, PACKAGE / "__init__.py"}  # which say where names live
+NAMES = {REGISTRY, PACKAGE / "__init__.py"}  # these may name them
 CORE = {path for room in ROOMS for path in room.rglob("*.py")} - {*NAMES, *RESEARCH}
 WORDS = {
     "stop rules": """"heuristic" "entropy" "classifier" "target-confidence" SVIP DISCO Heuristic
@@ -35,7 +35,7 @@ def test_no_core_file_names_what_is_research(what):
 
 
 def test_research_has_these_words():
-    """So that none passes because it is written differently."""
+    """Otherwise the test above could pass because a word is misspelt."""
     held = "\n".join(path.read_text(encoding="utf-8") for path in (REGISTRY, *RESEARCH))
     assert [word for words in WORDS.values() for word in words.split() if word not in held] == []
 

@@ -1,4 +1,4 @@
-"""Low precision: numbers, products, copies that notice changed weights, and texts that do not."""
+"""Low precision: numbers, products, copies that follow changed weights, and unchanged texts."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ EXECUTIONS = [
 ]
 
 
-# ---- Numbers. ----
+# ---- Numbers ----
 
 
 def weight_of(rows, columns, seed=0):
@@ -34,11 +34,11 @@ def weight_of(rows, columns, seed=0):
 
 
 def steps_of(weight, bits):
-    """The most that rounding may change each number by, (R, C); scales are bfloat16 numbers."""
+    """The most that rounding may change each number, (R, C); scales are bfloat16."""
     if bits == 8:  # half a step
         return weight.abs().amax(1, keepdim=True).expand_as(weight) / 127 / 2 * (1 + 2**-8 * 127)
     parts = [part.abs().amax(1, keepdim=True).expand_as(part) for part in weight.split(32, 1)]
-    return torch.cat(parts, 1) / 7 * (1 + 2**-8 * 7)  # numbers end at -8 and at 7
+    return torch.cat(parts, 1) / 7 * (1 + 2**-8 * 7)  # codes end at -8 and at 7
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_numbers_are_rounded_by_a_step_at_most_in_both_layouts(shape, bits, dtyp
     off = (wide - weight.double()).abs()
     assert (off <= steps_of(weight.double(), bits)).all()
     if shape[1] > 1:
-        assert off.max() > 0  # they are rounded
+        assert off.max() > 0  # numbers do change
     for copy in (plain, packed):
         assert copy.nbytes == rounded_bytes(weight, bits, packed=copy.packed)
 
 
 def test_a_large_weight_is_rounded_as_its_parts_are():
-    """It is rounded in chunks."""
+    """Large weights are rounded in chunks."""
     weight = weight_of(80, 1 << 15)
     for bits, packed in product(BITS, (False, True)):
         whole = rounded(weight, bits, packed=packed)
@@ -84,11 +84,11 @@ def test_products_with_weights_as_they_are_widened(bits, dtype):
         assert ((got - want).abs() <= bound * size).all()
 
 
-# ---- Native products: the same rounding in float64. ----
+# ---- Native products: the same rounding in float64 ----
 
 
 def rounded_inputs(x):
-    """Inputs (n, C) as native products round them, 64 at a time."""
+    """Inputs (n, C) rounded as in native products, 64 at a time."""
     made = []
     for part in x.float().split(64, -1):
         most = part.abs().amax(-1, keepdim=True)  # (n, 1)
@@ -103,7 +103,7 @@ def native_matrix(copy, bias):
 
 
 def native_head(copy, bias, size, signs):
-    """A native product of inputs `signs * size` (n, C): what a norm makes of signs, exactly."""
+    """A native product of inputs `signs * size` (n, C), which a norm makes exactly from signs."""
     module = extension.extension()
     plan, matrix = module.Plan(), native_matrix(copy, bias)
     head = plan.add("head", before=module.Norm(size, 0.0, "llama"), inputs=[matrix])
@@ -136,7 +136,7 @@ def test_native_products_of_integers(built, bits, dtype, threads):
             bound = 2e-6 if dtype is torch.float32 else 2**-8
             all_of_them = native_head(copy, bias, size, signs)
             assert ((all_of_them - want).abs() <= bound * scale).all()
-            for count in range(1, 20):  # a token's numbers do not depend on those beside it
+            for count in range(1, 20):  # other tokens do not change a token's numbers
                 got = native_head(copy, bias, size, signs[:count])
                 assert torch.equal(got, all_of_them[:count])
             inputs = (signs.to(dtype) * size)[None]  # (1, n, C)
@@ -147,7 +147,7 @@ def test_native_products_of_integers(built, bits, dtype, threads):
             finer = max(finer, ((exact - want).abs() - bound * scale).max().item())
     finally:
         torch.set_num_threads(before)
-    assert dtype is torch.bfloat16 or finer > 0  # inputs that are not rounded would be seen
+    assert dtype is torch.bfloat16 or finer > 0  # unrounded inputs would differ
 
 
 def test_inputs_of_zeros_and_of_few_large_numbers(built):
@@ -174,7 +174,7 @@ def test_matrices_that_are_not_packed_are_refused(built):
         module.Matrix(copy.numbers, None, None, **how)
 
 
-# ---- Sublayers and heads. ----
+# ---- Sublayers and heads ----
 
 
 def lowered(model, execution, bits):
@@ -208,10 +208,10 @@ OFF = 0.03
     ],
 )
 def test_native_sublayers_round_inputs_too(built, family, bits, dtype):
-    """Of sublayers that add little: what is compared are their own outputs, not the residual."""
-    # of Phi 3, which has gate and up in one, `up` begins with no block
+    """The sublayers add little to the residual, so their own outputs are compared."""
+    # Phi 3 has gate and up in one matrix; with this width, `up` does not start at a block
     width = {"intermediate_size": 40} if family == "phi3" else {}
-    width |= {"hidden_size": 64} if family == "gemma4" else {}  # few inputs leave much to chance
+    width |= {"hidden_size": 64} if family == "gemma4" else {}  # results from few inputs vary more
     model = tiny(family, dtype=dtype, **width)
     opened = [lowered(model, execution, bits) for execution in ("fused", "native")]
     off = [
@@ -237,7 +237,7 @@ def test_drafts_run_what_they_are_asked_to(execution, bits):
     low = LowPrecision(bits=bits, attention=(3,), mlp=(2, 4), head=False)
     skip = SkipConfig(attention=(4,), low=low)
     blocks = opened.weights.blocks(skip)
-    assert len(blocks) == 12 - 1 - 5 + 1  # without the prefix and what is left out, and the head
+    assert len(blocks) == 12 - 1 - 5 + 1  # all but the prefix and the skipped one, with the head
     kept = [index for index in range(5, 12) if index != 8]
     same = [block is opened.blocks[index] for block, index in zip(blocks, kept, strict=False)]
     assert same == [index not in (5, 6, 9) for index in kept]
@@ -253,11 +253,11 @@ def test_drafts_run_what_they_are_asked_to(execution, bits):
     assert some.abs().max() < 1e-5 * whole.abs().max()
 
 
-# ---- Copies. ----
+# ---- Copies ----
 
 
 def _merged(weight):
-    """As adapters are merged."""
+    """Change a weight as merging an adapter does."""
     generator = torch.Generator().manual_seed(0)
     down, up = (torch.randn(n, 2, generator=generator) for n in weight.shape)
     weight.data += 0.1 * down @ up.T
@@ -269,7 +269,7 @@ def _merged(weight):
     [
         lambda weight: weight.mul_(1.5),
         lambda weight: setattr(weight, "data", weight.data.clone() * 1.5),
-        lambda weight: weight.data.copy_(weight.data.flip(0)),  # as loaded anew
+        lambda weight: weight.data.copy_(weight.data.flip(0)),  # as loading does
         _merged,
     ],
     ids=["multiplied", "replaced", "loaded", "merged"],
@@ -307,7 +307,7 @@ def test_a_replaced_parameter_and_another_dtype_are_noticed():
         linear.weight.view(-1)[:1] = float("nan")
     assert copies_of(model).of(linear.weight, 8) is not first
     first = copies.of(linear.weight, 8)
-    assert copies_of(model).of(linear.weight, 8) is first  # NaN is as it was
+    assert copies_of(model).of(linear.weight, 8) is first  # a NaN does not count as a change
     linear.weight = nn.Parameter(linear.weight.data.clone())
     second = copies_of(model).of(linear.weight, 8)
     assert second is not first
@@ -336,11 +336,11 @@ def test_memory_is_told_and_shared(execution, bits):
     assert few.weights.nbytes(SkipConfig.low_precision(bits)) == told - whole + head
 
 
-# ---- Modules that are not plain. ----
+# ---- Modules that are not plain ----
 
 
 class Quantised(nn.Linear):
-    """Not a plain linear."""
+    """A linear layer that is not plain."""
 
 
 @torch.no_grad()
@@ -381,11 +381,11 @@ def test_a_forward_of_its_own_is_refused_by_name():
         del module.forward
 
 
-# ---- Texts. ----
+# ---- Texts ----
 
 
 def test_drafts_in_low_precision_are_mostly_right_and_leave_the_model_alone():
-    """That texts do not depend on them: in `test_every_kind.py` and `test_random_cases.py`."""
+    """`test_every_kind.py` and `test_random_cases.py` test that texts do not depend on drafts."""
     model = lively_model("llama")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names = [sorted(vars(module)) for module in model.modules()]

@@ -1,4 +1,4 @@
-"""`layerskip run`: a row for each prompt, once, whatever ended the runs before."""
+"""`layerskip run`: one row for each prompt, however earlier runs ended."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_
         assert (row["prompt_tokens"], row["new_tokens"]) == (ids.shape[1], len(tokens))
         assert (row["seed"], row["finish_reason"]) == (5 + number, "length")
     assert sum(row["drafted"] for row in rows(whole).values()) > 0
-    for index, count in enumerate((5, 9)):  # one file, one shard after the other
+    for index, count in enumerate((5, 9)):  # both shards append to one file
         assert run(given, parts, *SAMPLED, "--shard", f"{index}/2").exit_code == 0
         assert len(rows(parts)) == count
     assert settled(parts) == settled(whole)
@@ -123,7 +123,7 @@ def test_texts_are_kept_to_grammars_their_own_first(given, tmp_path):
 
 
 def test_batch_files_of_openai_are_answered_in_their_shape(given, tmp_path):
-    """Flags say what a line does not; an error is a row."""
+    """Flags apply where a line sets nothing; errors become rows."""
     output, plain = tmp_path / "out", tmp_path / "plain"
     text = {"prompt": "def f(x):", "model": "any"}
     bodies = [
@@ -194,11 +194,11 @@ def row_of(id_, text="", **more):
 
 
 class TestParts:
-    """What several processes write into one file."""
+    """Several processes that write into one file."""
 
     def test_they_add_to_it_and_keep_others_away(self, tmp_path):
         output = tmp_path / "out"
-        output.write_text(json.dumps(row_of("a")) + "\n" + '{"id": "b')  # what a kill has left
+        output.write_text(json.dumps(row_of("a")) + "\n" + '{"id": "b')  # cut off by a kill
         with open_answers(output, {}, (0, 2)) as first, open_answers(output, {}, (1, 2)) as second:
             first.add(row_of("b"))
             second.add(row_of("c"))
@@ -211,7 +211,7 @@ class TestParts:
                     pass
         assert list(rows(output)) == ["a", "b", "c", "d"]
         assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.lock"}
-        (tmp_path / ".out.4-of-9.lock").touch()  # of a killed process
+        (tmp_path / ".out.4-of-9.lock").touch()  # left by a killed process
         with open_answers(output, {}) as answers:
             assert answers.done == {"a", "b", "c", "d"}
         assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.lock"}
@@ -289,7 +289,7 @@ def test_processes_of_torchrun_write_the_file_of_one(given, tmp_path):
     assert run(given, whole, *SAMPLED).exit_code == 1
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
     command += ["layerskip", "run", "demo-llama", str(given), "--output", str(output)]
-    # an error ends none of the processes
+    # torchrun would kill the other processes if one failed
     done = subprocess.run([*command, *FLAGS, *SAMPLED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "1 prompts failed" in done.stderr
@@ -339,7 +339,7 @@ def test_twenty_kills_at_any_moment_lose_nothing(given, tmp_path):
             ):
                 time.sleep(0.001)
             time.sleep(draw.random() / 50)
-        else:  # while it begins
+        else:  # while it starts
             time.sleep(draw.random() * 6)
         assert process.poll() is None
         process.kill()

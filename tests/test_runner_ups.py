@@ -1,4 +1,4 @@
-"""Second-best tokens verified beside a chain: how they are ranked, which ones pay, and the text."""
+"""Second-best tokens verified beside a chain: their ranks, which ones pay, and the text."""
 
 import random
 from dataclasses import replace
@@ -49,7 +49,7 @@ def decoded(skip, controller=None, **more):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("skip", SKIPS)
 def test_texts_are_the_targets(family, skip):
-    """Rows end their chains apart; behind a shared prefix some of them stay chains."""
+    """Rows end their chains at different steps; behind a shared prefix some stay chains."""
     trees = 0
     for execution, sample, rows in (("modules", False, 1), ("fused", True, 3)):
         how = {"family": family, "execution": execution, "do_sample": sample}
@@ -61,7 +61,7 @@ def test_texts_are_the_targets(family, skip):
 
 
 def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch):
-    """Negative control: its noise is that of its depth."""
+    """Negative control: the noise of a node is that of its depth, not of its number."""
     plain = decoded(None)
     monkeypatch.setattr(live_target, "depths", lambda parents: [*range(len(parents) + 1)])
     wrong = decoded(SKIPS["no prefix"], Growing(1))
@@ -70,7 +70,7 @@ def test_a_node_judged_by_the_noise_of_its_number_is_seen(monkeypatch):
 
 @pytest.mark.thorough
 def test_second_tokens_are_right_where_first_ones_are_not(monkeypatch):
-    """The negative control: ranked by another place's noise they seldom are; the text stays."""
+    """Negative control: ranked with another position's noise, they are right half as often."""
 
     def share():
         controller = Growing(2)
@@ -127,7 +127,7 @@ def test_native_texts_are_the_targets(built, dtype):
 def test_native_draws_rank_the_best_tokens_as_torch_does(built, sample):
     law = Law([TemperatureLogitsWarper(0.7)] if sample else [], do_sample=sample, rows=1)
     raw = torch.randn(3, 3000, generator=torch.Generator().manual_seed(2))
-    raw[1, 4:] = -torch.inf  # fewer tokens than are asked for
+    raw[1, 4:] = -torch.inf  # fewer tokens than requested
     found = []
     for native in (None, extension.extension().drawn):
         draws = Draws(law, seated([7], [4], [[5]], 4), native=native)
@@ -147,7 +147,7 @@ def test_laws_that_read_the_text_and_the_rejection_rule_get_chains(more):
 
 
 def places(everywhere=False):
-    """What a draft says of three places, one behind the other."""
+    """A draft's tokens and chances at three consecutive places."""
     said = [
         Place(0.5, (5, 6), (0.5, 0.38)),
         Place(0.5, (7, 8), (0.8, 0.2)),
@@ -187,7 +187,7 @@ def test_chances_of_later_tokens_are_learnt_by_confidence_and_rank():
 
 
 def test_as_many_tokens_are_verified_as_pay():
-    """One more where its chance, of all rows, exceeds what it costs all of them."""
+    """A node is added if its chances in all rows exceed its cost for all rows."""
 
     def width(price, chances, rows=1):
         table = CostTable(0.1, tuple(1.0 + price * n for n in range(20)))
@@ -204,7 +204,7 @@ def test_as_many_tokens_are_verified_as_pay():
     assert width(0.1, [0.5, 0.3, 0.02]) == 3
     assert width(0.2, [0.5, 0.2, 0.02]) == 2
     assert width(0.3, [0.2]) == 1
-    assert width(0.2, [0.5, 0.45], rows=3) == 1  # the others wait
+    assert width(0.2, [0.5, 0.45], rows=3) == 1  # the other rows would wait
 
 
 def test_other_controllers_say_that_branches_have_no_effect():

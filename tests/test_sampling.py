@@ -1,7 +1,7 @@
-"""StoredLogits, noise and accept rules: what is drawn follows the target's law, at stated levels.
+"""Noise and accept rules: what is drawn follows the target's law, at stated levels.
 
-Seeds are fixed, so that every test is repeatable; levels say how rarely a right sampler would fail
-with another seed.
+Seeds are fixed, so every test is repeatable. The levels say how rarely a correct sampler would
+fail with other seeds.
 """
 
 import math
@@ -46,11 +46,11 @@ laws = st.one_of(weights, st.integers(0, 4).map(lambda i: [float(i == j) for j i
 )
 
 
-# ---- The rejection rule, algebraically. ----
+# ---- The rejection rule, algebraically ----
 
 
 def emitted_law(p, q):
-    """The law of what draft, accept test and correction emit together."""
+    """The law of the tokens that draft, accept test and correction emit together."""
     kept = q * acceptance_probability(p, q)
     return kept + (1 - kept.sum(-1, keepdim=True)) * residual(p, q)
 
@@ -63,7 +63,7 @@ def test_rejection_emits_the_targets_law(p, q):
 
 @given(p=laws, token=st.integers(0, 4))
 def test_rejection_of_one_hot_and_of_equal_drafts(p, token):
-    """Prompt lookup drafts without a law of its own; of an equal draft everything is accepted."""
+    """As for prompt lookup, whose law is one-hot; an equal draft is always accepted."""
     q = torch.zeros(5, dtype=p.dtype)
     q[token] = 1
     assert (q * acceptance_probability(p, q)).sum() == p[token]
@@ -73,7 +73,7 @@ def test_rejection_of_one_hot_and_of_equal_drafts(p, token):
 
 @given(p=laws, q=laws)
 def test_acceptance_is_one_less_total_variation(p, q):
-    """Of a disjoint draft nothing is accepted, and the residual is the target."""
+    """If the laws are disjoint, nothing is accepted and the residual is the target."""
     distance = (p - q).abs().sum() / 2
     accepted = (q * acceptance_probability(p, q)).sum()
     torch.testing.assert_close(accepted, 1 - distance)
@@ -95,14 +95,14 @@ def test_known_mistakes_do_not_emit_the_targets_law(monkeypatch):
             assert (emitted_law(p, q) - p).abs().max() > 0.05
 
 
-# ---- The largest score, and how far it is ahead. ----
+# ---- The largest score and its margin ----
 
 
 @pytest.mark.parametrize("size", [7, 2048, 49_152, 262_144])
 def test_the_largest_score_is_ahead_of_the_second_best_by_its_margin(size):
     scores = 2 * torch.randn(7, size, generator=torch.Generator().manual_seed(size))
-    scores[1, [3, size - 2]] = 20.0  # equal, and far apart
-    scores[2, [size // 2, size // 2 + 1]] = torch.tensor([20.0, 19.5])  # side by side
+    scores[1, [3, size - 2]] = 20.0  # equal, far apart
+    scores[2, [size // 2, size // 2 + 1]] = torch.tensor([20.0, 19.5])  # adjacent
     scores[3] = float("-inf")
     scores[4, 1:] = float("-inf")
     scores[5, size - 1] = float("nan")
@@ -117,7 +117,7 @@ def test_the_largest_score_is_ahead_of_the_second_best_by_its_margin(size):
     assert margins[4] == 1
 
 
-# ---- Noise. ----
+# ---- Noise ----
 
 KEYS = [stream_key(seed, row) for seed in range(40) for row in range(5)]
 
@@ -133,7 +133,7 @@ def test_noise_is_standard_gumbel_and_its_uniforms_uniform():
 
 
 def test_noise_is_finite_and_its_tail_is_fine_at_any_size():
-    """The winner of a large vocabulary lies in the upper tail: P(largest <= x) = exp(-V e^-x)."""
+    """The winner of a large vocabulary is in the upper tail: P(largest <= x) = exp(-V e^-x)."""
     size = 60_000
     noise = gumbel_noise(KEYS, [0] * 200, size)
     assert noise.dtype == torch.float32
@@ -173,14 +173,14 @@ def test_noise_is_independent_across_what_names_it(one, other):
 
 
 def test_noise_is_the_same_today_as_ever():
-    """A seed's text must not change between versions."""
+    """The text of a seed must not change between versions."""
     noise = gumbel_noise([stream_key(0)], [1], 4)[0]
     ever = torch.tensor([-0.0548966, 0.7982703, -0.8432406, -0.6967998])
     torch.testing.assert_close(noise, ever, rtol=0, atol=1e-5)
 
 
 def earlier_noise(key, position, purpose, vocabulary):
-    """The noise of one row (V,) as the first versions made it, whole and by itself."""
+    """The noise of one row (V,), made in one piece, as in the first versions."""
 
     def mixed(x):  # splitmix64
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -200,7 +200,7 @@ def earlier_noise(key, position, purpose, vocabulary):
 @pytest.mark.parametrize("vocabulary", [1, 5, 97, 2047, 49_152, 262_144])
 @pytest.mark.parametrize("purpose", [TARGET, DRAFT])
 def test_noise_is_bit_by_bit_what_it_was(vocabulary, purpose):
-    """However many rows and places are made at once, and in whatever tiles."""
+    """However many rows and positions are made at once, and in whatever tiles."""
     keys = [stream_key(seed, row) for seed in (0, 7, 2**40) for row in range(2)]
     places = [0, 1, 5, 131_071, 40, 7]
     noise = gumbel_noise(keys, places, vocabulary, purpose=purpose)  # (6, V)
@@ -208,7 +208,7 @@ def test_noise_is_bit_by_bit_what_it_was(vocabulary, purpose):
         assert torch.equal(row, earlier_noise(key, place, purpose, vocabulary))
 
 
-# ---- Coupled draws. ----
+# ---- Coupled draws ----
 
 
 def coupled_draws(scores, count):
@@ -229,7 +229,7 @@ def test_coupled_draws_follow_the_law():
 
 @pytest.mark.parametrize("shift", [0.0, 0.3, 1.0, 3.0])
 def test_coupled_acceptance_reaches_its_bound(shift):
-    """At least (1 - TV) / (1 + TV), up to five standard errors; never above 1 - TV either."""
+    """At least (1 - TV) / (1 + TV) and at most 1 - TV, up to five standard errors."""
     generator = torch.Generator().manual_seed(1)
     count = 20_000
     target = torch.randn(50, generator=generator)
@@ -241,17 +241,17 @@ def test_coupled_acceptance_reaches_its_bound(shift):
     assert bound - error <= agreed <= 1 - distance + error
 
 
-# ---- Laws. ----
+# ---- Laws ----
 
 
 def test_law_of_a_processor_is_asked_with_the_rows_own_history():
-    """Also where rows stand at different lengths, and each row at its own number."""
+    """Rows may have different lengths, and each keeps its row number."""
     calls = []
 
     @pure
     def watch(ids, scores):
         calls.append(ids.tolist())
-        scores = scores + torch.arange(len(ids))[:, None] * 100  # what a row number would do
+        scores = scores + torch.arange(len(ids))[:, None] * 100  # the effect of a row number
         return scores + ids.sum(-1, keepdim=True)
 
     law = Law([watch], do_sample=True, rows=3)
@@ -281,7 +281,7 @@ def test_law_is_float32_and_leaves_the_logits_alone():
 @pytest.mark.parametrize("p", [0.0, 0.5, 0.9, 0.95, 0.999, 1.0])
 @pytest.mark.parametrize("spread", [0.2, 1.0, 3.0, 8.0], ids=lambda spread: f"spread {spread}")
 def test_top_p_of_a_large_vocabulary_is_the_librarys(spread, p):
-    """Also after top-k, which leaves -inf, with a smallest number of tokens, and for odd rows."""
+    """Also after top-k, which leaves -inf, with a minimum number of tokens, and for odd rows."""
     generator = torch.Generator().manual_seed(int(10 * spread))
     scores = spread * torch.randn(6, 20_011, generator=generator)  # (N, V)
     scores[1] = TopKLogitsWarper(30)(None, scores[1:2])[0]
@@ -298,7 +298,7 @@ def test_top_p_of_a_large_vocabulary_is_the_librarys(spread, p):
 
 
 def test_top_p_keeps_the_same_scores_where_some_are_equal():
-    """Which of the equal tokens at the cut stay is the library's sort's choice."""
+    """Which of several equal tokens are cut is decided by the library's sort."""
     scores = (2 * torch.randn(3, 20_000, generator=torch.Generator().manual_seed(0))).round()
     warper = TopPLogitsWarper(0.95)
     law = Law([warper], do_sample=True, rows=1)
@@ -307,7 +307,7 @@ def test_top_p_keeps_the_same_scores_where_some_are_equal():
 
 
 class Automaton(LogitsProcessor):
-    """A processor of a user's that goes on by a state with every call."""
+    """A user's processor whose state changes with every call."""
 
     calls = 0
 
@@ -328,7 +328,7 @@ TemperatureImpostor.__name__ = TemperatureImpostor.__qualname__ = "TemperatureLo
 
 
 def test_processors_that_do_not_say_that_they_keep_no_state_are_refused():
-    """Known ones by their class: neither a name nor a base class is a promise."""
+    """The library's processors are known by class: neither a name nor a base class is enough."""
     for processor in (Automaton(), TemperatureImpostor(0.8), lambda ids, scores: scores):
         with pytest.raises(ValueError, match="layerskip_pure = True"):
             Law([processor], do_sample=True, rows=1)
@@ -357,7 +357,7 @@ def test_every_processor_of_the_library_is_known_or_refused():
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_processors_of_the_library_are_asked_once_for_every_position(rows, spied):
-    """And not once for every row and length: ragged rows hardly have two of a length."""
+    """Not once for every row and length: ragged rows seldom share a length."""
     asked = spied(
         RepetitionPenaltyLogitsProcessor, "__call__", lambda _, ids, __: [ids.shape[1]] * len(ids)
     )
@@ -375,11 +375,11 @@ def test_processors_of_the_library_are_asked_once_for_every_position(rows, spied
     )
 
 
-# ---- End to end: the law of whole texts, enumerated through the model itself. ----
+# ---- Blocks of noise ----
 
 
 def test_rows_and_places_are_made_together_and_memory_is_bounded(monkeypatch):
-    """Eight rows at their own pace: few calls, and never more than a few blocks held."""
+    """Eight rows at different speeds take few calls, and hold only a few blocks."""
     size, rows = 2**15, 8
     calls, stores = [], []
 
@@ -405,7 +405,7 @@ def test_rows_and_places_are_made_together_and_memory_is_bounded(monkeypatch):
 
 
 def test_noise_made_in_blocks_is_the_same_noise():
-    """Whatever is asked in whatever order, for several rows, and whatever was forgotten."""
+    """Whatever the order of positions and rows, and whatever was forgotten."""
     blocks = NoiseBlocks()
     keys = [stream_key(0), stream_key(1)]
     scores = torch.zeros(2, 2047)

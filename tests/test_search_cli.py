@@ -1,4 +1,4 @@
-"""`layerskip search`: its files, going on after any end, workers, and one line for bad input."""
+"""`layerskip search`: its files, continuing after any end, workers, and bad input in one line."""
 
 import csv
 import json
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory):
-    """Nine prompts: three are held out, six traced."""
+    """Nine prompts, of which three are held out and six are traced."""
     return words(tmp_path_factory.mktemp("prompts") / "prompts.txt", 9)
 
 
@@ -58,7 +58,7 @@ def words(path, count, length=6):
 
 
 def fast(patch, **more):
-    """Costs made up: what takes time, and is tested elsewhere."""
+    """Replace timed costs, which take long and are tested elsewhere."""
 
     def measured(model, *_, low, **__):
         return COST | more | low_facts(low) | {"place": machine(model)}
@@ -80,7 +80,7 @@ def flags(folder, prompts, output, *more):
 
 @pytest.fixture(scope="session")
 def found(folder, prompts, tmp_path_factory):
-    """The folder and the result of a search of 12 trials, timed and with its report."""
+    """The folder and the result of a search of 12 trials, with timed finalists and a report."""
     output = tmp_path_factory.mktemp("found") / "deeper" / "out"
     with pytest.MonkeyPatch.context() as patch:
         fast(patch)
@@ -197,7 +197,7 @@ def test_a_database_is_shared_between_folders(tmp_path, searched):
 
 
 def test_skip_configs_of_ones_own_are_tried_first(tmp_path, searched):
-    """Also where two files have one name."""
+    """Even if two files have the same name."""
     paths = [tmp_path / name / "skip.json" for name in ("a", "b")]
     for layer, path in enumerate(paths, 2):
         path.parent.mkdir()
@@ -228,7 +228,7 @@ def test_a_search_around_healed_weights(folder, prompts, tmp_path, searched, mon
 
 @pytest.mark.thorough
 def test_samplers_and_spaces_by_name(searched, tmp_path):
-    """A study that one sampler began, another goes on with."""
+    """A study may continue with another sampler."""
     for sampler, trials_asked in (("random", 12), ("tpe", 14), ("ours", 15)):
         named = ("--sampler", sampler, "--space", "sublayer,vocabulary")
         result = searched(*named, "--trials", trials_asked)
@@ -243,7 +243,7 @@ def test_samplers_and_spaces_by_name(searched, tmp_path):
 
 
 def test_time_over(tmp_path, searched, monkeypatch):
-    """A search without a trial has all its files, and a report."""
+    """A search without trials writes all its files, and a report."""
     monkeypatch.undo()
     fast(monkeypatch)
     result = searched("--timeout", 1e-6, "--json")
@@ -256,7 +256,7 @@ def test_time_over(tmp_path, searched, monkeypatch):
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then(searched, capsys):
-    """One where a stage begins, and one every half minute; a short command says nothing."""
+    """One line when a stage begins, then one every half minute. Short commands print none."""
     seconds = 0.0
     talk = Talk(quiet=False, now=lambda: seconds)
     told = []
@@ -325,7 +325,7 @@ def check_shared(output, asked):
 
 
 def workers_in(log):
-    """Who took part, by a journal."""
+    """The workers that a journal names."""
     text = log.read_bytes() if log.exists() else b""
     return {line.partition(b'"worker_id":"')[2][:36].decode() for line in text.splitlines()} - {""}
 
@@ -335,13 +335,13 @@ def finished_in(log):
 
 
 def alive(session):
-    """Processes of a session that are no zombies."""
+    """The processes of a session, without zombies."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, own = stat.read_text().rpartition(") ")[2].split()[:4]
         except (OSError, ValueError):
-            continue  # gone meanwhile
+            continue  # it has ended
         if int(own) == session and state != "Z":
             found.append(int(stat.parent.name))
     return found
@@ -369,7 +369,7 @@ def test_a_large_model_is_tried_on_fewer_positions(weights, positions):
 
 
 def test_positions_that_are_asked_for(searched, tmp_path):
-    """Whole texts of them; by default all six, as the model is small."""
+    """Positions come in whole texts. By default all six are traced, as the model is small."""
     result = searched("--trials", 1, "--positions", 30, "--space", "exit", "--allow-ends")
     assert warned(result) == ["--allow-ends has no effect with --space exit"]
     assert read_search(tmp_path / "out" / "search.json")["trace"]["texts"] == 2
@@ -377,9 +377,9 @@ def test_positions_that_are_asked_for(searched, tmp_path):
 
 @pytest.fixture
 def begun(folder, tmp_path):
-    """A folder whose study knows its costs, and a command that goes on with it for a while."""
+    """A folder whose study knows its costs, and a command that continues it for a while."""
     output = tmp_path / "out"
-    many = words(tmp_path / "many.txt", 300)  # for workers to begin
+    many = words(tmp_path / "many.txt", 300)  # enough to keep workers busy
     more = ("--no-confirm", "--space", "layer,lookup", "--trials", 31, "--quiet")
     more += ("--positions", 99999)
     command = flags(folder, many, output, *more, "--threads", 3)
@@ -392,7 +392,7 @@ def begun(folder, tmp_path):
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_lock_that_complains_of_ctrl_c(folder, prompts, tmp_path, monkeypatch, interrupted):
-    """Optuna's file lock raises another error where Ctrl-C comes while it is released."""
+    """Optuna's file lock raises another error if Ctrl-C comes while it is released."""
 
     def broken(*_, **__):
         try:
@@ -415,7 +415,7 @@ def test_workers_end_with_their_parent(begun, ending):
     child = process(*command, "--workers", 3, start_new_session=True)
     try:
         wait_for(lambda: len(workers_in(log)) >= 2, child)
-        if ending == "terminal":  # Ctrl-C reaches all of them
+        if ending == "terminal":  # on a terminal, Ctrl-C reaches all processes
             os.killpg(child.pid, signal.SIGINT)
         else:
             child.send_signal(signal.SIGKILL)
@@ -432,7 +432,7 @@ def test_workers_end_with_their_parent(begun, ending):
         assert child.returncode == 130
         assert err.strip() == "layerskip: interrupted"
     assert finished_in(log) >= told
-    # the same command goes on to its end: every config of the space once
+    # the same command continues to the end: every config of the space once
     assert run(*command).exit_code == 0
     check_shared(output, 31)
     assert partial(output) == []
@@ -486,7 +486,7 @@ def test_a_storage_that_cannot_be_opened(folder, prompts, tmp_path):
 
 
 def test_passwords_are_shown_nowhere(tmp_path, searched, monkeypatch):
-    """Neither where a database is reached: one that takes any URL stands in for it."""
+    """Also of databases; a journal stands in for one here."""
     url = "postgresql://me:hunter2@host/db"
     argv = ["layerskip", "search", "--storage", url]
     monkeypatch.setattr("sys.argv", argv)

@@ -1,4 +1,4 @@
-"""What a set is worth: against drafts counted one by one and priced by the cost record's parts."""
+"""What a set is worth: against drafts counted one by one and prices added up by parts."""
 
 import math
 import random
@@ -48,7 +48,7 @@ def traced(case):
 
 
 def drawn(count, seed=0):
-    """Random sets, large and small, an early exit among them."""
+    """Random sets, small and large, and an early exit."""
     draw = random.Random(seed)
     sizes = [draw.choice([1, 1, 2, 3, 5, 6, 9]) for _ in range(count)]
     return [SPACE.exit_mask(4), *(sum(1 << i for i in draw.sample(range(12), n)) for n in sizes)]
@@ -56,7 +56,7 @@ def drawn(count, seed=0):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_value_is_that_of_the_best_fixed_length(case):
-    """By whole replays; tokens behind the second are right as often as it is."""
+    """By whole replays. Tokens after the second are assumed to be right as often as the second."""
     objective = Objective(traced(case), SPACE, MACHINES["reads weights"])
     assert sum(map(len, objective.parts)) == traced(case).starts
     for mask in drawn(4):
@@ -76,7 +76,7 @@ def test_a_value_is_that_of_the_best_fixed_length(case):
 
 
 def of_the_second(whole, objective):
-    """Share of right second tokens behind right first ones, where trials follow both."""
+    """The share of right second tokens after right first ones, where trials follow both."""
     numbers = {
         (start[0].number, start[1]): number for number, start in enumerate(all_starts(whole.trace))
     }
@@ -120,7 +120,7 @@ def test_sets_that_begin_alike_are_run_from_where_they_part(case, monkeypatch):
         counts.append(len(blocks))
         return run(self, hidden, step, blocks)
 
-    trace = replace(traced(case))  # a copy that remembers nothing yet
+    trace = replace(traced(case))  # a copy without remembered states
     backend = type(trace.model.backend)
     run = backend.run
     monkeypatch.setattr(backend, "run", counted)
@@ -132,7 +132,7 @@ def test_sets_that_begin_alike_are_run_from_where_they_part(case, monkeypatch):
         assert torch.equal(follow(trace, skip, 2), alone)
         ran.append(sum(counts))
     assert ran[3] < ran[1] < ran[0]
-    monkeypatch.setattr("layerskip.replay.beginnings.LIMIT", 1)  # nothing stays
+    monkeypatch.setattr("layerskip.replay.beginnings.LIMIT", 1)  # remembers nothing
     skip = SPACE.skip_config(1 << 1 | 1 << 7)
     assert torch.equal(follow(trace, skip, 2), follow(replace(trace), skip, 2))
     assert len(trace.beginnings._kept) <= 1
@@ -161,7 +161,7 @@ RECORDS = {
 
 
 def part_by_part(record, skip, size, context):
-    """Seconds of a plain step and a draft step, and of passes over 1, 2, ... tokens."""
+    """Seconds of a plain step, of a draft step, and of passes over 1, 2, ... tokens."""
 
     def pairs(first, second):
         return [seconds for pair in zip(first, second, strict=True) for seconds in pair]
@@ -190,7 +190,7 @@ def part_by_part(record, skip, size, context):
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_sets_are_priced_by_the_parts_that_they_run(name):
-    """Low precision, experts, windows and draft vocabularies among them."""
+    """With low precision, experts, windows and draft vocabularies."""
     record = RECORDS[name] | LOW | {"vocabulary": 97}
     record |= {"experts": {"1": [0.6, 0.5, 0.4, 0.6, 0.5, 0.7], "2": [0.8] * 6}}
     space = Space(
@@ -217,7 +217,7 @@ def test_sets_are_priced_by_the_parts_that_they_run(name):
         assert (table.draft, table.verify) == (c, tuple(passes))
 
 
-# ---- Controllers and lookups. ----
+# ---- Controllers and lookups ----
 
 
 def test_expected_gain_is_taken_within_the_tolerance():
@@ -232,7 +232,7 @@ def test_expected_gain_is_taken_within_the_tolerance():
 
 
 def by_hand(whole, length, costs):
-    """Speedup of a fixed draft length: texts walked round by round."""
+    """The speedup of a fixed draft length, from texts walked round by round."""
     spent = 0.0
     for text, rows in zip(whole.trace.texts, whole.texts, strict=True):
         place, matched = 0, whole.matches[rows].tolist()
@@ -264,7 +264,7 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
         assert names == {"fixed", "confidence", "adaptive-threshold", "expected-gain"}
         assert [way.decoding for way in ways[:-1]] == finalists.controllers(8)
         assert ways[-1].decoding == replace(ways[-2].decoding, lookup=True)
-        if case != "rejection":  # whose drafts are drawn for themselves
+        if case != "rejection":  # each of its lengths draws its own drafts
             for way in ways[:3]:
                 length = way.decoding.max_draft_length or 0
                 assert way.speedup == pytest.approx(by_hand(drafts, length, costs))
@@ -282,11 +282,11 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
     assert taken >= {0, 1}
 
 
-# ---- Draft vocabularies. ----
+# ---- Draft vocabularies ----
 
 
 def test_a_text_does_not_rank_its_own_tokens():
-    """Each is drafted with what the others rank first; the final config has the ranks of all."""
+    """It is drafted with the ranking of the other texts. The final config uses all texts."""
     space = replace(SPACE, vocabularies=(24, 6))
     objective = Objective(traced("coupled"), space, MACHINES["trimmed heads"])
     trace = objective.trace

@@ -1,4 +1,4 @@
-"""A search from Python, end to end on live models: what it finds, keeps, refuses and leaves."""
+"""A search from Python, end to end on live models: what it finds, keeps and refuses."""
 
 import json
 import tempfile
@@ -61,7 +61,7 @@ def find(model, **settings):
 
 
 def steps(model, task=None, **settings):
-    """The same by hand, before its study is opened."""
+    """A `Search` of the same settings, before its study is opened."""
     return Search(
         model,
         settings.pop("prompts", PROMPTS),
@@ -79,7 +79,7 @@ def story(result):
 
 
 def drafted(model, skip):
-    """What is decoded with a config, which is the text without one."""
+    """The output with a config, after checking that the text is that without one."""
     how = {"do_sample": False, "max_new_tokens": 60, "execution": "modules"}
     ids = prompt(9, seed=40)
     plain = layerskip.generate(model, ids, enabled=False, **how)
@@ -89,7 +89,7 @@ def drafted(model, skip):
 
 
 def checked(result, folder):
-    """The record as a file's reader has it."""
+    """The record, read back from a file."""
     header = search_files.made_up(layers=6)
     known = json.loads(json.dumps(dict(result.record), allow_nan=False))
     path = search_files.write(folder / "search.json", header | known)
@@ -103,7 +103,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def timed(llama):
-    """A search with held-out prompts, on a clock."""
+    """A search whose finalists are timed on held-out prompts."""
     return find(llama, held_out=HELD_OUT, trials=30, finalists=2, repeats=1)
 
 
@@ -150,7 +150,7 @@ class TestSpaces:
 
     @torch.no_grad()
     def test_influence_is_what_a_sublayer_changes(self):
-        """Of hidden states in the library's own pass; layers that do nothing change nothing."""
+        """It compares hidden states of the library's own pass; idle layers have none."""
         model, ids = idle_end(), prompt(9, seed=40)[0]
         text = type("Text", (), {"tokens": ids.flatten()})
         found = fitting.influence(Sublayers(model, "modules"), [text], positions=9)
@@ -164,7 +164,7 @@ class TestSpaces:
 
 @pytest.fixture(scope="module")
 def mine(llama, tmp_path_factory):
-    """All in 8 bits but for layer 5, with deltas that make nonsense of the MLP of layer 3."""
+    """All in 8 bits except layer 5, with deltas that garble the MLP of layer 3."""
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, linear in Sublayers(llama).weights.linears(range(10)):
@@ -180,7 +180,7 @@ def mine(llama, tmp_path_factory):
 
 
 class TestTrained:
-    """Around healed weights."""
+    """Searches around healed weights."""
 
     def test_what_is_low_is_healed_by_the_same_weights(self, llama, mine, tmp_path):
         cost = COST | LOW | {"healed": mine.trained.hash}
@@ -263,7 +263,7 @@ class TestResult:
             assert skip.notes["confirmed"]["speedup"] > 1
             own = timed.winner.skip.costs
             assert own.items() >= timed.winner.costs.to_dict().items()
-            # the default, which a clock may prefer, has those that each machine measures
+            # the default drafts, which a clock may prefer, use costs measured on each machine
             assert skip.costs == (None if skip.notes["keep_default"] else own)
 
     def test_the_record_is_a_search_file(self, timed, tmp_path):
@@ -275,7 +275,7 @@ class TestResult:
             assert finalist["confirmed"]["equal"] == finalist["confirmed"]["compared"] == 1
 
     def test_lookups_join_where_they_pay(self, llama, timed, tmp_path):
-        """These texts go round in circles."""
+        """These texts repeat themselves."""
         best = timed.finalists[0]
         assert best.decoding.lookup is True
         assert timed.record["finalists"][0]["decoding"]["lookup"] is True
@@ -286,7 +286,7 @@ class TestResult:
 
     @pytest.mark.thorough
     def test_a_draft_vocabulary_is_searched_too(self, tmp_path):
-        """Where heads are dear; the config has its tokens with it, and the same text."""
+        """On a machine where heads are expensive. The config contains the tokens."""
         model = tiny()
         going = {"cost": MACHINES["trimmed heads"], "space": "sublayer,vocabulary"}
         result = find(model, held_out=HELD_OUT, repeats=1, **going)
@@ -315,15 +315,15 @@ class TestResult:
         assert result.winner in (fastest, None)
 
     def test_what_gains(self, timed):
-        """By the prediction, the clock's speedup and its low end."""
+        """Decided by the prediction, the timed speedup and the low end of its interval."""
         for predicted, speedup, low, wins in (
-            (1.3, 1.1, 0.9, True),  # both agree
+            (1.3, 1.1, 0.9, True),  # prediction and clock agree
             (0.93, 1.01, 0.90, False),
             (0.93, 1.2, 1.0, False),  # the interval touches 1
-            (0.93, 1.2, 1.001, True),  # sure on the clock
-            (1.3, 1.0, 0.9, False),  # the clock has the last word
-            (1.3, 1.1, None, True),  # one prompt has no interval
-            (1.3, None, None, True),  # nothing held out: the prediction decides
+            (0.93, 1.2, 1.001, True),  # the interval is above 1
+            (1.3, 1.0, 0.9, False),  # the clock overrules the prediction
+            (1.3, 1.1, None, True),  # one prompt gives no interval
+            (1.3, None, None, True),  # without held-out prompts, the prediction decides
             (1.0, None, None, False),
         ):
             finalist = replace(
@@ -433,7 +433,7 @@ class TestResult:
         assert trace.rejection
         for finalist in result.finalists:
             assert finalist.alpha == replay(trace, finalist.skip).survival[0]
-            assert finalist.confirmed["compared"] == 0  # the texts differ, as they may
+            assert finalist.confirmed["compared"] == 0  # the texts may differ under this rule
         assert result.skip.decoding.acceptance == "rejection"
         checked(result, tmp_path)
         assert result.skip.notes["law"]["acceptance"] == "rejection"
@@ -446,7 +446,7 @@ class TestStudy:
         other = MACHINES["dear heads"]
         with pytest.raises(ValueError, match="priced with other costs than those given"):
             find(llama, trials=3, storage=path, cost=other)
-        for cost in (None, here):  # not measured again
+        for cost in (None, here):  # they are not measured again
             resumed = find(llama, trials=3, storage=path, cost=cost)
             assert resumed.record["cost"] == here
             assert resumed.record["seconds"]["cost"] == 0
@@ -483,7 +483,7 @@ class TestStudy:
         assert priced() == 0
 
     def test_workers_of_unequal_speed_agree(self, llama, tmp_path, monkeypatch):
-        """One machine is eight times as slow, and the best is tried there alone."""
+        """The slow machine, eight times as slow, is the only one to try the best set."""
         slow = cost_record(attention=8e-3, mlp=8e-3, head=4e-3, rest=4e-3)
         alone = find(llama, trials=12)
         best = max(alone.record["trials"], key=lambda trial: trial["speedup"])
@@ -531,7 +531,7 @@ class TestStudy:
         with pytest.raises(ValueError, match=f"was made with {words}: "):
             other.open(path)
         other.open(path, "other")
-        steps(llama).open(path)  # as it was
+        steps(llama).open(path)  # the first name still fits
 
 
 class TestRefusals:

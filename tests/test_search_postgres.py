@@ -1,4 +1,4 @@
-"""Searches of several processes on a PostgreSQL server that the tests start: -m postgres."""
+"""Searches by several processes on a PostgreSQL server that the tests start: -m postgres."""
 
 import os
 import shutil
@@ -98,13 +98,13 @@ def wait_for(what, child):
 
 @pytest.fixture(scope="module")
 def server():
-    """The URL of a database of a server of our own."""
+    """The URL of a database on a server of our own."""
     pytest.importorskip("psycopg")
     programs = [shutil.which(name) for name in ("initdb", "postgres")]
     if None in programs:
         pytest.skip("initdb and postgres are not on the path")
     other = {}
-    if os.geteuid() == 0:  # which PostgreSQL refuses
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
         other = {"user": "nobody", "group": "nogroup", "extra_groups": []}
     with tempfile.TemporaryDirectory(prefix="postgres") as place:
         if other:
@@ -124,7 +124,7 @@ def server():
 
 @pytest.fixture
 def worker(tmp_path):
-    """Starts a search that is called like its folder; none outlives its test."""
+    """Starts a search named like its folder; none outlives its test."""
     folder = save_checkpoint(tmp_path / "model", lively_model("llama", dtype=torch.float32))
     lines = [f"w{n} w{n + 9} w{n + 20} w{n + 40} w{n + 50}" for n in range(2, 11)]
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
@@ -159,7 +159,7 @@ def test_a_fast_and_a_slowed_worker_share_a_study(server, worker, tmp_path):
         both = [worker("slow", SLOWED, server, "--trials", 16)]
         both.append(worker("fast", FAST, server, "--trials", 16))
         for child in both:
-            said = child.communicate(timeout=500)[1]  # warns of the loop
+            said = child.communicate(timeout=500)[1]  # warnings about the loop
             assert child.returncode == 0, said
     finally:
         loop.kill()

@@ -1,4 +1,4 @@
-"""The sets that a search walks, their parameters, and the sets it starts from."""
+"""The sets in a search space, their parameters, and the first sets to try."""
 
 import json
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_low_precision_as_masks():
     assert sets.low_mask(sets.exit_mask(1)) == 0b1_000011_111100
     with pytest.raises(ValueError, match="in 4 bits, not in 8"):
         sets.mask(SkipConfig.low_precision(4))
-    assert 0b1_000100_000100 not in sets  # left out and rounded
+    assert 0b1_000100_000100 not in sets  # both skipped and rounded
     assert sets.mask(skip) not in space("sublayer", 3)
 
 

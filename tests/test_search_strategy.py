@@ -1,4 +1,4 @@
-"""The search as an Optuna study: what it finds is good, and nothing is lost."""
+"""The search as an Optuna study: it finds good sets, and loses nothing."""
 
 import multiprocessing
 import random
@@ -51,7 +51,7 @@ def searched(space, landscape, trials, *, name="ours", storage=None, seed=0, fir
 
 
 def story(found):
-    """What a study tells, trial by trial, of what does not depend on the process."""
+    """The trials of a study, without what depends on the process."""
     return [(t.value, t.params, t.user_attrs.get("origin")) for t in found.trials]
 
 
@@ -91,7 +91,7 @@ class TestQuality:
 
     @pytest.mark.thorough
     def test_what_similarity_foretells_is_no_more_than_a_hint(self):
-        """The negative control of the first sets: foretold the wrong way round, it still finds."""
+        """Negative control of the first sets: the search recovers from the reverse estimate."""
         landscape = Landscape(12, 0)
         _, optimum = best_by_long_search(landscape, LARGER, restarts=1)
         wrong = [1 / damage for damage in landscape.damage]
@@ -131,7 +131,7 @@ class TestSurrogate:
         switches = LARGER.leaving_out
         others = [sum(draw.sample(switches, draw.randrange(1, 12))) for _ in range(60)]
         assert (surrogate.improvement(others) >= 0).all()
-        surrogate.best = 0.0  # from here on the improvement is the value
+        surrogate.best = 0.0  # from here on, the improvement equals the value
         real = [landscape(mask)[0] for mask in others]
         assert np.corrcoef(surrogate.improvement(others), real)[0, 1] > 0.8
 
@@ -153,7 +153,7 @@ class TestLedger:
 
     @pytest.mark.thorough
     def test_a_draft_that_loses_ends_early(self):
-        """Its value is an estimate; the best one's is not."""
+        """The value of such a trial is an estimate; that of the best one is not."""
         landscape, pieces = Landscape(12, 0), []
 
         def evaluate(mask, losing):
@@ -236,7 +236,7 @@ class TestStops:
     def test_what_a_killed_process_left_running_in_a_journal_is_failed(self, tmp_path):
         for storage, state in (
             (tmp_path / "study.log", "FAIL"),
-            (f"sqlite:///{tmp_path}/study.db", "RUNNING"),  # which has heartbeats
+            (f"sqlite:///{tmp_path}/study.db", "RUNNING"),  # the storage has heartbeats
         ):
             found = open_study(LAYERS, storage=storage)
             with quiet():
@@ -331,7 +331,7 @@ class TestStorage:
 
 @pytest.fixture(scope="module")
 def launch():
-    """Starts `work` in a process that need not import what the others did."""
+    """Starts `work` in a process that does not import the other tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["layerskip.search.study", "landscapes"])
 
@@ -344,7 +344,7 @@ def launch():
 
 
 class TestWorkers:
-    """Processes that share a storage, and end when they like or when they do not."""
+    """Processes that share a storage and end, or are killed, at any time."""
 
     @pytest.mark.parametrize(
         ("storage", "trials"),
@@ -366,7 +366,7 @@ class TestWorkers:
         storage, log = tmp_path / "study.log", tmp_path / "told.txt"
         open_study(LARGER, storage=storage)
         process = launch(storage, 1000, log)
-        while not log.exists() or log.stat().st_size < 100:  # until it works
+        while not log.exists() or log.stat().st_size < 100:  # until it has begun to work
             assert process.is_alive()
             time.sleep(0.005)
         process.kill()
@@ -386,7 +386,7 @@ class TestWorkers:
 
 
 def work(storage, trials, log):
-    """A worker process: searches, and writes down what it was told is finished."""
+    """A worker process: it searches, and logs what it was told is finished."""
 
     def tell(at):
         last = [t for t in study.get_trials(deepcopy=False) if t.state is TrialState.COMPLETE][-1]
