@@ -184,7 +184,7 @@ def check(case, folder):
     greedy = ours(False, drafting)
     got = greedy.sequences.tolist()
     if case["model"][0] == "gemma2":
-        # Padded rows of the library's float64 decoding are NaN (see test_parity.py), so rows are alone,
+        # The library's padded rows are NaN in float64 (see test_parity.py), so rows are alone
         # unless a processor reads their padding; then plain decoding is the reference.
         for row, (i, m) in enumerate(zip(ids, mask, strict=True)):
             if m.all() or not case["processors"]:

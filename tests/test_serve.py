@@ -44,7 +44,7 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 class Place:
-    """A model that is served, and how to reach it."""
+    """A served model, and how to reach it."""
 
     def __init__(self, url, served, model, serving):
         self.url, self.served, self.model, self.serving = url, served, model, serving
@@ -54,7 +54,7 @@ class Place:
         return httpx.post(f"{self.url}/v1/{path}", json=body, headers=HEADERS, **kwargs)
 
     def alone(self, prompt, new, **law):
-        """The tokens that the library decodes for a prompt alone."""
+        """The tokens that plain decoding gives for a prompt alone."""
         ids = torch.tensor([self.served.tokenizer(prompt)["input_ids"]])  # (1, T)
         settings = {"execution": "fused", "max_new_tokens": new, "top_k": 0, "top_p": 1.0}
         settings["enabled"] = False
@@ -176,7 +176,7 @@ class TestAnswers:
     @pytest.mark.parametrize("stream", [False, True])
     def test_text_is_cut_before_a_stop_string(self, place, stream):
         whole = place.text(STORY, 24)
-        stop = whole[10:16]  # across tokens, wherever they end
+        stop = whole[10:16]  # crosses tokens
         asked = {"prompt": STORY, "stop": ["never said", stop], **GREEDY}
         if stream:
             chunks = list(place.client.completions.create(**asked, stream=True))
@@ -197,7 +197,7 @@ class TestAnswers:
         assert got.choices[0].logprobs is not None
         told = got.choices[0].logprobs.content or []
         assert "".join(each.token for each in told) == got.choices[0].message.content
-        for each in told:  # greedy: the likeliest
+        for each in told:  # greedy: the most probable
             assert len(each.top_logprobs) == 3
             assert each.token == each.top_logprobs[0].token
             assert each.logprob == each.top_logprobs[0].logprob <= 0
@@ -285,7 +285,7 @@ class TestTools:
     @pytest.mark.parametrize("choice", ["required", THIS])
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_call_that_is_asked_for(self, place, choice, stream):
-        """Held to the schema by a grammar, with drafts under it; streamed as deltas."""
+        """A grammar enforces the schema, also for drafts. Streamed answers consist of deltas."""
         how = {**ASKED, "tools": [TOOL], "tool_choice": choice, "max_tokens": 60}
         how["parallel_tool_calls"] = False
         if stream:
@@ -330,7 +330,7 @@ class TestTools:
         assert place.served.tokenizer.decode(choice.task.prompt) == expected
 
     def test_answers_are_taken_apart(self, place):
-        """Whatever a model writes: reasoning, content and a call, as one message."""
+        """Reasoning, content and a call in one text become parts of one message."""
         told = Piece(
             tuple(
                 place.served.tokenizer.encode(
@@ -424,7 +424,7 @@ class TestResponses:
 
 
 class TestEvaluation:
-    """What evaluators ask for."""
+    """What evaluation tools request."""
 
     def test_log_probabilities_of_prompts(self, place):
         ids = place.served.tokenizer(STORY)["input_ids"]
@@ -577,12 +577,12 @@ class TestRefusals:
     def test_what_asks_for_nothing_is_taken(self, place):
         idle = {"user": "me", "store": False, "stop": None, "suffix": None, "top_k": -1}
         idle |= {"repetition_penalty": 1.0, "skip_special_tokens": True}
-        idle |= {"max_completion_tokens": 24}  # guidellm sends it beside max_tokens
+        idle |= {"max_completion_tokens": 24}  # guidellm sends both maxima
         got = place.post("completions", {"prompt": STORY, **GREEDY, **idle})
         assert got.json()["choices"][0]["text"] == place.text(STORY, 24)
 
     def test_a_queue_too_small_is_told_before_anything_is_encoded(self, place):
-        """One small request for 2.5 million texts costs nobody a moment."""
+        """A small request for 2.5 million texts is refused at once."""
 
         class Full(Stub):
             check_room = place.serving.check_room
@@ -598,7 +598,7 @@ class TestRefusals:
         monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
         host, port = place.url.removeprefix("http://").split(":")
         with httpx.Client() as client, socket.create_connection((host, int(port))) as slow:
-            assert client.get(f"{place.url}/health").status_code == 200  # a whole one is answered
+            assert client.get(f"{place.url}/health").status_code == 200  # whole requests work
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ")
             slow.settimeout(30)
             assert slow.recv(100) == b""
@@ -635,7 +635,7 @@ class TestRefusals:
     def test_a_body_that_is_too_large(self, place):
         got = place.post("completions", {"prompt": "a" * 30_000, **GREEDY})
         assert got.status_code == 413
-        pieces = (b" " * 5_000 for _ in range(10))  # without a length
+        pieces = (b" " * 5_000 for _ in range(10))  # without a length header
         headers = {**HEADERS, "Content-Type": "application/json"}
         got = httpx.post(f"{place.url}/v1/completions", content=pieces, headers=headers)
         assert got.status_code == 413
@@ -690,7 +690,7 @@ class TestEnds:
             assert waits_until(lambda: place.serving.stats.rows == 8)
             got = place.client.completions.create(prompt=STORY, **GREEDY)
             assert got.choices[0].text == place.text(STORY, 24)
-            # its texts end, too, though nobody has read them
+            # its texts end although nobody has read them
             assert waits_until(lambda: place.serving.stats.rows == 0)
             assert max(unsent) == 8
             with slow.makefile("rb") as answer:
@@ -700,7 +700,7 @@ class TestEnds:
         chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-1]]
         text = "".join(chunk["text"] for chunk in chunks if chunk["index"] == 7)
         assert text == place.text(STORY, 60)
-        assert len(chunks) < 8 * 40  # pieces that waited were sent together
+        assert len(chunks) < 8 * 40  # waiting pieces were sent together
 
     def test_time_is_limited_and_nothing_is_told_of_a_failure(self, place):
         with running(make_app(Stub(), place.served, timeout=0.3)) as url:
@@ -722,7 +722,7 @@ class TestEnds:
             assert "ended" in got.json()["status"]
 
     def test_metrics(self, place):
-        """In our names, and those of vLLM, which judges read; as an answer tells them itself."""
+        """In our names, and in those of vLLM, which tools read. They agree with the answer."""
         before = counted(place)
         got = place.client.completions.create(prompt=STORY * 3, **GREEDY)
         after = counted(place)
@@ -777,7 +777,7 @@ class TestEnds:
 
 
 class Stub:
-    """A `Serving` that takes tasks and fails, or never tells anything."""
+    """A `Serving` that accepts tasks, and then fails or never answers."""
 
     alive = True
     stats = ServingStats()

@@ -34,7 +34,7 @@ STARTS = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
 
 
 def alone(model, task, execution="fused"):
-    """A task's text, decoded plainly and by itself."""
+    """The text of a task, by plain decoding alone."""
     rounds = layerskip.decode(
         model,
         torch.tensor([list(task.prompt)]),
@@ -69,7 +69,7 @@ def finished(serving, task):
 
 
 def texts_alone(model, serving, tasks):
-    """Decode tasks side by side; each has the text that it has alone."""
+    """Decode tasks in one batch; each must have the text that it has alone."""
     told = [[] for _ in tasks]
     for task, pieces in zip(tasks, told, strict=True):
         serving.submit(task, pieces.append)
@@ -103,7 +103,7 @@ def schedule(model, seed, starts=STARTS, **settings):
 
 
 def laws_looked_up(model, seed):
-    """For two schedules of five: a text's own laws, perhaps others, and texts beside them."""
+    """For two schedules in five: drafts from a text's laws, perhaps also known laws or lookups."""
     draw = random.Random(f"laws {seed}")
     if draw.random() < 0.6:
         return []
@@ -192,7 +192,7 @@ def test_texts_of_many_more_random_schedules(model, block):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_trained_modules_draft(kind, model, tmp_path):
-    """They draft what they draft for a lone text: none of their states is mixed up."""
+    """They draft exactly what they draft for each text alone: no states are mixed up."""
     exit_layer = 2 if kind == "exit-block" else None
     skip = SkipConfig(exit_layer=exit_layer, trained=weights_of(kind, model, tmp_path))
     how = {"controller": "fixed", "max_draft_length": 3, "lookup": False}
@@ -222,7 +222,7 @@ def test_trained_modules_draft(kind, model, tmp_path):
 
 
 def held_bytes(serving):
-    """Of keys, values and tapped states."""
+    """Bytes of keys, values and tapped states."""
     passes = serving._batch.passes
     held = [*passes._tapped.values()]
     for cache in passes._caches:
@@ -231,7 +231,7 @@ def held_bytes(serving):
 
 
 def test_a_second_model_drafts(model):
-    """It catches up with texts that join beside others, and its keys are counted."""
+    """It catches up with texts that join a running batch, and its keys count as memory."""
     second = near(model, 0.05)
     for seed in range(4):
         schedule(model, seed, assistant=second, memory=400_000)
@@ -249,7 +249,7 @@ def test_a_second_model_limits_texts(model):
 
 
 class Phrases(Source):
-    """A source of one's own: what followed the last token two tokens earlier."""
+    """A user's source: repeats the last token but one, then 7."""
 
     key = "phrases"
 
@@ -264,7 +264,7 @@ class PhraseState(State):
 
 @pytest.mark.parametrize("kind", ["whole", "recurrent", "whole assistant", "official", "own"])
 def test_whatever_generate_takes_is_served(model, kind):
-    """Models that run whole, these as second models, official assistants, sources of one's own."""
+    """Whole models as targets and as second models, official assistants, a user's sources."""
     how = {"memory": 400_000, "skip": None}
     if kind == "whole":
         model, how["execution"] = small_model("phi", vocab_size=VOCABULARY), "auto"
@@ -293,7 +293,7 @@ def test_layers_with_windows(family, sizes):
 
 
 def test_layers_with_windows_hold_little_in_every_row(sizes):
-    """A text that joins at slot 0 beside long ones takes no more."""
+    """A text that joins at slot 0 beside long texts needs no more memory."""
     sizes(piece=8)
     model = lively_model("gemma3")
     serving = Serving(model, max_rows=2, **SETTINGS)
@@ -316,7 +316,7 @@ def test_layers_with_windows_hold_little_in_every_row(sizes):
 
 @pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
 def test_second_best_tokens_are_verified_beside_chains(model, execution):
-    """Of texts side by side, sampled and greedy; each one's path is kept."""
+    """Texts in one batch, sampled and greedy, each keep their own path."""
     how = {"skip": SkipConfig.low_precision(4), "execution": execution}
     controller = Growing(1)
     serving = Serving(model, max_rows=3, controller=controller, max_draft_length=6, **how)
@@ -335,11 +335,11 @@ def test_laws_of_a_file_draft_what_a_text_will_say(model, sampled):
     others = [TextRequest([9, seed], 12, seed=seed, do_sample=sampled) for seed in range(3)]
     told = texts_alone(model, serving, (task, *others))
     assert told[0][-1].counts.accepted > 25
-    assert len(laws) == 43  # nobody has added to them
+    assert len(laws) == 43  # serving does not add to them
 
 
 def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
-    """As many at most as a text may; of a seat they are the present text's."""
+    """At most as many as a text may hold. A new text in a seat starts without any."""
     sizes(of_a_text=30)
     how = {"controller": "fixed", "lookup": False, **SETTINGS}
     serving = Serving(model, max_rows=1, sources=[LogitLookup()], **how)
@@ -365,11 +365,11 @@ def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model):
     ]
     assert texts[0] == texts[1]
     law = Law([TopKLogitsWarper(2**70)], do_sample=True, rows=1)
-    assert law.warp.top_k < 2**31  # as native passes read it
+    assert law.warp.top_k < 2**31  # the range of native passes
 
 
 def test_scores_of_a_prompts_end_start_from_what_is_known(model):
-    """As evaluators ask for the choices of one question."""
+    """As when evaluation tools score several choices for one question."""
     serving, question = Serving(model, **SETTINGS), [*range(5, 25)]
     for number, choice in enumerate(([30, 31, 32], [40], [30, 41])):
         tokens = [*question, *choice]
@@ -388,7 +388,7 @@ def test_a_prediction_is_indexed_once_for_all_texts(model):
     tasks = [TextRequest([3, 4], 4, predicted=predicted, seed=seed) for seed in range(3)]
     texts = serving.submit_all([(task, lambda piece: None) for task in tasks])
     assert len({id(text.index) for text in texts}) == 1
-    with pytest.raises(ValueError, match="empty"):  # all of them or none
+    with pytest.raises(ValueError, match="empty"):  # all tasks or none
         serving.submit_all([(task, print) for task in (tasks[0], TextRequest([]))])
     assert serving.stats.waiting == 3
 
@@ -441,7 +441,7 @@ def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model):
 
 
 def listener():
-    """The pieces of a task, whether it has ended, and what to tell them to."""
+    """The pieces of a task, an event of its end, and the function that receives them."""
     told, done = list[Piece](), threading.Event()
 
     def tell(piece):
@@ -473,7 +473,7 @@ def test_a_thread_that_ends_by_an_error_says_so(model, monkeypatch):
 
 
 class Counting:
-    """A grammar of one text: every token is one more than the last, modulo 7, from 20 on."""
+    """A grammar of one text: each token is the last plus one, modulo 7, starting from 20."""
 
     def __init__(self, text=()):
         self.text = [*text]
@@ -599,7 +599,7 @@ def test_the_cache_after_many_tasks_is_as_after_few(model):
 
 @pytest.mark.slow
 def test_memory_after_2000_tasks_is_as_after_200(model):
-    """The process's, Python's and that of keys and values, those of earlier texts included."""
+    """Memory of the process, of Python, and of keys and values, with those of earlier texts."""
     serving = Serving(model, max_rows=8, session_memory=200_000, **SETTINGS)
     draw, held = random.Random(0), []
     tracemalloc.start()
@@ -622,7 +622,7 @@ def test_memory_after_2000_tasks_is_as_after_200(model):
 
 
 def resident():
-    """Bytes of this process in memory."""
+    """This process's bytes in memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -642,7 +642,7 @@ def test_tasks_of_a_thread_of_its_own(model):
 
 
 def test_the_harness_of_evaluations_takes_it_as_a_model():
-    """Texts and scores are those of lm-evaluation-harness's own class for the library."""
+    """Texts and scores equal those of lm-evaluation-harness's own class for transformers."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM

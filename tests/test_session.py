@@ -1,4 +1,4 @@
-"""Sessions: the texts of calls that begin with what is known are those of calls that do not."""
+"""Sessions: calls that start from known keys give the texts of calls that do not."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ TURNS = 6
 
 @pytest.fixture(autouse=True)
 def _trims_often(sizes):
-    """Layers with windows drop what they need not hold as soon as they can."""
+    """Layers with windows drop unneeded slots as soon as they can."""
     sizes(spare=1)
 
 
@@ -35,8 +35,8 @@ def sampled(**more):
 
 
 def alike(session, ids, **settings):
-    """A session's output, after a comparison with a call's without it."""
-    # without a mask the library takes a pad token in the prompt for padding
+    """A session's output, which must equal that of a call without it."""
+    # without a mask, the library would treat a pad token in the prompt as padding
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     out = session.generate(inputs, **settings)
     alone = layerskip.generate(session.model, inputs, **settings)
@@ -64,7 +64,7 @@ RAGGED = [
 
 @pytest.mark.parametrize(("family", "execution"), CASES)
 def test_a_chat_of_six_turns(family, execution, built):
-    """Every turn starts behind the last token of the turn before whose keys there are."""
+    """Every turn starts from all keys of the last turn."""
     session = Session(model_of(family, execution), memory=LARGE, execution=execution)
     ids = prompt(3 * WINDOW)
     for turn in range(TURNS):
@@ -78,7 +78,7 @@ def test_a_chat_of_six_turns(family, execution, built):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_native_numbers_are_the_same_bit_by_bit(family, dtype, built, sizes):
-    """However prompts are cut."""
+    """However prompts are split."""
     model = lively_model(family, dtype=dtype)
     session = Session(model, memory=LARGE)
     sizes(chunk=lambda *_: 64)
@@ -96,7 +96,7 @@ def test_native_numbers_are_the_same_bit_by_bit(family, dtype, built, sizes):
 
 @pytest.mark.parametrize(("family", "execution"), RAGGED)
 def test_samples_of_a_prompt_carry_its_last_token_only(family, execution, built):
-    """Also where answers are longer than what layers with windows hold."""
+    """Even if answers are longer than what layers with windows hold."""
     session = Session(model_of(family, execution), memory=LARGE, execution=execution)
     ids = prompt(5 * WINDOW)
     for seed in range(4):
@@ -107,13 +107,13 @@ def test_samples_of_a_prompt_carry_its_last_token_only(family, execution, built)
 
 @pytest.mark.parametrize(("family", "known"), [("llama", (0, 40, 40)), ("gemma3", (0, 0, 40))])
 def test_documents_with_the_same_instructions(family, known, sizes):
-    """Windows of the place where two texts part are kept when the second one comes."""
+    """When the second text comes, the windows at the point where the texts part are kept."""
     sizes(chunk=lambda *_: 16)
     session = Session(lively_model(family), memory=LARGE)
     instructions = prompt(40)
     for number, expected in enumerate(known):
         document = prompt(50, seed=number + 1)
-        document[0, 0] = 2 + number  # which differ from their first token on
+        document[0, 0] = 2 + number  # the documents differ from their first token on
         out = alike(session, torch.cat([instructions, document], 1), **how())
         assert out.stats.num_known_tokens == expected
 
@@ -128,9 +128,9 @@ def test_every_row_of_a_batch_has_its_own_beginning(family, execution, built):
     texts = [row[row_mask.bool()] for row, row_mask in zip(ids, mask, strict=True)]
     answers = first.sequences[:, 70:]
     texts[0] = torch.cat([texts[0], answers[0], prompt(9)[0]])  # its next turn
-    texts[1] = prompt(25, seed=8)[0]  # something new
+    texts[1] = prompt(25, seed=8)[0]  # a new text
     texts[1][0] = 2 + (int(texts[1][0]) == 2)
-    texts[3] = torch.cat([texts[3], answers[3, :5], prompt(30)[0]])  # parts in its answer
+    texts[3] = torch.cat([texts[3], answers[3, :5], prompt(30)[0]])  # differs within its answer
     width = max(map(len, texts))
     pads = [width - len(text) for text in texts]
     both = {
@@ -142,7 +142,7 @@ def test_every_row_of_a_batch_has_its_own_beginning(family, execution, built):
     out = session.generate(both, **settings)
     alone = layerskip.generate(session.model, both, **settings)
     assert out.sequences.tolist() == alone.sequences.tolist()
-    assert out.stats.num_known_tokens >= 30 + 19 + 69  # rows 0 and 2, and perhaps 3
+    assert out.stats.num_known_tokens >= 30 + 19 + 69  # rows 0 and 2; perhaps 3
 
 
 def test_rows_of_one_prompt_are_held_once():
@@ -150,7 +150,7 @@ def test_rows_of_one_prompt_are_held_once():
     session.generate(prompt(40), **how(max_new_tokens=1))
     once = session.nbytes
     session.generate(prompt(40).repeat(3, 1), **how(max_new_tokens=1))
-    assert session.nbytes == once == 40 * 6 * 2 * 2 * 8 * 8  # layers, both, heads, width, float64
+    assert session.nbytes == once == 40 * 6 * 2 * 2 * 8 * 8  # layers, both, heads, width, bytes
 
 
 def test_what_was_used_least_recently_is_dropped_first():
@@ -276,7 +276,7 @@ def test_drafts_that_read_the_targets_states_of_prompts(kind, tmp_path):
         assert out.stats.num_drafts > 0
         assert out.stats.num_known_tokens == (ids.shape[1] - 4 if turn else 0)
         ids = torch.cat([out.sequences, prompt(3, seed=turn)], 1)
-    # and where no such states were kept
+    # and if no such states were kept
     plain = Session(model, memory=LARGE)
     plain.generate(ids, **how(enabled=False))
     out = alike(plain, ids, **how(skip=skip, controller="fixed", max_draft_length=3))
@@ -317,7 +317,7 @@ def test_several_prompts_with_pictures_leave_nothing_and_one_its_keys():
 
 def test_several_threads_share_a_session():
     model = lively_model("gemma3")
-    session = Session(model, memory=30 * 1000)  # which is never enough
+    session = Session(model, memory=30 * 1000)  # never enough for all
     wanted = [layerskip.generate(model, prompt(40, seed=s), **how()).sequences for s in range(3)]
     found = {0: [], 1: [], 2: []}
 

@@ -1,4 +1,4 @@
-"""Several skip configs in one decoding: the text, which one drafts, and what is told of them."""
+"""Several skip configs in one decoding: the text, which one drafts, and how they are named."""
 
 import looped
 import pytest
@@ -48,7 +48,7 @@ def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(tables):
 
 
 def test_costs_in_skip_configs_are_those_of_each(monkeypatch):
-    """And nothing is timed; with one config that brings none all are measured."""
+    """Nothing is timed, unless one of the configs has no costs."""
     monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
     model, (ids, mask) = lively_model("llama"), ragged((9,))
     how = {"attention_mask": mask, "max_new_tokens": 30, "execution": "modules"}
@@ -60,7 +60,7 @@ def test_costs_in_skip_configs_are_those_of_each(monkeypatch):
     assert out.stats is not None
     dear, cheap = out.stats.sources
     assert dear.num_drafts < cheap.num_drafts
-    with pytest.raises(TypeError, match="NoneType"):  # it would be timed
+    with pytest.raises(TypeError, match="NoneType"):  # because it would be timed
         generate(model, ids, skip=[exits[0], EXITS[1]], **how)
 
 

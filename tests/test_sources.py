@@ -1,4 +1,4 @@
-"""Sources: one's own in thirty lines, what drafts by default, and what is kept of a model."""
+"""Sources: the guide's own example, default drafts, and what is kept for a model."""
 
 import gc
 import re
@@ -23,7 +23,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
 def example():
-    """The classes of the guide, as a reader would paste them."""
+    """The classes in the guide, as a reader would paste them."""
     _, code, *_ = GUIDE.read_text(encoding="utf-8").split("```python\n")
     names = {}
     exec(code.partition("```")[0], names)
@@ -47,12 +47,12 @@ def test_the_guides_source_drafts_and_leaves_the_text(sample):
             sources=[phrases],
             lookup=False,
             controller=controller,
-            costs=layerskip_costs(),  # measured ones may say, beside other work, that nothing pays
+            costs=layerskip_costs(),  # measured costs may say that nothing pays
             **how,
         )
         assert torch.equal(out.sequences, plain.sequences)
         assert out.stats.num_accepted_tokens > 0
-    # beside other sources, too
+    # with other sources, too
     out = layerskip.generate(
         model, ids, sources=[phrases], skip=SkipConfig.early_exit(3), lookup=True, **how
     )
@@ -87,11 +87,11 @@ def layerskip_costs():
     return CostTable(0.0, (1.0, 1.1))
 
 
-# ---- What drafts where nobody says, and beside what is said. ----
+# ---- Default drafts, and those added to what the caller names ----
 
 
 def test_what_is_added_never_takes_away(built):
-    """The draft in 8 bits stays beside lookups, a second model and sources of one's own."""
+    """The draft in 8 bits stays if lookups, a second model or a user's sources are added."""
     model = lively_model("llama", dtype=torch.float32)
     given = [
         {},
@@ -170,7 +170,7 @@ def _adapted(model):
 
 
 class Packed(torch.Tensor):
-    """A weight of a class of its own, as torchao's are."""
+    """A weight of its own class, like those of torchao."""
 
 
 @pytest.mark.parametrize(
@@ -189,24 +189,24 @@ def test_what_to_load_differently_for_drafts_in_8_bits_is_said_once(change, word
     how = {"max_new_tokens": 6, "custom_generate": decoding}
     with pytest.warns(UserWarning, match="lookups are the only drafts: it.*" + words):
         first = model.generate(prompt(5), **how)
-    assert model.generate(prompt(5), **how).tolist() == first.tolist()  # warnings are errors
+    assert model.generate(prompt(5), **how).tolist() == first.tolist()  # a warning would fail
     asked = lively_model("llama", dtype=torch.float32)
-    change(asked)  # nothing is said where drafts were chosen
+    change(asked)  # no warning if the drafts were chosen
     for chosen in ({"draft_memory": 0}, {"enabled": False}, {"skip": SkipConfig.early_exit(4)}):
         layerskip.generate(asked, prompt(5), max_new_tokens=3, **chosen)
 
 
-# ---- One law at all doors. ----
+# ---- One law for all entry points ----
 
 
 @pytest.mark.parametrize("own", [{}, {"top_k": 7}, {"top_p": 0.8, "temperature": 1.3}])
 def test_all_doors_mean_the_same_law_where_nobody_says_one(own):
-    """The model's generation config, then the library's own default, a top_k of 50."""
+    """The model's generation config, then the library's default, a top_k of 50."""
     from layerskip.bench.batches import one_by_one
     from layerskip.bench.methods import Engine
     from layerskip.cli.flags import Sampling
 
-    model = lively_model("llama", initializer_range=0.02)  # a flat law, of which top_k cuts half
+    model = lively_model("llama", initializer_range=0.02)  # a flat law, which top_k cuts in half
     model.generation_config.update(**own)
     ids = prompt(6)
     asked = {"do_sample": True, "max_new_tokens": 30}
@@ -221,7 +221,7 @@ def test_all_doors_mean_the_same_law_where_nobody_says_one(own):
     assert own or by_decode != [t for r in whole for t in r.tokens[0]]
 
 
-# ---- What is kept of a model, and how it goes. ----
+# ---- What is kept for a model, and for how long ----
 
 
 def _hooked(model):
@@ -270,7 +270,7 @@ def test_changed_numbers_need_no_opening_and_are_read():
     out = layerskip.generate(model, ids, **how)
     assert torch.equal(out.sequences, model.generate(ids, pad_token_id=0, **GREEDY))
     assert copies_of(model).changes == before + 1
-    # made of the new weights, not of the old
+    # the copies were made from the new weights
     assert out.stats.acceptance_rate > 0.8
 
 
@@ -286,6 +286,6 @@ def test_copies_can_be_released_and_live_no_longer_than_the_model():
     weight = weakref.ref(model.model.layers[0].mlp.down_proj.weight)
     copies, alive = weakref.ref(copies_of(model)), weakref.ref(model)
     del model, out, again
-    for _ in range(2):  # what the first frees may hold others
+    for _ in range(2):  # the first collection may free objects that hold others
         gc.collect()
     assert (alive(), copies(), weight()) == (None, None, None)

@@ -1,4 +1,4 @@
-"""Closed formulas against the published tables they come from."""
+"""Closed formulas against the published tables."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_cost_table_reads_and_extrapolates():
 
 
 def test_analytic_costs_are_shares_of_the_weights():
-    # Llama-3.2-1B: 16 layers of 60.8M, attention 17.2% of a layer, head 21.3% of the total.
+    # Llama-3.2-1B: 16 layers of 60.8M, attention 17.2% of a layer, head 21.3% of the total
     attention, mlp = 60.8 * 0.172, 60.8 * 0.828
     sublayers = [attention, mlp] * 16
     head = 16 * 60.8 * 0.213 / (1 - 0.213)

@@ -1,4 +1,4 @@
-"""Other people's stop rules, step by step; the contract of all is in test_controllers."""
+"""Published stop rules, step by step. Their contract is tested in test_controllers.py."""
 
 import math
 import random
@@ -30,7 +30,7 @@ def test_heuristic_starts_where_transformers_starts():
 
 
 def test_entropy_follows_svip():
-    """sqrt(.15 H) > .3 stops: at H = .6."""
+    """It stops if sqrt(.15 H) > .3, so at H = .6."""
     controller = Entropy()
     controller.reset(2)
     assert controller.limit(0, 99) == 40
@@ -54,7 +54,7 @@ def test_target_confidence_gates_what_follows():
 
 
 def draft_of(features, controller):
-    """How many tokens of these confidences and entropies it drafts."""
+    """How many tokens it drafts, given their confidences and entropies."""
     drafted, limit = 0, controller.limit(0, len(features))
     for confidence, entropy in features:
         drafted += 1
@@ -65,7 +65,7 @@ def draft_of(features, controller):
 
 
 def test_classifier_learns_which_drafts_are_rejected():
-    """By what tells here: the entropy, above 1; the confidences say nothing."""
+    """Here the entropy decides (above 1), and the confidences carry no information."""
     controller = Classifier()
     controller.reset(1)
     sure, unsure = (0.5, 0.2), (0.5, 2.5)

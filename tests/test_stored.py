@@ -1,4 +1,4 @@
-"""Weights as files store them: the numbers that they mean, and the same sums by native passes."""
+"""Weights in the bytes of files: their numbers, and the same sums in native passes."""
 
 import copy
 
@@ -54,7 +54,7 @@ def test_codes_in_groups_mean_what_they_are_scaled_to(form, bits):
 
 
 def sums(weight, x):
-    """Products by the native backend, as a head without a norm."""
+    """Products by native passes, as of a head without a norm."""
     module = extension.extension()
     plan = module.Plan()
     matrix = weight.matrix() if isinstance(weight, Stored) else module.Matrix(weight.data, None)
@@ -143,12 +143,12 @@ def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path):
                 hidden, step = opened.first_pass(ids)
                 logits.append(opened.finish(hidden, step, range(opened.num_sublayers)))
         assert torch.equal(*logits)
-        with torch.no_grad():  # by the library's own modules, which unpack
+        with torch.no_grad():  # the library's modules unpack them
             assert torch.equal(packed(ids).logits, plain(ids).logits)
 
 
 def grouped(codes, scales, zeros, form):
-    """Codes (R, C) with scales and zeros (R, G) as `formats.h` reads them; FP8 has no zeros."""
+    """Codes (R, C) with scales and zeros (R, G), in the form of `formats.h`; FP8 has no zeros."""
     columns = codes.shape[1]
     kept = codes.to(torch.uint8)
     if form == "G4-F32":

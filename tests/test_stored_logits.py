@@ -1,4 +1,4 @@
-"""Logits stored in a file: what it holds, who refuses it, and that drafts begin with it."""
+"""Logits stored in a file: its contents, refusals, and drafts that start from it."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_a_file_holds_what_was_kept(most, tmp_path):
 
 
 def test_drafts_begin_with_what_a_file_knows_and_leave_it_as_it_is(tmp_path):
-    """Same text, fewer passes; a call without the file begins with nothing again."""
+    """The same text in fewer passes. The file's logits do not leak into other calls."""
     model, (ids, mask) = kinds.model_of("llama"), kinds.prompts()
     how = {"attention_mask": mask, "max_new_tokens": 40, "lookup": False}
     how |= {"draft_memory": 0, "controller": All(), "do_sample": True, "seed": 5, "top_k": 0}

@@ -1,4 +1,4 @@
-"""A controller that spies on thrown-away drafts must not bend the law of the rejection rule."""
+"""A controller that reads discarded drafts must not change the law of the rejection rule."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DRAFT = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
 
 
 class Spy(Controller):
-    """Drafts two tokens; then one, but only where the second was a token the draft likes."""
+    """Drafts two tokens; then one, but only if the draft model favoured the second token."""
 
     needs_confidence = True
 
@@ -25,7 +25,7 @@ class Spy(Controller):
 
     def limit(self, row, allowed):
         if self.rounds[row] == 0:
-            return 3  # one more than wanted: so that the second confidence is told, too
+            return 3  # one more than wanted, to be told the second confidence
         return int(self.seen[row][1] > 0.25)
 
     def keep_drafting(self, row, confidence):
@@ -37,7 +37,7 @@ class Spy(Controller):
 
 
 def second_tokens():
-    """Of the rows whose first round rejected its first token, the token after the correction."""
+    """For rows whose first draft token was rejected: the token after the correction."""
     law, keys = Law(do_sample=True, rows=ROWS), [stream_key(5, row) for row in range(ROWS)]
     rounds = recorded_rounds(TARGET, DRAFT, Spy(), law, keys, longest=3, rejection=True)
     first, second = next(rounds), next(rounds)

@@ -1,4 +1,4 @@
-"""Tests of what the opened model says of itself; its arithmetic is tested by parity."""
+"""What the opened model says about itself. Its arithmetic is tested by parity tests."""
 
 import copy
 import re
@@ -44,7 +44,7 @@ def test_fingerprints_tell_checkpoints_and_architectures_apart():
 
 @torch.no_grad()
 def test_a_merged_adapter_makes_another_checkpoint():
-    """Of rank 1, on one projection, by a hundredth of its size, in the checkpoint's bfloat16."""
+    """Even of rank 1 on one projection, a hundredth of its size, in the checkpoint's bfloat16."""
     model = tiny_model("llama", dtype=torch.bfloat16)
     before = fingerprint(model)
     weight = model.model.layers[3].self_attn.q_proj.weight
@@ -59,14 +59,14 @@ def test_offloaded_weights_make_a_hash_of_another_kind():
     model.model.layers[2].to("meta")
     assert fingerprint(model).startswith("shapes-")
     skip = SkipConfig(attention=(3,), model="some/name", model_hash=whole)
-    assert skip.matches("some/name", fingerprint(model)) is True  # by the name
+    assert skip.matches("some/name", fingerprint(model)) is True  # by name
     assert skip.matches("some/other", fingerprint(model)) is False
 
 
 class Pretended(TorchFunctionMode):
-    """The meta device as a second one: what comes back from there holds zeros.
+    """Uses the meta device as a second device; tensors that come back from it are zeros.
 
-    Operations refuse operands of two devices, as with real ones.
+    Operations on tensors of two devices fail, as with real devices.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -154,7 +154,7 @@ def test_of_native_passes_vectors_and_threads_are_told(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma3"])
 def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family):
-    # early versions 5 of transformers scale in the decoder, behind a plain embedding module
+    # early versions 5 of transformers scale in the decoder, after a plain embedding module
     model = tiny_model(family, dtype=torch.float32)
     decoder = model.get_submodule("model")
     tokens, embed = prompt(5), FAMILIES[model.config.model_type].embed
@@ -198,7 +198,7 @@ def test_a_family_like_llamas_is_added_by_one_file(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedModelError, match="'made_up' is not opened into sublayers"):
         Sublayers(model)
     (tmp_path / "made_up.py").write_text(MADE_UP)
-    # the folder as it is imported with that file in it
+    # import the folder again with that file in it
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     spec = spec_from_file_location(
         families.__name__, families.__file__, submodule_search_locations=families.__path__
@@ -221,7 +221,7 @@ def test_a_family_like_llamas_is_added_by_one_file(tmp_path, monkeypatch):
 
 
 def _halved(name):
-    """A change of an attribute of every module of a decoder that has it."""
+    """A change that halves an attribute in every module of a decoder that has it."""
 
     def change(decoder):
         for module in decoder.modules():

@@ -1,4 +1,4 @@
-"""Threads of a CPU: how many are chosen, and that no number of them changes what is computed."""
+"""CPU threads: how many are chosen, and that their number does not change results."""
 
 import json
 from contextlib import suppress
@@ -26,7 +26,7 @@ def four():
 
 
 def clock(seconds):
-    """A clock by which a pass takes what is said for the number of threads it runs on."""
+    """A clock by which each pass takes the given time for its number of threads."""
     now = 0.0
 
     def look():
@@ -44,7 +44,7 @@ def clock(seconds):
         ({1: 8e-3, 2: 4e-3, 4: 2e-3}, 4),
         ({1: 8e-3, 2: 4e-3, 4: 3.9e-3}, 2),  # hardly faster
         ({1: 1e-3, 2: 4e-3, 4: 9e-3}, 1),
-        ({1: 1e-3, 2: 1e-3, 4: 0.2}, 4),  # so long that nothing is tried
+        ({1: 1e-3, 2: 1e-3, 4: 0.2}, 4),  # too slow to try others
     ],
 )
 def test_the_smallest_number_that_hardly_another_beats_is_chosen(opened, seconds, chosen):
@@ -67,7 +67,7 @@ def _tokens(model):
 
 
 def test_more_threads_than_cores_compute_the_same_bits(built):
-    """Such a team waits long enough to sleep, and its passes are carried by one thread by turns."""
+    """This team waits long enough to sleep, so some of its passes run on one thread."""
     model = tiny_model("gemma3", dtype=torch.float32, hidden_size=256, intermediate_size=512)
     with cpu_threads(1):
         alone = _tokens(model)
@@ -93,7 +93,7 @@ def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(built, mon
 @pytest.mark.usefixtures("built", "four")
 @pytest.mark.parametrize(("disturbed", "chosen"), [(False, 1), (True, 4)])
 def test_a_busy_moment_takes_no_threads_away_for_good(monkeypatch, disturbed, chosen):
-    """One thread is as fast as four while others have the cores; passes see to that themselves."""
+    """While others use the cores, one thread is as fast as four; passes handle that themselves."""
     opened = Sublayers(tiny_model("llama", dtype=torch.float32), "native")
     extension = opened.backend.extension
     monkeypatch.setattr(extension, "disturbed", lambda: disturbed)
@@ -117,7 +117,7 @@ def test_commands_measure_the_number_unless_it_is_known(built, tmp_path, monkeyp
     with cpu_threads(2):
         first = run(*command)
         again = run(*command)
-        assert measured == [2]  # a run that goes on stays with its own
+        assert measured == [2]  # a run that continues keeps its number
         assert json.loads(output.read_text().splitlines()[0])["threads"] == 1
         told = "1 thread); more threads gain nothing here (--threads 2 uses all)\n"
         assert told in first.stderr

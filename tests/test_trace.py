@@ -1,4 +1,4 @@
-"""Traces, replays and simulated rounds against real decoding, token by token and round by round."""
+"""Traces, replays and simulated rounds against real decoding, token by token."""
 
 from dataclasses import replace
 from functools import cache
@@ -31,7 +31,7 @@ COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.2, 1.3, 1.4, 1.4, 1.4, 1.5))
 NEW, LENGTH = 24, 20
 LENGTHS = (3, 12, 7)
 EOS = frozenset(range(5, 9))
-# those that read distributions cannot be simulated
+# controllers that read distributions cannot be simulated
 CONTROLLERS = ("fixed", "confidence", "adaptive-threshold", "heuristic", "expected-gain")
 SKIPS = {
     "exit 1": SkipConfig.early_exit(1),
@@ -51,11 +51,11 @@ SKIPS = {
     ),
     "a low head": SkipConfig(exit_layer=4, low=LowPrecision(bits=4, attention=(), mlp=())),
 }
-# family, temperature (None: greedy), tokens that end a text
+# family, temperature (None: greedy), end tokens
 CASES = [
     ("llama", None, frozenset()),
     ("llama", 1.0, EOS),
-    ("gemma2", 0.7, frozenset()),  # windows of 8 tokens, softcaps, eager attention
+    ("gemma2", 0.7, frozenset()),  # windows of 8 tokens, soft caps, eager attention
     ("gemma3", 1.0, EOS),
     ("qwen2", None, EOS),
 ]
@@ -87,7 +87,7 @@ def replayed(case, skip):
 
 
 def real(model, case, texts, **settings):
-    """Rounds of real decoding of those texts of a case as one batch, the first token's included."""
+    """Rounds of real decoding of some texts of a case in one batch, starting with the prefill."""
     _, temperature, eos = CASES[case]
     ids, mask = ragged(LENGTHS)
     return sampled(
@@ -108,12 +108,12 @@ def sampled(model, ids, mask=None, **settings):
 
 
 def decoded(model, case, texts, **settings):
-    """What real decoding does, round by round."""
+    """The rounds of real decoding, in the form of simulated ones."""
     return simulated(real(model, case, texts, **{"costs": COSTS} | settings)[1:])
 
 
 def assert_counts(played, length, rounds, text=0):
-    """Simulated rounds of a fixed length draft and accept what real ones do; what they drafted."""
+    """Check simulated rounds of a fixed length against real ones; returns their drafted counts."""
     fixed = make_controller("fixed", max_draft_length=length, costs=COSTS)
     counts = [(r.drafted, r.accepted) for r in simulate(played, fixed, [text])]
     assert counts == [(r.drafted, r.accepted) for r in rounds[1:]]
@@ -127,13 +127,13 @@ def test_a_trace_holds_the_texts_of_decoding(case):
         new = [token for round_ in real(model, case, [number]) for token in round_.tokens[0]]
         assert text.prompt == LENGTHS[number]
         assert text.tokens[text.prompt :][: text.emitted].tolist() == new
-        if text.emitted == NEW and new[-1] not in eos:  # cut by length: there is more to look at
+        if text.emitted == NEW and new[-1] not in eos:  # cut by its length: the trace continues
             assert text.emitted < len(text.tokens) - text.prompt <= NEW + LENGTH
     # the whole model draws the target's tokens again
     assert replay(trace, SKIPS["nothing skipped"], 1).matches.all()
     lengths = [text.emitted for text in trace.texts]
     assert trace.starts == sum(lengths) - 3
-    assert (min(lengths) < NEW) == bool(eos)  # both ends are met
+    assert (min(lengths) < NEW) == bool(eos)  # both kinds of ends occur
 
 
 @pytest.mark.parametrize("skip", SKIPS)
@@ -141,7 +141,7 @@ def test_a_trace_holds_the_texts_of_decoding(case):
 def test_simulated_rounds_are_those_of_decoding(case, skip):
     model, played = replayed(case, skip)
     turn = case + list(SKIPS).index(skip)
-    controller = CONTROLLERS[turn % len(CONTROLLERS)]  # so that each of them meets several cases
+    controller = CONTROLLERS[turn % len(CONTROLLERS)]  # so that each is tested in several cases
     text = turn % 3
     made = make_controller(controller, costs=COSTS, sampling=CASES[case][1] is not None)
     real = decoded(model, case, [text], skip=SKIPS[skip], controller=controller)
@@ -150,7 +150,7 @@ def test_simulated_rounds_are_those_of_decoding(case, skip):
 
 @pytest.mark.parametrize(("case", "skip"), covering(range(len(CASES)), list(SKIPS))[::2])
 def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(case, skip):
-    """Tokens that end a text are in the vocabulary, and are not, in turn."""
+    """In every other test, the vocabulary lacks the end tokens."""
     model, trace = traced(*CASES[case])
     turn = case + list(SKIPS).index(skip)
     tokens = list(range(turn % 2 * 9, 97, 2))
@@ -205,7 +205,7 @@ def test_batches_share_a_controller(case, skip, length):
 
 
 class Told(Erratic):
-    """Notes what it is told."""
+    """Records what it is told."""
 
     def begin(self, context, rows):
         self.begun.append((context, rows))
@@ -238,14 +238,14 @@ def test_controllers_are_told_what_they_ask_for(case, skip):
 
 @pure
 def by_length(ids, scores):
-    """A processor that likes another token at every length, so that pads would show."""
+    """A processor that favours another token at every length, so that padding would show."""
     scores = scores.clone()
     scores[:, ids.shape[1] % scores.shape[1]] += 4.0
     return scores
 
 
 def test_processors_that_read_the_text():
-    """Their history is the row's own tokens, drafted ones included."""
+    """Their history is the row's own tokens, including drafted ones."""
     model = lively_model("llama")
     penalties = [
         RepetitionPenaltyLogitsProcessor(3.0),
@@ -277,7 +277,7 @@ def test_processors_that_read_the_text():
 
 
 def dead_end(token):
-    """A processor that leaves nothing to draw behind a token."""
+    """A processor that allows nothing after a token."""
 
     @pure
     def processor(ids, scores):
@@ -287,7 +287,7 @@ def dead_end(token):
 
 
 def test_drafts_that_find_nothing_to_draw():
-    """A draft may come to a place where the processors forbid everything; the text never does."""
+    """A draft may reach a history after which everything is forbidden. The text never does."""
     model = lively_model("llama")
     plain = take_trace(model, rows((6,)), max_new_tokens=NEW, law=sampling(1.0), draft_length=6)
     text = set(plain.texts[0].tokens.tolist())
@@ -338,11 +338,11 @@ def test_no_room_for_context_at_the_models_last_position():
         assert_counts(replay(trace, SKIPS[skip]), 8, rounds)
 
 
-# ---- Exits by draft length. ----
+# ---- Exits by draft length ----
 
 
 def test_cells_of_a_sweep_are_totals_of_real_rounds():
-    """With the seeds and the warpers of the record's law."""
+    """With the seeds and the processors of the record's law."""
     model = lively_model("llama")
     law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
     seen = []
@@ -391,7 +391,7 @@ def test_not_a_number_stops_where_a_threshold_asks():
 
 @pytest.mark.parametrize("law", [{"do_sample": False}, {"do_sample": True, "temperature": 1.0}])
 def test_agreement_and_match_count_starts(law):
-    """Agreement by the model itself, cut off behind the exit."""
+    """Agreement is counted with the model itself, truncated after the exit."""
     model, prompts = lively_model("llama"), rows()
     record = exit_sweep(model, prompts, (1, 4), (3,), law=law, max_new_tokens=NEW)
     trace = take_trace(
@@ -422,7 +422,7 @@ def test_prices_of_simulated_rounds():
 
 
 def test_costs_of_a_round_are_those_of_its_context_and_rows():
-    """Simulated as decoded: drafts pay in small batches, and behind few tokens."""
+    """As in decoding: drafts pay in small batches, and after short contexts."""
     model, played = replayed(1, "exit 4")
     dear = CostTable(1.0, (1.0, 2.0, 3.0))
     for costs in (

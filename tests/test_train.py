@@ -1,4 +1,4 @@
-"""Training drafts: losses by their formulas, stages that go on after a kill, and what it brings."""
+"""Training drafts: losses, stages that continue after a kill, and what training achieves."""
 
 import json
 import math
@@ -48,11 +48,11 @@ BLOCKS = tuple(BEGIN)
 HOW = {"skip": BITS, "window": 16, "rows": 2, "vocabulary": 60, "rank": 4}
 
 
-# ---- Losses. ----
+# ---- Losses ----
 
 
 def laws():
-    """Logits of a draft and a target, (2, 3, 7), and tokens that follow, one of them unknown."""
+    """Logits of a draft and a target, (2, 3, 7), and the next tokens, of which one is unknown."""
     generator = torch.Generator().manual_seed(0)
     logits, target = (torch.randn(2, 3, 7, generator=generator, dtype=torch.float64) for _ in "qp")
     return logits, target, torch.tensor([[0, 3, -1], [6, 2, 2]])
@@ -84,7 +84,7 @@ def test_total_variation_and_its_normalised_kin_pull_the_same_way():
     logits.requires_grad_()
     q, p = logits.softmax(-1), target.softmax(-1)
     reward = (p > q).to(q.dtype)
-    # by the definition: the policy gradient of an expectation over q, its advantage standardised
+    # by definition: the policy gradient of an expectation over q, with standardised advantage
     mean = (q * reward).sum(-1, keepdim=True)
     spread = ((q * (reward - mean).square()).sum(-1, keepdim=True)).sqrt() + 1e-5
     want = -(q.detach() * ((reward - mean) / spread).detach() * q.log()).sum(-1).mean()
@@ -104,7 +104,7 @@ def test_the_rate_rises_and_falls_with_the_share_of_the_budget():
     assert schedule(500, 1.0) == pytest.approx(0.0)
 
 
-# ---- Stages. ----
+# ---- Stages ----
 
 
 def prompts(count=9):
@@ -169,7 +169,7 @@ def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path
     skip = again.run()
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
     steps = sum(what.startswith("training") for what in told)
-    assert (steps < 20) == (stage == "training")  # what was done is not done again
+    assert (steps < 20) == (stage == "training")  # finished steps are not repeated
     for finished in (again, training(tmp_path / "parts", **how)):
         assert finished.run() == skip
         for fact in ("tokens", "text_tokens", "covered", "parameters", "curve"):
@@ -192,7 +192,7 @@ def test_muon_moves_matrices_in_all_directions_alike(tmp_path):
         steps[name] = [
             weight - old for weight, old in zip(module.parameters(), before, strict=True)
         ]
-    for step in (*steps["adamw"], steps["muon"][1]):  # the first of AdamW goes by signs
+    for step in (*steps["adamw"], steps["muon"][1]):  # AdamW's first step only uses signs
         torch.testing.assert_close(step.abs(), torch.full_like(step, 0.01), rtol=1e-3, atol=0)
     along = {name: torch.linalg.svdvals(step[0]) for name, step in steps.items()}
     assert along["muon"].max() < 2 * along["muon"].min()
@@ -213,7 +213,7 @@ data.BATCH, data.LONGEST_ANSWER, features.CHUNK = 4, 20, 8
 stages.half_is_fast = lambda _: False
 test_train.together(Path(sys.argv[1]))
 """
-LARGE = {"tokens": 160, "rows": 4, "rate": 0.1}  # to be seen in float16
+LARGE = {"tokens": 160, "rows": 4, "rate": 0.1}  # large enough to be seen in float16
 TOGETHER = (
     LARGE | {"kind": "healed", "loss": "ce", "skip": BITS},
     LARGE | {"kind": "exit-block", "loss": "lk", "skip": None},
@@ -221,21 +221,21 @@ TOGETHER = (
 
 
 def together(folder):
-    """Be one of the processes that train."""
+    """Take part as one of the processes that train."""
     with processes.process_group():
         for how in TOGETHER:
             training(folder / how["kind"], **how).run()
 
 
 def apart(*folders):
-    """The squared distance of what two trainings wrote."""
+    """The squared distance between the results of two trainings."""
     one, two = (load_file(folder / "draft.safetensors") for folder in folders)
     return sum((one[name].float() - two[name].float()).square().sum().item() for name in one)
 
 
 @pytest.mark.thorough
 def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
-    """But for rounding; the negative control is one that has half of the rows."""
+    """Up to rounding; the negative control trains on half of the rows."""
     monkeypatch.setattr("layerskip.training.stages.half_is_fast", lambda _: False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -260,7 +260,7 @@ def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
         half.run()
         off = apart(one.folder, two.folder)
         assert off < 1e-3 * apart(one.folder, half.folder)
-        two.run()  # which is finished
+        two.run()  # it is finished
         for mine, theirs in zip(one.curve, two.curve, strict=True):
             assert mine == {**theirs, **{n: pytest.approx(theirs[n], 1e-3) for n in theirs}}
 
@@ -292,7 +292,7 @@ def test_features_are_the_targets_own_states(tmp_path):
 
 
 def test_the_forward_pass_is_the_drafts(tmp_path):
-    """At the first place, where a draft's own keys are all there are."""
+    """At the first position, where a draft sees no keys but its own."""
     model = lively_model("gemma2", dtype=torch.float32)
     skip = BITS.resolve(6)
     module = Healing(Sublayers(model, "modules"), skip, rank=3, dtype=torch.float32, seed=0)
@@ -312,7 +312,7 @@ def test_the_forward_pass_is_the_drafts(tmp_path):
             for each in (whole, skip)
         )
         got = opened.weights.blocks(skip)[-1](hidden, None)
-    assert (got - want).abs().max() < 0.02 * (rounded - want).abs().max()  # float16 on the way
+    assert (got - want).abs().max() < 0.02 * (rounded - want).abs().max()  # float16 was in between
 
 
 @pytest.mark.thorough
@@ -323,7 +323,7 @@ def test_what_is_healed_is_healed_further(tmp_path):
     (tmp_path / "elsewhere.safetensors").write_bytes(weights(tmp_path / "first"))
     assert skip.low is not None
     assert skip.trained is not None
-    gone = "layers.2.mlp.down_proj"  # of what is left out, and of what had no deltas yet
+    gone = "layers.2.mlp.down_proj"  # skipped now; the other one has no deltas yet
     del before["layers.3.mlp.up_proj.a"], before["layers.3.mlp.up_proj.b"]
     trained = save_trained(tmp_path / "fewer.safetensors", before, "healed", model)
     fewer = replace(skip, mlp=(2,), trained=trained, notes={"from": "a search"})
@@ -338,7 +338,7 @@ def test_what_is_healed_is_healed_further(tmp_path):
     assert not after["layers.3.mlp.up_proj.b"].any()
     assert after["layers.3.mlp.up_proj.a"].any()
     assert same.curve[0]["overlap"] == same.curve[-1]["overlap"]
-    # the same weights elsewhere are the same training, others are not
+    # the same weights in another file are the same training; other weights are not
     moved = replace(
         skip, trained=replace(skip.trained, weights=str(tmp_path / "elsewhere.safetensors"))
     )
@@ -354,7 +354,7 @@ def test_what_is_healed_is_healed_further(tmp_path):
 
 @pytest.mark.parametrize("kind", ["exit-block", *thorough("healed", *BLOCKS[1:])])
 def test_training_makes_a_draft_right_more_often(kind, tmp_path):
-    """On windows kept apart, and along answers to prompts that it has not seen."""
+    """On held-out windows, and along answers to unseen prompts."""
     model = lively_model("llama", dtype=torch.float32)
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
@@ -367,7 +367,7 @@ def test_training_makes_a_draft_right_more_often(kind, tmp_path):
     assert trained.curve[-1]["overlap"][0] > trained.curve[0]["overlap"][0] + 0.03
     if kind == "healed":
         return
-    # what has not learnt anything is what it began with
+    # without training, it is what it began with
     opened, found = Sublayers(model), load_file(tmp_path / "untrained" / "draft.safetensors")
     for name, weight in BEGIN[kind](opened).state_dict().items():
         assert torch.equal(found[name], weight.half())
@@ -398,7 +398,7 @@ def test_nothing_that_is_kept_apart_is_trained_on():
     own = source(model, given=None)
     held = own.held_out(4)
     assert own.batch(1)[0].ids[:1] == held[0][:1] == [1]
-    assert len(set(map(tuple, held))) == 4  # prompts, not the same start four times
+    assert len(set(map(tuple, held))) == 4  # four different prompts
     begins = [tuple(text.ids) for n in range(3) for text in own.batch(n)]
     assert all(text[: len(ids)] != tuple(ids) for ids in held for text in begins)
     assert own.batch(1) == own.batch(1) != own.batch(2)
@@ -426,7 +426,7 @@ def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkey
     going = training(tmp_path / "draft", **how)
     assert going.until == 940 + 300 - 30
     assert going.budget(60) == 210 + 10 - 60
-    assert going.budget(500) == 1.0  # one step at least
+    assert going.budget(500) == 1.0  # at least one step
     further = assistant_training(tmp_path / "assistant", started, **how)
     assert further.until == 940 + 300 - 30
     assert training(tmp_path / "tokens", tokens=64).until == math.inf
@@ -437,8 +437,8 @@ def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkey
     [
         ((0.8, 0.7), (0.9, 0.9), True),
         ((0.8, 0.7), None, True),
-        ((1.0, 1.1), (0.9, 0.9), False),  # slower than what drafted before
-        ((0.7, 0.95), (0.9, 0.9), False),  # faster, on one prompt only
+        ((1.0, 1.1), (0.9, 0.9), False),  # slower than the earlier draft
+        ((0.7, 0.95), (0.9, 0.9), False),  # faster on one prompt only
         ((1.3, 1.4), None, False),
         (None, None, False),  # every text ended with its first token
     ],
@@ -473,17 +473,17 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
         of = record["drafts"]["trained"]
         assert of["bytes"] > 0
         assert "untrained" in record["drafts"]
-        speedups = [  # drafting nothing is one way, too
+        speedups = [  # one option is to draft nothing
             (1 + sum(of["coupled"][:n])) / (0.3 * n + costs[0].verify_cost(n + 1)) for n in range(5)
         ]
         assert of["formula"] == max(speedups)
         written = SkipConfig.load(tmp_path / "skip.json")
         assert written.decoding is not None
         assert (written.trained == skip.trained) == pays
-        if not pays:  # lookups drafted before, and may have been faster than plain decoding
+        if not pays:  # lookups, the earlier draft, may beat plain decoding
             before = record["timed"]["before"]["speedup"] > 1
             assert written.decoding.enabled is (None if before else False)
-        # what was trained is there either way
+        # the trained weights are kept either way
         assert SkipConfig.load(tmp_path / "trained.json") == judging.trained_skip(tmp_path) == skip
         for name in ("skip.json", "trained.json"):
             got = generate(model, ids, skip=tmp_path / name, controller="fixed", **how)
@@ -493,11 +493,11 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     assert not (tmp_path / "work" / "features").exists()
 
 
-# ---- What is refused. ----
+# ---- What is refused ----
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
-    """What files and disks do: in `test_refused_drafts.py`."""
+    """Errors of files and disks are tested in `test_refused_drafts.py`."""
     model = lively_model("llama", dtype=torch.float32)
     with pytest.raises(ValueError, match="say how long to train"):
         Recipe()
@@ -554,11 +554,11 @@ def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
     command = ["train", "demo-llama", *([] if "--output" in flags else ["--output", "out"]), *flags]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
-    assert message in done.stderr.splitlines()[-1]  # behind what loading says
+    assert message in done.stderr.splitlines()[-1]  # after messages about loading
     assert done.stderr.count("layerskip: error: ") == 1
 
 
-# ---- Assistants. ----
+# ---- Assistants ----
 
 
 def assistant_training(folder, start, **changes):
@@ -572,7 +572,7 @@ def assistant_training(folder, start, **changes):
 
 @pytest.fixture
 def started(tmp_path):
-    """A folder with an assistant for the tiny Gemma 4, of random weights."""
+    """A folder with an assistant for the tiny Gemma 4, with random weights."""
     target = tiny_model("gemma4").config
     torch.manual_seed(0)
     config = assistant_config(target)
@@ -597,7 +597,7 @@ def test_an_assistant_is_trained_further_and_goes_on_where_it_was_stopped(tmp_pa
     again = assistant_training(cut, started, rate=5e-3).further()
     assert again["overlap"] == record["overlap"]
     assert not list(cut.glob(".*"))
-    # finished: nothing is done again
+    # it was finished, so nothing is repeated
     assert assistant_training(cut, started, rate=5e-3).further() == again
     with pytest.raises(ValueError, match="another rate"):
         assistant_training(cut, started, rate=1e-3)

@@ -1,4 +1,4 @@
-"""Trained modules as drafts: the text, their states, replays; the modules here are untrained."""
+"""Trained modules as drafts: the text, their states and replays; here they are untrained."""
 
 from collections import Counter
 from dataclasses import replace
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 def skip_of(name, folder, model=None):
-    """A module, rounded if its name says so; of the usual model by default."""
+    """A module's skip config, for the usual model by default; rounded if its name says so."""
     kind = name.partition(" ")[0]
     trained = weights_of(kind, model or model_of(), folder)
     exit_layer = EXIT if kind == "exit-block" else None
@@ -68,8 +68,7 @@ ASSISTED = (
 
 
 def check_states(run):
-    """Keys and values of every state are those of one pass over each row's text; how many were
-    looked at, and how many rows' states fall short of what the row has emitted."""
+    """Compare every state with one pass over its text; counts comparisons and lagging states."""
     passes, model, counts = run.passes, run.passes.model, Counter[str]()
     for state in passes.states:
         if not isinstance(state, (states._Layered, assistants._State)):
@@ -116,7 +115,7 @@ def test_states_are_those_of_whole_texts_after_every_round(mixture, folder):
     for sample in (False, True):
         counts = play(drafts, Fickle(7 + sample), sample)
         assert counts["looked"]
-        assert counts["short"] or "assistant" not in mixture  # where others drafted, or nobody
+        assert counts["short"] or "assistant" not in mixture  # while others drafted, or none
 
 
 @pytest.mark.parametrize("mixture", ["lookup, streams", "lookup, feature-block"])
@@ -126,7 +125,7 @@ def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture, folder,
     texts = decoded(drafts, Fickle(7), sample=True, **how).emitted
     paths = spied(RowCache, "keep_path", lambda _, __, ___, path: [*path])
     assert play((Guesses(texts), *drafts), Fickle(7), True)["looked"]
-    assert any(path != [*range(1, len(path) + 1)] for path in paths)  # which had to be moved
+    assert any(path != [*range(1, len(path) + 1)] for path in paths)  # which moved some slots
 
 
 @pytest.mark.parametrize("mixture", ["lookup, feature-block", "lookup, assistant"])
@@ -150,7 +149,7 @@ def test_streams_draft_the_same_in_however_many_passes_they_catch_up(together, f
 
 @pytest.mark.parametrize("kind", [*LAYERED, "assistant"])
 def test_a_state_that_is_not_rolled_back_is_seen(kind, folder, monkeypatch):
-    """The negative control of the test above."""
+    """Negative control: states that keep rejected tokens fail the tests above."""
 
     def forgetful(self, row, emitted, steps):
         if steps:
@@ -177,7 +176,7 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind, folder):
         assert got.sequences.tolist() == plain.sequences.tolist()
     opened = Sublayers(model)
     request = Request(ids, mask, 8, Law((), do_sample=False, rows=len(ids)))
-    found = cost_tables(opened, [skip.resolve(6)], request, seconds=0.1)  # two sweeps at least
+    found = cost_tables(opened, [skip.resolve(6)], request, seconds=0.1)  # at least two sweeps
     (table,) = (each.at(0) for each in found)
     assert table.source == "measured"
     exact = analytic(opened, SkipConfig.early_exit(EXIT)).draft
@@ -185,7 +184,7 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind, folder):
 
 
 def drafting(opened, skip, ids):
-    """Logits of three draft steps behind a prompt (T,) and token 3, (3, 1, V)."""
+    """Logits of three draft steps after a prompt (T,) and token 3, (3, 1, V)."""
     rows = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
     passes = Passes(opened, [skip.resolve(6)], [ids], **rows)
     passes.prefill()
@@ -201,14 +200,14 @@ def test_rounded_modules_cost_less_and_draft_nearly_the_same(name, folder):
     assert opened.execution == "native"
     assert analytic(opened, skip).draft < analytic(opened, exact).draft
     assert 0 < opened.weights.nbytes(skip) < opened.weights.nbytes(exact) + 4 * 12 * 32
-    # what a step computes is near what exact weights say, and another thing than they say
+    # the laws are close to those of exact weights, but not equal
     want, got = (drafting(opened, each, ids[0]).softmax(-1) for each in (exact, skip))
     assert 0 < (got - want).abs().max() < (0.1 if skip.module_bits == 8 else 0.3)
 
 
 @pytest.mark.parametrize("name", ["heads", "streams", "heads in 8 bits"])
 def test_a_module_drafts_the_tokens_that_it_has_learnt_only(name, folder):
-    """And of them those of the draft vocabulary, or of that what there is."""
+    """Restricted to the draft vocabulary, unless the module knows none of that."""
     model = lively_model("llama", dtype=torch.float32)
     opened, skip = Sublayers(model), skip_of(name, folder, model).resolve(6)
     every = range(model.config.vocab_size)

@@ -1,4 +1,4 @@
-"""Batches, a run that survives a kill, and what ships."""
+"""Batches, a training that survives a kill, and what ships."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def test_an_epoch_holds_every_window_once():
 
 
 def learner(folder, total_steps=30, **options):
-    """A tiny early-exit model on a text of period 7, and its training run so far unstarted."""
+    """A tiny early-exit model on a text of period 7, and its training, which has not started."""
     model = tiny_model("llama", dtype=torch.float32, initializer_range=0.05)
     tokens = (np.arange(400) % 7) + 10
 
@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# What ships
+# ---- What ships ----
 
 
 @pytest.mark.parametrize("name", ["demo-llama", "demo-gemma2", "demo-gemma4"])

@@ -34,12 +34,12 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import place, stored
 from layerskip.vocabulary import ranked
 
-COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # drafting pays; no clock decides anything here
+COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # with these, drafting pays; no test depends on a clock
 SKIP = SkipConfig.early_exit(4)
 SOME = tuple(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[:40].tolist())
 model_of = functools.cache(lively_model)
 VOCABULARIES = {"one": (SOME[0],), "some": SOME, "all": tuple(range(VOCABULARY))}
-# ---- Which tokens. ----
+# ---- Which tokens ----
 
 
 def test_tokens_are_ranked_by_ends_then_by_how_often_they_occur_then_by_id():
@@ -63,14 +63,14 @@ def test_tokens_of_another_model_are_refused(texts, ends, message):
         ranked(texts, 9, ends=ends)
 
 
-# ---- Which rows. ----
+# ---- Which rows ----
 
 
 @pytest.mark.parametrize("execution", ["modules", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_kept_tokens_have_their_logits_and_others_none(family, execution):
-    """Softcaps and norms of every family; the target's logits stay whole."""
+    """With soft caps and norms of every family. The target's logits stay whole."""
     model = model_of(family)
     before, names = state_of(model), sorted(vars(model))
     opened = Sublayers(model, execution=execution)
@@ -98,7 +98,7 @@ def test_a_head_with_a_bias():
         torch.testing.assert_close(few, whole[..., trimmed.tokens], rtol=1e-5, atol=1e-6)
         assert trimmed.spread(few).isfinite().sum() == 2 * len(trimmed.tokens)
         same = trimmed.weight.untyped_storage().data_ptr() == head.weight.data_ptr()
-        assert same == isinstance(rows, slice)  # which is no copy
+        assert same == isinstance(rows, slice)  # a slice is no copy
 
 
 def test_rows_are_copied_once_and_again_when_the_weight_has_changed():
@@ -133,7 +133,7 @@ def test_copies_go_with_the_model():
     assert copied() is None
 
 
-# ---- The same texts. ----
+# ---- The same texts ----
 
 
 def decode(family, *, sample, **settings):
@@ -146,7 +146,7 @@ def decode(family, *, sample, **settings):
 
 @functools.cache
 def wanted(family, sample):
-    """The text without drafts."""
+    """The text of plain decoding."""
     return decode(family, sample=sample, enabled=False)[0]
 
 
@@ -154,7 +154,7 @@ def wanted(family, sample):
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_texts_are_the_same_whatever_drafts_can_draw(family, tokens):
     ways = [("expected-gain", "modules"), (Erratic(), "fused")]
-    if tokens == "some":  # each way meets both
+    if tokens == "some":  # each way is used with both
         ways.reverse()
     for sample, (controller, execution) in zip((False, True), ways, strict=True):
         text, stats = decode(
@@ -170,7 +170,7 @@ def test_texts_are_the_same_whatever_drafts_can_draw(family, tokens):
 
 
 def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted():
-    """What the texts above prove nothing without."""
+    """Without this, the test above would prove nothing."""
     for sample in (False, True):
         rates = {}
         for name, tokens in VOCABULARIES.items():
@@ -195,7 +195,7 @@ def test_a_confidence_is_the_softmax_over_what_can_be_drawn():
                 with torch.no_grad():
                     states = model(torch.tensor([known]), output_hidden_states=True).hidden_states
                     logits = opened.logits(states[4])[0, -1][list(tokens)]
-                # of the likeliest, as decoding is greedy
+                # of the most probable token, because decoding is greedy
                 expected = float(torch.softmax(logits.float(), -1).max())
                 assert round_.confidences[0][0] == pytest.approx(expected, rel=1e-5)
             known += round_.tokens[0]
@@ -205,7 +205,7 @@ def test_a_confidence_is_the_softmax_over_what_can_be_drawn():
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample):
-    """The processors forbid every token of the vocabulary: the text is that without drafts."""
+    """If processors forbid the whole vocabulary, the text is that of plain decoding."""
     model, ids = model_of("llama"), prompt(7)
     forbidden = SuppressTokensLogitsProcessor(list(SOME), device="cpu")
     how = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
@@ -220,7 +220,7 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample):
 
 
 def test_processors_may_make_a_draft_leave_its_vocabulary():
-    """One that sets scores itself, as forced tokens do, is obeyed by draft and target alike."""
+    """Draft and target both obey a processor that sets scores, as for forced tokens."""
 
     @pure
     def forced(ids, scores):
@@ -239,7 +239,7 @@ def test_processors_may_make_a_draft_leave_its_vocabulary():
         text = [t for r in rounds for t in r.tokens[0]]
         assert text[2::3] == [90] * 4
         assert acceptance == "rejection" or text == plain
-        assert any(c == 0.0 for r in rounds for c in r.confidences[0])  # no logit was its own
+        assert any(c == 0.0 for r in rounds for c in r.confidences[0])  # the head lacks its logit
 
 
 def test_a_check_drafts_from_the_vocabulary(spied, sizes):
@@ -253,11 +253,11 @@ def test_a_check_drafts_from_the_vocabulary(spied, sizes):
     assert set(made) == {9}
 
 
-# ---- Where a head cannot be trimmed. ----
+# ---- Where a head cannot be trimmed ----
 
 
 class Unusual(nn.Linear):
-    """A head of another class, as quantised and adapted ones are."""
+    """A head of another class, such as quantised and adapted ones have."""
 
 
 def hooked(model):
@@ -291,7 +291,7 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change, reason):
     assert out.stats == whole.stats
 
 
-# ---- Settings, files, costs. ----
+# ---- Settings, files, costs ----
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_costs_of_another_vocabulary_are_left_aside():
         assert stored(skip, here, 1) == COSTS
         with pytest.warns(UserWarning, match="measured for draft_vocabulary"):
             assert stored(skip, there, 1) is None
-    old = SkipConfig(exit_layer=4, costs=table)  # from before there were any
+    old = SkipConfig(exit_layer=4, costs=table)  # from before draft vocabularies
     assert stored(old, opened, 1) == COSTS
     with pytest.warns(UserWarning, match="measured for draft_vocabulary 97; here it is 40"):
         assert stored(old, trimmed, 1) is None

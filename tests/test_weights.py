@@ -1,4 +1,4 @@
-"""Weights of a model: passes read them where they lie, and no call moves them."""
+"""Passes read a model's weights in place, and no call moves them."""
 
 import pytest
 import torch

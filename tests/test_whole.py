@@ -1,4 +1,4 @@
-"""Models whose sublayers are not known: the same tokens as `transformers`, and what is refused."""
+"""Models that run whole: the same tokens as `transformers`, and what is refused."""
 
 import functools
 import gc
@@ -28,14 +28,14 @@ _SLOW = """
     helium mpt nemotron olmo olmoe opt persimmon phimoe qwen2_moe stablelm starcoder2
 """
 FAMILIES = [*_QUICK, *slow(*_SLOW.split())]
-# Where the library's own text of a padded prompt is not the one of the prompt alone: ALiBi is
-# rounded, Llama 4 takes its temperature from the padded length.
+# In these families, the library's text of a padded prompt differs from that of the prompt alone:
+# ALiBi is rounded, and Llama 4 takes its temperature from the padded length.
 _PADDED_OTHERWISE = ("bloom", "mpt", "falcon", "llama4_text")
 
 
 @functools.cache
 def reference(family, batch):
-    """New tokens of the library's own greedy decoding, of every prompt alone."""
+    """New tokens of the library's own greedy decoding of each prompt alone."""
     return alone(small_model(family), *ragged(BATCHES[batch], seed=3))
 
 
@@ -44,7 +44,7 @@ def decode(family, batch, **settings):
 
 
 def drafts_of(family):
-    """Products of GPT-2's and Falcon's own classes stay exact."""
+    """Every draft; in 8 bits only if there are plain linears, which GPT-2 and Falcon lack."""
     model = small_model(family)
     return small.every_draft(model, *([EIGHT] if [*linears(open_model(model).base)] else []))
 
@@ -87,7 +87,7 @@ def test_rows_of_one_length_run_together_where_places_are_no_arguments():
 
 
 def test_rows_of_any_lengths_reach_the_last_position():
-    """Learned positions end there, and rows that are shorter are padded behind it."""
+    """Learned positions end there, and shorter rows are padded after it."""
     ids, mask = ragged((116, 97, 3), seed=5)
     for family in ("opt", "gpt2"):
         model = small_model(family)

@@ -1,4 +1,4 @@
-"""Drafts with a window: which slots they see, their texts, bytes, prices and places in a search."""
+"""Drafts with a window: the slots they see, texts, bytes, prices, and searches."""
 
 from collections import Counter
 from dataclasses import replace
@@ -44,9 +44,9 @@ def opened_of(family, execution):
 
 
 def masks(model, count, window):
-    """By kind of layer, what the library adds to the scores of a draft with a window, (1, 1, T, T).
+    """The library's masks for a draft with a window, by kind of layer, (1, 1, T, T).
 
-    One slot at a time, as the words of `SkipConfig.window` have it.
+    They follow the description of `SkipConfig.window` slot by slot.
     """
     found = {}
     own = getattr(model.config, "sliding_window", None)
@@ -65,7 +65,7 @@ def masks(model, count, window):
 
 
 def logits(opened, ids, skip):
-    """Of whole texts (B, T) as a draft computes them in one pass, (B, T, V)."""
+    """Logits (B, T, V) of whole texts (B, T), as a draft computes them in one pass."""
     hidden, step = opened.first_pass(ids)
     return opened.backend.run(hidden, step, opened.weights.blocks(skip))
 
@@ -150,7 +150,7 @@ def test_texts_do_not_depend_on_windows(family, execution, sample):
     assert 0 < accepted < drafted
 
 
-# ---- The choice. ----
+# ---- The choice ----
 
 
 def test_windows_share_the_copies_of_weights():
@@ -161,7 +161,7 @@ def test_windows_share_the_copies_of_weights():
     taken = copies_of(model).nbytes
     narrow = opened.weights.blocks(replace(low, window=4))
     assert copies_of(model).nbytes == taken == opened.weights.nbytes(replace(low, window=4))
-    # what is no attention is the same block
+    # everything but attention is the same block
     assert [a is b for a, b in zip(first, narrow, strict=True)] == [False, True] * 6 + [True]
 
 
@@ -192,7 +192,7 @@ def test_bytes_of_keys_that_a_step_reads():
     ("family", "positions", "window"),
     [
         ("llama", WIDE + SINK + 1, WIDE),
-        ("llama", WIDE + SINK, None),  # no text is longer than what is seen
+        ("llama", WIDE + SINK, None),  # every text is seen whole
         ("gemma3", 8192, WIDE),
         ("mistral", 8192, None),  # all of its layers slide
     ],
@@ -210,7 +210,7 @@ def test_skip_maps_say_windows():
     assert "sees the last 64 tokens, speedup 1.50" in words
 
 
-# ---- The search. ----
+# ---- The search ----
 
 
 @pytest.mark.parametrize("experts", [(), (1,)])
@@ -245,7 +245,7 @@ def test_spaces_hold_every_draft_with_every_window(kind, bits, experts):
         ("llama", 512, (256,)),
         ("llama", 9000, (256, 1024, 4096)),
         ("gemma3", 3000, (256, 1024)),  # some of its layers slide
-        ("mistral", 3000, ()),  # all of its layers do
+        ("mistral", 3000, ()),  # all of its layers slide
     ],
 )
 def test_windows_are_searched_where_texts_are_long(family, context, found):
@@ -260,7 +260,7 @@ def test_attention_with_a_window_is_priced_as_behind_less_text():
     assert wide.draft == whole.draft
     step = step_seconds(cost, 64 + SINK)
     assert narrow.draft == pytest.approx(whole.draft - 6 * 48e-5 / step)
-    assert narrow.verify == wide.verify  # nothing is shared
+    assert narrow.verify == wide.verify  # without a shared prefix
     short = cost_table(cost, SkipConfig(window=16), 16 + SINK)
     assert short.draft == cost_table(cost, SkipConfig(), 16 + SINK).draft
 
