@@ -25,7 +25,7 @@ def environment() -> dict[str, Any]:
 
     Keys: `layerskip`, `python` and `packages` (versions; None if not installed), `platform`, `cpu`
     (`model`, usable `cores`, torch `threads`, the `instructions` that torch uses), `compiler` (the
-    C++ compiler that native and compiled execution would call, or None), `devices` (`type`, `name`,
+    C++ compiler that native execution would call, or None), `devices` (`type`, `name`,
     `memory` in bytes or None), `git` (`revision` and `dirty` of the checkout that contains this
     package, else None).
     """

@@ -83,7 +83,7 @@ class Search:
 
     Raises:
         ValueError: as for `take_trace`, also for held-out prompts; the space is for another number
-            of layers; execution is compiled.
+            of layers.
     """
 
     def __init__(
@@ -99,11 +99,6 @@ class Search:
         progress: Progress = silent,
         until: float = math.inf,
     ) -> None:
-        if task.execution == "compiled":
-            raise ValueError(
-                "a search times drafts one by one: execution must be auto, modules or fused, got "
-                "'compiled'; search with 'fused', and decode compiled with what it finds"
-            )
         self.task, self.space, self.parts = task, space, parts
         self.positions, self.progress, self.until = positions, progress, until
         self.opened = Sublayers(model, execution=task.execution)

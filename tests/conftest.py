@@ -7,6 +7,8 @@ import random
 import sys
 import zlib
 from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -52,6 +54,34 @@ def _costs_are_measured_in_a_moment():
     """By two sweeps over all passes; users get more, and so does `test_costs.py`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("layerskip.timing.rounds.SWEEPS", 2)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _a_cpu_has_graphs():
+    """What was captured runs once more, on the buffers that it was captured with."""
+    import torch
+
+    from layerskip.model import captured
+
+    on_a_gpu = captured._captured
+
+    def on_a_cpu(run, inputs):
+        if inputs[0].is_cuda:
+            return on_a_gpu(run, inputs)
+        blocks, used, pairs, tables = run.args
+        # of their own, so that a graph does not keep buffers from being handed out again
+        pairs = {layer: tuple(each.view_as(each) for each in pair) for layer, pair in pairs.items()}
+        tables = {kind: tuple(each.view_as(each) for each in pair) for kind, pair in tables.items()}
+        held = [torch.empty_like(each) for each in inputs]
+        out = run(*inputs)
+        run = partial(run.func, blocks, used, pairs, tables)
+        graph = SimpleNamespace(replay=lambda: out.copy_(run(*held)))
+        return captured._Graph(graph, held, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured, "DEVICES", ("cuda", "cpu"))
+        patch.setattr(captured, "_captured", on_a_cpu)
         yield
 
 

@@ -23,10 +23,9 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.passes import Passes
-from layerskip.model import compiled
 from layerskip.model.sublayers import Sublayers
 
-EXECUTIONS = ["modules", "fused", *slow("compiled")]
+EXECUTIONS = ["modules", "fused", "captured"]
 COVERING = covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
 
 
@@ -68,7 +67,8 @@ ROUNDS = [
     ("family", "skip", "execution"),
     [
         *ROUNDS,
-        *slow(("llama", "scattered", "compiled"), ("gemma2", "early exit", "compiled")),
+        ("llama", "scattered", "captured"),
+        ("gemma2", "early exit", "captured"),
         *slow(*(case for case in COVERING if case not in ROUNDS)),
     ],
 )
@@ -151,34 +151,7 @@ def test_texts_across_growing_buffers(family, execution):
     assert edges > 0
 
 
-@pytest.mark.slow
-def test_growing_buffers_compile_nothing(sizes):
-    sizes(spare=1)
-    model = lively_model("llama", num_hidden_layers=2)
-
-    def run(new_tokens):
-        asked = request((5,), new_tokens=new_tokens)
-        made = Decoder(
-            Sublayers(model, "compiled"),
-            SkipConfig.early_exit(1).resolve(2),
-            Script(3, 0, 4),
-            asked,
-            max_draft_length=4,
-        )
-        play(made)
-        return made
-
-    run(9)
-    before = compiled.compile_seconds(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    long = run(200)
-    after = compiled.compile_seconds(), torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert long.passes.cache.size > 200
-    assert after == before
-    want = model.generate(long.request.input_ids, max_new_tokens=200, do_sample=False)
-    assert long.emitted[0] == want[0, 5:].tolist()
-
-
-# ---- Masks ----
+# ---- Masks. ----
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -512,7 +485,7 @@ def test_the_model_is_left_as_it_was_found(family, execution):
     check_untouched(model, before)
 
 
-@pytest.mark.parametrize("execution", [*thorough("modules"), "fused", *slow("compiled")])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused", "captured"])
 def test_two_decoders_interleaved_give_the_same_as_alone(llama, execution):
     def runs():
         return [
@@ -534,7 +507,7 @@ def test_two_decoders_interleaved_give_the_same_as_alone(llama, execution):
     assert [run.stats for run in together] == [run.stats for run in alone]
 
 
-@pytest.mark.parametrize("execution", [*thorough("modules"), "fused", *slow("compiled")])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused", "captured"])
 def test_two_threads_on_one_model(llama, execution):
     opened = Sublayers(llama, execution=execution)
 

@@ -45,7 +45,6 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
-from layerskip.environment import _compiler
 from layerskip.generation import generate
 from layerskip.model import extension
 from layerskip.replay.drafts import follow, replay
@@ -131,17 +130,15 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(built, dtype
     assert all(accepted.values()), accepted
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(_compiler() is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize(
     ("kind", "family"),
     covering(("healed, 8 bits", *BLOCKS, "assistant", *OFFICIAL[1:]), ("llama", "gemma3")),
 )
-def test_compiled_texts_are_those_of_plain_decoding(kind, family, folder):
+def test_captured_texts_are_those_of_plain_decoding(kind, family, folder):
     family = family_of(kind, family)
     model = model_of(family)
-    drafts = (draft_of(kind, model, folder, "compiled"), Lookup())
-    out = decoded(model, drafts, "coupled", Fickle(1), "compiled", new=NEW, longest=3)
+    drafts = (draft_of(kind, model, folder, "captured"), Lookup())
+    out = decoded(model, drafts, "coupled", Fickle(1), "captured", new=NEW, longest=3)
     assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
 
@@ -182,7 +179,7 @@ REJECTION = [(source, law, True, "fused") for source, law in zip(SOURCES, cycle(
 COUPLED = [("layers left out", law, False, "fused") for law in PROCESSORS]
 EXECUTIONS = [
     pytest.param("layers left out", "none", rejection, execution, marks=marks)
-    for execution, marks in (("native", ()), ("modules", ()), ("compiled", pytest.mark.slow))
+    for execution, marks in (("native", ()), ("modules", ()), ("captured", pytest.mark.thorough))
     for rejection in (False, True)
 ]
 

@@ -307,9 +307,9 @@ def test_what_is_not_plain_keeps_the_module_path(family):
         opened.weights.blocks(SkipConfig(experts=1))
 
 
-def test_compiled_passes_fall_back_to_fused_ones():
-    with pytest.warns(UserWarning, match="no compiled passes of mixtures"):
-        assert Sublayers(tiny_model("mixtral"), "compiled").execution == "fused"
+def test_captured_passes_fall_back_to_fused_ones():
+    with pytest.warns(UserWarning, match="in mixtures the host reads"):
+        assert Sublayers(tiny_model("mixtral"), "captured").execution == "fused"
 
 
 # ---- Bytes and costs ----

@@ -35,11 +35,11 @@ CPU = pytest.param("cpu", marks=pytest.mark.slow)
 
 
 def ways(*families):
-    """Parametrises (family, device, execution); the CPU's compiled passes: test_compiled.py."""
+    """Parametrises (family, device, execution); on a CPU captured passes run again."""
     cases = []
-    for family, execution in product(families, ("modules", "fused", "compiled")):
+    for family, execution in product(families, ("modules", "fused", "captured")):
         cases.append(pytest.param(family, "cuda", execution, marks=pytest.mark.gpu))
-        if execution != "compiled":
+        if execution != "captured":
             cases.append(pytest.param(family, "cpu", execution, marks=pytest.mark.slow))
     return pytest.mark.parametrize(("family", "device", "execution"), cases)
 
@@ -183,7 +183,7 @@ def test_rejection_texts_of_rows_are_those_of_rows_alone(family, device, executi
 
 
 @pytest.mark.parametrize("rejection", [False, True], ids=["coupled", "rejection"])
-@pytest.mark.parametrize("execution", ["fused", "compiled"])
+@pytest.mark.parametrize("execution", ["fused", "captured"])
 @pytest.mark.parametrize("device", [CUDA])  # the CPU's: test_every_kind.py
 def test_texts_follow_the_targets_law(device, execution, rejection):
     counts, ((drafted, accepted),) = sample_texts(
@@ -213,7 +213,7 @@ def test_every_shape_replays_what_was_captured_for_it(device):
     def run():
         for longest in (1, 4, 2, 8, 3, 5, 7):
             for rows in (3, 1):
-                how = {"skip": skip, "execution": "compiled"}
+                how = {"skip": skip, "execution": "captured"}
                 how["max_draft_length"] = longest
                 got = ours(model, ids[:rows], mask[:rows], **how)
                 assert got.sequences.tolist() == want[rows]
@@ -235,7 +235,7 @@ def test_every_shape_replays_what_was_captured_for_it(device):
     [
         ("cpu", "fused"),
         pytest.param("cuda", "fused", marks=pytest.mark.gpu),
-        pytest.param("cuda", "compiled", marks=pytest.mark.gpu),
+        pytest.param("cuda", "captured", marks=pytest.mark.gpu),
     ],
 )
 def test_the_host_waits_once_a_round(device, execution, rejection):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kinds import draft_of
-from marks import slow
 from models import WINDOW, lively_model, prompt, ragged, side_by_side
 from pictured import conditional, inputs_of
 from small import small_model
@@ -54,7 +53,7 @@ def model_of(family, execution):
 CASES = [
     *[(family, "native") for family in ("llama", "gemma3", "gemma4")],
     *[(family, how) for family in ("llama", "gemma2", "gemma3") for how in ("fused", "modules")],
-    *slow(("gemma3", "compiled")),
+    ("gemma3", "captured"),
 ]
 RAGGED = [
     *[(family, "native") for family in ("llama", "gemma3", "gemma4")],

@@ -1,15 +1,12 @@
 """Passes read a model's weights in place, and no call moves them."""
 
-import pytest
 import torch
 from agreement import assert_agree
 from cost_records import cost_record
 from models import prompt, tiny_model
-from torch import nn
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.model import products
 from layerskip.model.sublayers import Sublayers
 from layerskip.search import search
 
@@ -33,15 +30,3 @@ def test_fused_passes_see_weights_that_change():
         for weight in model.parameters():
             weight.mul_(1.1)
     assert_agree(Sublayers(model, "modules"), fused)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("compiling", [False, True])
-@pytest.mark.parametrize("bias", [None, torch.randn(5)])
-def test_products_for_compiled_code_are_the_linear(bias, compiling, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    weight = torch.randn(5, 3)
-    for count in (1, 2, 9):
-        x = torch.randn(1, count, 3)
-        want = nn.functional.linear(x, weight, bias)
-        torch.testing.assert_close(products.compilable(weight, bias)(x), want)

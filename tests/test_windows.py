@@ -90,7 +90,7 @@ def test_a_draft_sees_the_first_slots_and_the_last(family, execution, window):
 @pytest.mark.parametrize("behind", [0, 3])
 @pytest.mark.parametrize(
     ("family", "execution"),
-    [*product(("llama", "gemma3", "gemma4"), EXECUTIONS), ("gemma3", "compiled")],
+    [*product(("llama", "gemma3", "gemma4"), EXECUTIONS), ("gemma3", "captured")],
 )
 @torch.no_grad()
 def test_steps_of_one_token_see_as_much_as_whole_passes(family, execution, behind):

@@ -284,9 +284,7 @@ class Plan:
         for prompt in self.prompts:
             chosen.setdefault(prompt.category, []).append(prompt)
         prompts = [prompt for each in chosen.values() for prompt in each[:SWEEP_PROMPTS]]
-        # Texts are replayed on the path that is also compiled.
-        execution = "fused" if self.task.execution == "compiled" else self.task.execution
-        opened = open_model(self.loaded.model, execution)
+        opened = open_model(self.loaded.model, self.task.execution)
         law = self.task.law | {"acceptance": "coupled"}
         swept = exit_sweep(
             opened,

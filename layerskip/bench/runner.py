@@ -24,7 +24,7 @@ from layerskip.bench.methods import Clock, Decoded, Method, Task
 from layerskip.bench.reads import bytes_read
 from layerskip.decoding.rounds import Round
 from layerskip.files.records import Key
-from layerskip.model.compiled import compile_seconds
+from layerskip.model.captured import capture_seconds
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and to load this prompt into the caches
 
@@ -119,11 +119,11 @@ def _quiet_collector() -> Iterator[None]:
 
 
 def _timed(method: Method, batch: PromptBatch, repeat: int, order: int, now: Clock) -> Timed:
-    """Time a call, excluding any compilation."""
+    """Time a call, without any captures of passes."""
     while True:
-        compiling = compile_seconds()
+        before = capture_seconds()
         timed = _once(method, batch, repeat, order, now)
-        if compile_seconds() == compiling:
+        if capture_seconds() == before:
             return timed
 
 

@@ -229,7 +229,7 @@ def _record(
     from layerskip.analysis.tables import headlines
     from layerskip.bench.runner import benchmark as run_benchmark
     from layerskip.bench.runner import device_clock
-    from layerskip.model.compiled import compile_seconds
+    from layerskip.model.captured import capture_seconds
     from layerskip.timing.bandwidth import Sweeps
 
     device = batches[0].input_ids.device
@@ -258,8 +258,8 @@ def _record(
     (run,) = load_runs([output])
     summary = headlines(run)
     print(_table(summary))
-    if compile_seconds():
-        talk.say(f"compiling took {compile_seconds():.0f} s, not included in the times above")
+    if capture_seconds():
+        talk.say(f"capturing took {capture_seconds():.1f} s, not included in the times above")
     talk.say(f"records: {output}; tables and plots: layerskip report {output} --output DIR")
     return summary
 

@@ -99,10 +99,10 @@ class Loading(Flags):
         default="auto",
     )
     trust_remote_code: bool = switch("--trust-remote-code", "Run code from the checkpoint.")
-    execution: Literal["auto", "modules", "fused", "native", "compiled"] = flag(
+    execution: Literal["auto", "modules", "fused", "native", "captured", "compiled"] = flag(
         "How to run the layers. modules: transformers; fused: fewer kernels; native: one C++ call "
-        "per pass (CPU; a one-time build takes half a minute); compiled: torch.compile (takes "
-        "minutes in every run).",
+        "per pass (CPU; a one-time build takes half a minute); captured: CUDA graphs (GPU); "
+        "compiled: the last two, by device.",
         default="auto",
     )
     threads: int | None = flag("CPU threads.  [default: the fastest number, measured]", "N", min=1)

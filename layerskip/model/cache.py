@@ -3,7 +3,7 @@
 There is one buffer per attention layer, written by position. To roll back, the engine lowers a
 row's length; the slots after it are overwritten before anything reads them. Keys and values are
 copied when the buffers grow (by a sixteenth or 256 slots; by half, to one of few sizes, where
-kernels are compiled for each size) and when `keep` drops rows.
+passes are captured for each size) and when `keep` drops rows.
 Layers with a sliding window may keep fewer slots: those from a common base on. When their buffers
 are full, the base moves up to what the shortest row still sees. If rows join and leave, each row
 has its own base (`roll`).
@@ -37,7 +37,7 @@ def rounded_up(slots: int) -> int:
 
 
 def capacity(slots: int) -> int:
-    """Slots to allocate. One is always free: full buffers would be another case to compile."""
+    """Slots to allocate. One is always free: passes pad their tokens with it."""
     return rounded_up(slots) + 1
 
 
@@ -52,6 +52,7 @@ class RowCache:
         slots: maximum number of slots that a row will ever use.
         windows: per layer, the sliding window in tokens, or None for full attention.
         trims: buffers may have any size, and window layers drop what no later pass will see.
+        pages: where the buffers' memory comes from.
 
     Attributes:
         size: the present number of slots S in buffers.
@@ -60,7 +61,13 @@ class RowCache:
     """
 
     def __init__(
-        self, rows: int, slots: int, windows: Sequence[int | None], *, trims: bool = False
+        self,
+        rows: int,
+        slots: int,
+        windows: Sequence[int | None],
+        *,
+        trims: bool = False,
+        pages: Pages | None = None,
     ) -> None:
         self.rows = rows
         self.slots = slots
@@ -73,7 +80,7 @@ class RowCache:
         self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self._pages = Pages()
+        self._pages = pages or Pages()
         self.firsts: list[int] = []  # first slot of each row in the pass
         self.settled: list[int] = []  # number of tokens of each that are sure to stay
         self.active: range | None = None  # the rows of the pass; None: all
@@ -85,7 +92,7 @@ class RowCache:
         self.branches: Branches | None = None  # of the pass, if it has branches
         self._index: dict[Any, Tensor] = {}  # by device, (B, T) slots; empty if rows are in step
         self.partial = True  # whether a pass may cover only some rows
-        self.prefilled = False  # prompts are done: passes are short, and worth compiling
+        self.prefilled = False  # prompts are done: passes are short, and worth capturing
 
     def place(
         self,

@@ -78,23 +78,10 @@ class Rounded:
     def linear(self, bias: Tensor | None) -> Function:
         """Multiply inputs (..., C) by the widened weight, (..., R).
 
-        This is fast only in compiled code or in the native backend. Torch's own products crash with
-        some widths (`_weight_int8pack_mm` of torch 2.13, with 33 rows of 100 columns).
+        This is fast only in the native backend. Torch's own products crash with some widths
+        (`_weight_int8pack_mm` of torch 2.13, with 33 rows of 100 columns).
         """
-        if self.packed:
-            return lambda x: F.linear(x, self.widened(x.dtype), bias)
-        numbers, scales, columns = self.numbers, self.scales, self.shape[1]
-        assert scales is not None
-        loops = self.bits == 8 and numbers.device.type == "cpu"
-
-        def apply(x: Tensor) -> Tensor:
-            if not (loops and torch.compiler.is_compiling() and x.numel() == columns):
-                return F.linear(x, _widened(numbers, scales, columns, x.dtype), bias)
-            # Like `products.compilable`: loops that widen as they go.
-            out = (x[..., None, :] * numbers.to(x.dtype)).sum(-1) * scales.to(x.dtype)
-            return out if bias is None else out + bias
-
-        return apply
+        return lambda x: F.linear(x, self.widened(x.dtype), bias)
 
 
 def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.costs.speculation import keys_read
-from layerskip.model import compiled, extension, native, plain
+from layerskip.model import captured, extension, native, plain
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Backend, Block, Rotary, Tables
 from layerskip.model.cache import RowCache, additive
@@ -29,7 +29,7 @@ from layerskip.model.pictures import Pictures, ahead
 from layerskip.model.stored import stored_weights
 from layerskip.model.weights import DraftWeights
 
-EXECUTIONS = ("auto", "modules", "fused", "native", "compiled")
+EXECUTIONS = ("auto", "modules", "fused", "native", "captured", "compiled")
 ASKED = "as asked for"
 
 
@@ -102,13 +102,13 @@ class Sublayers(Architecture):
         model: a `transformers` causal language model of a family in `families.FAMILIES`, or a PEFT
             wrapper of one.
         execution: "modules" calls the library's modules, "fused" takes the fused path for plain
-            weights, "native" does the same in one call per pass on a CPU, "compiled" uses compiled
-            functions except for the prefill (either falls back to the fused path with a warning if
-            it is not available), "auto" takes the first of native, fused and modules that supports
-            the model as it is now.
+            weights, "native" does the same in one call per pass on a CPU, "captured" replays it as
+            CUDA graphs on a GPU (either falls back to the fused path with a warning if it is not
+            available), "compiled" means native on a CPU and captured on a GPU, "auto" takes the
+            first of these two, fused and modules that supports the model as it is now.
 
     Attributes:
-        execution: the one in use, any of those except "auto".
+        execution: the one in use: modules, fused, native or captured.
         reason: why it is not a faster one; None if it is the fastest.
         blocks: the sublayers.
         head: final norm, head and softcap.
@@ -119,7 +119,7 @@ class Sublayers(Architecture):
 
     Raises:
         UnsupportedModelError: names what is not supported, and what is.
-        ValueError: "fused", "native" or "compiled" is requested but the model's modules must be
+        ValueError: "fused", "native" or "captured" is requested but the model's modules must be
             called; or the model is in training mode.
     """
 
@@ -207,7 +207,9 @@ class Sublayers(Architecture):
                 "that one as the model, and this one as its assistant"
             )
         slots = self.backend.capacity(slots)
-        return RowCache(rows, slots, self.windows, trims=self.backend.trims)
+        return RowCache(
+            rows, slots, self.windows, trims=self.backend.trims, pages=self.backend.pages
+        )
 
     def encode(self, tokens: Tensor, mask: Tensor) -> EncoderStates:
         """Encode texts (B, E), padded where the mask (B, E) is 0."""
@@ -327,6 +329,9 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
     """The requested backend, or the best one for "auto", and why there is no faster one."""
     if execution not in EXECUTIONS:
         raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
+    gpu = model.device.type == "cuda"
+    if execution == "compiled":
+        execution = "captured" if gpu else "native"
     if execution == "modules":
         return Modules(model), ASKED
     reason = plain.refusal(model)
@@ -338,28 +343,25 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
             "use execution='auto' or 'modules'"
         )
     stored = bool(stored_weights(model.model))
-    if execution in ("fused", "compiled") and stored:
+    if execution in ("fused", "captured") and stored:
         raise ValueError(
             f"execution {execution!r} cannot serve this model: its weights are read as their file "
             "stores them, by native passes; load it with packed=False, or use execution='auto'"
         )
-    if execution == "compiled" and model.mixtures:
-        reason = "there are no compiled passes of mixtures of experts"
-        native.warn_refusal(reason)
-        return Fused(model), reason
-    if execution == "compiled":
-        reason = compiled.refusal(model.device.type)
-        if reason is None:
-            return compiled.Compiled(model), ASKED
-        compiled.warn_refusal(reason)
-        return Fused(model), reason
     if execution == "fused":
         return Fused(model), ASKED
+    if execution == "captured" or (execution == "auto" and gpu and not stored):
+        reason = captured.refusal(model)
+        if reason is None:
+            return captured.Captured(model), None
+        if execution == "captured":
+            captured.warn_refusal(reason)
+        return Fused(model), reason
     reason = native.refusal(model)
     if reason is None:
         reason = extension.refusal()
     elif execution == "auto" and not stored:
-        return Fused(model), reason if model.device.type == "cpu" else None
+        return Fused(model), reason
     if reason is None:
         return native.Native(model), None
     native.warn_refusal(reason)

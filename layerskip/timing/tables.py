@@ -313,8 +313,8 @@ def _places(model: Sublayers, rows: int, context: int) -> Iterator[Place]:
     # With an encoder, only the present rows have encoder states.
     many = 1 if model.read else min(_MOST_ROWS, 1 << (rows - 1).bit_length())
     yield from (Place(each, CONTEXT) for each in sorted({1, many}))
-    # Compiled passes would be compiled again, and the library's own caches have no free slots.
-    token = 0.0 if model.execution in ("compiled", "whole") else keys_read(model.key_bytes(), _FAR)
+    # The library's own caches have no free slots.
+    token = 0.0 if model.execution == "whole" else keys_read(model.key_bytes(), _FAR)
     if token:
         far = min(_FAR, model.max_positions * 3 // 4, int(_KEYS * _FAR / (many * token)))
         if far >= _LEAST and context >= _NEAR * far:

@@ -36,12 +36,12 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
 
     Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second or
     until the result is clear. It takes the smallest number that is not clearly slower than another.
-    It returns torch's own number on other devices, with compiled passes (each number would need
-    compiling), if passes are so long that every thread pays, and if other processes need the cores
-    at the moment: that says nothing about later, and passes then use fewer threads by themselves.
+    It returns torch's own number on other devices, if passes are so long that every thread pays,
+    and if other processes need the cores at the moment: that says nothing about later, and passes
+    then use fewer threads by themselves.
     """
     most = torch.get_num_threads()
-    if most == 1 or model.device.type != "cpu" or model.execution == "compiled":
+    if most == 1 or model.device.type != "cpu":
         return most
     counts = [*(1 << power for power in range((most - 1).bit_length())), most]
     token = torch.tensor([0])  # (1,)

@@ -1,0 +1,218 @@
+"""The "captured" backend: passes over fused blocks, replayed as CUDA graphs.
+
+A pass of a few tokens is hundreds of short kernels, which a GPU computes faster than Python can
+launch them. A pass runs as it is the first time, is captured the second time, and is replayed in
+one launch from then on. Passes are the same if they have the same blocks, number of rows and
+tokens, and buffers at the same addresses. So that they often are, numbers of tokens are padded to
+powers of two, attention reads the buffers up to one of few lengths (a mask hides what is not
+written yet), and buffers that are no longer used are handed out again.
+Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, S slots of the buffers,
+U slots in use, D head width, R rotary width.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from layerskip.model.architecture import Architecture
+from layerskip.model.backend import Block, Step, Tables
+from layerskip.model.cache import RowCache, additive, capacity, causal, rounded_up
+from layerskip.model.fused import Attention, Fused
+from layerskip.model.norms import FusedRotary, for_heads, gathered
+from layerskip.model.pages import Pages
+
+DEVICES = ("cuda",)
+_GRAPHS = 256  # maximum number of passes whose graphs are kept for a model
+_SHAPES = 8  # maximum number of shapes whose unused buffers are kept for a model
+_seconds = 0.0  # total time of captures in this process
+
+
+def capture_seconds() -> float:
+    """Seconds that this process has spent capturing passes."""
+    return _seconds
+
+
+def refusal(model: Architecture) -> str | None:
+    """Why the passes of a model cannot be captured, or None."""
+    if model.device.type not in DEVICES:
+        return "CUDA graphs need a GPU"
+    return "in mixtures the host reads which experts run" if model.mixtures else None
+
+
+@cache
+def warn_refusal(reason: str) -> None:
+    warnings.warn(
+        f"passes cannot be captured here, so they take the fused path: {reason}; "
+        "use execution='auto'",
+        stacklevel=2,
+    )
+
+
+class Captured(Fused):
+    """The fused blocks of a model on a GPU: all but the prefill and trees are captured.
+
+    Graphs are kept as long as the opened model lives. Its weights stay where they are as long.
+    """
+
+    name = "captured"
+    trims = False  # window layers would move their slots
+    pages: Reused
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__(model)
+        self.pages = Reused()
+        self._graphs: OrderedDict[Any, _Graph | None] = OrderedDict()  # None: seen once
+        self._lock = threading.Lock()
+
+    def capacity(self, slots: int) -> int:
+        return capacity(slots)
+
+    def rotary(self, tables: Tables) -> FusedRotary:
+        rotary = super().rotary(tables)
+        where = self.pages
+        rotary.tables = {
+            kind: (where.zeros(cos.shape, cos).copy_(cos), where.zeros(sin.shape, sin).copy_(sin))
+            for kind, (cos, sin) in rotary.tables.items()
+        }
+        return rotary
+
+    def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
+        cache: RowCache = step.cache
+        usual = cache.prefilled and cache.branches is None and cache.active is None
+        if not blocks or not usual or torch.is_grad_enabled():
+            return super().run(hidden, step, blocks)
+        count = hidden.shape[1]
+        inputs = [hidden, step.slots, *([] if step.inputs is None else [step.inputs])]
+        padding = (1 << (count - 1).bit_length()) - count
+        if padding:  # written to the buffers' last slot, which no token ever has
+            values = 0, cache.size - 1, 0
+            inputs = [_padded(each, padding, by) for each, by in zip(inputs, values, strict=False)]
+        layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
+        pairs = {layer: (cache.keys[layer], cache.values[layer]) for layer in layers}
+        used, tables = rounded_up(cache.end), step.rotary.tables
+        key = (
+            (tuple(blocks), inputs[0].shape, cache.size, used),
+            tuple(each.data_ptr() for pair in (*pairs.values(), *tables.values()) for each in pair),
+        )
+
+        run = partial(_pass, blocks, used, pairs, tables)
+        with self._lock:  # all graphs share memory for what they compute
+            if key not in self._graphs:
+                out = run(*inputs)
+                self._graphs[key] = None
+            else:
+                graph = self._graphs[key] or _captured(run, inputs)
+                self._graphs[key] = graph
+                self._graphs.move_to_end(key)
+                out = graph.replay(inputs)[:, :count].clone()  # the next replay overwrites it
+            if len(self._graphs) > _GRAPHS:
+                self._graphs.popitem(last=False)
+        return out[:, :count]
+
+
+def _padded(x: Tensor, count: int, value: int) -> Tensor:
+    """Append `count` tokens to (B, T, ...)."""
+    return torch.cat((x, x.new_full((x.shape[0], count, *x.shape[2:]), value)), 1)
+
+
+class Reused(Pages):
+    """Zeroed buffers, which are handed out again, at the same addresses, once they are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by shape: buffers, and the tensors by which others know them
+        self._held: OrderedDict[Any, list[tuple[Tensor, ref[Tensor]]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        key = (*shape, like.dtype, like.device)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            held = self._held.setdefault(key, [])
+            self._held.move_to_end(key)
+            number = next((i for i, (_, known) in enumerate(held) if known() is None), len(held))
+            buffer = held[number][0] if number < len(held) else like.new_empty(shape)
+            out = buffer.zero_().view(shape)
+            held[number : number + 1] = [(buffer, ref(out))]
+            for old in [*self._held][:-_SHAPES]:
+                self._held[old] = [each for each in self._held[old] if each[1]() is not None]
+                if not self._held[old]:
+                    del self._held[old]
+        return out
+
+
+class _Graph(NamedTuple):
+    """A captured pass: where it reads its inputs, and where it writes its output."""
+
+    graph: Any
+    inputs: list[Tensor]
+    out: Tensor  # (B, T, H), or logits (B, T, V)
+
+    def replay(self, inputs: list[Tensor]) -> Tensor:
+        for held, each in zip(self.inputs, inputs, strict=True):
+            held.copy_(each)
+        self.graph.replay()
+        return self.out
+
+
+@cache
+def _memory() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def _captured(run: Callable[..., Tensor], inputs: list[Tensor]) -> _Graph:
+    """Capture a pass that has run before. Capturing computes nothing."""
+    global _seconds
+    start = time.perf_counter()
+    with torch.inference_mode(False):
+        held = [torch.empty_like(each) for each in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_memory(), capture_error_mode="thread_local"):
+        out = run(*held)
+    _seconds += time.perf_counter() - start
+    return _Graph(graph, held, out)
+
+
+class _Step(NamedTuple):
+    """The parts of a step that blocks other than attention need."""
+
+    inputs: Tensor | None
+
+
+def _pass(
+    blocks: Sequence[Block],
+    used: int,
+    pairs: dict[int, tuple[Tensor, Tensor]],  # by layer, keys and values (B, K, S, D)
+    tables: Tables,
+    hidden: Tensor,  # (B, T, H)
+    slots: Tensor,  # (B, T)
+    inputs: Tensor | None = None,  # (B, T, L, P)
+) -> Tensor:
+    rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
+    places = torch.arange(used, device=hidden.device)  # (U,)
+    rope = for_heads(gathered(tables, slots))
+    masks: dict[tuple[int | None, int], Tensor] = {}
+    step = _Step(inputs)
+    for block in blocks:
+        if not isinstance(block, Attention):
+            hidden = block(hidden, step)
+            continue
+        seen = block.window, block.sink
+        if seen not in masks:
+            masks[seen] = additive(causal(slots, places, *seen), hidden.dtype)  # (B, 1, T, U)
+        q, k, v = block.inputs(hidden, rope[block.kind])
+        keys, values = pairs[block.layer]
+        if block.writes:
+            keys[rows, :, slots] = k.transpose(1, 2)
+            values[rows, :, slots] = v.transpose(1, 2)
+        hidden = block.outputs(hidden, q, keys[:, :, :used], values[:, :, :used], masks[seen])
+    return hidden

@@ -1,0 +1,152 @@
+"""Captured passes: the same tokens, few captures, and buffers that come back.
+
+A CPU has no graphs. What was captured runs once more there, on the buffers that it was captured
+with (conftest.py), so that a replay for other buffers gives wrong tokens here, too.
+"""
+
+import gc
+from weakref import ref
+
+import pytest
+import torch
+from models import FAMILIES, lively_model, prompt, tiny_model
+
+from layerskip import Lookup, SkipConfig
+from layerskip.bench import runner as benchmark
+from layerskip.generation import generate
+from layerskip.model import captured
+from layerskip.model.sublayers import Sublayers
+
+EXIT = SkipConfig.early_exit(3)
+HOLES = SkipConfig(attention=(2, 4), mlp=(3,))
+
+
+def decode(model, ids, skip, **settings):
+    settings = {"execution": "captured", "max_new_tokens": 24, "controller": "fixed"} | settings
+    return generate(
+        model, ids, skip=skip, max_draft_length=3, return_dict_in_generate=True, **settings
+    )
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The numbers of tokens of passes that were captured, in order."""
+    made, real = [], captured._captured
+    monkeypatch.setattr(
+        captured, "_captured", lambda run, of: made.append(of[0].shape[1]) or real(run, of)
+    )
+    return made
+
+
+def test_without_a_gpu_there_is_one_notice_and_the_fused_path(monkeypatch):
+    monkeypatch.setattr(captured, "DEVICES", ("cuda",))
+    captured.warn_refusal.cache_clear()
+    with pytest.warns(UserWarning, match="fused path: CUDA graphs need a GPU"):
+        opened = Sublayers(tiny_model("llama"), "captured")
+    assert opened.describe() == "fused: CUDA graphs need a GPU"
+
+
+def test_what_is_not_plain_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.raises(ValueError, match="'captured' cannot serve this model: layer 2 mlp has"):
+        Sublayers(model, "captured")
+
+
+def test_the_older_name_means_native_passes_on_a_cpu(built):
+    assert Sublayers(tiny_model("llama", dtype=torch.float32), "compiled").execution == "native"
+
+
+def test_no_timed_call_captures(monkeypatch):
+    """A call of the benchmark that captured something is timed again."""
+    spent, calls = [0.0], []
+
+    def call(*_):
+        calls.append(len(calls))
+        if len(calls) < 3:  # the second call has another shape to capture
+            spent[0] += 3.0
+        return calls[-1]
+
+    monkeypatch.setattr(benchmark, "capture_seconds", lambda: spent[0])
+    monkeypatch.setattr(benchmark, "_once", call)
+    assert benchmark._timed(*5 * [None]) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_that_of_transformers(family, captures):
+    """Past the sliding windows and the first 64 slots, ends included."""
+    model = lively_model(family)
+    ids = prompt(13)
+    want = model.generate(ids, max_new_tokens=64, do_sample=False)
+    model.generation_config.eos_token_id = eos = int(want[0, -9])
+    want = model.generate(ids, max_new_tokens=64, do_sample=False)
+    got = decode(model, ids, HOLES, max_new_tokens=64, eos_token_id=eos)
+    assert torch.equal(got.sequences, want)
+    assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
+    assert {*captures} == {1, 4}  # a draft step, and a verification pass of up to four tokens
+
+
+def test_a_second_call_captures_nothing(captures):
+    """Nor do other prompts and lengths in buffers of the same size, and other values of weights."""
+    model, skip = lively_model("llama", num_hidden_layers=2), SkipConfig.early_exit(1)
+    for again in range(3):  # what a call sees once is captured in a later one
+        before = len(captures)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.05)
+        for length, tokens in ((9, 24), (5, 40), (20, 30), (1, 20)):
+            ids = prompt(length)
+            got = decode(model, ids, skip, max_new_tokens=tokens)
+            assert got.stats.num_accepted_tokens > 0
+            want = model.generate(ids, max_new_tokens=tokens, do_sample=False)
+            assert torch.equal(got.sequences, want)
+        assert (len(captures) > before) is (again == 0)
+    for _ in range(2):
+        decode(model, prompt(9, rows=2), skip)
+    assert len(captures) > before > 0
+
+
+def test_two_decodings_at_once_have_buffers_of_their_own():
+    """Both are handed out again when they end."""
+    model = lively_model("llama", num_hidden_layers=2)
+    opened = Sublayers(model, "captured")
+    pages = opened.backend.pages
+
+    def made(count):
+        caches = [opened.new_cache(1, 40) for _ in range(count)]
+        for cache in caches:
+            cache.place([0], 1)
+            cache.buffers(0, (2, 16), torch.zeros(1))
+        return {cache.keys[0].data_ptr() for cache in caches}
+
+    (first,), both = made(1), made(2)
+    assert first in both
+    assert len(both) == 2
+    assert made(2) == both
+    for length in range(20):  # other shapes are not kept for ever
+        pages.zeros((length,), torch.zeros(1))
+    assert sum(map(len, pages._held.values())) < 10
+
+
+def test_graphs_of_other_blocks_share_what_they_compute_in(captures):
+    """Drafts by one source, looked-up ones, and a trimmed head, in turn."""
+    model = lively_model("gemma2")
+    want = decode(model, prompt(9), EXIT).sequences
+    text = want[0].tolist()
+    more = {"lookup": Lookup([[*text[8:20], 1, *text[18:26], 2]])}
+    for how in ({}, more, {"draft_vocabulary": list(range(5, 60))}, more, {}):
+        got = decode(model, prompt(9), EXIT, **how)
+        assert torch.equal(got.sequences, want)
+        assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
+    assert captures
+
+
+def test_a_model_is_let_go():
+    model = lively_model("llama", num_hidden_layers=2)
+    decode(model, prompt(9), SkipConfig.early_exit(1))
+    gone = ref(model)
+    weight = ref(model.model.layers[0].mlp.down_proj.weight)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert weight() is None
