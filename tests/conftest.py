@@ -66,9 +66,9 @@ def _a_cpu_has_graphs():
 
     on_a_gpu = captured._captured
 
-    def on_a_cpu(run, inputs):
+    def on_a_cpu(run, inputs, beside):
         if inputs[0].is_cuda:
-            return on_a_gpu(run, inputs)
+            return on_a_gpu(run, inputs, beside)
         blocks, used, pairs, tables = run.args
         # of their own, so that a graph does not keep buffers from being handed out again
         pairs = {layer: tuple(each.view_as(each) for each in pair) for layer, pair in pairs.items()}

@@ -111,7 +111,10 @@ class Captured(Fused):
                 out = run(*inputs)
                 self._graphs[key] = None
             else:
-                graph = self._graphs[key] or _captured(run, inputs)
+                graph = self._graphs[key]
+                if graph is None:
+                    any_other = next(filter(None, self._graphs.values()), None)
+                    graph = _captured(run, inputs, any_other)
                 self._graphs[key] = graph
                 self._graphs.move_to_end(key)
                 out = graph.replay(inputs)[:, :count].clone()  # the next replay overwrites it
@@ -164,19 +167,15 @@ class _Graph(NamedTuple):
         return self.out
 
 
-@cache
-def _memory() -> Any:
-    return torch.cuda.graph_pool_handle()
-
-
-def _captured(run: Callable[..., Tensor], inputs: list[Tensor]) -> _Graph:
-    """Capture a pass that has run before. Capturing computes nothing."""
+def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph | None) -> _Graph:
+    """Capture a pass that has run before, computing nothing; its memory is that of `beside`."""
     global _seconds
     start = time.perf_counter()
     with torch.inference_mode(False):
         held = [torch.empty_like(each) for each in inputs]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_memory(), capture_error_mode="thread_local"):
+    pool = None if beside is None else beside.graph.pool()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         out = run(*held)
     _seconds += time.perf_counter() - start
     return _Graph(graph, held, out)
