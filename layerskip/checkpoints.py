@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import textwrap
@@ -28,7 +27,7 @@ from layerskip.model.eagle import Eagle, eagle_config, load_eagle
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
 from layerskip.model.formats.folders import folder_model, is_packed, left_whole
 from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
-from layerskip.model.opening import open_model
+from layerskip.model.opening import open_model, runs_natively
 from layerskip.model.stored import store_halves, stored_words, unpacked_model
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
@@ -111,13 +110,8 @@ class Loaded:
 
     def store_halves(self, execution: str = "auto") -> bool:
         """Apply `store_halves` if native passes run the model; returns whether it did anything."""
-        served = execution in ("auto", "native") and self.model.dtype is torch.float32
-        served = served and extension.refusal() is None  # opening the model reports the refusal
-        served = served and open_model(self.model, execution).execution == "native"
-        stored = served and store_halves(self.model)
-        if stored:
-            gc.collect()  # the model as it was opened above holds the float32 weights, in a cycle
-        return stored
+        float32 = execution in ("auto", "native") and self.model.dtype is torch.float32
+        return float32 and runs_natively(self.model) and store_halves(self.model)
 
     def describe(self) -> str:
         """Name, size, dtype and device in a few words."""
@@ -234,7 +228,7 @@ def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed
     numbers = own if dtype == "auto" else getattr(torch, dtype)
     served = packed and numbers in _SERVED and extension.refusal() is None
     model: Any = folder_model(there, config, numbers, packed=served)
-    if served and open_model(model).execution != "native":
+    if served and not runs_natively(model):
         model = unpacked_model(model)
     model.name_or_path = name
     tokenizer = AutoTokenizer.from_pretrained(there)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from layerskip.model import extension, native, plain
+from layerskip.model.architecture import Architecture
 from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole, level
@@ -34,6 +36,18 @@ def open_model(model: Any, execution: str = "auto") -> Sublayers:
     if level(unwrapped(model))[0] == "opened":
         return Sublayers(model, execution)
     return Whole(model, execution)
+
+
+def runs_natively(model: Any) -> bool:
+    """Whether `open_model` takes native passes, found without opening the model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be opened.
+    """
+    if level(unwrapped(model))[0] != "opened":
+        return False
+    known = Architecture(model)
+    return not (plain.refusal(known) or native.refusal(known) or extension.refusal())
 
 
 def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
