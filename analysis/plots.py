@@ -12,23 +12,23 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from layerskip.analysis import drawing, tables, trainings
-from layerskip.analysis.drawing import BLUE, GREEN, ORANGE, PAPER, Plot, clipped, finished, new_axes
+from layerskip.analysis.drawing import BLUE, GREEN, INK, LINE, MUTED, ORANGE, PAPER, PURPLE, SKY
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.runs import ALL, Run
 
 PHASES = {
-    "prefill": ("prefill", drawing.SKY, ""),
+    "prefill": ("prefill", SKY, ""),
     "draft": ("drafting", ORANGE, "///"),
     "verify": ("verifying", BLUE, "\\\\\\"),
-    "other": ("accepting and other", drawing.PURPLE, "xxx"),
-    "rest": ("not measured apart", drawing.LINE, ""),
+    "other": ("accepting and other", PURPLE, "xxx"),
+    "rest": ("not measured apart", LINE, ""),
 }
 """The appearance of a phase: word, colour and hatch."""
 SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 """Kinds of sublayers on a skip map: colour, and place in the layer."""
 
 
-def run_plots(run: Run) -> list[Plot]:
+def run_plots(run: Run) -> list[drawing.Plot]:
     drawn = [plot(run, size) for plot in (contexts, speedups) for size in run.batch_sizes]
     drawn += [positions(run), phases(run), run_skip_map(run)]
     priced = tables.sweeps(run)
@@ -43,7 +43,7 @@ def _named(run: Run, name: str, title: str, batch_size: int) -> tuple[str, str]:
     return f"{name}-batch-{batch_size}", f"{title}, batch size {batch_size}"
 
 
-def speedups(run: Run, batch_size: int) -> Plot | None:
+def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
     """Speedups over the baseline by method and category; hollow without an interval."""
     table = tables.speedup(run)
     table = table[(table["over"] == run.baseline) & (table["batch_size"] == batch_size)]
@@ -58,7 +58,7 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
     table = table.assign(words=words)
     methods, categories = (list(table[name].unique()) for name in ("method", "category"))
     lanes = len(categories) + 1
-    axes = new_axes(1.3 + 0.16 * lanes * len(methods))
+    axes = drawing.new_axes(1.3 + 0.16 * lanes * len(methods))
     for place, category in enumerate(categories):
         rows = table[table["category"] == category]
         colour = drawing.colour_of(place)
@@ -70,9 +70,9 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
         )  # fmt: skip
     for number, text in enumerate(table[table["category"] == ALL]["words"]):
         drawing.note_at_the_side(axes, text, number * lanes)
-    axes.axvline(1, color=drawing.INK, linewidth=1.2)
+    axes.axvline(1, color=INK, linewidth=1.2)
     middle = (len(categories) - 1) / 2
-    labels = [textwrap.fill(clipped(name, 80), 22) for name in methods]
+    labels = [textwrap.fill(drawing.clipped(name, 80), 22) for name in methods]
     axes.set_yticks([n * lanes + middle for n in range(len(methods))], labels)
     axes.set_ylim(len(methods) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
@@ -80,7 +80,7 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
     said = "; ".join(
         f"{name}: {drawing.listed(rows, '{method} {words}')}" for name, rows in by_group
     )
-    return finished(
+    return drawing.finished(
         axes,
         *_named(run, "speedup", f"Speedup over {run.baseline}", batch_size),
         f"Speed relative to {run.baseline}: {said}.",
@@ -88,20 +88,20 @@ def speedups(run: Run, batch_size: int) -> Plot | None:
     )
 
 
-def contexts(run: Run, batch_size: int) -> Plot | None:
+def contexts(run: Run, batch_size: int) -> drawing.Plot | None:
     """Speed after the first tokens by context length, with slowest and fastest calls."""
     table = tables.decoding(run)
     table = table[(table["batch_size"] == batch_size) & table["context"].notna()]
     if table["context"].nunique() < 2:
         return None
     table = table.sort_values("context", kind="stable")
-    axes = new_axes(4.2)
+    axes = drawing.new_axes(4.2)
     form = "{tokens_per_second:.1f} at {context:,.0f}"
     words = drawing.lines(axes, table, "method", "context", "tokens_per_second", form)
     for method, rows in table.groupby("method", sort=False):
         if run.methods[str(method)]["kind"] == "plain" and rows["share"].notna().all():
             axes.plot(
-                rows["context"], rows["tokens_per_second"] / rows["share"], color=drawing.MUTED,
+                rows["context"], rows["tokens_per_second"] / rows["share"], color=MUTED,
                 linestyle="--", linewidth=1.2, label="what memory allows plain",
             )  # fmt: skip
     places = sorted(table["context"].unique())
@@ -109,7 +109,7 @@ def contexts(run: Run, batch_size: int) -> Plot | None:
     axes.set_xticks(places, [f"{place:,.0f}" for place in places])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    return finished(
+    return drawing.finished(
         axes,
         *_named(run, "contexts", "Speed by length of context", batch_size),
         f"Tokens a second after the first, by tokens of context: {words}.",
@@ -118,13 +118,13 @@ def contexts(run: Run, batch_size: int) -> Plot | None:
     )
 
 
-def positions(run: Run) -> Plot | None:
+def positions(run: Run) -> drawing.Plot | None:
     """Acceptance by place in the draft, for tokens after accepted ones only."""
     table = tables.positions(run)
     table = table[table["tried"] > 0] if len(table) else table
     if not len(table):
         return None
-    axes = new_axes(3.6)
+    axes = drawing.new_axes(3.6)
     words = drawing.lines(
         axes, table, "method", "position", "acceptance", "{acceptance:.2f}", most=4
     )
@@ -132,14 +132,14 @@ def positions(run: Run) -> Plot | None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     alt = f"Acceptance of the first, second, ... drafted token: {words}."
     where, what = "place in the draft", "accepted, if all before it were"
-    return finished(axes, "positions", "Acceptance by position", alt, where, what)
+    return drawing.finished(axes, "positions", "Acceptance by position", alt, where, what)
 
 
-def phases(run: Run) -> Plot:
+def phases(run: Run) -> drawing.Plot:
     """The parts of the time per token, at the smallest batch size."""
     table = tables.phases(run)
     table = table[table["batch_size"] == run.batch_sizes[0]]
-    axes = new_axes(1.3 + 0.38 * len(table))
+    axes = drawing.new_axes(1.3 + 0.38 * len(table))
     places = np.arange(len(table))  # (methods,)
     left = np.zeros(len(table))  # (methods,)
     for phase, (word, colour, hatch) in PHASES.items():
@@ -147,10 +147,10 @@ def phases(run: Run) -> Plot:
         if values.any():
             axes.barh(
                 places, values, left=left, label=word, color=colour, hatch=hatch,
-                edgecolor=drawing.INK, linewidth=0.5,
+                edgecolor=INK, linewidth=0.5,
             )  # fmt: skip
         left += values
-    axes.set_yticks(places, [clipped(method, 30) for method in table["method"]])
+    axes.set_yticks(places, [drawing.clipped(method, 30) for method in table["method"]])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     parts = []
@@ -160,7 +160,9 @@ def phases(run: Run) -> Plot:
         ]
         parts.append(f"{row['method']} {row['total']:.3g} ({', '.join(spent)})")
     alt = f"Milliseconds per new token, by phase: {'; '.join(parts)}."
-    return finished(axes, "phases", "Where the time goes", alt, "milliseconds per new token")
+    return drawing.finished(
+        axes, "phases", "Where the time goes", alt, "milliseconds per new token"
+    )
 
 
 HEATED = {
@@ -171,13 +173,13 @@ HEATED = {
 """The numbers of a sweep that are drawn: title, and description."""
 
 
-def heat_map(table: pd.DataFrame, name: str) -> Plot:
+def heat_map(table: pd.DataFrame, name: str) -> drawing.Plot:
     """Replayed decoding by exit and draft length; the best cell is framed."""
     title, what = HEATED[name]
     form = "{:.2f}"
     cells = table.pivot_table(index="draft_length", columns="exit", values=name)
     values = cells.to_numpy()  # (lengths, exits)
-    axes = new_axes(1.4 + 0.3 * len(cells))
+    axes = drawing.new_axes(1.4 + 0.3 * len(cells))
     axes.figure.colorbar(axes.pcolormesh(values, cmap="cividis"), ax=axes)
     light = (values - np.nanmin(values)) > 0.55 * np.ptp(values)
     small = 9 if len(cells.columns) <= 12 else 6
@@ -197,7 +199,7 @@ def heat_map(table: pd.DataFrame, name: str) -> Plot:
         f"{title} by exit layer and draft length: from {form.format(np.nanmin(values))} to {best} "
         f"with {cells.index[row]} drafted tokens."
     )
-    return finished(
+    return drawing.finished(
         axes,
         f"sweep-{name}",
         f"{title} by exit",
@@ -207,16 +209,18 @@ def heat_map(table: pd.DataFrame, name: str) -> Plot:
     )
 
 
-def run_skip_map(run: Run) -> Plot | None:
+def run_skip_map(run: Run) -> drawing.Plot | None:
     table = tables.comparison([run])
     fastest = table.groupby("method")["speedup"].max()
     rows = [(name, run.methods[name], fastest.get(name, np.nan)) for name in run.drafting]
     return skip_map("skip-map", rows, run.num_layers) if rows else None
 
 
-def skip_map(name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], layers: int) -> Plot:
+def skip_map(
+    name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], layers: int
+) -> drawing.Plot:
     """What drafts skip or round; for each its name, its entry in the file, and its speedup."""
-    axes = new_axes(1.3 + 0.21 * (len(rows) + 1))
+    axes = drawing.new_axes(1.3 + 0.21 * (len(rows) + 1))
     bits = sorted({draft["low"]["bits"] for _, draft, _ in rows if draft.get("low")})
     head = 2 * layers + 0.025 * layers  # where its column begins
     column = max(1.0, 0.04 * layers)
@@ -225,7 +229,7 @@ def skip_map(name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], la
         low = draft.get("low")
         for left, width in [(0.0, 2.0 * layers), *([(head, column)] if bits else [])]:
             axes.add_patch(
-                Rectangle((left, height - 0.4), width, 0.8, facecolor=PAPER, edgecolor=drawing.LINE)
+                Rectangle((left, height - 0.4), width, 0.8, facecolor=PAPER, edgecolor=LINE)
             )
         if not np.isnan(speedup):
             drawing.note_at_the_side(axes, f"{speedup:.2f}", height)
@@ -249,12 +253,13 @@ def skip_map(name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], la
     axes.set_xlim(0, head + column if bits else 2 * layers)
     axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.set_xticks([2 * layer + 1.0 for layer in shown], list(map(str, shown)))
-    axes.set_yticks(range(len(rows)), [clipped(each, 28) for each, _, _ in rows], fontsize=9)
+    names = [drawing.clipped(each, 28) for each, _, _ in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     alt = f"{len(rows)} drafts, among them: {'; '.join(draft_words(*row) for row in rows[:5])}."
     title = "What the drafts leave out" + " or round" * bool(bits)
-    return finished(axes, name, title, alt, "layer (right: speedup, measured where it was)")
+    return drawing.finished(axes, name, title, alt, "layer (right: speedup, measured where it was)")
 
 
 def draft_words(name: str, draft: Mapping[str, Any], speedup: float) -> str:
@@ -270,11 +275,11 @@ def draft_words(name: str, draft: Mapping[str, Any], speedup: float) -> str:
     return f"{words}, speedup {speedup:.2f}"
 
 
-def training_curve(of: trainings.Trainings) -> Plot:
+def training_curve(of: trainings.Trainings) -> drawing.Plot:
     """Overlap of the first step with the target's distribution, by tokens of training."""
     table = trainings.curves(of).query("step == 1")
     names = table["draft"].unique()
-    axes = new_axes(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
+    axes = drawing.new_axes(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
     drawing.lines(axes, table, "draft", "tokens", "overlap", "")
     ends = table.groupby("draft", sort=False).agg(
         begin=("overlap", "first"), end=("overlap", "last"), tokens=("tokens", "last")
@@ -285,4 +290,4 @@ def training_curve(of: trainings.Trainings) -> Plot:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     alt = f"Overlap of the first drafted token by tokens of training. {words}."
     title, overlap = "Overlap against tokens of training", "overlap with the target's distribution"
-    return finished(axes, "training-curve", title, alt, "tokens trained on", overlap)
+    return drawing.finished(axes, "training-curve", title, alt, "tokens trained on", overlap)

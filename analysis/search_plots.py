@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from layerskip.analysis import drawing, searches
-from layerskip.analysis.drawing import BLUE, GREEN, INK, MUTED, ORANGE, Plot, finished, new_axes
+from layerskip.analysis.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.plots import skip_map
 
@@ -20,20 +20,20 @@ PROPOSERS = {
     "ours": ("our Gaussian process", BLUE, "o"),
     "gp": ("Optuna's Gaussian process", GREEN, "^"),
     "tpe": ("Optuna's TPE", ORANGE, "v"),
-    "random": ("random", drawing.PURPLE, "x"),
+    "random": ("random", PURPLE, "x"),
 }
 """The appearance of trials by their proposer: words, colour and marker."""
 LINES = ("--", ":", "-.")
 
 
-def search_plots(search: searches.Search) -> list[Plot]:
+def search_plots(search: searches.Search) -> list[drawing.Plot]:
     """The pictures of a search, except those with nothing to show."""
     drawn = [search_progress(search), influence(search), search_front(search)]
     drawn.append(search_skip_map(search))
     return [plot for plot in drawn if plot is not None]
 
 
-def search_progress(search: searches.Search) -> Plot | None:
+def search_progress(search: searches.Search) -> drawing.Plot | None:
     """The best speedup so far, by trial and by second of trials, with other searches."""
     table = searches.progress(search.document)
     if not len(table):
@@ -68,16 +68,16 @@ def search_progress(search: searches.Search) -> Plot | None:
         f"{first['seconds']:.0f} seconds."
     )
     title, speedup = "How the search went", "priced speedup over plain"
-    return finished(axes[0], "search-progress", title, alt, "trials", speedup)
+    return drawing.finished(axes[0], "search-progress", title, alt, "trials", speedup)
 
 
-def influence(search: searches.Search) -> Plot | None:
+def influence(search: searches.Search) -> drawing.Plot | None:
     """How much each sublayer changes its input, and which ones the best draft skips."""
     values = np.array(search.document["influence"], dtype=float)
     if not len(values):
         return None
     strip = values.reshape(-1, 2).T  # (2, L)
-    axes = new_axes(2.3)
+    axes = drawing.new_axes(2.3)
     least = max(float(values[values > 0].min(initial=1.0)), 1e-6)
     image = axes.imshow(
         strip.clip(least), aspect="auto", cmap="cividis",
@@ -103,17 +103,17 @@ def influence(search: searches.Search) -> Plot | None:
         f"{left_out or 'nothing'}."
     )
     title = "Which sublayers matter (dots: left out by the best trial)"
-    return finished(axes, "search-influence", title, alt, "layer")
+    return drawing.finished(axes, "search-influence", title, alt, "layer")
 
 
-def search_front(search: searches.Search) -> Plot | None:
+def search_front(search: searches.Search) -> drawing.Plot | None:
     """Acceptance against cost of all trials, coloured by priced speedup, and their front."""
     table = search.complete.dropna(subset=["acceptance"])
     if not len(table):
         return None
     best = searches.finalists(search)
     best = best.dropna(subset=["alpha"]) if len(best) else best
-    axes = new_axes(4.6)
+    axes = drawing.new_axes(4.6)
     points = axes.scatter(
         table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
         c=table["speedup"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
@@ -137,7 +137,7 @@ def search_front(search: searches.Search) -> Plot | None:
         f"{names or 'No finalist drafts'}."
     )
     cost, alpha = "c: draft step / target step", "alpha: a draft token is accepted"
-    return finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)
+    return drawing.finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)
 
 
 def _name(finalist: Any) -> str:
@@ -145,7 +145,7 @@ def _name(finalist: Any) -> str:
     return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
 
 
-def search_skip_map(search: searches.Search) -> Plot | None:
+def search_skip_map(search: searches.Search) -> drawing.Plot | None:
     table = searches.finalists(search)
     speedups = table["measured"].fillna(table["predicted"]) if len(table) else ()
     names = map(_name, table.to_dict("records"))

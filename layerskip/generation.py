@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import requests
@@ -29,7 +28,6 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.drafts import explain_drafts
 from layerskip.model.wrappers import unwrapped
-from layerskip.requests import check_ids, check_tokens, checked_mask, end_tokens
 from layerskip.settings import Settings, Skips
 from layerskip.vocabulary import check_vocabularies
 
@@ -167,8 +165,8 @@ class LayerSkipDecoding(Settings):
         config = generation_config  # the library's name for it, as of the others
         encoded = requests.encoded_of(input_ids, inputs_tensor, model_kwargs)
         pictures = requests.pictures_of(model, input_ids, config, model_kwargs)
-        attention_mask = checked_mask(input_ids, config, model_kwargs)
-        check_tokens(model, input_ids)
+        attention_mask = requests.checked_mask(input_ids, config, model_kwargs)
+        requests.check_tokens(model, input_ids)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
@@ -251,11 +249,11 @@ def generate(
         if stop_strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
-            ends.append(transformers.StopStringCriteria(tokenizer, stop_strings))
+            ends.append(StopStringCriteria(tokenizer, stop_strings))
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         if "input_ids" in given:  # the library checks the rest
-            check_ids(given["input_ids"])
-            check_tokens(model, given["input_ids"])
+            requests.check_ids(given["input_ids"])
+            requests.check_tokens(model, given["input_ids"])
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:
@@ -308,21 +306,22 @@ def decode(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    check_ids(input_ids)
+    requests.check_ids(input_ids)
     model = unwrapped(model)
-    check_tokens(model, input_ids)
+    requests.check_tokens(model, input_ids)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = requests.checked_mask(input_ids, model.generation_config, {"attention_mask": mask})
     request = Request(
         input_ids=input_ids,
-        attention_mask=checked_mask(input_ids, model.generation_config, {"attention_mask": mask}),
+        attention_mask=mask,
         max_new_tokens=max_new_tokens,
         law=law_of(model, rows, logits_processor, do_sample=do_sample, **law),
         keys=[stream_key(*seed) for seed in decoding.row_seeds(rows, do_sample)],
         rejection=decoding.acceptance == "rejection",
-        eos=end_tokens(model, eos_token_id),
+        eos=requests.end_tokens(model, eos_token_id),
         keep_scores=keep_scores,
         keep_logits=keep_scores,
         progress=decoding.progress,

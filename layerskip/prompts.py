@@ -11,7 +11,7 @@ from typing import Any
 
 from layerskip.files import schema
 from layerskip.files.reading import read_text
-from layerskip.files.schema import anything, has, items, mapping, name_text, optional, parse
+from layerskip.files.schema import anything, has, items, mapping, name_text, optional
 from layerskip.pictures import showing
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -105,7 +105,7 @@ def by_category(prompts: Iterable[Prompt]) -> dict[str | None, list[Prompt]]:
 
 def _is_json_object(line: str) -> bool:
     try:
-        return isinstance(parse(line), dict)
+        return isinstance(schema.parse(line), dict)
     except ValueError:
         return False
 

@@ -29,7 +29,7 @@ from layerskip.replay.exits import law_of
 from layerskip.replay.trace import take_trace
 from layerskip.requests import check_tokens, end_tokens, sampling_of
 from layerskip.search import finalists, study
-from layerskip.search.finalists import Finalist, Progress, choose, confirm, silent, winner
+from layerskip.search.finalists import Finalist, Progress
 from layerskip.search.fitting import Bits, influence, parts_of, space_for, typical_context
 from layerskip.search.objective import Objective
 from layerskip.search.proposals import given, warm_starts
@@ -37,7 +37,6 @@ from layerskip.search.record import search_record
 from layerskip.search.space import Space
 from layerskip.search.surrogate import Surrogate
 from layerskip.timing import sublayers as sublayer_costs
-from layerskip.timing.sublayers import LOW_FACTS, low_facts
 from layerskip.timing.tables import machine
 
 FEWEST_TRIALS, TRIALS_PER_SWITCH = 60, 4
@@ -96,7 +95,7 @@ class Search:
         space: Space,
         parts: frozenset[str],
         positions: int | None = None,
-        progress: Progress = silent,
+        progress: Progress = finalists.silent,
         until: float = math.inf,
     ) -> None:
         self.task, self.space, self.parts = task, space, parts
@@ -186,8 +185,9 @@ class Search:
         if stored is None:
             stored = dict(self._timed(low) if cost is None else cost)
             self.study.set_user_attr(f"costs {here}", stored)
-        facts = low_facts(low)
-        if facts and facts != {name: stored[name] for name in LOW_FACTS if name in stored}:
+        facts = sublayer_costs.low_facts(low)
+        known = {name: stored[name] for name in sublayer_costs.LOW_FACTS if name in stored}
+        if facts and facts != known:
             raise ValueError(
                 f"the costs given do not know low precision of {self.space.bits} bits"
                 f"{' with these healed weights' if self.space.trained else ''}; measure them with "
@@ -271,7 +271,7 @@ class Search:
         """Replay the best drafts in full, and time them if prompts are held out; after `run`."""
         started, now = time.perf_counter(), time.monotonic()
         replayed = now + FOR_REPLAYS * (self.until - now)
-        self.finalists = choose(
+        self.finalists = finalists.choose(
             self.study, self.objective, count, self.parts, self.progress, replayed
         )
         if not self.finalists or not self.held_out:
@@ -280,7 +280,7 @@ class Search:
         texts = self.task.max_new_tokens * self.objective.prices.step
         a_text = PREFILL * texts * (2 + len(self.finalists))
         most = max(1.0, min(len(self.held_out), (self.until - time.monotonic()) / a_text))
-        self.plain_tokens_per_second, self.default = confirm(
+        self.plain_tokens_per_second, self.default = finalists.confirm(
             self.model,
             self.task,
             self.finalists,
@@ -294,7 +294,7 @@ class Search:
 
     def result(self) -> SearchResult:
         """The result, with the config to decode with; after `judge`."""
-        self.winner = winner(self.finalists)
+        self.winner = finalists.winner(self.finalists)
         self.keep_default = finalists.keeps_default(self.winner, self.default)
         return SearchResult(
             self._config(), self.winner, tuple(self.finalists), self.study, search_record(self)
@@ -369,7 +369,7 @@ def search(
     study_name: str = "layerskip",
     finalists: int = FINALISTS,
     repeats: int = REPEATS,
-    progress: Progress = silent,
+    progress: Progress = finalists.silent,
 ) -> SearchResult:
     """Search for the best draft of a live model; writes no files.
 

@@ -11,7 +11,6 @@ from layerskip.cli import terminal
 from layerskip.cli.flags import AsJson, DraftFlags, Loading, MaxNewTokens, Quiet, Seed
 from layerskip.cli.inputs import shipped_prompts
 from layerskip.cli.opening import open_checked_drafts
-from layerskip.cli.terminal import Talk, TextStream, title, write_out
 from layerskip.text import decode_text
 
 TEMPERATURE, REPEATS = 0.8, 3
@@ -28,7 +27,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Show that self-speculative decoding is exact, and how fast."""
-    talk, prompts = Talk(quiet), shipped_prompts(1)
+    talk, prompts = terminal.Talk(quiet), shipped_prompts(1)
     with open_checked_drafts(draft, loading, talk) as opened:
         from layerskip.analysis.runs import ALL, Run
         from layerskip.analysis.tables import COMPARED, headlines
@@ -37,16 +36,19 @@ def demo(
         from layerskip.bench.runner import benchmark
 
         loaded, model, skip = opened.loaded, opened.loaded.model, opened.settings["skip"]
+        tokenizer = loaded.tokenizer
         passes, threads = opened.model.describe(), opened.model.threads
-        encoded = encode_all(loaded.tokenizer, prompts, model.device)
+        encoded = encode_all(tokenizer, prompts, model.device)
         batches, _ = make_batches(encoded, [1], 0)
         sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
         greedy = Task(min(max_new_tokens, GREEDY_TOKENS), execution=loading.execution)
-        print(title("A prompt that was not used in training"))
+        print(terminal.title("A prompt that was not used in training"))
         print(textwrap.dedent(prompts[0].text or "").rstrip())
-        print(title(f"Continued by sampling, temperature {TEMPERATURE}, seed {seed}"), flush=True)
+        law = f"temperature {TEMPERATURE}, seed {seed}"
+        print(terminal.title(f"Continued by sampling, {law}"), flush=True)
         ours = Engine(model, sampled, "self", skip, **opened.sources)
-        shown = ours.generate(batches[0], streamer=TextStream(loaded.tokenizer, write_out))
+        stream = terminal.TextStream(tokenizer, terminal.write_out)
+        shown = ours.generate(batches[0], streamer=stream)
         rows = {}  # headline numbers by method, for sampled and greedy decoding
         for task in (sampled, greedy):
             ours = Engine(model, task, "self", skip, **opened.sources)
@@ -85,7 +87,7 @@ def demo(
         "threads": threads,
         "passes": passes,
         "prompt": prompts[0].text,
-        "text": decode_text(loaded.tokenizer, tokens),
+        "text": decode_text(tokenizer, tokens),
         "token_ids": tokens,
         **same,
         "tokens_per_second": speed,
@@ -94,16 +96,16 @@ def demo(
         "draft_cost": cost,
         **why,
     }
-    print(title("The same text?"))
+    print(terminal.title("The same text?"))
     words = [f"texts equal: {terminal.same_texts(each)}" for each in same.values()]
     laws = ("sampled = plain", "greedy = transformers")
     print(terminal.two_columns(list(zip(laws, words, strict=True))))
-    print(title(f"How fast? ({len(prompts)} prompts of different kinds, interleaved)"))
+    print(terminal.title(f"How fast? ({len(prompts)} prompts of different kinds, interleaved)"))
     lines = [(names.get(n, "self-speculative"), f"{s:.1f} tokens/s") for n, s in speed.items()]
     lines.append(("speedup over plain", f"{document['speedup']:.2f}x"))
     lines.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
     print(terminal.two_columns(lines))
-    print(title("Why? (for the text above)"))
+    print(terminal.title("Why? (for the text above)"))
     lines = [("drafts", opened.words)]
     if why["num_drafts"]:
         lines.append(("drafts by source", terminal.by_source(why)))
@@ -115,7 +117,7 @@ def demo(
         lines.append(("draft step, c", f"{cost:.3f} target steps"))
         lines.append(("gain of its drafts", f"at most 1/c = {1 / cost:.1f}x"))
     print(terminal.two_columns(lines))
-    print(title("What next?"))
+    print(terminal.title("What next?"))
     for command in ("generate {} --prompt TEXT", "check {}", "benchmark {} --output FILE"):
         print(f"layerskip {command.format(loaded.name)}")
     if as_json:

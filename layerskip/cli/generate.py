@@ -13,7 +13,6 @@ from layerskip.cli import flags, terminal
 from layerskip.cli.flags import flag, switch
 from layerskip.cli.inputs import read_given, read_pictures, spoken
 from layerskip.cli.opening import open_decoding
-from layerskip.cli.terminal import Talk, TextStream, title, write_out
 from layerskip.prompts import Prompt
 from layerskip.text import decode_text
 
@@ -57,7 +56,7 @@ def generate(
     form.check()
     if sampling.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
-    talk = Talk(quiet)
+    talk = terminal.Talk(quiet)
     inputs: list[dict[str, Tensor]] = []
 
     def encoded(loaded: Loaded) -> None:
@@ -65,8 +64,8 @@ def generate(
 
     results: list[dict[str, Any]] = []
     with open_decoding(decoding, sampling, loading, talk, encoded, form, reads=True) as opened:
-        loaded = opened.loaded
-        settings = opened.settings | wording.settings(loaded.tokenizer)
+        loaded, tokenizer = opened.loaded, opened.loaded.tokenizer
+        settings = opened.settings | wording.settings(tokenizer)
 
         from layerskip.generation import generate as generate_tokens
         from layerskip.requests import end_tokens
@@ -79,12 +78,12 @@ def generate(
         for number, (each, given) in enumerate(zip(chosen, inputs, strict=True)):
             own_seed = seed + number if sampling.do_sample and seed is not None else None
             if len(chosen) > 1 and (stream or not as_json):
-                write_out(f"{title(f'prompt {each.id}')}\n")
+                terminal.write_out(f"{terminal.title(f'prompt {each.id}')}\n")
             talk.progress("" if stream else f"generating, prompt {number + 1} of {len(chosen)}")
             start = time.perf_counter()
             output = continued(
                 given,
-                streamer=TextStream(loaded.tokenizer, write_out) if stream else None,
+                streamer=terminal.TextStream(tokenizer, terminal.write_out) if stream else None,
                 seed=own_seed,
                 progress=terminal.reading(talk),
                 clock=time.perf_counter,
@@ -95,10 +94,10 @@ def generate(
             first = output.rounds[0].times[-1] - start
             token_ids = [token for each_round in output.rounds for token in each_round.tokens[0]]
             prompt_tokens = given["input_ids"].shape[1]
-            text = decode_text(loaded.tokenizer, token_ids)
+            text = decode_text(tokenizer, token_ids)
             if not stream and not as_json:
                 talk.progress("")
-                write_out(text + "\n")
+                terminal.write_out(text + "\n")
             stopped = len(token_ids) < max_new_tokens or token_ids[-1] in ends
             stopped = stopped or any(end in text for end in wording.stop or ())
             result = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from layerskip.model import backend
 from layerskip.model.architecture import Architecture, device_of
-from layerskip.model.backend import EXACT, Backend, Block, Step, Tables, Variant, adding, finishing
+from layerskip.model.backend import EXACT, Backend, Block, Step, Tables, Variant
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
@@ -87,7 +87,7 @@ class Modules(Backend):
             project, scatter = plain(rows.weight, rows.bias), rows.spread
         elif bits is not None:
             project = with_products(whole, self._rounded(Variant(bits)), "lm_head")
-        chain = [norm, project, finishing(self.model), scatter]
+        chain = [norm, project, backend.finishing(self.model), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
             chain[1] = _on(device_of(whole), project)
@@ -121,7 +121,7 @@ class Modules(Backend):
 
     def _attention(self, part: LayerParts, attend: Any) -> Block:
         before, kind, window, sink = part.before, part.kind, part.window, part.sink
-        add = adding(part, part.after)
+        add = backend.adding(part, part.after)
         device = device_of(before or part.after) if self.model.spread else None
         bool_masks, positions = self.bool_masks, self.model.family.positions
         shares = self.model.family.shares_keys

@@ -22,14 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.model import fused
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Block, Step, Tables, Variant
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture
 from layerskip.model.extension import extension
 from layerskip.model.family import LayerParts
-from layerskip.model.fused import Fused
+from layerskip.model.fused import Fused, activation
 from layerskip.model.norms import FusedRotary, weight_and_epsilon
 from layerskip.model.products import Function
 from layerskip.model.rounded import ROWS
@@ -68,7 +67,7 @@ def refusal(model: Architecture) -> str | None:
         acting += [part.activation] if part.dense else []
         acting += [] if mixture is None else [mixture.experts.act_fn]
         for module in acting:
-            function = fused.activation(module)
+            function = activation(module)
             if function is not F.silu and not isinstance(function, partial):
                 return f"there are no native passes with {type(function).__name__}"
     return None
@@ -382,4 +381,4 @@ def _in_blocks(part: LayerParts) -> bool:
 
 
 def _gelu(module: Any) -> bool:
-    return fused.activation(module) is not F.silu
+    return activation(module) is not F.silu
