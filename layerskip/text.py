@@ -1,4 +1,4 @@
-"""Decodes tokens to text, all at once or as they come."""
+"""Texts as token ids: decoded all at once or as they come, and compared."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = 
 def _special(tokenizer: Any) -> frozenset[int]:
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(id_ for id_, token in added if token.special)
+
+
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common prefix of two texts, in tokens."""
+    pairs = zip(one, other, strict=False)
+    shorter = min(len(one), len(other))
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
 
 
 class Detokenizer:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.decoding.laws import in_common
 from layerskip.decoding.passes import Filling, Part, Passes
 from layerskip.model.fingerprint import checksum, fingerprint
 from layerskip.model.sublayers import Sublayers
+from layerskip.text import in_common
 
 
 class _Segment:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
+from layerskip.text import in_common
+
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -36,13 +38,6 @@ class Stateful(Protocol):
 
     def mask(self, scores: Tensor) -> Tensor:
         """Process the scores (V,) of the next token; may overwrite them."""
-
-
-def in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix of two texts."""
-    pairs = zip(one, other, strict=False)
-    shorter = min(len(one), len(other))
-    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shorter)
 
 
 class _Text:

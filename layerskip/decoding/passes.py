@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.laws import in_common
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_bytes
 from layerskip.decoding.sources.base import Batch, Source, State
@@ -27,6 +26,7 @@ from layerskip.model.cache import LINE, RowCache, on_device
 from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.text import in_common
 
 PIECE = 256  # minimum number of prompt tokens per pass if there are windows
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from layerskip.costs.speculation import draft_limit, remaining
 from layerskip.decoding.controller import Chooser, Controller, Observer, first_offer, signal_of
 from layerskip.decoding.draws import DraftedTokens, certainty
-from layerskip.decoding.laws import in_common
 from layerskip.decoding.planning import Plan, chained, offer_of, trunk_first, usable
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
 from layerskip.decoding.target import Ask, Target, Verdict
 from layerskip.model.branches import along
+from layerskip.text import in_common
 
 
 class Outcome(NamedTuple):

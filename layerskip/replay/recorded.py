@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from layerskip.decoding.draws import DraftedTokens
-from layerskip.decoding.laws import in_common
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Ask, Mark, Said, Verdict
 from layerskip.replay.batch import TextBatch
 from layerskip.replay.drafts import Replay
 from layerskip.replay.drawing import NOTHING
+from layerskip.text import in_common
 
 
 class _TextDraft:
