@@ -74,8 +74,9 @@ def test_the_recipe_is_the_papers():
     shares = (0.0, 0.2, 0.49, 1.0)
     assert [len(enabled(exits, "gradual", 0, share)) for share in shares] == [1, 5, 11, 11]
     assert enabled(exits, "gradual", 0, 0.1) == [9, 10, 11]
-    weights = exit_weights([2, 4], 6, final=True)
-    raw = {2: 0.1 * 1, 4: 0.1 * 6, 6: 5 + 0.1 * 10}
+    weights = exit_weights([1, 2, 4], 6, final=True)
+    raw = {each: 0.1 * sum(range(each)) for each in (2, 4)}
+    raw |= {1: raw[2], 6: 5 + 0.1 * sum(range(5))}
     assert weights == pytest.approx({n: each / sum(raw.values()) for n, each in raw.items()})
     assert sum(exit_weights([2, 4], 6, final=False).values()) == pytest.approx(1)
 

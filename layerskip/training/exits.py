@@ -59,8 +59,9 @@ def enabled(exits: Sequence[int], curriculum: str, step: int, share: float) -> l
 def exit_weights(exits: Sequence[int], layers: int, *, final: bool) -> dict[int, float]:
     """The weights of the exits' losses, which sum to 1; including the final layer with `final`.
 
-    An early exit counts SCALE times the sum of the layer numbers before it; the final layer also
-    adds its own number.
+    As in the paper, with layers numbered from 0: exit E, after layer E - 1, counts SCALE times the
+    sum of 0..E - 1, and the final layer L - 1 plus SCALE times the sum of 0..L - 2. The paper gives
+    exit 1 no weight; here it has that of exit 2.
     """
     raw = {each: SCALE * max(1, each * (each - 1) / 2) for each in exits}
     if final:
