@@ -28,7 +28,7 @@ from layerskip.model.families import ASSISTANTS, CONDITIONAL
 from layerskip.model.formats.folders import folder_model, is_packed, left_whole
 from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
 from layerskip.model.opening import open_model, runs_natively
-from layerskip.model.stored import store_halves, stored_words, unpacked_model
+from layerskip.model.stored import Stored, store_halves, stored_words, unpacked_model
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, suggestion
@@ -213,8 +213,10 @@ def load(
 def _on_lines(model: Any) -> Any:
     """Copy weights that a mapped file leaves unaligned to cache lines, which CPUs read slowly."""
     for weight in model.parameters():
-        if weight.device.type == "cpu" and weight.data_ptr() % 64:
-            weight.data = weight.data.clone()
+        name = "bytes" if isinstance(weight, Stored) else "data"
+        data = getattr(weight, name)
+        if data.device.type == "cpu" and data.data_ptr() % 64:
+            setattr(weight, name, data.clone())
     return model
 
 
@@ -230,7 +232,7 @@ def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed
     model: Any = folder_model(there, config, numbers, packed=served)
     if served and not runs_natively(model):
         model = unpacked_model(model)
-    model.name_or_path = name
+    _on_lines(model).name_or_path = name
     tokenizer = AutoTokenizer.from_pretrained(there)
     rounded = left_whole(config)
     if rounded is not None:
