@@ -15,19 +15,11 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import (
-    drawing,
-    exits,
-    plots,
-    search_plots,
-    searches,
-    tables,
-    trainings,
-    verdict,
-)
+from layerskip.analysis import drawing, exits, plots, searches, tables, trainings, verdict
 from layerskip.analysis.labels import law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
+from layerskip.analysis.search_plots import search_plots
 from layerskip.files.documents import kind_of
 from layerskip.files.records import begins_as_run, redacted
 from layerskip.files.writing import replace_folder
@@ -68,7 +60,7 @@ def kinds() -> dict[str, Subject]:
             searches.load_searches,
             verdict.judge_search,
             _search_facts,
-            search_plots.search_plots,
+            search_plots,
             {"search-finalists": searches.finalists, "search-trials": lambda of: of.trials},
         ),
         "training": Subject(

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import requests
@@ -155,9 +154,9 @@ class LayerSkipDecoding(Settings):
         model: Any,
         input_ids: Tensor,
         *,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        generation_config: GenerationConfig,
+        logits_processor: transformers.LogitsProcessorList | None = None,
+        stopping_criteria: transformers.StoppingCriteriaList | None = None,
+        generation_config: transformers.GenerationConfig,
         streamer: Any = None,
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
@@ -171,8 +170,9 @@ class LayerSkipDecoding(Settings):
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
         criteria = list(stopping_criteria or [])
-        eos = [c for c in criteria if type(c) is EosTokenCriteria]
-        others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        ended, full = transformers.EosTokenCriteria, transformers.MaxLengthCriteria
+        eos = [c for c in criteria if type(c) is ended]
+        others = [c for c in criteria if type(c) not in (ended, full)]
         seeds = self.row_seeds(rows, config.do_sample)
         request = Request(
             input_ids=input_ids,
@@ -245,11 +245,11 @@ def generate(
             if tokenizer is None:
                 raise ValueError("assistant_tokenizer needs the model's own; pass tokenizer=")
             check_vocabularies(tokenizer, assistant_tokenizer)
-        ends = StoppingCriteriaList(stopping_criteria or [])
+        ends = transformers.StoppingCriteriaList(stopping_criteria or [])
         if stop_strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
-            ends.append(StopStringCriteria(tokenizer, stop_strings))
+            ends.append(transformers.StopStringCriteria(tokenizer, stop_strings))
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         if "input_ids" in given:  # the library checks the rest
             requests.check_ids(given["input_ids"])

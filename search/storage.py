@@ -13,14 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna import storages
 from optuna.exceptions import ExperimentalWarning
-from optuna.storages import (
-    BaseStorage,
-    InMemoryStorage,
-    JournalStorage,
-    RDBStorage,
-    RetryHeartbeatStaleTrialCallback,
-)
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from layerskip.files.records import redacted
@@ -39,26 +33,26 @@ def check_storage(storage: str | os.PathLike[str]) -> None:
         optuna.get_all_study_names(open_storage(storage))
 
 
-def open_storage(storage: str | os.PathLike[str] | None) -> BaseStorage:
+def open_storage(storage: str | os.PathLike[str] | None) -> storages.BaseStorage:
     """Open a database by URL, a journal file by path, or this process's memory (None)."""
     if storage is None:
-        return InMemoryStorage()
+        return storages.InMemoryStorage()
     text = os.fspath(storage)
     if "://" not in text:
         Path(text).parent.mkdir(parents=True, exist_ok=True)
-        return JournalStorage(_Journal(text))
+        return storages.JournalStorage(_Journal(text))
     options: dict[str, Any] = {"pool_pre_ping": True}  # servers close idle connections
     if text.startswith("sqlite"):
         options = {"connect_args": {"timeout": 60, "factory": _SqliteConnection}}
     text = re.sub("^postgres(ql)?://", "postgresql+psycopg://", text)  # the extra's driver
-    database = RDBStorage(
+    database = storages.RDBStorage(
         text,
         engine_kwargs=options,
         heartbeat_interval=BEAT_SECONDS,
         grace_period=SILENT_SECONDS,
-        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+        heartbeat_stale_trial_callback=storages.RetryHeartbeatStaleTrialCallback(),
     )
-    return optuna.storages.get_storage(database)
+    return storages.get_storage(database)
 
 
 class _Journal(JournalFileBackend):

@@ -15,17 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layerskip.decoding import rules
+from layerskip.decoding import noise, rules
 from layerskip.decoding.laws import Law, softmax_law
-from layerskip.decoding.noise import (
-    DRAFT,
-    TARGET,
-    NoiseBlocks,
-    accept_uniform,
-    at_once,
-    draft_noise,
-    starts_of,
-)
 from layerskip.decoding.passes import Position
 from layerskip.decoding.seats import Seat
 from layerskip.model.backend import Draw
@@ -151,7 +142,7 @@ class Draws:
         self.law, self.seats = law, seats
         self.greedy = not law.do_sample
         self.rejection = rejection and not self.greedy
-        self.noise = NoiseBlocks()
+        self.noise = noise.NoiseBlocks()
         self.warp = law.warp
         self.native = None if self.rejection or self.warp is None else native
         self.reads_history = law.reads_history
@@ -219,7 +210,7 @@ class Draws:
         margins: list[Tensor] = []
         laws: list[Tensor] = []
         for scores, some in self._pieces(raw, positions):  # (n, V)
-            noisy = self._noisy(scores, some, DRAFT if self.rejection else TARGET)
+            noisy = self._noisy(scores, some, noise.DRAFT if self.rejection else noise.TARGET)
             if signal == "margin":
                 token, margin = rules.with_margin(noisy)
                 margins.append(margin)
@@ -257,8 +248,8 @@ class Draws:
             kept = sum(each < most for each in likelier)
             del scores[max(self.warp.least, kept) :]
         (key,), (place,) = self._stream([(row, offset)])
-        noise = self.noise.of_tokens(key, place, tokens[: len(scores)])
-        return [score + each for score, each in zip(scores, noise, strict=True)]
+        drawn = self.noise.of_tokens(key, place, tokens[: len(scores)])
+        return [score + each for score, each in zip(scores, drawn, strict=True)]
 
     def judge(
         self,
@@ -334,7 +325,7 @@ class Draws:
         """From raw logits (N, V): tokens, negative margins and second-best tokens, (N,) each."""
         warp = self.warp
         assert warp is not None
-        starts = [] if self.greedy else starts_of(*self._stream(positions))
+        starts = [] if self.greedy else noise.starts_of(*self._stream(positions))
         return native(raw.contiguous(), *warp, starts)
 
     def _pieces(
@@ -342,7 +333,7 @@ class Draws:
     ) -> Iterator[tuple[Tensor, Sequence[Position]]]:
         """Yield processed scores (n, V) of raw logits (N, V) for a few positions at a time."""
         # Processors that read the history get all rows at once: one call per length.
-        count = len(positions) if self.law.reads_history else at_once(raw)
+        count = len(positions) if self.law.reads_history else noise.at_once(raw)
         for first in range(0, len(positions), count):
             some = positions[first : first + count]
             seats = [self.seats[row] for row, _ in some]
@@ -354,18 +345,18 @@ class Draws:
             yield self.law.scores(piece, history, rows, lengths, width), some
 
     def _draw(self, scores: Tensor, positions: Sequence[Position]) -> Tensor:
-        return rules.largest(self._noisy(scores, positions, TARGET))
+        return rules.largest(self._noisy(scores, positions, noise.TARGET))
 
     def _noisy(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
         if self.greedy:
             return scores
         keys, places = self._stream(positions)
-        if purpose == TARGET:
-            noise = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
+        if purpose == noise.TARGET:
+            drawn = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
         else:
             starts = [place - offset for place, (_, offset) in zip(places, positions, strict=True)]
-            noise = draft_noise(keys, starts, places, scores)
-        return noise.add_(scores)
+            drawn = noise.draft_noise(keys, starts, places, scores)
+        return drawn.add_(scores)
 
     def forget(self, seat: Seat) -> None:
         if not self.greedy:
@@ -410,7 +401,7 @@ class Draws:
         if q is not None:
             chance = rules.acceptance_probability(chance, q.gather(1, here))
         keys, places = self._stream(positions)
-        lucky = accept_uniform(keys, places, p.device) < chance[:, 0]  # (N,)
+        lucky = noise.accept_uniform(keys, places, p.device) < chance[:, 0]  # (N,)
         drafted = token >= 0  # (N,)
         rest = rules.without(p, here) if q is None else rules.residual(p, q)  # (N, V)
         final = torch.where(drafted[:, None], rest, p)
@@ -419,7 +410,7 @@ class Draws:
 
 def confidence(raw: Tensor, tokens: Tensor) -> Tensor:
     """Probability of each token (N,) under the softmax of its raw logits (N, V), (N,)."""
-    count = at_once(raw)
+    count = noise.at_once(raw)
     return torch.cat(
         [
             # logsumexp is several times slower
@@ -432,7 +423,7 @@ def confidence(raw: Tensor, tokens: Tensor) -> Tensor:
 def certainty(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Largest probability, and entropy in nats, of the softmax of raw logits (N, V), (N,) each."""
     pieces = []
-    for some in raw.split(at_once(raw)):
+    for some in raw.split(noise.at_once(raw)):
         law = torch.softmax(some.float(), dim=-1)
         pieces.append((law.amax(-1), torch.special.entr(law).sum(-1)))
     most, entropies = zip(*pieces, strict=True)
