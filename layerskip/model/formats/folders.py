@@ -19,10 +19,9 @@ from layerskip.model.formats.awq import awq
 from layerskip.model.formats.building import Unfilled, attention, put
 from layerskip.model.formats.codes import Read
 from layerskip.model.formats.compressed import compressed
-from layerskip.model.formats.fp8 import fp8
 from layerskip.model.formats.gptq import gptq
+from layerskip.model.formats.one_byte import fp8, torchao
 from layerskip.model.formats.tensors import FLOATS, Tensors
-from layerskip.model.formats.torchao import torchao
 from layerskip.model.stored import UNIT, Stored
 
 _READERS: dict[str, Callable[[dict[str, Any]], Read]] = {

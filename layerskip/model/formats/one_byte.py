@@ -1,4 +1,7 @@
-"""torchao: integers of up to 8 bits, one per byte, and FP8 (E4M3), as transformers saves them."""
+"""Formats with one code per byte, as transformers saves them: FP8 (E4M3), and torchao's.
+
+FP8 has a scale per block or per matrix. torchao has integers of up to 8 bits, and FP8.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,17 @@ from typing import Any
 
 from layerskip.model.formats.codes import Codes, Read, byte_codes
 from layerskip.model.formats.tensors import Tensors
+
+
+def fp8(config: dict[str, Any]) -> Read:
+    """Return a function that reads the matrices of a checkpoint."""
+
+    def read(tensors: Tensors, path: str, rows: int, columns: int) -> Codes | None:
+        names = [f"{path}.weight{part}" for part in ("", "_scale_inv", "_zero_point")]
+        block = config.get("weight_block_size")
+        return byte_codes(tensors, names, rows, columns, block) if names[1] in tensors else None
+
+    return read
 
 
 def torchao(config: dict[str, Any]) -> Read:
