@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
@@ -13,10 +14,11 @@ Stop = Callable[[int, Tensor], bool]
 _NOTHING = torch.empty(0)
 
 
+@dataclass(eq=False)
 class Seat:
     """The text of one row, as decoded by `generate()`, servers and replays.
 
-    Args:
+    Attributes:
         prompt_length: number of prompt tokens, without pads.
         limit: maximum number of tokens to emit, at least 1.
         number: its row among those with the same law.
@@ -24,30 +26,21 @@ class Seat:
         width: W.
         remembers: whether anything reads the history.
         stop: called after every token with (number, that row's history (1, n)); True ends it.
-
-    Attributes:
         reason: why the text has ended; None while it continues.
     """
 
+    emitted: list[int]
+    prompt_length: int
+    limit: int
+    _: KW_ONLY
+    key: int = 0
+    number: int = 0
+    history: Tensor = _NOTHING
+    width: int = 0
+    remembers: bool = True
+    eos: frozenset[int] = frozenset()
+    stop: Stop | None = None
     reason: Reason | None = None
-
-    def __init__(
-        self,
-        emitted: list[int],
-        prompt_length: int,
-        limit: int,
-        *,
-        key: int = 0,
-        number: int = 0,
-        history: Tensor = _NOTHING,
-        width: int = 0,
-        remembers: bool = True,
-        eos: frozenset[int] = frozenset(),
-        stop: Stop | None = None,
-    ) -> None:
-        self.emitted, self.prompt_length, self.limit = emitted, prompt_length, limit
-        self.key, self.number, self.eos, self.stop = key, number, eos, stop
-        self.history, self.width, self.remembers = history, width, remembers
 
     @property
     def finished(self) -> bool:

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import groupby
 from types import SimpleNamespace
@@ -83,6 +84,7 @@ Matrix = Callable[[Any], Any]
 """Prepares a linear layer, or anything with a weight, for native passes: exact or rounded."""
 
 
+@dataclass(frozen=True, eq=False)
 class NativeBlock:
     """A sublayer or a head, both for native passes and for the fused path.
 
@@ -91,17 +93,12 @@ class NativeBlock:
         after: the function to apply to the logits of a head.
     """
 
-    def __init__(
-        self,
-        backend: Native,
-        number: int,
-        fused: Block,
-        layer: int | None = None,
-        heads: tuple[int, int] = (0, 0),
-        after: Function | None = None,
-    ) -> None:
-        self.backend, self.number, self.fused = backend, number, fused
-        self.layer, self.heads, self.after = layer, heads, after
+    backend: Native
+    number: int
+    fused: Block
+    layer: int | None = None
+    heads: tuple[int, int] = (0, 0)
+    after: Function | None = None
 
     def __call__(self, hidden: Tensor, step: Step | None) -> Tensor:
         return self.backend.run(hidden, step, [self])
