@@ -94,11 +94,8 @@ class Settings:
         self.draft_vocabulary = given.draft_vocabulary or stored.draft_vocabulary
         self.seed = seed
         self.seeds = None if seeds is None else tuple(seeds)
-        self.costs = costs
-        self.execution = execution
-        self.cached = cached
-        self.progress = progress
-        self.clock = clock
+        self.costs, self.execution, self.cached = costs, execution, cached
+        self.progress, self.clock = progress, clock
 
     def __repr__(self) -> str:
         how = self.controller if isinstance(self.controller, str) else type(self.controller)
