@@ -240,7 +240,7 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
         texts, ((drafted, accepted),) = texts_of(Peeking(peeks))
         assert 0 < accepted < drafted
         assert (p_value(texts, "none") > LEVEL) is (first > 0)  # those that decide do
-    monkeypatch.setattr(draws, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
+    monkeypatch.setattr(draws.noise, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
     texts, _ = texts_of(Peeking([likely]))
     assert p_value(texts, "none") < LEVEL
 

@@ -352,7 +352,7 @@ class TestResult:
                 finalist.confirmed = {"speedup": 1.1, "low": 1.05, "over_default": {"low": low}}
             return 100.0, {"speedup": 1.0}
 
-        monkeypatch.setattr(pipeline, "confirm", clock)
+        monkeypatch.setattr(pipeline.finalists, "confirm", clock)
         result = find(llama, held_out=HELD_OUT, trials=12)
         keeps = low == 1.0
         assert result.winner is not None
