@@ -1,4 +1,4 @@
-"""The results of runs, searches and trainings in a few plain lines each, with advice."""
+"""Sums up runs, searches and trainings in a few plain sentences each, with advice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from layerskip.analysis.runs import ALL, Run
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is too favourable
 FEW_PROMPTS = 8
 WIDE = 0.2  # width of the interval relative to the speedup
-BETTER = 1.03  # minimum predicted advantage of another exit to be mentioned
-RISING = 0.02  # overlap gained in the second half of a training for which more may help
-PLAIN = "Decode plainly (--no-draft): that was the faster way here."
-TIME_THEM = "Time the finalists before you rely on a price."
+BETTER = 1.03  # predicted advantage above which another exit is mentioned
+RISING = 0.02  # gain of overlap in the second half of a training, above which more may help
+PLAIN = "Decode plainly (--no-draft): that was faster here."
+TIME_THEM = "Time the finalists before you rely on a prediction."
 
 
 @dataclass
@@ -78,7 +78,7 @@ def _headline(run: Run, method: str, row: Any) -> str:
     counted = "1 prompt" if row["prompts"] == 1 else f"{row['prompts']} prompts"
     parts = f"prefill {row['prefill_speedup']:.2f}, decoding {row['decode_speedup']:.2f}"
     if math.isnan(row["decode_speedup"]):
-        parts = "no text went on after its first token"
+        parts = "every text ended with its first token"
     doubt = ""
     if row["low"] <= 1 <= row["high"]:
         doubt = f", which is not distinguishable from {run.baseline} decoding"
@@ -90,7 +90,7 @@ def _headline(run: Run, method: str, row: Any) -> str:
 
 
 def _reasons(run: Run, method: str, texts: Any) -> list[str]:
-    """Acceptance, its bound, and whether texts are equal, and repetitive."""
+    """Acceptance, the bound of the speedup, and whether texts are equal or repetitive."""
     said = []
     accepted = _line(tables.acceptance(run), run, method)
     if accepted is not None and not accepted["drafted"]:
@@ -98,13 +98,13 @@ def _reasons(run: Run, method: str, texts: Any) -> list[str]:
     elif accepted is not None:
         said.append(
             f"A drafted token was accepted with probability {accepted['alpha']:.2f}; a pass of the "
-            f"whole model gave {accepted['tokens_per_pass']:.2f} tokens."
+            f"whole model yielded {accepted['tokens_per_pass']:.2f} tokens."
         )
     forecast = _line(tables.predictions(run), run, method)
     if forecast is not None and not math.isnan(forecast["bound"]):
         said.append(
-            f"A draft step cost {forecast['draft_cost']:.2f} plain steps, so that no such draft "
-            f"gains more than {forecast['bound']:.1f} times."
+            f"A draft step cost {forecast['draft_cost']:.2f} plain steps, so such drafts "
+            f"can be at most {forecast['bound']:.1f} times as fast."
         )
     if texts["compared"]:
         near = f", {texts['near_ties']} near-ties" if texts["near_ties"] else ""
@@ -134,14 +134,14 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
         now = run.methods[method]["num_kept"] / 2
         if best["exit"] != now and best["speedup"] > BETTER * max(1.0, row["decode_speedup"]):
             advice.append(
-                f"Try --exit-layer {best['exit']:.0f}: the sweep prices it at "
-                f"{best['speedup']:.2f}."
+                f"Try --exit-layer {best['exit']:.0f}: the sweep predicts that it is "
+                f"{best['speedup']:.2f} times as fast as plain decoding."
             )
     return advice + _more_prompts(row, row["speedup"])
 
 
 def judge_search(search: searches.Search) -> Verdict:
-    """The verdict on a search: the command to use, its effect, and the reasons."""
+    """The verdict on a search: the command to run, its effect, and the reasons."""
     table, document = searches.finalists(search), search.document
     verdict = Verdict(search.label, _faults(table, "name"), [_what_to_type(search)])
     lines = {row["name"]: row for _, row in table.iterrows()}
@@ -165,15 +165,15 @@ def judge_search(search: searches.Search) -> Verdict:
         if best is not None and best["name"] != winner["name"]:
             verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
         verdict.lines.append(
-            f"A step of that draft costs c = {winner['draft_cost']:.2f} target steps, and alpha, "
-            f"the share of its first tokens that are right, is {winner['alpha']:.2f}."
+            f"A step of that draft costs c = {winner['draft_cost']:.2f} target steps; its first "
+            f"token is right with probability alpha = {winner['alpha']:.2f}."
         )
     verdict.lines.append(
-        f"No draft of this space can be more than {document['bound']:.1f} times as fast."
+        f"No draft of this space can be more than {document['bound']:.1f} times as fast as plain."
     )
     failed = int((search.trials["state"] != "complete").sum())
     verdict.lines.append(
-        f"Trials {len(search.complete)}, of which guided {search.guided}"
+        f"{len(search.complete)} trials finished, {search.guided} of them guided"
         f"{f' ({failed} more failed)' if failed else ''}, in the {document['space']['kind']} space "
         f"of {document['space']['size']:,} sets."
     )
@@ -188,15 +188,15 @@ def _what_to_type(search: searches.Search) -> str:
     has = "" if default is None else f" ({default['speedup']:.2f} times plain decoding)"
     if document["keep_default"]:
         return (
-            f"Type `{plain}`, without --skip: its default drafts{has} are as fast as anything "
-            "found, as far as these prompts tell."
+            f"Run `{plain}`, without --skip: its default drafts{has} are as fast as anything "
+            "found, as far as these prompts show."
         )
     best = next((each for each in search.finalists if each["name"] == document["winner"]), None)
     if best is None:
         if not len(search.complete):
-            return "No trial fitted into the time: search again with a longer --timeout."
-        return f"Type `{plain} --no-draft`: nothing found is faster than plain decoding."
-    with_it = f"Type `{plain} --skip {search.folder}/skip.json`"
+            return "No trial finished in time: search again with a longer --timeout."
+        return f"Run `{plain} --no-draft`: nothing found is faster than plain decoding."
+    with_it = f"Run `{plain} --skip {search.folder}/skip.json`"
     timed = best["confirmed"]
     if timed is None:
         return f"{with_it}: it should be {best['predicted']:.2f} times as fast as plain decoding."
@@ -214,7 +214,7 @@ def _draft(search: searches.Search, row: Any) -> str:
     finalist = next(each for each in search.finalists if each["name"] == row["name"])
     low, count = finalist.get("low"), 2 * search.num_layers
     words = (
-        f"leaves out {row['left_out']} of {count} sublayers"
+        f"skips {row['left_out']} of {count} sublayers"
         if row["left_out"]
         else f"runs all {count} sublayers"
     )
@@ -223,16 +223,16 @@ def _draft(search: searches.Search, row: Any) -> str:
         words += f", {len(low['attention']) + len(low['mlp'])} of them in {low['bits']} bits"
     if finalist.get("trained") is not None:
         words += f", with {finalist['trained']}"
-    return f"{words}, joined by lookups" if row["lookup"] else words
+    return f"{words}, with lookups" if row["lookup"] else words
 
 
 def _speed(row: Any) -> str:
     """How fast a finalist was, or is predicted to be."""
     if math.isnan(row["measured"]):
-        return f"is priced at {row['predicted']:.2f} times plain decoding and has not been timed"
+        return f"is predicted to be {row['predicted']:.2f} times as fast as plain, but not timed"
     return (
-        f"was {row['measured']:.2f} times as fast as plain decoding on the clock "
-        f"({_interval(row)}, n = {row['prompts']:.0f}; priced at {row['predicted']:.2f})"
+        f"was timed at {row['measured']:.2f} times the speed of plain decoding "
+        f"({_interval(row)}, n = {row['prompts']:.0f}; predicted {row['predicted']:.2f})"
     )
 
 
@@ -245,7 +245,7 @@ def judge_trainings(of: trainings.Trainings) -> Verdict:
     timed = (pays if len(pays) else table).dropna(subset=["measured"])
     if len(timed):
         row = timed.loc[timed["measured"].idxmax()]
-        beside = "" if pd.isna(row["before"]) else f", what drafted before {row['before']:.2f}"
+        beside = "" if pd.isna(row["before"]) else f", the previous draft {row['before']:.2f}"
         verdict.lines.append(
             f"{row['draft']} is {row['measured']:.2f} times as fast as plain decoding "
             f"({_interval(row)}){beside}."
@@ -253,14 +253,14 @@ def judge_trainings(of: trainings.Trainings) -> Verdict:
     best = table.loc[table["accepted_1"].idxmax()]
     verdict.lines.append(
         f"{best['draft']} is accepted most often: {best['accepted_1']:.3f} of its first tokens at "
-        f"c {best['draft_cost']:.2f}; training took its overlap with the target from "
+        f"c {best['draft_cost']:.2f}; training changed its overlap with the target from "
         f"{best['overlap_before']:.3f} to {best['overlap']:.3f}."
     )
     curve = trainings.curves(of).query("step == 1")
     curve = curve[curve["draft"] == best["draft"]]
     late = curve[curve["tokens"] >= curve["tokens"].max() / 2]["overlap"]
     if len(late) > 1 and late.iloc[-1] - late.iloc[0] > RISING:
-        verdict.advice.append(f"Train {best['draft']} on more tokens: its overlap still rose.")
+        verdict.advice.append(f"Train {best['draft']} on more tokens: its overlap still grew.")
     return verdict
 
 
@@ -268,7 +268,7 @@ def _faults(table: pd.DataFrame, name: str) -> list[str]:
     """A sentence for each line with faults; `name` is the column with their origin."""
     return [
         f"FAULT: {row['faults']:.0f} of {row['compared']:.0f} texts of {row[name]} differ from the "
-        "baseline's by more than rounding can explain: its speed means nothing; run `layerskip "
+        "baseline's by more than rounding can explain, so its speed is meaningless; run `layerskip "
         "check`."
         for _, row in table.iterrows()
         if row["faults"] > 0
@@ -286,7 +286,7 @@ def _more_prompts(row: Any, speedup: float) -> list[str]:
     narrow = row["high"] - row["low"] <= WIDE * speedup
     if narrow and row["prompts"] >= FEW_PROMPTS and not row["low"] <= 1 <= row["high"]:
         return []
-    return [f"Measure more prompts: {row['prompts']:.0f} leave doubt."]
+    return [f"Measure more prompts: {row['prompts']:.0f} leave the result uncertain."]
 
 
 def _line(table: pd.DataFrame, run: Run, method: str) -> Any:

@@ -161,7 +161,7 @@ class LayerSkipDecoding(Settings):
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
-        config = generation_config  # the library's name for it, as of the others
+        config = generation_config  # named as in the other functions
         encoded = requests.encoded_of(input_ids, inputs_tensor, model_kwargs)
         pictures = requests.pictures_of(model, input_ids, config, model_kwargs)
         attention_mask = requests.checked_mask(input_ids, config, model_kwargs)

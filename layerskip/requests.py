@@ -186,10 +186,10 @@ def pictures_of(
 
 @torch.no_grad()
 def look(model: Any, inputs: Mapping[str, Tensor]) -> Pictures | None:
-    """The pictures in a prompt encoded by a processor, seen through the model's vision tower.
+    """Encode a prompt's pictures, prepared by a processor, with the model's vision tower.
 
     Raises:
-        ValueError: as of `pictures_of`.
+        ValueError: as for `pictures_of`.
     """
     given: dict[str, Any] = dict(inputs)
     tower = model.base_model.get_image_features

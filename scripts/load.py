@@ -4,9 +4,9 @@
     python scripts/load.py http://127.0.0.1:8000/v1 --clients 1 2 4 8 16 --output load.json
 
 A client sends its next chat as soon as it has read an answer. Every chat has its own seed and
-number, so that no server can answer from what it keeps of an earlier one. Tokens are those of the
-server's `usage`, or else pieces of the stream, which may be fewer. Seconds are the client's: to the
-first piece of text, and from there to the last one divided by the tokens in between.
+number, so that no server can answer from a cache of earlier ones. Tokens are counted by the
+server's `usage`, otherwise by the pieces of the stream, which may be fewer. Seconds are measured by
+the client: up to the first piece of text, and from there to the last one per token in between.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def speedup(
         assert looked_up is not None
         lookups, passes = looked_up
         sources, paid = [lookups, drafts], [passes, costs]
-        expected.insert(0, replace(costs, draft=0.0))  # what a skip config's costs say of lookups
+        expected.insert(0, replace(costs, draft=0.0))  # as in the costs of a skip config
     controller = make_controller(
         how.controller or "expected-gain",
         max_draft_length=length,

@@ -104,7 +104,7 @@ def test_trainings_in_words(tmp_path, pays):
     one = made.training(pays=pays)
     verdict = judge_trainings(loaded(tmp_path, one))
     text = words([verdict])
-    for fact in (f"{int(pays)} of 1", "1.20 times", "1.10 to 1.30", "before 1.50", "0.600",
+    for fact in (f"{int(pays)} of 1", "1.20 times", "1.10 to 1.30", "draft 1.50", "0.600",
                  "c 0.10", "0.300 to 0.660"):  # fmt: skip
         assert fact in text
     assert len(verdict.advice) == 1  # the overlap was still rising

@@ -146,7 +146,7 @@ def test_what_it_says(found):
     guided = sum(trial["origin"] == "ours" for trial in rows)
     assert f"trials 12, of which guided {guided}\n" in result.stderr
     assert guided >= 12 - 10
-    assert result.stdout.startswith("Type `layerskip generate ")
+    assert result.stdout.startswith("Run `layerskip generate ")
     last = document(result)
     record = read_search(output / "search.json")
     assert last["skip"] == json.loads((output / "skip.json").read_text())

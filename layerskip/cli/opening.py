@@ -61,7 +61,7 @@ def _unsearched() -> Iterator[None]:
 def open_passes(
     loaded: Loaded, loading: Loading, talk: Talk, threads: int | None = None
 ) -> Iterator[Sublayers]:
-    """Open the model and set its number of threads meanwhile; says how passes are computed.
+    """Open the model and set its threads until the context ends; says how passes are computed.
 
     Args:
         threads: used if the command line gives none; None measures which number is fastest.

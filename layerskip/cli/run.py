@@ -36,7 +36,7 @@ _SAMPLES, _SAMPLED = 64, 1 << 12  # pieces hashed per file, and bytes per piece
 
 @dataclass(frozen=True)
 class Limits(flags.Flags):
-    """Limits on what is answered at once, and the first seed."""
+    """Limits on what is answered at the same time, and the first seed."""
 
     max_new_tokens: flags.MaxNewTokens = 128
     max_rows: flags.MaxRows = 16
@@ -185,7 +185,7 @@ class _Model:
 
     @contextmanager
     def open(self, talk: Talk, *, beside: int) -> Iterator[Answering]:
-        """Load the model and yield what answers prompts.
+        """Load the model and yield an object that answers prompts.
 
         Args:
             beside: number of models on this machine, including this one.

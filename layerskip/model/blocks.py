@@ -51,7 +51,7 @@ class Heads(DraftModule):
         super().__init__()
         heads = [linear_of(model, 2, 1) for _ in range(count)]
         for head in heads:
-            nn.init.zeros_(head.weight)  # at first, each predicts what the model's own head would
+            nn.init.zeros_(head.weight)  # at first, each head predicts the same as the model
         self.heads, self.count = nn.ModuleList(heads), count
 
     @classmethod

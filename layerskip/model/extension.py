@@ -187,7 +187,7 @@ def brought(capability: str | None = None) -> Path:
 
 
 def _digest(*parts: Any) -> str:
-    """Of what a build depends on, and of all source."""
+    """A hash of what a build depends on, and of all source files."""
     digest = hashlib.sha256(repr(parts).encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())

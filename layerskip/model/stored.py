@@ -1,8 +1,8 @@
-"""Weights as files store them: tensors that keep the bytes, and mean the numbers.
+"""Weights in the bytes of their file: tensors that unpack themselves where necessary.
 
-A `Stored` takes the place of a parameter of an `nn.Linear` or `nn.Embedding`. Native passes read
-its bytes (see `stored.h`), embeddings unpack the rows of their tokens, and everything else unpacks
-the whole weight for a moment: any code that computes with weights works, if slowly.
+A `Stored` replaces the parameter of an `nn.Linear` or `nn.Embedding`. Native passes read its bytes
+(see `stored.h`), and embeddings unpack the rows of their tokens. Any other operation temporarily
+unpacks the whole weight, so all code that computes with weights works, if slowly.
 Letters: R rows, C columns, G groups of columns.
 """
 
@@ -20,7 +20,7 @@ from layerskip.model.extension import extension, refusal
 
 _WORDS = {"G4": "4-bit groups", "G8": "8-bit groups", "F8": "FP8"}
 UNIT = 32
-"""Columns that native passes unpack together: a stored row has a multiple of them."""
+"""Columns that native passes unpack together; a stored row consists of whole units."""
 
 
 class Stored(Tensor):
@@ -30,9 +30,9 @@ class Stored(Tensor):
 
     Attributes:
         bytes: (R, bytes of a row), uint8.
-        format: a name of `formats.h`: those of GGUF, and of codes in groups.
-        group: how many columns share a scale, where the format leaves that open; else 0.
-        order: (C,) int32, the column of the weight that each column of the bytes is, if another.
+        format: a name of `formats.h`: a format of GGUF, or one of codes in groups.
+        group: columns that share a scale, if the format leaves this open; else 0.
+        order: (C,) int32, which column of the weight each column of the bytes is; None: in order.
     """
 
     bytes: Tensor
@@ -70,13 +70,13 @@ class Stored(Tensor):
         return Stored(inner["bytes"], *how)
 
     def matrix(self, bias: Tensor | None = None) -> Any:
-        """What native passes read."""
+        """Return the matrix that native passes read."""
         rows, columns = self.shape
         how: dict[str, Any] = {"format": self.format, "group": self.group, "order": self.order}
         return extension().Matrix(self.bytes, bias, rows=rows, columns=columns, **how)
 
     def unpacked(self) -> Tensor:
-        """The numbers, (R, C), in its dtype."""
+        """Return the numbers, (R, C), in the weight's dtype."""
         if refusal() is None:
             return self.matrix().unpacked().to(self.dtype)  # type: ignore[no-any-return]
         from gguf import GGMLQuantizationType, dequantize
@@ -85,7 +85,7 @@ class Stored(Tensor):
         return torch.from_numpy(dequantize(self.bytes.numpy(), kind)).to(self.dtype)
 
     def finite(self) -> bool:
-        """Whether no number is NaN or infinite; reads all of them."""
+        """Whether no number is NaN or infinite. Reads all numbers."""
         if refusal() is None:
             return self.matrix().finite()  # type: ignore[no-any-return]
         return bool(self.unpacked().isfinite().all())
@@ -111,12 +111,12 @@ class Stored(Tensor):
 
 
 def stored_weights(model: nn.Module) -> list[Stored]:
-    """The weights of a model that are read as a file stores them, each once."""
+    """The stored weights of a model, each once."""
     return [weight for weight in model.parameters() if isinstance(weight, Stored)]
 
 
 def stored_words(model: nn.Module) -> str | None:
-    """How a model's weights are stored and what they take, in words; None where none is."""
+    """Describe how a model's weights are stored, with their sizes; None if none is stored."""
     taken: dict[str, int] = {}
     for weight in stored_weights(model):
         form = _WORDS.get(weight.format[:2], weight.format)
@@ -129,14 +129,14 @@ def stored_words(model: nn.Module) -> str | None:
 
 
 def store_halves(model: nn.Module) -> bool:
-    """Keep float32 weights whose numbers are all bfloat16's as bfloat16, in the model itself.
+    """Convert float32 weights to bfloat16 in place if no number changes.
 
     Native passes compute with them in float32: the same numbers, from half the bytes.
 
     Returns:
         Whether there were any.
     """
-    made: dict[int, nn.Parameter] = {}  # by the parameter, which modules may share
+    made: dict[int, nn.Parameter] = {}  # by parameter, since modules may share it
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
         if id(weight) not in made and _holds_halves(module, weight):
@@ -155,7 +155,7 @@ def _holds_halves(module: nn.Module, weight: Any) -> bool:
         return False
     if weight.dtype is not torch.float32 or weight.device.type != "cpu" or weight.shape[1] % UNIT:
         return False
-    rows = max(1, (1 << 22) // weight.shape[1])  # at a time, for little memory
+    rows = max(1, (1 << 22) // weight.shape[1])  # in parts, to use little memory
     some = weight.detach().contiguous().view(torch.int32).split(rows)
     return not any(bool((each & 0xFFFF).any()) for each in some)
 
@@ -216,4 +216,4 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     _ATEN.slice.Tensor: _sliced,
     _ATEN._to_copy.default: _converted,
 }
-"""What needs no unpacked weight; None where it does after all."""
+"""Operations that need no unpacked weight. They return None if they need one after all."""

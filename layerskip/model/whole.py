@@ -1,9 +1,9 @@
 """Any causal language model as one block: the library's own forward with this project's cache.
 
-This is how a family is used whose sublayers are not opened (see `families`): its decoder is called
-as a whole, and its head is the library's own. Its drafts need nothing from inside: lookups, a
-second model, a user's own sources, and the model itself with its linear layers in 8 or 4 bits. The
-decoders of encoder-decoders are used in the same way; the encoder's output is part of the cache.
+This is how a model runs whose sublayers are not opened (see `families`): its decoder is called as a
+whole, and its head is the library's own. Its drafts need nothing from inside: lookups, a second
+model, a user's own sources, and the model itself with linear layers in 8 or 4 bits. The decoders of
+encoder-decoders run in the same way; the encoder's output is part of the cache.
 Shapes: B rows, T tokens of a pass, E tokens that an encoder read, H hidden width, D head width,
 V vocabulary.
 """
@@ -40,8 +40,8 @@ DRAFTS = (
     "drafts there: lookups, a second model, sources of your own, and the model itself with its "
     "linears in 8 or 4 bits (SkipConfig.low_precision(8))"
 )
-# Layers of the library's caches whose keys and values can be rolled back, by name, since some
-# versions lack some of them.
+# Layers of the library's caches whose keys and values can be rolled back. They are named, because
+# some versions lack some of them.
 _ROLLED_BACK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _NAMED = {
     "blt": "it works on patches of bytes, whose borders move with the text",
@@ -56,7 +56,7 @@ _NO_LIMIT = 1 << 40
 
 
 def level(model: Any) -> tuple[str, str]:
-    """How a model is used: "opened", "whole" or "refused", and the reason in words.
+    """How a model can be used: "opened", "whole" or "refused", and the reason in words.
 
     Nothing is run. A model may still be refused when it is opened (for its hooks, say), or decodes.
 
@@ -92,7 +92,7 @@ def _refusal(model: Any, config: Any) -> str | None:
             return "it keeps its recurrent state in its modules, so for one text at a time"
         return "it has a recurrent state of a kind that is not kept here"
     bidirectional = not encoder and getattr(config, "is_decoder", None) is False
-    documented = "config.is_decoder = True"  # also where nothing reads it
+    documented = "config.is_decoder = True"  # the library mentions this even where it has no effect
     if bidirectional and "config.is_decoder" in _source(kind).replace(documented, ""):
         return "it has bidirectional attention (its config says is_decoder=False)"
     if two_way(config.get_text_config(decoder=True)):
@@ -131,7 +131,7 @@ class Whole(Sublayers):
         ValueError: training mode, or an execution that needs the sublayers.
     """
 
-    branches = False  # the library's own forward sees earlier slots
+    branches = False  # the library's forward sees all earlier slots
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         model = unwrapped(model)
@@ -159,7 +159,7 @@ class Whole(Sublayers):
         layers = DynamicCache(config=self.base.config if self.encoder else config).layers
         self.num_layers = len(layers)
         self.num_sublayers = 2 * self.num_layers
-        # A library layer that slides has a window. Here masks hide those slots instead.
+        # A sliding layer of the library's cache has a window. Here, masks hide the slots instead.
         window = vars(layers[0]).get("sliding_window")
         self.windows = (None,) * self.num_layers
         types = getattr(text, "layer_types", None)
@@ -198,12 +198,12 @@ class Whole(Sublayers):
         return tokens[..., None]
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> None:
-        """None, since the library's forward makes the inputs of its layers."""
+        """None, because the library's forward makes the inputs of its layers itself."""
 
     def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
         """Run all sublayers of the model, or none of them."""
         chosen = len([*sublayers])
-        if chosen not in (0, self.num_sublayers):  # e.g. for a source with a tap
+        if chosen not in (0, self.num_sublayers):  # for example, for a source with a tap
             raise ValueError(self.refusal("it has no states between sublayers"))
         return self.blocks[0](hidden, step) if chosen else hidden
 
@@ -211,11 +211,11 @@ class Whole(Sublayers):
         return self.head(self.run(hidden, step, sublayers), step)
 
     def refusal(self, what: str) -> str:
-        """A message that something needs the sublayers."""
+        """The error message for something that needs the sublayers."""
         return f"this model runs as a whole, as {self.reason}: {what}; {DRAFTS}"
 
     def weight_bytes(self, bits: int | None = None, **_: Any) -> dict[str, Any]:
-        """As for an opened model, with the decoder as one entry under "sublayers"."""
+        """Like that of an opened model, with the decoder as the only entry of "sublayers"."""
         tables = [each for each in self.base.modules() if isinstance(each, nn.Embedding)]
         body = read_bytes(self.base, bits) - sum(read_bytes(table, bits) for table in tables)
         head = sum(read_bytes(part, bits) for part in self.head_parts().values())
@@ -224,7 +224,7 @@ class Whole(Sublayers):
     def key_bytes(
         self, layers: Iterable[int] | None = None, window: int | None = None
     ) -> dict[int | None, float]:
-        """Empty: how the library's attentions read keys is not known here."""
+        """Empty, because it is not known how the library's attentions read keys."""
         return {}
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
@@ -249,7 +249,7 @@ class Whole(Sublayers):
         }
 
     def _decoder(self, model: Any) -> tuple[Any, Any]:
-        """`inner` and `base` of a model, which must be callable separately from the head."""
+        """`inner` and `base` of a model. The decoder must be callable separately from the head."""
         parts = [part for part in model._modules.values() if part is not None]
         named = [model.base_model, part_named(model, "model")]
         named += [model.get_decoder()] if self.encoder else []
@@ -269,7 +269,7 @@ class Whole(Sublayers):
 
 
 class _Weights(DraftWeights):
-    """The blocks that drafts of a whole model run: everything in low precision."""
+    """The blocks of a whole model's drafts, which run everything in low precision."""
 
     model: Whole
 
@@ -328,10 +328,10 @@ class _Weights(DraftWeights):
 
 
 def _takes_places(base: Any, windows: Mapping[str, int | None]) -> bool:
-    """Whether a decoder accepts positions and ready masks for rows of different lengths.
+    """Whether a decoder accepts positions and finished masks for rows of different lengths.
 
     It does if its forward has `position_ids`, if it makes its masks with the library's functions,
-    which pass ready ones through, and if nothing else in its source asks a cache for a single
+    which pass finished ones through, and if its source does not otherwise ask a cache for a single
     length (as ALiBi does). If windows differ, its forward must accept masks by layer type.
     """
     kind = type(base)
@@ -353,5 +353,5 @@ def _source(thing: Any) -> str:
         return inspect.getsource(
             sys.modules[thing.__module__] if isinstance(thing, type) else thing
         )
-    except (OSError, TypeError):  # in a notebook, say
+    except (OSError, TypeError):  # for example, in a notebook
         return ""

@@ -1,4 +1,4 @@
-"""Trees: the default controller, also verifying tokens beside the likeliest if that may pay."""
+"""Trees: the default controller, which also verifies second-best tokens where that may pay."""
 
 from __future__ import annotations
 

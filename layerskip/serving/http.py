@@ -195,7 +195,7 @@ class _Running:
     ) -> None:
         self._serving, self._counted = serving, counted
         self._loop = asyncio.get_running_loop()
-        # By text, what the client has not been sent yet: one piece, however slowly it reads.
+        # By text, the piece not yet sent to the client; a slow reader gets larger pieces.
         self._told: dict[int, Piece] = {}
         self._news = asyncio.Event()
         self._texts: dict[int, Text] = {}

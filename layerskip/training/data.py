@@ -116,7 +116,7 @@ class Corpus:
             return begun[:count]
         if self.apart or self.tokenizer.chat_template:
             return self.apart[:count] or self._own_questions(0, count)
-        starts = self._own_questions(0, count)  # all alike, so continue them
+        starts = self._own_questions(0, count)  # all the same, so the model continues them
         said = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
         return [start + [token for token in new if token not in start] for start, new in said]
 

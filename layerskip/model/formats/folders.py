@@ -42,7 +42,7 @@ def is_packed(config: Any) -> bool:
 
 
 def left_whole(config: Any) -> str | None:
-    """What a packed checkpoint rounds besides weights, which is ignored here; None if nothing."""
+    """What a packed checkpoint rounds apart from weights, and is ignored here; None if nothing."""
     how = config.quantization_config
     groups = (how.get("config_groups") or {}).values()
     rounded = how["quant_method"] == "fp8" or "Activation" in str(how.get("quant_type"))
