@@ -140,7 +140,7 @@ def test_a_gain_in_words(tmp_path):
     ("lines", "facts"),
     [
         (made.made_up(speed=1.5, head=only("plain", "self")), ["0.78 times", "--no-draft"]),
-        (made.made_up(speed=1.15, head=only("plain", "self")), ["not distinguishable", "leave the"]),
+        (made.made_up(speed=1.15, head=only("plain", "self")), ["distinguishable", "uncertain"]),
         (made.made_up(prompts=1, categories=("code",), head=only("plain", "self")),
          ["no interval, 1 prompt;", "more prompts"]),
         (made.made_up(head=only("plain", "generate")), ["generate 0.7", "--method self"]),
