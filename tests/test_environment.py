@@ -72,7 +72,7 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
     assert extension.status().startswith("none: no C++ compiler was found (no-such-compiler)")
     monkeypatch.setenv("CXX", "true")
     vectors = torch.backends.cpu.get_cpu_capability()
-    assert extension.status() == f"not built yet, {vectors}: the first use does, in half a minute"
+    assert extension.status() == f"not built yet, {vectors}: the first use builds them (a minute)"
     assert not list(tmp_path.iterdir())
     folder = extension.library_path().parent
     folder.mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_a_mac_is_told_what_it_gets(tmp_path, monkeypatch):
             (tmp_path / "include" / "omp.h").touch()
         assert ("-fopenmp" in extension.flags()) == header
         thread = "" if header else ", one thread (torch brings no omp.h)"
-        words = f"not built yet, NEON{thread}: the first use does, in half a minute"
+        words = f"not built yet, NEON{thread}: the first use builds them (a minute)"
         assert extension.status() == words
 
 

@@ -137,7 +137,7 @@ def status() -> str:
         _check_tools()
     except (Unavailable, OSError) as reason:
         return f"none: {reason}. Without them passes are torch's, and slower"
-    return f"not built yet, {vectors}: the first use does, in half a minute"
+    return f"not built yet, {vectors}: the first use builds them (a minute)"
 
 
 def load(library: Path) -> Any:
@@ -283,7 +283,7 @@ def _build(folder: Path, again: bool) -> None:
         _check_failed(folder)
     _check_tools()
     if sys.stderr.isatty():
-        sys.stderr.write("building the native passes for this machine, once, half a minute ...\n")
+        sys.stderr.write("building the native passes for this machine, once (about a minute) ...\n")
     with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
         done = subprocess.run(
             [sys.executable, "-m", __name__, scratch, *flags()],
