@@ -393,13 +393,17 @@ def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(llama, sample,
 def test_the_host_waits_once_a_round(llama, rejection, spied):
     """This does not see reads of single numbers. On a GPU, test_gpu.py does."""
     reads = spied(live_target, "on_host", lambda *values: len(values))
+    lists = spied(torch.Tensor, "tolist", lambda *_: None)
     asked = request(sample=True, rejection=rejection)
     for controller, per_step in ((Script(3, 0, 5), 0), (Watched(4), 1)):
+        run = decoder(llama, asked, controller=controller, longest=5)
         reads.clear()
-        rounds = play(decoder(llama, asked, controller=controller, longest=5))
+        lists.clear()
+        rounds = play(run)
         steps = sum(max(each.drafted) for each in rounds)
         assert steps > 10
         assert len(reads) == len(rounds) + per_step * steps
+        assert len(lists) == sum(reads)
 
 
 # ---- Laws that break ----

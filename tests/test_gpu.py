@@ -5,7 +5,6 @@ somewhere already. `make test-gpu` runs them where there is a GPU. Float64 compa
 precisions up to near-ties (ties.py).
 """
 
-import shutil
 import warnings
 from itertools import product
 
@@ -16,11 +15,11 @@ from kinds import TRAINED, skip_of
 from models import FAMILIES, WINDOW, Erratic, lively_model, near, ragged
 from sampling import LEVEL, p_value, sample_texts
 from ties import partings
-from torch._dynamo.utils import counters
 
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import ACCEPT, DRAFT, TARGET, gumbel_noise, stream_key
+from layerskip.model import captured
 from layerskip.registry import CONTROLLERS
 
 NEW_TOKENS = 20
@@ -202,7 +201,6 @@ def test_cache_after_every_round_equals_a_fresh_prefill(family, skip, device, ex
     check_caches(family, skip, execution, device)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_every_shape_replays_what_was_captured_for_it(device):
     """Draft lengths, prompts and ends in any order, then all again: no graph is compiled anew."""
@@ -220,13 +218,15 @@ def test_every_shape_replays_what_was_captured_for_it(device):
                 assert got.stats.num_accepted_tokens > 0
 
     run()
-    before = counters["stats"]["unique_graphs"]
+    run()  # what the first run sees once is captured
+    before = captured.capture_seconds()
     with torch.no_grad():  # graphs read the weights where they lie
         for weight in model.parameters():
             weight.mul_(1.05)
     want = {rows: library(model, ids[:rows], mask[:rows]).tolist() for rows in (1, 3)}
     run()
-    assert counters["stats"]["unique_graphs"] == before > 0
+    assert captured.capture_seconds() == before
+    assert before > 0 or device == "cpu"
 
 
 @pytest.mark.parametrize("rejection", [False, True])

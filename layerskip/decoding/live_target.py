@@ -205,10 +205,14 @@ class LiveTarget:
         verified = self._verified(raw, places, drafts, keep=keep)
         accepted = [] if verified.accepted is None else [verified.accepted]
         steps = drafts.steps if drafts is not None and drafts.unread else []
-        target, *others = on_host(verified.drawn, *accepted, *(drawn for _, drawn in steps))
+        fed = self.passes.fed() if drafts is not None and drafts.kept_steps else []
+        drawn = [each for _, each in steps]
+        target, *others = on_host(verified.drawn, *accepted, *drawn, *fed)
         flags = others.pop(0) if accepted else []
+        if fed:
+            self.passes.fed_tokens = list(zip(*others[len(steps) :], strict=True))
         drafted: list[list[int]] = [[] for _ in self.seats] if drafts is None else drafts.tokens
-        for (at, _), step in zip(steps, others, strict=True):
+        for (at, _), step in zip(steps, others, strict=False):
             for (row, offset), token in zip(at, step, strict=True):
                 draft = drafted[row]
                 ended = draft and draft[-1] in self.seats[row].eos

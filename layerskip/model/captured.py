@@ -23,6 +23,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Block, Step, Tables
@@ -32,6 +33,14 @@ from layerskip.model.norms import FusedRotary, for_heads, gathered
 from layerskip.model.pages import Pages
 
 DEVICES = ("cuda",)
+# cuDNN's attention, torch's first choice on a Hopper GPU, makes a plan for every new length of a
+# prompt, which takes 40 ms. It comes before kernels that write out all scores.
+_ANY_LENGTH = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+]
 _GRAPHS = 256  # maximum number of passes whose graphs are kept for a model
 _SHAPES = 8  # maximum number of shapes whose unused buffers are kept for a model
 _seconds = 0.0  # total time of captures in this process
@@ -90,7 +99,8 @@ class Captured(Fused):
         cache: RowCache = step.cache
         usual = cache.prefilled and cache.branches is None and cache.active is None
         if not blocks or not usual or torch.is_grad_enabled():
-            return super().run(hidden, step, blocks)
+            with sdpa_kernel(_ANY_LENGTH, True):  # in this order
+                return super().run(hidden, step, blocks)
         count = hidden.shape[1]
         inputs = [hidden, step.slots, *([] if step.inputs is None else [step.inputs])]
         padding = (1 << (count - 1).bit_length()) - count

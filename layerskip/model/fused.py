@@ -233,7 +233,7 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
             side_by_side = q.reshape(rows, -1, groups * count, width)  # (B, K, G T, D)
             mask = mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G T, S)
             out = attend(side_by_side, keys, values, mask, False, scale)
-            out = out.view(rows, queries, count, width).transpose(1, 2)  # (B, T, N, D)
+            out = out.reshape(rows, queries, count, width).transpose(1, 2)  # (B, T, N, D)
         else:
             out = attend(q, keys, values, mask, mask is None, scale).transpose(1, 2)  # (B, T, N, D)
         return add(hidden, output(out.reshape(rows, count, -1)))
