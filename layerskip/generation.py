@@ -93,8 +93,7 @@ class LayerSkipDecoding(Settings):
             torch's default generator at every call; the stats report it.
         seeds: one seed per row instead, so that a row's text is the same alone and in any batch.
         costs: the controller's cost table; otherwise measured, or taken from the skip config.
-        execution: "auto", "modules", "fused", "native" or "compiled", see `Sublayers`. Compiling
-            pays only for many calls on one model; "auto" never does it.
+        execution: "auto", "modules", "fused", "native" or "captured", see `Sublayers`.
         cached: keys and values of earlier texts to start from (see `layerskip.Session`).
         progress: called after every pass over the prompts with the number of prompt tokens done
             and their total.

@@ -146,10 +146,10 @@ def bases(opened, prompts):
     return [passes.cache.held(layer)[0] for layer in range(opened.num_layers)]
 
 
-def test_compiled_passes_keep_every_slot(sizes):
+def test_captured_passes_keep_every_slot(sizes):
     sizes(spare=1, chunk=lambda *_: 8)
     opened = Sublayers(lively_model("mistral"), "fused")
     assert min(bases(opened, [prompt(60)[0]])) > 30
     assert max(bases(opened, [prompt(60)[0], prompt(3)[0]])) == 0  # the short row still sees slot 0
-    opened.backend.trims = False  # as for compiled passes
+    opened.backend.trims = False  # as for captured passes
     assert max(bases(opened, [prompt(60)[0]])) == 0

@@ -76,8 +76,9 @@ def test_no_timed_call_captures(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_that_of_transformers(family, captures):
-    """Past the sliding windows and the first 64 slots, ends included."""
+def test_greedy_is_that_of_transformers(family, captures, sizes):
+    """Past the sliding windows and buffers of several sizes, ends included."""
+    sizes(spare=8)
     model = lively_model(family)
     ids = prompt(13)
     want = model.generate(ids, max_new_tokens=64, do_sample=False)

@@ -203,7 +203,7 @@ def test_cache_after_every_round_equals_a_fresh_prefill(family, skip, device, ex
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_every_shape_replays_what_was_captured_for_it(device):
-    """Draft lengths, prompts and ends in any order, then all again: no graph is compiled anew."""
+    """Draft lengths, prompts and ends in any order, then all again: nothing is captured anew."""
     model, ids, mask = placed("llama", device, num_hidden_layers=2)
     skip = SkipConfig.early_exit(1)
     want = {rows: library(model, ids[:rows], mask[:rows]).tolist() for rows in (1, 3)}
@@ -248,7 +248,7 @@ def test_the_host_waits_once_a_round(device, execution, rejection):
         warnings.simplefilter("always")
         for each in run.rounds():
             rounds += 1
-            if rounds == 4:  # captured and compiled by now
+            if rounds == 4:  # captured by now
                 waits.clear()
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("warn")

@@ -30,15 +30,15 @@ def on_device(values: Sequence[Any], device: Any) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def rounded_up(slots: int) -> int:
-    """Round a number of slots up to one of few sizes; above 256 by at most a quarter."""
-    unit = 1 << max(6, slots.bit_length() - 3)
+def rounded_up(slots: int, least: int = 64) -> int:
+    """Round a number of slots up to one of few sizes: by less than `least`, or by a quarter."""
+    unit = max(least, 1 << max(0, slots.bit_length() - 3))
     return -(-slots // unit) * unit
 
 
 def capacity(slots: int) -> int:
-    """Slots to allocate. One is always free: passes pad their tokens with it."""
-    return rounded_up(slots) + 1
+    """Slots to allocate where passes are captured. One is always free, for padding."""
+    return rounded_up(slots, SPARE) + 1
 
 
 class RowCache:

@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Block, Step, Tables
-from layerskip.model.cache import RowCache, additive, capacity, causal, rounded_up
+from layerskip.model.cache import RowCache, additive, capacity, causal
 from layerskip.model.fused import Attention, Fused
 from layerskip.model.norms import FusedRotary, for_heads, gathered
 from layerskip.model.pages import Pages
@@ -109,7 +109,8 @@ class Captured(Fused):
             inputs = [_padded(each, padding, by) for each, by in zip(inputs, values, strict=False)]
         layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
         pairs = {layer: (cache.keys[layer], cache.values[layer]) for layer in layers}
-        used, tables = rounded_up(cache.end), step.rotary.tables
+        used = min(capacity(cache.end), cache.size) - 1
+        tables = step.rotary.tables
         key = (
             (tuple(blocks), inputs[0].shape, cache.size, used),
             tuple(each.data_ptr() for pair in (*pairs.values(), *tables.values()) for each in pair),
