@@ -77,7 +77,8 @@ def interleaved(
 
     After the first repeat, none starts that would end after `until` (of `time.monotonic`) if it
     took as long as the longest so far. The garbage collector is off during a call, and torch's
-    random state is restored afterwards.
+    random state is restored afterwards. `note` is called with the current activity, and the
+    completed share.
     """
     longest, made = 0.0, 0
     with _quiet_collector(), torch.random.fork_rng(devices=_gpus(batches)):
@@ -162,31 +163,23 @@ def benchmark(
     methods: Sequence[Method],
     batches: Sequence[PromptBatch],
     *,
-    repeats: int,
-    warmup: int,
     write: Callable[[dict[str, Any]], None],
-    done: Container[Key] = (),
     text: Callable[[Sequence[int]], str] | None = None,
     now: Clock | None = None,
     bandwidth: Callable[[], float] | None = None,
-    until: float = math.inf,
-    note: Callable[[str, float], None] = lambda _what, _share: None,
+    **how: Any,
 ) -> None:
     """Measure methods, and `write` records of calls as soon as all methods have had their turn.
 
     Args:
         methods: must include plain decoding, the baseline of every speedup.
-        done: keys of existing records.
         text: decodes tokens; if given, records include texts.
-        until: the time (of `time.monotonic`) to end at, after whole repeats, at least one.
         bandwidth: called after every call; its result in bytes per second is part of the record.
-        note: called with the current activity, and the completed share.
+        how: further arguments of `interleaved`.
     """
     now = now or device_clock(batches[0].input_ids.device)
     judge = Judge(model, task, methods)
-    loop = interleaved(
-        methods, batches, repeats=repeats, warmup=warmup, now=now, done=done, until=until, note=note
-    )
+    loop = interleaved(methods, batches, now=now, **how)
     for _, turn in groupby(loop, lambda timed: (timed.batch.names, timed.batch.rows, timed.repeat)):
         calls = [(each, bandwidth and bandwidth()) for each in turn if each.repeat >= 0]
         for timed, _ in calls:
