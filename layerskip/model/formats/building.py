@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
 
 
-class Unfilled(TorchFunctionMode):
+class _Unfilled(TorchFunctionMode):
     """Weights of modules made in this context take no memory; buffers are filled as usual."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -17,9 +18,11 @@ class Unfilled(TorchFunctionMode):
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
 
 
-def attention(config: Any) -> str:
-    """The attention implementation that the library would choose."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+def unfilled(config: Any, dtype: torch.dtype) -> Any:
+    """A causal language model without weights, with the attention that the library would choose."""
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    with _Unfilled():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def put(model: nn.Module, name: str, weight: Tensor) -> None:

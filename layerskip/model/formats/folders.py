@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from layerskip.model.formats.awq import awq
-from layerskip.model.formats.building import Unfilled, attention, put
+from layerskip.model.formats.building import put, unfilled
 from layerskip.model.formats.codes import Read
 from layerskip.model.formats.compressed import compressed
 from layerskip.model.formats.gptq import gptq
@@ -74,10 +74,7 @@ def folder_model(folder: Path, config: Any, dtype: torch.dtype, *, packed: bool)
     read = reader(config.quantization_config)
     config = copy(config)
     del config.quantization_config
-    with Unfilled():
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention(config)
-        )
+    model = unfilled(config, dtype)
     tensors, lacking, seen = Tensors(folder), [], set()
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in seen:  # shared

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from layerskip.files.gguf import Contents, Entry, read_gguf
-from layerskip.model.formats.building import Unfilled, attention, put
+from layerskip.model.formats.building import put, unfilled
 from layerskip.model.stored import UNIT, Stored
 
 MODELS = {
@@ -88,10 +88,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
     """
     contents = read_gguf(path)
     config = _config(contents)
-    with Unfilled():
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention(config)
-        )
+    model = unfilled(config, dtype)
     names, lacking = dict(_named(contents)), []
     for name, parameter in model.named_parameters():  # yields shared ones once
         entry = names.pop(name, None)
