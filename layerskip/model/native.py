@@ -206,7 +206,7 @@ class Native(Fused):
         chained = step is not None and (not step.cache.firsts or step.blocks is not None)
         if torch.is_grad_enabled() or chained:
             for block in blocks:
-                hidden = _fused(block)(hidden, step)
+                hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
         for native, some in groupby(blocks, lambda block: isinstance(block, NativeBlock)):
             if native:
@@ -360,10 +360,6 @@ class Native(Fused):
             blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)
             how |= {"inner": inner.bfloat16(), "outer": blocks}
         return self.extension.Matrix(copy.numbers, copy.scales, bias, **how)
-
-
-def _fused(block: Any) -> Block:
-    return block.fused if isinstance(block, NativeBlock) else block
 
 
 def _in_blocks(part: LayerParts) -> bool:
