@@ -29,7 +29,7 @@ Key = tuple[str, tuple[str, ...], int, int]  # method, prompts, batch size, repe
 
 _START = b'{"kind": "header"'
 _MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes"}
-"""The separator of the parts of a resumed run."""
+"""Parts of the header that may differ when a run is resumed."""
 
 
 @dataclass(frozen=True)
