@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SEPARATORS = ", ", ": "
-"""JSON separators between two items and after a key, as in `json.dumps`."""
+IN_A_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""llguidance's options for JSON on one line, as by `json.dumps`."""
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref")  # keywords that add other schemas
 _VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
@@ -169,10 +169,8 @@ def json_schema(
     if not isinstance(schema, Mapping):
         kind = type(schema).__name__
         raise ValueError(f"a JSON schema must be an object, such as {{}} for any, got a {kind}")
-    item, key = SEPARATORS
-    strict = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     grammar = _library().LLMatcher.grammar_from_json_schema(
-        closed(schema), overrides={} if whitespace else strict
+        closed(schema), overrides={} if whitespace else IN_A_LINE
     )
     return _compiled(grammar, tokenizer, eos)
 

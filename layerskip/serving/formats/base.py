@@ -8,13 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerskip.grammars import closed
+from layerskip.grammars import IN_A_LINE, closed
 
 Tool = Mapping[str, Any]
 """A function as clients describe it: `name`, and optionally `parameters`, a JSON schema."""
 Mark = Callable[[str], str]
 """A mark in a grammar: the token with that text if there is one, otherwise its characters."""
-IN_A_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Call(ABC):

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from layerskip.grammars import IN_A_LINE
 from layerskip.serving.formats import base
 
 
@@ -59,7 +60,7 @@ class Mistral(base.Format):
             return f'calls: {begin} "[" call {more} "]"\n{base.json_calls(tools, "arguments")}'
         args, lines = mark("[ARGS]"), []
         for number, tool in enumerate(tools):
-            schema = json.dumps({"x-guidance": base.IN_A_LINE} | base.schema_of(tool))
+            schema = json.dumps({"x-guidance": IN_A_LINE} | base.schema_of(tool))
             lines.append(f'call{number}: {begin} "{tool["name"]}" {args} arguments{number}')
             lines.append(f"arguments{number}: %json {schema}")
         names = " | ".join(f"call{number}" for number in range(len(tools)))
