@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from layerskip.analysis.labels import labels_of, printable, slug_of
-from layerskip.costs.ratios import Totals
+from layerskip.costs.ratios import Totals, compared
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import costs_key, read_run
 
@@ -188,16 +188,9 @@ def rounds_of(record: dict[str, Any], number: int) -> Iterator[Round]:
 
 
 def _texts(record: dict[str, Any]) -> dict[str, float]:
-    """Counts of a record's texts; `faults` differ from the baseline's by more than near-ties."""
-    excused = {each["row"] for each in record["differences"] if each["near_tie"]}
-    excused -= {each["row"] for each in record["differences"] if not each["near_tie"]}
-    equal = record["equal"] or []
-    ties = sum(not same and row in excused for row, same in enumerate(equal))
+    """Counts of a record's texts."""
     return {
-        "compared": len(equal),
-        "equal": sum(equal),
-        "near_ties": ties,
-        "faults": len(equal) - sum(equal) - ties,
+        **compared([record]),
         "texts": len(record["loops"]),
         "repeated": sum(record["repeated_4grams"]),
         "loops": sum(record["loops"]),

@@ -18,7 +18,7 @@ from torch import Tensor
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import decoding_totals, times_over
+from layerskip.costs.ratios import compared, decoding_totals, times_over
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.sources.lookup import Lookup
@@ -293,16 +293,8 @@ def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         sum(sum(map(sum, each["rounds"][name])) for each in records)
         for name in ("drafted", "accepted")
     )
-    compared = [each for each in records if each["repeat"] == 0 and each["equal"] is not None]
-    differing = [each["differences"] for each in compared if each["differences"]]
-    near = [all(d["near_tie"] for d in places) for places in differing]
-    return {
-        "acceptance_rate": accepted / proposed if proposed else None,
-        "compared": len(compared),
-        "equal": len(compared) - len(near),
-        "near_ties": sum(near),
-        "faults": len(near) - sum(near),
-    }
+    rate = accepted / proposed if proposed else None
+    return {"acceptance_rate": rate, **compared(r for r in records if r["repeat"] == 0)}
 
 
 def winner(finalists: Sequence[Finalist]) -> Finalist | None:

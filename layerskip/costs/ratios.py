@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,3 +66,18 @@ def decoding_totals(records: Sequence[dict[str, Any]], name: str) -> Totals:
             repeats[tuple(each["prompts"])].append((tokens, seconds))
     medians = np.array([np.median(each, axis=0) for _, each in sorted(repeats.items())])
     return Totals(*medians.reshape(-1, 2).T)
+
+
+def compared(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Counts of texts compared with the baseline's: equal ones, near-ties, and faults.
+
+    A text is a near-tie if rounding explains all of its differences.
+    """
+    texts = equal = ties = 0
+    for record in records:
+        alike = record["equal"] or []
+        excused = {each["row"] for each in record["differences"] if each["near_tie"]}
+        excused -= {each["row"] for each in record["differences"] if not each["near_tie"]}
+        texts, equal = texts + len(alike), equal + sum(alike)
+        ties += sum(not same and row in excused for row, same in enumerate(alike))
+    return {"compared": texts, "equal": equal, "near_ties": ties, "faults": texts - equal - ties}

@@ -23,7 +23,7 @@ from torch import Tensor
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import Totals, decoding_totals, measured_speedup, times_over
+from layerskip.costs import ratios
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
@@ -188,18 +188,12 @@ def clock(
     )
     timed: dict[str, dict[str, Any]] = {}
     for engine in engines if decoded else ():
-        totals = decoding_totals(decoded, engine.name)
-        texts = [each for each in decoded if each["method"] == engine.name]
-        faults = sum(any(not d["near_tie"] for d in each["differences"]) for each in texts)
-        equal = sum(all(each["equal"]) for each in texts)
+        totals = ratios.decoding_totals(decoded, engine.name)
         timed[engine.name] = {
-            **times_over(totals, decoding_totals(decoded, plain.name)),
+            **ratios.times_over(totals, ratios.decoding_totals(decoded, plain.name)),
             "tokens": totals.tokens.tolist(),
             "seconds_per_token": (totals.seconds / totals.tokens).tolist(),
-            "compared": len(texts),
-            "equal": equal,
-            "near_ties": len(texts) - equal - faults,
-            "faults": faults,
+            **ratios.compared(each for each in decoded if each["method"] == engine.name),
         }
     return timed
 
@@ -229,13 +223,13 @@ def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:
         return False
     mine, least = timed[TRAINED], [timed[TRAINED]["low"] or 0.0]
     if BEFORE in timed:
-        least.append(measured_speedup(_totals(mine), _totals(timed[BEFORE]))[1])
+        least.append(ratios.measured_speedup(_totals(mine), _totals(timed[BEFORE]))[1])
     return all(end > 1 for end in least)
 
 
-def _totals(timed: Mapping[str, Any]) -> Totals:
+def _totals(timed: Mapping[str, Any]) -> ratios.Totals:
     tokens = np.array(timed["tokens"])
-    return Totals(tokens, tokens * np.array(timed["seconds_per_token"]))
+    return ratios.Totals(tokens, tokens * np.array(timed["seconds_per_token"]))
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
