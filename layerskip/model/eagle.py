@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from layerskip.files.writing import replace_folder, write_text
-from layerskip.model.mtp import opener, tensor_files
+from layerskip.model.formats.tensors import opener, tensor_files
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
 """The library's classes, by type of the head's layers."""

@@ -7,25 +7,19 @@ Shapes: R rows, T tokens, H hidden width.
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.utils.hub import cached_file
 
-from layerskip.files.reading import read_file
+from layerskip.model.formats.tensors import opener, tensor_files
 
 if TYPE_CHECKING:
     from layerskip.model.whole import Whole
 
-_FILE = "model.safetensors"
-_INDEX = f"{_FILE}.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HEADS = re.compile(r"(?:^|\.)mtp(?:\.|_)|^model\.layers\.(\d+)\.")
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
@@ -165,19 +159,6 @@ def read(found: Found, like: Tensor) -> Head:
     return found.head.requires_grad_(False)
 
 
-def opener() -> Callable[[Path], Any]:
-    """Return a function that opens each file once, since thousands of experts take a while."""
-
-    @functools.cache
-    def opened(path: Path) -> Any:
-        try:
-            return safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
-
-    return opened
-
-
 def _parts(name: str, count: int, files: dict[str, Path]) -> Iterator[Sequence[str]]:
     """Yield the checkpoint's tensors that form one of the head's; experts may be separate."""
     match = _EXPERTS.match(name)
@@ -187,40 +168,3 @@ def _parts(name: str, count: int, files: dict[str, Path]) -> Iterator[Sequence[s
     halves = ("gate", "up") if match[2] == "gate_up" else ("down",)
     for number in range(count):
         yield [f"{match[1]}.{number}.{half}_proj.weight" for half in halves]
-
-
-def tensor_files(
-    source: str, revision: str | None = None, *, fetch: bool = False
-) -> dict[str, Path]:
-    """The file of each tensor in a checkpoint's safetensors files; empty if there are none.
-
-    Args:
-        source: a folder, or a Hub repository, read from its cache, or downloaded with `fetch`.
-
-    Raises:
-        ValueError: the files cannot be read.
-    """
-    index, single = (_file(source, name, revision, fetch) for name in (_INDEX, _FILE))
-    try:
-        if index is not None:
-            inside = json.loads(read_file(index))["weight_map"].items()
-            parts = {Path(file).name for _, file in inside} if fetch else ()
-            for part in parts:  # download them next to the index
-                _file(source, part, revision, fetch)
-            return {name: index.parent / Path(file).name for name, file in inside}
-        if single is not None:
-            return dict.fromkeys(opener()(single).keys(), single)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"cannot read {index or single}: {error}") from error
-    return {}
-
-
-def _file(source: str, name: str, revision: str | None, fetch: bool) -> Path | None:
-    quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
-    how: dict[str, Any] = {f"_raise_exceptions_for_{what}": no for what, no in quiet.items()}
-    how |= {"local_files_only": not fetch, "revision": revision}
-    try:
-        path = cached_file(source, name, **how) if source else None
-    except (OSError, ValueError):  # neither a folder nor a repository name
-        return None
-    return None if path is None else Path(path)

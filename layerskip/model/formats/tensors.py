@@ -1,15 +1,22 @@
-"""Tensors of a checkpoint folder, by name."""
+"""Tensors of a checkpoint's safetensors files, by name."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.utils.hub import cached_file
 
+from layerskip.files.reading import read_file
+
+_FILE = "model.safetensors"
+_INDEX = f"{_FILE}.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -17,17 +24,7 @@ class Tensors:
     """The tensors of a folder's safetensors files, each mapped when requested."""
 
     def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        names = ["model.safetensors"]
-        if index.exists():
-            names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-        for name in names:
-            if Path(name).name != name or not (folder / name).is_file():
-                raise ValueError(f"it needs a file {name}, which is not there")
-        self._files: dict[str, Any] = {}
-        for name in names:
-            file: Any = safe_open(folder / name, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
+        self._files, self._opened = tensor_files(str(folder)), opener()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -43,7 +40,7 @@ class Tensors:
         """
         if name not in self._files:
             raise ValueError(f"{name} is missing")
-        tensor: Tensor = self._files[name].get_tensor(name)
+        tensor: Tensor = self._opened(self._files[name]).get_tensor(name)
         there = tuple(tensor.shape)
         wanted = there if shape is None else shape
         fits = len(wanted) == len(there)
@@ -55,3 +52,53 @@ class Tensors:
                 f"{name} must be in {' or '.join(map(str, dtypes))}, got {tensor.dtype}"
             )
         return tensor
+
+
+def opener() -> Callable[[Path], Any]:
+    """Return a function that opens each file once, since thousands of experts take a while."""
+
+    @functools.cache
+    def opened(path: Path) -> Any:
+        try:
+            return safe_open(path, "pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+
+    return opened
+
+
+def tensor_files(
+    source: str, revision: str | None = None, *, fetch: bool = False
+) -> dict[str, Path]:
+    """The file of each tensor in a checkpoint's safetensors files; empty if there are none.
+
+    Args:
+        source: a folder, or a Hub repository, read from its cache, or downloaded with `fetch`.
+
+    Raises:
+        ValueError: the files cannot be read.
+    """
+    index, single = (_file(source, name, revision, fetch) for name in (_INDEX, _FILE))
+    try:
+        if index is not None:
+            inside = json.loads(read_file(index))["weight_map"].items()
+            parts = {Path(file).name for _, file in inside} if fetch else ()
+            for part in parts:  # download them next to the index
+                _file(source, part, revision, fetch)
+            return {name: index.parent / Path(file).name for name, file in inside}
+        if single is not None:
+            return dict.fromkeys(opener()(single).keys(), single)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"cannot read {index or single}: {error}") from error
+    return {}
+
+
+def _file(source: str, name: str, revision: str | None, fetch: bool) -> Path | None:
+    quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
+    how: dict[str, Any] = {f"_raise_exceptions_for_{what}": no for what, no in quiet.items()}
+    how |= {"local_files_only": not fetch, "revision": revision}
+    try:
+        path = cached_file(source, name, **how) if source else None
+    except (OSError, ValueError):  # neither a folder nor a repository name
+        return None
+    return None if path is None else Path(path)
