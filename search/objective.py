@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import CostTable
+from layerskip.costs.speculation import CostTable, best_length
 from layerskip.replay.drafts import all_starts, follow
 from layerskip.replay.trace import Trace
 from layerskip.search.prices import LONGEST, Prices
@@ -67,18 +66,6 @@ def extended(first: float, rate: float) -> list[float]:
         rate: share of these whose next token is right.
     """
     return [first * rate**token for token in range(LONGEST)]
-
-
-def best_length(survival: Sequence[float], costs: CostTable) -> tuple[float, int]:
-    """Speedup of the best fixed draft length, and that length; every start is equally likely.
-
-    A fixed length g emits 1 + s(1) + ... + s(g) tokens per round.
-
-    Args:
-        survival: s(j), the share of starts whose first j drafted tokens are right.
-    """
-    emitted = list(accumulate(survival, initial=1.0))
-    return max((emitted[g] / costs.round_cost(g), g) for g in range(1, len(emitted)))
 
 
 class Objective:

@@ -13,6 +13,7 @@ from transformers import TemperatureLogitsWarper
 
 from layerskip.config import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.model import on_line
+from layerskip.costs.speculation import best_length
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
@@ -21,7 +22,7 @@ from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.search import finalists
 from layerskip.search.finalists import TOLERANCE, Choice, best_choice, choices
-from layerskip.search.objective import PARTS, PIECES, SECONDS, Objective, best_length, extended
+from layerskip.search.objective import PARTS, PIECES, SECONDS, Objective, extended
 from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space
 from layerskip.vocabulary import ranked

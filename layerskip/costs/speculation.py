@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -73,6 +74,18 @@ def optimal_draft_length(alpha: float, costs: CostTable, longest: int = 64) -> i
     """
     _check_length(longest)
     return max(range(longest + 1), key=lambda g: speedup(alpha, g, costs.draft, costs.verify_cost))
+
+
+def best_length(survival: Sequence[float], costs: CostTable) -> tuple[float, int]:
+    """Speedup of the best fixed draft length, and that length; every start is equally likely.
+
+    A fixed length g emits 1 + s(1) + ... + s(g) tokens per round.
+
+    Args:
+        survival: s(j), the share of starts whose first j drafted tokens are right.
+    """
+    emitted = list(accumulate(survival, initial=1.0))
+    return max((emitted[g] / costs.round_cost(g), g) for g in range(1, len(emitted)))
 
 
 def draft_limit(asked: int, tokens_left: int, free_slots: int) -> int:

@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from layerskip.costs.speculation import CostTable
-from layerskip.training.judging import formula
+from layerskip.costs.speculation import CostTable, best_length
 
 JUDGED = 16
 """Minimum number of exits to judge, if the model has as many."""
@@ -35,7 +34,7 @@ def best_exit(table: list[dict[str, float]]) -> tuple[int, float]:
     for row in table[:-1]:
         survival = [row["accepted"] ** depth for depth in range(1, DRAFTED + 1)]
         costs = CostTable(row["exit"] / layers, (1.0,) * (DRAFTED + 1))
-        promises[int(row["exit"])] = formula(survival, costs)
+        promises[int(row["exit"])] = max(1.0, best_length(survival, costs)[0])
     best = max(promises, key=lambda each: promises[each])
     return best, promises[best]
 

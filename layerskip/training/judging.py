@@ -24,7 +24,7 @@ from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.costs import ratios
-from layerskip.costs.speculation import CostTable
+from layerskip.costs.speculation import best_length
 from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
 from layerskip.drafts import automatic_draft
@@ -87,7 +87,7 @@ def judge(training: Training) -> dict[str, Any]:
         name: {
             **acceptance[name],
             "costs": {"draft": cost.draft, "verify": list(cost.verify)},
-            "formula": formula(acceptance[name]["coupled"], cost),
+            "formula": max(1.0, best_length(acceptance[name]["coupled"], cost)[0]),
             "bytes": opened.weights.nbytes(each),
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
@@ -144,15 +144,6 @@ def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | N
         eos=end_tokens(opened.model),
         draft_length=DEEPEST,
     )
-
-
-def formula(survival: Sequence[float], costs: CostTable) -> float:
-    """The expected speedup from acceptance by depth and costs, at the best draft length."""
-    tokens, best = 1.0, 1.0
-    for count, share in enumerate(survival, 1):
-        tokens += share
-        best = max(best, tokens / costs.round_cost(count))
-    return best
 
 
 def clock(
