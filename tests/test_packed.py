@@ -96,8 +96,7 @@ def test_sampled_texts_are_those_of_plain_decoding_in_every_dtype(tmp_path):
         write(tmp_path, "gptq 8 g_idx", scales, whole=("k_proj", "up_proj"), kind="qwen2")
         loaded = load(str(tmp_path))
         assert loaded.model.dtype == dtype
-        kept = [getattr(each, "bytes", each) for each in loaded.model.parameters()]
-        assert not any(each.data_ptr() % 64 for each in kept)  # none lies in a mapped file
+        assert not any(getattr(w, "bytes", w).data_ptr() % 64 for w in loaded.model.parameters())
         plain = layerskip.generate(loaded.model, ids, enabled=False, **how).sequences
         for settings in ({}, {"skip": SkipConfig.low_precision(8)}):
             ours = layerskip.generate(loaded.model, ids, **settings, **how).sequences
