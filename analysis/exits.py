@@ -46,7 +46,7 @@ def facts(of: ExitTraining) -> dict[str, str]:
     recipe, seconds = of.record["recipe"], sum(of.record["seconds"].values())
     exits = ", ".join(map(str, recipe["exits"]))
     return {
-        "Recipe": f"exits {exits}; loss {recipe['loss']}, {recipe['init']} weights at first",
+        "Recipe": f"exits {exits}; loss {recipe['loss']}; initial weights: {recipe['init']}",
         "Trained on": f"{of.record['tokens']:,} tokens in {of.record['steps']:,} steps, "
         f"{seconds / 60:.0f} minutes",
     }
@@ -94,7 +94,7 @@ def judge_exits(of: ExitTraining) -> Verdict:
         )
     row = exits(of).query(f"exit == {record['best']}")
     verdict.lines.append(
-        listed(row, "Exit {exit} is accepted {accepted_after:.3f}, before {accepted_before:.3f}; ")
-        + f"the model's own loss is {before + risen:.3f}, before {before:.3f}."
+        listed(row, "Exit {exit}: {accepted_after:.3f} accepted (before: {accepted_before:.3f}); ")
+        + f"the model's own loss is {before + risen:.3f} (before: {before:.3f})."
     )
     return verdict

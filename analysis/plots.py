@@ -167,8 +167,8 @@ def phases(run: Run) -> drawing.Plot:
 
 HEATED = {
     "acceptance_rate": ("Acceptance", "share of drafted tokens that are accepted"),
-    "tokens_per_pass": ("Tokens a pass", "tokens that a pass of the whole model gives"),
-    "speedup": ("Predicted speedup", "times as fast as plain decoding, priced"),
+    "tokens_per_pass": ("Tokens a pass", "tokens per pass of the whole model"),
+    "speedup": ("Predicted speedup", "predicted speedup over plain decoding"),
 }
 """The numbers of a sweep that are drawn: title, and description."""
 

@@ -152,7 +152,7 @@ def _by_kind(files: Sequence[Path]) -> dict[str, list[Path]]:
     for file in files:
         kind = kind_of(file)
         if kind == "other":
-            raise ValueError(f"{file} is none of its kinds: {WANTED}")
+            raise ValueError(f"{file} cannot be reported: {WANTED}")
         by_kind.setdefault(kind, []).append(file)
     return by_kind
 

@@ -63,11 +63,11 @@ def search_progress(search: searches.Search) -> drawing.Plot | None:
     last = table.iloc[-1]
     first = table[table["best"] >= 0.99 * last["best"]].iloc[0]
     alt = (
-        f"Best priced speedup so far: {last['best']:.3f} after {len(table)} trials and "
+        f"Best predicted speedup so far: {last['best']:.3f} after {len(table)} trials and "
         f"{last['seconds']:.0f} seconds; 99% of it after {first['trial']:.0f} trials and "
         f"{first['seconds']:.0f} seconds."
     )
-    title, speedup = "How the search went", "priced speedup over plain"
+    title, speedup = "How the search went", "predicted speedup over plain"
     return drawing.finished(axes[0], "search-progress", title, alt, "trials", speedup)
 
 
@@ -107,7 +107,7 @@ def influence(search: searches.Search) -> drawing.Plot | None:
 
 
 def search_front(search: searches.Search) -> drawing.Plot | None:
-    """Acceptance against cost of all trials, coloured by priced speedup, and their front."""
+    """Acceptance against cost of all trials, coloured by predicted speedup, and their front."""
     table = search.complete.dropna(subset=["acceptance"])
     if not len(table):
         return None
@@ -118,7 +118,7 @@ def search_front(search: searches.Search) -> drawing.Plot | None:
         table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
         c=table["speedup"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
     )  # fmt: skip
-    axes.figure.colorbar(points, ax=axes, label="priced speedup over plain")
+    axes.figure.colorbar(points, ax=axes, label="predicted speedup over plain")
     front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
     axes.step(
         front["draft_cost"], front["acceptance"], where="post", color=INK, linewidth=1.3,
@@ -133,7 +133,7 @@ def search_front(search: searches.Search) -> drawing.Plot | None:
     names = drawing.listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
     alt = (
         f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
-        f"dominated; the best has a priced speedup of {table['speedup'].max():.2f}. "
+        f"dominated; the best has a predicted speedup of {table['speedup'].max():.2f}. "
         f"{names or 'No finalist drafts'}."
     )
     cost, alpha = "c: draft step / target step", "alpha: a draft token is accepted"

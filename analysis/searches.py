@@ -20,7 +20,7 @@ from layerskip.analysis.labels import labels_of, printable, ranges, slug_of
 from layerskip.files.searches import read_search
 
 PAYS = 1.005
-"""Maximum priced speedup of a draft that counts as not paying."""
+"""Maximum predicted speedup of a draft that counts as not paying."""
 GUIDED = ("ours", "gp", "tpe")
 """Proposers of trials that use a model of the other trials."""
 

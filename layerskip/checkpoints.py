@@ -201,7 +201,7 @@ def load(
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
     if lacking:
         raise ValueError(
-            f"checkpoint {name!r} is not complete: {len(lacking)} weights are missing or have "
+            f"checkpoint {name!r} is incomplete: {len(lacking)} weights are missing or have "
             f"another shape, {lacking[0]} first"
         )
     model = _on_lines(model.to(place).eval())

@@ -384,7 +384,7 @@ def _entry(content: Any, name: str | None) -> Any:
     several = isinstance(content, dict) and bool(content) and not known & {*content}
     if not several or not all(isinstance(each, dict) for each in content.values()):
         if name is not None:
-            raise ValueError(f"there is no entry {name!r}: the file is one skip config, or none")
+            raise ValueError(f"there is no entry {name!r}: the file does not have named entries")
         return content
     names = ", ".join(map(shown, content))
     if name is None:

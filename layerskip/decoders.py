@@ -117,9 +117,9 @@ def warn_of_branches(drafts: Drafts, request: Request | None = None) -> None:
     law = None if request is None else request.law
     reason = None
     if not drafts.model.branches:
-        reason = "as this model runs whole: a pass of it has no branches"
+        reason = "since this model runs as a whole, and its passes have no branches"
     elif all(source.step_free for source in drafts.sources):
-        reason = "as no draft takes steps of a model"
+        reason = "since no draft takes steps of a model"
     elif request is not None and request.rejection and request.law.do_sample:
         reason = "under the rejection rule, which accepts one draft per position"
     elif law is not None and law.reads_history:

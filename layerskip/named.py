@@ -93,7 +93,7 @@ def model_folder(name: str) -> Path | None:
             raise ValueError(f"folder {name} holds no checkpoint: {what}")
         for path in folder.iterdir():  # reading a pipe would block forever
             if path.exists() and not path.is_file() and not path.is_dir():
-                raise ValueError(f"checkpoint {name}: {path.name} is a pipe or a device, no file")
+                raise ValueError(f"checkpoint {name}: {path.name} is not a regular file")
         return folder
     if folder.exists():
         raise ValueError(f"model {name} is a file; give a GGUF file, or a folder")

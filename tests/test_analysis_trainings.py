@@ -174,7 +174,7 @@ def test_trained_exits_are_drawn_before_and_after(tmp_path):
     assert "after training 1: 0.20, 2: 0.60" in plot.alt
     summary = write_report([file], tmp_path / "report")
     assert summary.startswith(
-        "Exit 2 is accepted 0.600, before 0.300; the model's own loss is 2.010"
+        "Exit 2: 0.600 accepted (before: 0.300); the model's own loss is 2.010"
     )
     assert "0.600" in page_of(tmp_path / "report").text
     assert len(pd.read_csv(tmp_path / "report" / "tables" / "exit-training.csv")) == 3
@@ -220,8 +220,8 @@ def test_what_is_no_file_of_a_report_is_refused_and_told(tmp_path):
     cut.write_text(json.dumps(made.training())[:200])
     for path, message in (
         (tmp_path, "holds none of these: a report is made of"),
-        (other, "is none of its kinds: a report is made of records of runs (.jsonl), search.json"),
-        (drafts, "drafts.json is none of its kinds"),
+        (other, "cannot be reported: a report is made of records of runs (.jsonl), search.json"),
+        (drafts, "drafts.json cannot be reported"),
         (cut, "cut.json is cut off or not JSON"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -72,7 +72,7 @@ def test_many_positions_at_once_are_each_alone():
 
 def test_what_is_no_assistant_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UnsupportedModelError, match="'llama' is no assistant"):
+    with pytest.raises(UnsupportedModelError, match="'llama' is not a supported"):
         load_assistant(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_without_a_weight_is_refused(tmp_path):
     weights = built.state_dict()
     del weights["post_projection.weight"], weights["lm_head.weight"]
     built.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match=r"not whole: 1 weights.*post_projection.weight first"):
+    with pytest.raises(ValueError, match=r"incomplete: 1 weights.*post_projection.weight first"):
         load_assistant(tmp_path)
 
 

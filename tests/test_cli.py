@@ -346,7 +346,7 @@ def test_settings_without_effect_warn(folder):
     assert of("--no-draft", "--no-branches") == ["--no-branches has no effect with --no-draft"]
     assert "branches has no effect on the controller 'fixed'" in of(*DRAFT, "--branches")
     for flags, reason in (
-        (("--low-precision", "none"), "as no draft takes steps of a model"),
+        (("--low-precision", "none"), "since no draft takes steps of a model"),
         (("--exit-layer", 3, "--repetition-penalty", 1.2), "with logits processors that read"),
         (("--exit-layer", 3, "--do-sample", *idle[-2:]), "under the rejection rule, which"),
     ):
@@ -830,13 +830,13 @@ REFUSED = {  # by command
         ("--explain --sweep x", "--explain is a --sweep of every exit; give only one of them"),
     ],
     "benchmark MODEL ": [
-        ("--prompts two.txt --output diary --exit-layer 3", "is no file of records"),
+        ("--prompts two.txt --output diary --exit-layer 3", "not a file of records"),
         ("--output other.jsonl", "a model of your own needs --prompts FILE"),
         ("", "Missing option"),
     ],
     "report ": [
         ("none.jsonl --output report", "cannot read records"),
-        ("diary --output report", "no file of records"),
+        ("diary --output report", "not a file of records"),
     ],
     "answer ": [("", "No such (command|option)")],
 }

@@ -262,7 +262,7 @@ def test_an_entry_of_a_file_of_several(tmp_path):
     with pytest.raises(ValueError, match=r"holds several; choose with --entry .*'llama-2-13b', "):
         SkipConfig.load(path)
     SkipConfig.early_exit(3).save(path)
-    with pytest.raises(ValueError, match="no entry 'llama': the file is one skip config"):
+    with pytest.raises(ValueError, match="no entry 'llama': the file does not have"):
         SkipConfig.load(path, entry="llama")
 
 

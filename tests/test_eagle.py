@@ -260,12 +260,12 @@ def test_sessions_and_servers_draft_with_heads(head):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c, w: w.pop("fc.weight"), "is not whole: fc.weight is missing"),
-        (lambda c, w: w.pop("d2t"), "is not whole: d2t is missing"),
+        (lambda c, w: w.pop("fc.weight"), "is incomplete: fc.weight is missing"),
+        (lambda c, w: w.pop("d2t"), "is incomplete: d2t is missing"),
         (lambda c, w: w.update({"fc.weight": w["fc.weight"][:, 1:].clone()}), r"shape \[32, 95\]"),
-        (lambda c, w: w["d2t"].add_(70), "must lead to different tokens in 0..96"),
+        (lambda c, w: w["d2t"].add_(70), "must map to different tokens in 0..96"),
         (lambda c, w: w["d2t"].copy_(-torch.arange(DRAFTED)), "different tokens"),
-        (lambda c, w: w.update(x=w["norm.weight"].clone()), "holds x, which is not known"),
+        (lambda c, w: w.update(x=w["norm.weight"].clone()), "holds an unknown tensor, x"),
         (lambda c, w: c.update(speculators_model_type="dflash"), "a head of kind 'dflash'"),
         (lambda c, w: c["transformer_layer_config"].update(model_type="t5"), "llama or qwen3"),
         (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 7]), "layers 1, 2, 7 of 6"),

@@ -256,7 +256,7 @@ def test_random_weights_learn_the_text(tmp_path, texts):
         ("--rank 4", "--rank needs --recipe draft; leave it out"),
         ("--config c.json", "--config needs --init random; leave it out"),
         ("--init random --loss kl", "random weights are trained towards the text: loss ce"),
-        ("--init random --config short.txt", "--config short.txt is no configuration: "),
+        ("--init random --config short.txt", "--config short.txt is not a configuration: "),
         ("--recipe draft --lora 4", "--lora needs --recipe exits; leave it out"),
         ("--texts none.txt", "cannot read texts none.txt: No such file or directory"),
         ("--texts bad.jsonl", 'texts bad.jsonl, line 1: a line must be an object with "text"'),
@@ -287,6 +287,6 @@ def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
 
 def test_a_model_that_runs_whole_is_refused(tmp_path, texts):
     model = small_model("gpt2").float()
-    with pytest.raises(ValueError, match="'gpt2' is not opened into sublayers"):
+    with pytest.raises(ValueError, match="sublayers of architecture 'gpt2' are not known"):
         ExitTraining(model, Letters(), None, texts, ExitRecipe(steps=1), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -147,7 +147,7 @@ def spoilt(file, kind, path):
     magic, version, tensors, keys = HEAD.unpack_from(data)
     if kind.startswith("cut at "):
         del data[int(len(data) * float(kind.removeprefix("cut at "))) :]
-        words = "it is empty" if not data else "is no GGUF file that can be read: "
+        words = "it is empty" if not data else "is not a readable GGUF file: "
     elif kind == "magic":
         data[:4] = b"GGML"
         words = "its first four bytes are not GGUF"
@@ -237,7 +237,7 @@ def test_files_of_other_models_are_refused(file, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match="'mamba' is not read from GGUF; read are llama, qwen2"):
+    with pytest.raises(ValueError, match="'mamba' in GGUF is not supported; supported are llama"):
         load(str(tmp_path / "other.gguf"))
 
 

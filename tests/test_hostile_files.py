@@ -75,7 +75,7 @@ def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path):
     folder = save_checkpoint(tmp_path / "model")
     make(folder / "model.safetensors", "pipe")
     line = refused("generate", folder, "--prompt", PROMPT)
-    assert "model.safetensors is a pipe or a device, no file" in line
+    assert "model.safetensors is not a regular file" in line
 
 
 @pytest.mark.parametrize(

@@ -422,7 +422,7 @@ def test_damaged_heads_are_named_errors(made, tmp_path):
     out = layerskip.generate(model, prompt(5), max_new_tokens=2, draft_memory=0)
     assert out.sequences.shape == (1, 7)
     model = _damaged(made, tmp_path, lambda weights: weights.pop(name), "glm4_moe")
-    with pytest.raises(ValueError, match=f"not whole: {name} is missing"):
+    with pytest.raises(ValueError, match=f"incomplete: {name} is missing"):
         layerskip.generate(model, prompt(5), max_new_tokens=2)
     (tmp_path / "part.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match=r"cannot read .*part.safetensors"):
@@ -442,7 +442,7 @@ def test_heads_that_cannot_draft_are_told(made, tmp_path):
     other = small_model("ernie4_5_moe")
     path, other.name_or_path = other.name_or_path, str(tmp_path)
     try:
-        assert "a ernie4_5_moe's head is not known here" in explain_drafts(other, Settings())
+        assert "the head of a ernie4_5_moe is not supported" in explain_drafts(other, Settings())
     finally:
         other.name_or_path = path
 

@@ -190,10 +190,10 @@ SPOILT = {
     "int4": (
         {"quant_method": "torchao", "quant_type": "int4_weight_only"},
         {},
-        "4 bits of torchao",
+        "torchao's 4-bit",
     ),
-    "marlin": (GPTQ | {"checkpoint_format": "marlin"}, {}, "format 'marlin' of GPTQ is not read"),
-    "gemv": ({"quant_method": "awq", "version": "gemv"}, {}, "AWQ in version 'gemv' with 4 bits"),
+    "marlin": (GPTQ | {"checkpoint_format": "marlin"}, {}, "format 'marlin' of GPTQ is not one of"),
+    "gemv": ({"quant_method": "awq", "version": "gemv"}, {}, "AWQ version 'gemv' with 4 bits"),
     "nvfp4": (compressed("nvfp4-pack-quantized"), {}, "'nvfp4-pack-quantized' of compressed-ten"),
     "turned": (compressed("pack-quantized") | {"transform_config": {"a": 1}}, {}, "transformed"),
 }

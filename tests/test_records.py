@@ -207,7 +207,7 @@ def test_a_run_cut_anywhere_goes_on(path):
 def test_what_is_no_run_is_not_written_over(path):
     for content in ("precious words", '{"some": "JSON"}', "precious\nwords"):
         path.write_text(content)
-        with pytest.raises(ValueError, match=r"no file of records|line 1: not valid JSON"):
+        with pytest.raises(ValueError, match=r"not a file of records|line 1: not valid JSON"):
             read_unfinished(path)
         assert path.read_text() == content
 

@@ -114,7 +114,7 @@ def changed(laws, path, **arrays):
         ({"logits": np.zeros((60, 24), np.float64)}, "other dtypes"),
         ({"tokens": np.full((60, 24), -1, np.int32)}, "negative tokens"),
         ({"logits": np.full((60, 24), np.nan, np.float32)}, "not finite"),
-        ({"logits": np.arange(60 * 24, dtype=np.float32).reshape(60, 24)}, "do not fall"),
+        ({"logits": np.arange(60 * 24, dtype=np.float32).reshape(60, 24)}, "descending order"),
     ],
 )
 def test_damaged_files_are_refused_in_a_line(arrays, words, tmp_path):
@@ -125,7 +125,7 @@ def test_damaged_files_are_refused_in_a_line(arrays, words, tmp_path):
 
 def test_files_that_are_none_are_refused_in_a_line(tmp_path):
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         StoredLogits.load(tmp_path / "text")
     with pytest.raises(ValueError, match=r"cannot read the logits .*: No such file"):
         StoredLogits.load(tmp_path / "missing")

@@ -195,7 +195,7 @@ MADE_UP = Family("made_up", package="llama")
 def test_a_family_like_llamas_is_added_by_one_file(tmp_path, monkeypatch):
     config = tiny_model("llama").config.to_dict() | {"model_type": "made_up"}
     model = LlamaForCausalLM(MadeUpConfig(**config)).double().eval()
-    with pytest.raises(UnsupportedModelError, match="'made_up' is not opened into sublayers"):
+    with pytest.raises(UnsupportedModelError, match="architecture 'made_up' are not known"):
         Sublayers(model)
     (tmp_path / "made_up.py").write_text(MADE_UP)
     # import the folder again with that file in it

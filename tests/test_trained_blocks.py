@@ -234,7 +234,7 @@ def test_modules_that_do_not_fit_are_refused(folder):
         folder / "wrong.safetensors", Heads(opened, 2).state_dict(), "exit-block", model
     )
     for skip, words in (
-        (SkipConfig(exit_layer=3, trained=trained), "holds no exit-block of this model"),
+        (SkipConfig(exit_layer=3, trained=trained), "holds no exit-block for this model"),
         (SkipConfig(mlp=(2,), trained=skip_of("exit-block", folder).trained), "follows an early"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -76,7 +76,7 @@ def make_batches(
                     )
                 )
         if left:
-            words.append(f"{left} prompts are left out at batch size {size}: they fill no batch")
+            words.append(f"{left} prompts are left out at batch size {size}: too few for a batch")
     return batches, words
 
 

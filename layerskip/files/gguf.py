@@ -78,7 +78,7 @@ class _Reader:
         self.path, self.data, self.at = path, data, 0
 
     def refusal(self, words: str) -> ValueError:
-        return ValueError(f"{self.path} is no GGUF file that can be read: {words}")
+        return ValueError(f"{self.path} is not a readable GGUF file: {words}")
 
     def skip(self, count: int, what: str) -> int:
         """Skip `count` bytes; returns the position where they begin."""
@@ -152,8 +152,8 @@ class _Reader:
         if kind not in _FORMATS:
             form = _REFUSED.get(kind, f"number {kind}")
             raise ValueError(
-                f"{self.path}: {name} is in format {form}, which is not read; read are "
-                f"{', '.join(BLOCKS)}; quantise the model to one of these, as Q4_K_M"
+                f"{self.path}: {name} is in format {form}, which is not supported; supported are "
+                f"{', '.join(BLOCKS)}; quantise the model to one of these, such as Q4_K_M"
             )
         form = _FORMATS[kind]
         numbers, nbytes = BLOCKS[form]
@@ -174,7 +174,7 @@ def read_gguf(path: Path) -> Contents:
         try:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError as error:
-            raise ValueError(f"{path} is no GGUF file: it is empty") from error
+            raise ValueError(f"{path} is not a GGUF file: it is empty") from error
     reader = _Reader(path, data)
     if data[: reader.skip(4, "its first word") + 4] != b"GGUF":
         raise reader.refusal("its first four bytes are not GGUF")

@@ -88,7 +88,7 @@ def _run(path: Path) -> Run | None:
         raise ValueError(f"cannot read records {path}: {error.strerror}") from error
     *lines, rest = data.split(b"\n")
     if not lines and not (rest.startswith(_START) or _START.startswith(rest)):
-        raise ValueError(f"{path} is no file of records: it does not start with a header")
+        raise ValueError(f"{path} is not a file of records: it does not start with a header")
     whole_bytes = len(data) - len(rest)
     header: Line | None = None
     by_kind: dict[str, list[Line]] = {"record": [], "sweep": []}

@@ -122,7 +122,7 @@ def _only_reading(config: type) -> type:
 def assistant_class(model_type: str) -> Any:
     if model_type not in ASSISTANTS:
         raise UnsupportedModelError(
-            f"model type {model_type!r} is no assistant of this kind; supported are "
+            f"model type {model_type!r} is not a supported assistant; supported are "
             f"{', '.join(ASSISTANTS)}"
         )
     try:
@@ -148,7 +148,7 @@ def load_assistant(path: str | os.PathLike[str], *, dtype: torch.dtype | None = 
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
     if lacking:
         raise ValueError(
-            f"the assistant {path} is not whole: {len(lacking)} weights are missing or of another "
-            f"shape, {lacking[0]} first"
+            f"the assistant {path} is incomplete: {len(lacking)} weights are missing or have "
+            f"another shape, {lacking[0]} first"
         )
     return model.eval()

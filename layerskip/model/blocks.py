@@ -97,8 +97,8 @@ def open_block(
     )
     if wrong:
         raise ValueError(
-            f"the trained draft {trained.weights} holds no {trained.kind} of this model: "
-            f"{len(wrong)} tensors are missing, too many or of another shape, {wrong[0]} first"
+            f"the trained draft {trained.weights} holds no {trained.kind} for this model: "
+            f"{len(wrong)} tensors are missing, unknown or of another shape, {wrong[0]} first"
         )
     block.load_state_dict({name: weights[name].to(expected[name][1]) for name in expected})
     block.requires_grad_(False)

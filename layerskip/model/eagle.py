@@ -210,23 +210,23 @@ def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = No
             weights[name] = torch.zeros(like.shape, dtype=torch.long)
             continue
         if name not in there:
-            raise ValueError(f"the head in {source} is not whole: {name} is missing")
+            raise ValueError(f"the head in {source} is incomplete: {name} is missing")
         weights[name] = value = opened(files[there[name]]).get_tensor(there[name])
         if value.shape != like.shape or value.is_floating_point() != like.is_floating_point():
             raise ValueError(
                 f"{name} of the head in {source} has shape {[*value.shape]} and is "
-                f"{value.dtype}, its config says {[*like.shape]} of {like.dtype}"
+                f"{value.dtype}, but its config says {[*like.shape]} of {like.dtype}"
             )
     unknown = sorted({*there} - {*weights} - _UNREAD)
     if unknown:
-        raise ValueError(f"the head in {source} holds {unknown[0]}, which is not known here")
+        raise ValueError(f"the head in {source} holds an unknown tensor, {unknown[0]}")
     weights["d2t"] = weights["d2t"].long()
     head.load_state_dict(weights, assign=True)
     tokens = head.tokens
     outside = bool((tokens < 0).any() or (tokens >= head.shape.vocab_size).any())
     if outside or len(tokens.unique()) < len(tokens):
         raise ValueError(
-            f"d2t of the head in {source} must lead to different tokens in 0.."
+            f"d2t of the head in {source} must map to different tokens in 0.."
             f"{head.shape.vocab_size - 1}, got {int(tokens.min())}..{int(tokens.max())}"
         )
     head.name_or_path = str(source)  # type: ignore[assignment]

@@ -117,7 +117,7 @@ def find(model: Whole) -> Found | str | None:
     if not any(each and (each[1] is None or int(each[1]) >= layers) for each in beyond):
         return None
     if kind not in LAYOUTS:
-        return f"the layout of a {kind}'s head is not known here; known are {', '.join(LAYOUTS)}"
+        return f"the head of a {kind} is not supported; supported are those of {', '.join(LAYOUTS)}"
     layout = LAYOUTS[kind]
     prefix = layout.prefix.format(layers)
     head, parts, opened = Head(model), {}, opener()
@@ -131,16 +131,16 @@ def find(model: Whole) -> Found | str | None:
         for each in (each for row in parts[name] for each in row):
             if each not in files:
                 raise ValueError(
-                    f"the checkpoint's head for drafts is not whole: {each} is missing; draft "
-                    "without it (draft_memory=0), or load a whole checkpoint"
+                    f"the checkpoint's head for drafts is incomplete: {each} is missing; draft "
+                    "without it (draft_memory=0), or load a complete checkpoint"
                 )
             there = opened(files[each]).get_slice(each)
             if there.get_dtype() not in _FLOATS:
                 return f"{each} is stored as {there.get_dtype()}, not as plain floats"
             if there.get_shape() != shape:
                 raise ValueError(
-                    f"{each} in {files[each]} has shape {there.get_shape()}, the model's head for "
-                    f"drafts needs {shape}; draft without it (draft_memory=0)"
+                    f"{each} in {files[each]} has shape {there.get_shape()}, the model's head "
+                    f"for drafts needs {shape}; draft without it (draft_memory=0)"
                 )
     return Found(head, files, parts)
 

@@ -148,7 +148,7 @@ class DraftWeights:
     def _check_experts(self, skip: SkipConfig) -> None:
         if skip.experts is not None and not self.model.mixtures:
             raise ValueError(
-                "experts must be left out for this model, which is no mixture of experts; got "
+                "experts must be left out for this model, which is not a mixture of experts; got "
                 f"{skip.experts}"
             )
         for mixture in self.model.mixtures:

@@ -256,7 +256,7 @@ class Whole(Sublayers):
         inner = next((each for each in named if any(each is part for part in parts)), None)
         if inner is None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} is not supported: its decoder is no module of its own"
+                f"{type(model).__name__} is not supported: its decoder is not a separate module"
             )
         patched = "forward" in vars(model) and "_hf_hook" not in vars(model)
         if patched or foreign_hooks(model):

@@ -24,7 +24,7 @@ def config_of(model: Any) -> Any:
     """
     config = getattr(model, "config", None)
     if config is None:
-        raise UnsupportedModelError(f"{type(model).__name__} is no model of transformers")
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model")
     return config
 
 

@@ -201,10 +201,10 @@ class StoredLogits:
         except OSError as error:
             raise ValueError(f"cannot read the logits {path}: {error.strerror}") from error
         except (SafetensorError, KeyError) as error:
-            raise ValueError(f"the logits {path} are no safetensors file: {error}") from error
+            raise ValueError(f"the logits {path} are not a safetensors file: {error}") from error
         if wrong := _damage(arrays):
             raise ValueError(
-                f"{path} is no file of logits, or damaged: {wrong}; write it with `layerskip laws`"
+                f"{path} holds no logits, or is damaged: {wrong}; write it with `layerskip laws`"
             )
         contexts = [[token for token in row if token >= 0] for row in arrays["contexts"].tolist()]
         stored = cls(max(MOST, len(contexts)))
@@ -243,7 +243,7 @@ def _damage(arrays: Arrays) -> str | None:
     if tokens.min() < 0 or contexts[:, -1].min() < 0:
         return "it has negative tokens"
     if not (np.isfinite(logits).all() and (np.diff(logits) <= 0).all()):
-        return "its logits are not finite, or do not fall"
+        return "its logits are not finite, or not in descending order"
     return None
 
 

@@ -109,7 +109,7 @@ class Served:
     def check_name(self, name: str) -> None:
         """Refuse another model's name."""
         if name != self.name:
-            message = f"there is no model {name!r} here, but {self.name!r}"
+            message = f"there is no model {name!r}; this server has {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     def marks(self, texts: Sequence[str]) -> frozenset[int]:
@@ -231,7 +231,7 @@ class _Readers:
             if self._format is None:
                 raise Refusal(
                     400,
-                    "this model's chat template has no format of tool calls that is known here; "
+                    "the format of tool calls in this model's chat template is not known; "
                     "leave out tools, or start the server with --tool-parser",
                     param="tools",
                 )

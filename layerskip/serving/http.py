@@ -102,7 +102,7 @@ def make_app(
     @app.exception_handler(500)
     async def failed(request: Request, error: Exception) -> Response:
         # Details are in the server's log; a client learns nothing about this machine.
-        return await refused(request, Refusal(500, "the server failed at this request"))
+        return await refused(request, Refusal(500, "the server failed to answer this request"))
 
     @get("/health", key=False)
     async def health() -> Response:

@@ -98,7 +98,7 @@ def measure(
     low = None if low is None else low.resolve(opened.num_layers)
     if low is not None and len(low.rounded()) < opened.num_sublayers:
         raise ValueError(
-            f"prices of low precision are read off a draft of everything low, not {low}"
+            f"costs of low precision are measured on drafts with everything low, not {low}"
         )
     room = opened.max_positions - 2 * _TOKENS[-1]
     fitting = sorted({context for context in contexts if 1 <= context <= room})

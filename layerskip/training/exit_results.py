@@ -63,8 +63,8 @@ def card(record: dict[str, Any]) -> str:
     lines = table_of(record)
     rows = "\n".join("| " + " | ".join(line) + " |" for line in lines[1:])
     head = "| " + " | ".join(lines[0]) + " |\n" + "|---" * len(lines[0]) + "|"
-    begun = record["model"] or "a model of no name"
-    begun = f"random weights of the shape of {begun}" if recipe["init"] == "random" else begun
+    begun = record["model"] or "a model without a name"
+    begun = f"random weights in the shape of {begun}" if recipe["init"] == "random" else begun
     return f"""---
 library_name: transformers
 tags: [layerskip, early-exit]
@@ -72,14 +72,14 @@ tags: [layerskip, early-exit]
 
 # Trained for early exits
 
-Begun with {begun} ({record["base"]}); the terms of that model and of the texts hold for this one.
+Started from {begun} ({record["base"]}), whose terms hold for this model, as do those of the texts.
 Trained by `layerskip train --recipe exits`: {record["steps"]:,} steps, {record["tokens"]:,} tokens,
 loss `{recipe["loss"]}`, weight {recipe["keep"]:g} of the final layer's divergence from the
 original, layer dropout up to {recipe["dropout"]:g}, {recipe["curriculum"]} curriculum, learning
 rate {recipe["rate"]:g}, seed {recipe["seed"]}.
 
-On texts kept apart, before and after; the last row is the model itself. "accepted" is the share of
-tokens that an exit drafts right under shared noise, at temperature {recipe["temperature"]:g}.
+On held-out texts, before and after; the last row is the model itself. "accepted" is the share of an
+exit's tokens that are right under shared noise, at temperature {recipe["temperature"]:g}.
 
 {head}
 {rows}

@@ -148,7 +148,7 @@ def random_model(config: Path | None, like: Any, seed: int) -> Any:
         try:
             shape = AutoConfig.from_pretrained(config)
         except (OSError, ValueError) as error:
-            raise ValueError(f"--config {config} is no configuration: {error}") from error
+            raise ValueError(f"--config {config} is not a configuration: {error}") from error
         if shape.vocab_size != like.config.vocab_size:
             raise ValueError(
                 f"--config {config} has {shape.vocab_size} tokens, the tokenizer of this model has "

@@ -34,7 +34,7 @@ ASSISTANTS = _declared(Assistant)
 def unopened(config: Any) -> str | None:
     """Why a model with this configuration is not opened into sublayers, or None."""
     if not isinstance(config, PretrainedConfig):
-        return f"{type(config).__name__} is no model of transformers"
+        return f"{type(config).__name__} is not a transformers model"
     kind = config.model_type
     text = config.get_text_config(decoder=True)
     family = FAMILIES.get(text.model_type)
@@ -42,8 +42,8 @@ def unopened(config: Any) -> str | None:
     if family is None or (text is not config and kind not in around):
         decoders = sorted(name for name, family in FAMILIES.items() if not family.encoder)
         return (
-            f"architecture {kind!r} is not opened into sublayers; opened are the causal language "
-            f"models of {', '.join(decoders)}, and {', '.join(CONDITIONAL)} around them"
+            f"the sublayers of architecture {kind!r} are not known; known are those of the causal "
+            f"language models {', '.join(decoders)}, and of {', '.join(CONDITIONAL)} around them"
         )
     if two_way(text):
         return "bidirectional attention is not supported; decoders only"

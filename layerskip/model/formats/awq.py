@@ -22,8 +22,8 @@ def awq(config: dict[str, Any]) -> Read:
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm" or config.get("bits", 4) != 4:
         raise ValueError(
-            f"AWQ in version {version!r} with {config.get('bits', 4)} bits is not read; read is "
-            "'gemm' with 4 bits"
+            f"AWQ version {version!r} with {config.get('bits', 4)} bits is not supported; "
+            "supported is 'gemm' with 4 bits"
         )
 
     def read(tensors: Tensors, path: str, rows: int, columns: int) -> Codes | None:

@@ -23,11 +23,12 @@ def compressed(config: dict[str, Any]) -> Read:
     for form in (config.get("format"), *(each.get("format") for each in groups)):
         if form not in (*FORMATS, "mixed-precision", None):
             raise ValueError(
-                f"format {form!r} of compressed-tensors is not read; read are {', '.join(FORMATS)}"
+                f"format {form!r} of compressed-tensors is not supported; supported are "
+                f"{', '.join(FORMATS)}"
             )
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
     if config.get("transform_config") or sparse:
-        raise ValueError("sparse and transformed weights of compressed-tensors are not read")
+        raise ValueError("sparse or transformed compressed-tensors weights are not supported")
     blocks = [(each.get("weights") or {}).get("block_structure") for each in groups]
     block = next(filter(None, blocks), None)
 

@@ -93,7 +93,7 @@ def folder_model(folder: Path, config: Any, dtype: torch.dtype, *, packed: bool)
             continue
         put(model, name, weight)
     if lacking:
-        raise ValueError(f"it is not whole: {len(lacking)} weights are missing, {lacking[0]} first")
+        raise ValueError(f"{len(lacking)} weights are missing, {lacking[0]} first")
     model.tie_weights()
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)

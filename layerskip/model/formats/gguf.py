@@ -104,7 +104,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
         put(model, name, weight)
     if lacking or names:
         raise ValueError(
-            f"{path} is not whole, or holds another kind of model: "
+            f"{path} is incomplete, or holds another kind of model: "
             + (f"{lacking[0]} has no tensor" if lacking else f"no weight is {next(iter(names))}")
         )
     if _FACTORS in contents.tensors:
@@ -133,8 +133,8 @@ def _config(contents: Contents) -> Any:
     if kind not in MODELS or any("_exps." in name for name in contents.tensors):
         words = f"architecture {kind!r}" if kind not in MODELS else "a mixture of experts"
         raise ValueError(
-            f"{path}: {words} is not read from GGUF; read are {', '.join(MODELS)}; for others "
-            "convert the file to a folder with transformers (save_pretrained)"
+            f"{path}: {words} in GGUF is not supported; supported are {', '.join(MODELS)}; convert "
+            "others to a folder with transformers (save_pretrained)"
         )
     given = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
     values: dict[str, Any] = {}
@@ -144,12 +144,12 @@ def _config(contents: Contents) -> Any:
     if kind == "llama" and "head_dim" not in values and "rope.dimension_count" in given:
         values["head_dim"] = given["rope.dimension_count"]
     if given.get("attention.value_length", values.get("head_dim")) != values.get("head_dim"):
-        raise ValueError(f"{path}: keys and values of different width are not read")
+        raise ValueError(f"{path}: keys and values of different widths are not supported")
     layers = {name.split(".")[1] for name in contents.tensors if name.startswith("blk.")}
     if len(layers) != values.get("num_hidden_layers"):
         raise ValueError(
-            f"{path} is not whole: its metadata tells of {values.get('num_hidden_layers')} layers, "
-            f"and there are tensors of {len(layers)}"
+            f"{path} is incomplete: its metadata says {values.get('num_hidden_layers')} layers, "
+            f"but it has tensors of {len(layers)}"
         )
     for key, name in _TOKENS.items():
         if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
@@ -163,13 +163,13 @@ def _config(contents: Contents) -> Any:
     try:
         config = AutoConfig.for_model(MODELS[kind], **values)
     except Exception as error:  # the library may raise anything for malicious numbers
-        raise ValueError(f"{path}: its metadata describe no model: {error}") from error
+        raise ValueError(f"{path}: its metadata does not describe a model: {error}") from error
     if scaling == "linear" and kind == "gemma3":
         full = config.rope_parameters["full_attention"]
         full |= {"rope_type": "linear", "factor": float(given["rope.scaling.factor"])}
     elif scaling != "none":
         raise ValueError(
-            f"{path}: rotary scaling {scaling!r} is not read from GGUF; load the model's own folder"
+            f"{path}: rotary scaling {scaling!r} in GGUF is not supported; load the model's folder"
         )
     return config
 

@@ -21,7 +21,7 @@ def gptq(config: dict[str, Any]) -> Read:
     """
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     if form not in FORMATS:
-        raise ValueError(f"format {form!r} of GPTQ is not read; read are {', '.join(FORMATS)}")
+        raise ValueError(f"format {form!r} of GPTQ is not one of {', '.join(FORMATS)}")
 
     def read(tensors: Tensors, path: str, rows: int, columns: int) -> Codes | None:
         if f"{path}.qweight" not in tensors:

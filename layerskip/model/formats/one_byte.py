@@ -31,8 +31,8 @@ def torchao(config: dict[str, Any]) -> Read:
     """
     if re.search("int4_?weight", str(config.get("quant_type")), re.IGNORECASE):
         raise ValueError(
-            "4 bits of torchao are packed for one kind of device, and are not read; read are its "
-            "integers of 8 bits (Int8WeightOnlyConfig, IntxWeightOnlyConfig) and FP8"
+            "torchao's 4-bit weights are packed for one kind of device, and are not supported; "
+            "supported are its 8-bit integers (Int8WeightOnlyConfig, IntxWeightOnlyConfig) and FP8"
         )
 
     def read(tensors: Tensors, path: str, rows: int, columns: int) -> Codes | None:
