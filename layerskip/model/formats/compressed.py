@@ -23,8 +23,7 @@ def compressed(config: dict[str, Any]) -> Read:
     for form in (config.get("format"), *(each.get("format") for each in groups)):
         if form not in (*FORMATS, "mixed-precision", None):
             raise ValueError(
-                f"format {form!r} of compressed-tensors is not supported; supported are "
-                f"{', '.join(FORMATS)}"
+                f"format {form!r} of compressed-tensors is not one of {', '.join(FORMATS)}"
             )
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
     if config.get("transform_config") or sparse:
