@@ -1,5 +1,6 @@
 """Runs commands in this process and reads their output."""
 
+import functools
 import json
 import os
 import signal
@@ -7,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 
-from typer.testing import CliRunner
+from typer import testing
 
 from layerskip.cli.main import app
 
+testing._get_command = functools.cache(testing._get_command)  # built once, not for each command
 COSTS = tempfile.TemporaryDirectory()  # timed costs, shared by the commands of all tests
 PROMPT = "w5 w7 w96 w20"  # for the tiny tokenizer of `checkpoints.py`
 
@@ -19,7 +21,7 @@ def run(*arguments, columns=100, stdin=None):
     """Run a command; the result has exit_code, stdout and stderr."""
     cache = os.environ["LAYERSKIP_CACHE"] or COSTS.name
     environment = {"COLUMNS": str(columns), "NO_COLOR": "1", "LAYERSKIP_CACHE": cache}
-    result = CliRunner().invoke(app, [str(a) for a in arguments], input=stdin, env=environment)
+    result = testing.CliRunner(env=environment).invoke(app, [*map(str, arguments)], stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
