@@ -1,7 +1,8 @@
 """Few cases that cover all combinations of some values."""
 
-from collections import defaultdict
-from itertools import combinations, product
+from itertools import combinations
+
+import numpy as np
 
 
 def covering(*axes, strength=2):
@@ -11,21 +12,15 @@ def covering(*axes, strength=2):
     same. See D. R. Kuhn, R. N. Kacker, Y. Lei, "Practical Combinatorial Testing", NIST SP 800-142
     (2010).
     """
-    cases = list(product(*(range(len(axis)) for axis in axes)))
-    groups = list(combinations(range(len(axes)), strength))
-    parts = [{(group, tuple(case[i] for i in group)) for group in groups} for case in cases]
-    holders = defaultdict(list)  # combination -> the cases that contain it
-    for number, held in enumerate(parts):
-        for part in held:
-            holders[part].append(number)
-    missing = set(holders)
-    fresh = [len(groups)] * len(cases)  # number of missing combinations in each case
-    chosen = []
-    while missing:
-        best = max(range(len(cases)), key=fresh.__getitem__)
-        chosen.append(tuple(axis[i] for axis, i in zip(axes, cases[best], strict=True)))
-        for part in parts[best] & missing:
-            missing.remove(part)
-            for number in holders[part]:
-                fresh[number] -= 1
+    sizes = [len(axis) for axis in axes]
+    places = np.indices(sizes).reshape(len(axes), -1)  # (A, C) of all C cases
+    held, count = [], 0  # the combination that every case has of each group of axes, numbered
+    for group in map(list, combinations(range(len(axes)), strength)):
+        held.append(count + np.ravel_multi_index(places[group], [sizes[axis] for axis in group]))
+        count = held[-1].max() + 1
+    parts, missing, chosen = np.stack(held, 1), np.ones(count, bool), []  # (C, G), all combinations
+    while missing.any():
+        best = missing[parts].sum(1).argmax()
+        chosen.append(tuple(axis[n] for axis, n in zip(axes, places[:, best], strict=True)))
+        missing[parts[best]] = False
     return chosen
