@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import settings
 
+gc.disable()  # while tests are collected, garbage collection takes a tenth of the time
 sys.dont_write_bytecode = False  # rewrite asserts once, not in every process
 # torch reads this when it is imported; tests run in parallel, and child processes inherit it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +34,7 @@ def pytest_collection_modifyitems(items):
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """
+    gc.enable()
     matrices = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if not _APART & {mark.name for mark in item.iter_markers()}:
