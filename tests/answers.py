@@ -1,7 +1,8 @@
-"""Runs prompt files with the demo model, and reads the rows that they write."""
+"""Runs prompt files with part of the demo model, and reads the rows that they write."""
 
 import json
 
+from checkpoints import shallow_demo
 from commands import process
 from commands import run as command
 
@@ -10,7 +11,7 @@ SAMPLED = ("--do-sample", "--temperature", "0.9", "--top-k", "20", "--seed", "5"
 
 
 def run(given, output, *flags):
-    return command("run", "demo-llama", given, "--output", output, *FLAGS, *flags)
+    return command("run", shallow_demo(), given, "--output", output, *FLAGS, *flags)
 
 
 def rows(output):
@@ -31,4 +32,4 @@ def settled(output):
 
 def started(given, output, *flags):
     """A run in a separate process."""
-    return process("run", "demo-llama", given, "--output", output, *FLAGS, *flags, stdout=None)
+    return process("run", shallow_demo(), given, "--output", output, *FLAGS, *flags, stdout=None)

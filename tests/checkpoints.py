@@ -1,9 +1,17 @@
-"""Tiny random checkpoints on disk, with a tokenizer that has one word per token."""
+"""Tiny checkpoints on disk: random ones, with one word per token, and a part of a shipped one."""
+
+import functools
+import tempfile
+from pathlib import Path
 
 import torch
 from models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from layerskip.checkpoints import load
+
+_SHALLOW = tempfile.TemporaryDirectory()
 
 
 def tiny_tokenizer():
@@ -27,4 +35,15 @@ def save_checkpoint(folder, model=None, template=None):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def shallow_demo():
+    """The folder of the demo Llama with 4 of its 24 layers, where what it says does not matter."""
+    folder, loaded = Path(_SHALLOW.name) / "demo-llama", load("demo-llama")
+    loaded.model.model.layers = loaded.model.model.layers[:4]
+    loaded.model.config.num_hidden_layers = 4
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
     return folder

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 import torch
+from checkpoints import shallow_demo
 from servers import running
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -67,7 +68,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place():
-    loaded = load("demo-llama", dtype="float32")
+    loaded = load(str(shallow_demo()), dtype="float32")
     loaded.tokenizer.chat_template = TOOLS_TEMPLATE
     served = Served.of(loaded, max_new_tokens=12)
     drafts = {"controller": "fixed", "lookup": True, "draft_memory": 0}
