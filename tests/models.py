@@ -143,7 +143,10 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     """
     kind = _TYPES.get(family, family)
     require(kind)
-    config = CONFIG_MAPPING[kind](**{**_SHAPE, **_FAMILIES[family], **overrides})
+    shape = {**_SHAPE, **_FAMILIES[family], **overrides}
+    if "layer_types" in shape:  # those of the last layers
+        shape["layer_types"] = shape["layer_types"][-shape["num_hidden_layers"] :]
+    config = CONFIG_MAPPING[kind](**shape)
     if attention is None and family == "gemma2":
         attention = "eager"
     if attention is not None:

@@ -46,8 +46,9 @@ def alike(session, ids, **settings):
 
 
 def model_of(family, execution):
-    native = execution == "native"
-    return lively_model(family, **({"dtype": torch.float32} if native else {}))
+    dtype = torch.float32 if execution == "native" else torch.float64
+    shared = {"num_kv_shared_layers": 2} if family == "gemma4" else {}
+    return lively_model(family, dtype=dtype, num_hidden_layers=4, **shared)
 
 
 CASES = [
@@ -99,7 +100,9 @@ def test_samples_of_a_prompt_carry_its_last_token_only(family, execution, built)
     session = Session(model_of(family, execution), memory=LARGE, execution=execution)
     ids = prompt(5 * WINDOW)
     for seed in range(4):
-        out = alike(session, ids, **sampled(seed=seed, execution=execution, max_new_tokens=60))
+        out = alike(
+            session, ids, **sampled(seed=seed, execution=execution, max_new_tokens=4 * WINDOW)
+        )
         assert out.stats.num_known_tokens == (ids.shape[1] - 1 if seed else 0)
     assert session.num_texts == 4
 
@@ -108,7 +111,7 @@ def test_samples_of_a_prompt_carry_its_last_token_only(family, execution, built)
 def test_documents_with_the_same_instructions(family, known, sizes):
     """When the second text comes, the windows at the point where the texts part are kept."""
     sizes(chunk=lambda *_: 16)
-    session = Session(lively_model(family), memory=LARGE)
+    session = Session(model_of(family, "fused"), memory=LARGE)
     instructions = prompt(40)
     for number, expected in enumerate(known):
         document = prompt(50, seed=number + 1)
@@ -315,8 +318,8 @@ def test_several_prompts_with_pictures_leave_nothing_and_one_its_keys():
 
 
 def test_several_threads_share_a_session():
-    model = lively_model("gemma3")
-    session = Session(model, memory=30 * 1000)  # never enough for all
+    model = lively_model("gemma3", num_hidden_layers=4)
+    session = Session(model, memory=20 * 1000)  # never enough for all
     wanted = [layerskip.generate(model, prompt(40, seed=s), **how()).sequences for s in range(3)]
     found = {0: [], 1: [], 2: []}
 
