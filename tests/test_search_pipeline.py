@@ -80,7 +80,7 @@ def story(result):
 
 def drafted(model, skip):
     """The output with a config, after checking that the text is that without one."""
-    how = {"do_sample": False, "max_new_tokens": 60, "execution": "modules"}
+    how = {"do_sample": False, "max_new_tokens": 36, "execution": "modules"}
     ids = prompt(9, seed=40)
     plain = layerskip.generate(model, ids, enabled=False, **how)
     found = layerskip.generate(model, ids, skip=skip, **how)
@@ -104,7 +104,7 @@ def llama():
 @pytest.fixture(scope="module")
 def timed(llama):
     """A search whose finalists are timed on held-out prompts."""
-    return find(llama, held_out=HELD_OUT, trials=30, finalists=2, repeats=1)
+    return find(llama, held_out=HELD_OUT, trials=20, finalists=2, repeats=1)
 
 
 LOW = {"low_bits": 8, **dict.fromkeys(("low_attention", "low_mlp"), [3e-4] * 6), "low_head": 1.5e-4}
@@ -253,7 +253,7 @@ class TestResult:
     def test_the_config_says_what_was_measured(self, llama, timed):
         skip = timed.skip
         assert skip.matches(None, layerskip.fingerprint(llama))
-        assert skip.notes["trials"] == 30
+        assert skip.notes["trials"] == 20
         assert skip.notes["prompts"] == {"traced": 3, "held_out": 1}
         assert skip.notes["positions"] == 3 * (TOKENS - 1)
         trace = steps(llama).trace
@@ -268,7 +268,7 @@ class TestResult:
 
     def test_the_record_is_a_search_file(self, timed, tmp_path):
         document = checked(timed, tmp_path)
-        assert len(document["trials"]) == 30
+        assert len(document["trials"]) == 20
         assert document["space"]["size"] == Space(kind="sublayer", num_layers=6).size
         assert document["plain"]["confirmed_tokens_per_second"] > 0
         for finalist in document["finalists"]:

@@ -116,6 +116,7 @@ def _small(monkeypatch):
     small()
     monkeypatch.setattr(data, "BATCH", 4)
     monkeypatch.setattr(data, "LONGEST_ANSWER", 20)
+    monkeypatch.setattr(judging, "NEW_TOKENS", 24)
     monkeypatch.setattr(features, "CHUNK", 8)
 
 
@@ -457,8 +458,8 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     model = lively_model("llama", dtype=torch.float32)
     costs = [CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6))] * 2
     monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
-    monkeypatch.setattr(judging, "TIMED", 1)
-    monkeypatch.setattr(judging, "REPEATS", 1)
+    for name, value in {"PROMPTS": 4, "TIMED": 1, "REPEATS": 1}.items():
+        monkeypatch.setattr(judging, name, value)
     made = training(tmp_path, model)
     skip = made.run()
     ids = torch.tensor([[5, 9, 3, 44]])
