@@ -2,7 +2,6 @@
 
 import functools
 import tempfile
-from pathlib import Path
 
 import torch
 from models import VOCABULARY, tiny_model
@@ -41,7 +40,7 @@ def save_checkpoint(folder, model=None, template=None):
 @functools.cache
 def shallow_demo():
     """The folder of the demo Llama with 4 of its 24 layers, where what it says does not matter."""
-    folder, loaded = Path(_SHALLOW.name) / "demo-llama", load("demo-llama")
+    folder, loaded = f"{_SHALLOW.name}/demo-llama", load("demo-llama")
     loaded.model.model.layers = loaded.model.model.layers[:4]
     loaded.model.config.num_hidden_layers = 4
     loaded.model.save_pretrained(folder)

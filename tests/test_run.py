@@ -31,7 +31,7 @@ ERROR = {"id": "a3", "error": "earlier"}
 def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(given, whole, *SAMPLED).exit_code == 0
-    loaded = load(str(shallow_demo()), device="cpu", dtype="float32")
+    loaded = load(shallow_demo(), device="cpu", dtype="float32")
     for number, prompt in enumerate(read_prompts(given)):
         ids = encode(loaded.tokenizer, prompt)
         rounds = layerskip.decode(
@@ -288,7 +288,7 @@ def test_processes_of_torchrun_write_the_file_of_one(given, tmp_path):
     )
     assert run(given, whole, *SAMPLED).exit_code == 1
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    command += ["layerskip", "run", str(shallow_demo()), str(given), "--output", str(output)]
+    command += ["layerskip", "run", shallow_demo(), str(given), "--output", str(output)]
     # torchrun would kill the other processes if one failed
     done = subprocess.run([*command, *FLAGS, *SAMPLED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -68,7 +68,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place():
-    loaded = load(str(shallow_demo()), dtype="float32")
+    loaded = load(shallow_demo(), dtype="float32")
     loaded.tokenizer.chat_template = TOOLS_TEMPLATE
     served = Served.of(loaded, max_new_tokens=12)
     drafts = {"controller": "fixed", "lookup": True, "draft_memory": 0}

@@ -6,12 +6,11 @@ import kinds
 import numpy as np
 import pytest
 import torch
+from commands import run
 from models import All, lively_model
 from safetensors.numpy import load, save
-from typer.testing import CliRunner
 
 from layerskip import LogitLookup, StoredLogits
-from layerskip.cli.main import app
 from layerskip.generation import generate
 from layerskip.model.sublayers import Sublayers
 
@@ -139,9 +138,6 @@ def test_the_command_line_makes_keeps_and_refuses_them(tmp_path):
     laws, text = str(tmp_path / "laws"), tmp_path / "text"
     text.write_text("Once there was a fox. " * 9)
     lean = ["--execution", "fused", "--threads", "1"]
-
-    def run(*args):
-        return CliRunner().invoke(app, [*args])
 
     made = run("laws", "--text", str(text), "--output", laws, "--json", *lean)
     assert made.exit_code == 0, made.output
