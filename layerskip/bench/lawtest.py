@@ -65,6 +65,9 @@ class Recorded:
     def verify(self, tokens: Tensor, positions: Sequence[Position], parents: None) -> Tensor:
         return self.target.expand(len(positions), -1)  # (N, V)
 
+    def fed(self) -> list[Tensor]:
+        return []
+
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int]) -> None:
         self.lengths[row] += len(emitted)
 

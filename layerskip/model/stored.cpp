@@ -8,6 +8,7 @@
 #include <array>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "formats.h"
 
@@ -144,14 +145,46 @@ void add_piece(const float* weight, int64_t rows, int64_t columns, const float* 
     add_tile<1, TOKENS>(weight + row * PIECE, columns, x, sums + row * LANES);
 }
 
-using Add = void (*)(const float*, int64_t, int64_t, const float*, float*);
-
 // Indexed by the tokens of a step, less 1.
 template <int... TOKENS>
-constexpr std::array<Add, sizeof...(TOKENS)> adding(std::integer_sequence<int, TOKENS...>) {
+constexpr std::array<decltype(&add_piece<1>), sizeof...(TOKENS)> adding(
+    std::integer_sequence<int, TOKENS...>) {
   return {add_piece<TOKENS + 1>...};
 }
-constexpr auto ADD = adding(std::make_integer_sequence<int, MOST<float>>());
+template <int... TOKENS>
+constexpr std::array<decltype(&few<float, false, float, 1>), sizeof...(TOKENS)> multiplying(
+    std::integer_sequence<int, TOKENS...>) {
+  return {few<float, false, float, TOKENS + 1>...};
+}
+constexpr std::make_integer_sequence<int, MOST<float>> EACH;
+constexpr auto ADD = adding(EACH);
+constexpr auto FEW = multiplying(EACH);
+
+// For tokens of more than STEPS steps: rows are unpacked whole into the L2 cache, and multiplied as
+// plain rows are, whose sums stay in registers for a whole cut.
+void many(const Format& format, const Layout& layout, const uint8_t* weight, int64_t first,
+          int64_t last, const float* inputs, const Steps& steps, const Write& write) {
+  const int64_t columns = layout.columns;
+  const Cuts<float> cuts(columns, false);
+  const int64_t group = std::clamp<int64_t>(KEPT / columns / 4 / BLOCK * BLOCK, BLOCK, GROUP);
+  thread_local std::vector<float> whole;
+  whole.resize(group * columns);
+  for (int64_t row = first; row < last; row += group) {
+    const int64_t rows = std::min(group, last - row);
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* from = weight + (row + r - first) * layout.row_bytes;
+      format.unpack(layout, from, 0, columns, from + layout.row_bytes, whole.data() + r * columns);
+    }
+    for (int64_t step = 0; step < steps.count; ++step) {
+      float sums[MOST<float> * GROUP];
+      FEW[steps.length(step) - 1](whole.data(), nullptr, 0, rows, cuts,
+                                  inputs + steps.first(step) * cuts.width(), sums, GROUP,
+                                  whole.data(), step, steps.count);
+      for (int64_t t = 0; t < steps.length(step); ++t)
+        write(steps.first(step) + t, row, rows, sums + t * GROUP);
+    }
+  }
+}
 
 }  // namespace
 
@@ -185,6 +218,8 @@ void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t
   const Format& format = FORMATS[layout.format];
   const int64_t columns = layout.columns, row_bytes = layout.row_bytes;
   const Steps steps{tokens, MOST<float>};
+  if (steps.count > STEPS)
+    return many(format, layout, weight, first, last, inputs, steps, write);
   const Cuts<float> cuts(columns, false);
   alignas(64) float piece[BLOCK * PIECE], sums[MOST_SUMS * LANES], totals[MOST_SUMS];
   // What to prefetch while a row is read: rows so far ahead that the prefetch has time to finish.
