@@ -421,7 +421,7 @@ def test_wrong_accept_rules_fail(monkeypatch, rule):
         "redraw from p": (rules, "residual", lambda p, q: p),
         "accept all": (rules, "acceptance_probability", lambda p, q: torch.ones_like(p)),
         "accept half": (rules, "acceptance_probability", lambda p, q: torch.full_like(p, 0.5)),
-        "same noise": (draws.noise, "DRAFT", TARGET),  # the draft's noise is reused for the correction
+        "same noise": (draws.noise, "DRAFT", TARGET),  # the draft's, reused
     }[rule]
     monkeypatch.setattr(module, name, wrong)
     count = 8192 if rule == "same noise" else 640  # then p = 1e-16, and about 1e-15 for the others
