@@ -101,8 +101,8 @@ class Loading(Flags):
     trust_remote_code: bool = switch("--trust-remote-code", "Run code from the checkpoint.")
     execution: Literal["auto", "modules", "fused", "native", "captured", "compiled"] = flag(
         "How to run the layers. modules: transformers; fused: fewer kernels; native: one C++ call "
-        "per pass (CPU; a one-time build takes half a minute); captured: CUDA graphs (GPU); "
-        "compiled: the last two, by device.",
+        "per pass (CPU; a one-time build takes a minute); captured: CUDA graphs (GPU); "
+        "compiled: native on a CPU, captured on a GPU.",
         default="auto",
     )
     threads: int | None = flag("CPU threads.  [default: the fastest number, measured]", "N", min=1)

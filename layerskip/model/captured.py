@@ -179,15 +179,23 @@ class _Graph(NamedTuple):
 
 
 def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph | None) -> _Graph:
-    """Capture a pass that has run before, computing nothing; its memory is that of `beside`."""
+    """Capture a pass that has run before, computing nothing; its memory is that of `beside`.
+
+    Raises:
+        RuntimeError: the device refuses, for lack of memory or in an operation no graph can hold.
+    """
     global _seconds
     start = time.perf_counter()
     with torch.inference_mode(False):
         held = [torch.empty_like(each) for each in inputs]
     graph = torch.cuda.CUDAGraph()
     pool = None if beside is None else beside.graph.pool()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        out = run(*held)
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            out = run(*held)
+    except RuntimeError as error:
+        error.add_note("while a pass was captured; execution='fused' captures nothing")
+        raise
     _seconds += time.perf_counter() - start
     return _Graph(graph, held, out)
 
