@@ -47,9 +47,8 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 class Place:
     """A served model, and how to reach it."""
 
-    def __init__(self, url, served, model, serving):
-        self.url, self.served, self.model, self.serving = url, served, model, serving
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    def __init__(self, **known):
+        vars(self).update(known)
 
     def post(self, path, body, **kwargs):
         return httpx.post(f"{self.url}/v1/{path}", json=body, headers=HEADERS, **kwargs)
@@ -73,8 +72,10 @@ def place():
     served = Served.of(loaded, max_new_tokens=12)
     drafts = {"controller": "fixed", "lookup": True, "draft_memory": 0}
     serving = Serving(loaded.model, max_tokens=served.context, execution="fused", **drafts)
-    with running(make_app(serving, served, api_key=KEY, max_body=25_000, origins=[SITE])) as url:
-        yield Place(url, served, loaded.model, serving)
+    app = make_app(serving, served, api_key=KEY, max_body=25_000, origins=[SITE])
+    how = {"api_key": KEY, "max_retries": 0}
+    with running(app) as url, openai.OpenAI(base_url=f"{url}/v1", **how) as client:
+        yield Place(url=url, client=client, served=served, model=loaded.model, serving=serving)
 
 
 def waits_until(what):
