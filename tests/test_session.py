@@ -47,8 +47,7 @@ def alike(session, ids, **settings):
 
 def model_of(family, execution):
     dtype = torch.float32 if execution == "native" else torch.float64
-    shared = {"num_kv_shared_layers": 2} if family == "gemma4" else {}
-    return lively_model(family, dtype=dtype, num_hidden_layers=4, **shared)
+    return lively_model(family, dtype=dtype, num_hidden_layers=5 if family == "gemma4" else 4)
 
 
 CASES = [
