@@ -491,7 +491,7 @@ def test_passwords_are_shown_nowhere(tmp_path, searched, monkeypatch):
     argv = ["layerskip", "search", "--storage", url]
     monkeypatch.setattr("sys.argv", argv)
     local = JournalStorage(JournalFileBackend(str(tmp_path / "study.log")))
-    monkeypatch.setattr("layerskip.search.storage.RDBStorage", lambda *_, **__: local)
+    monkeypatch.setattr("layerskip.search.storage.storages.RDBStorage", lambda *_, **__: local)
     result = searched("--storage", url, "--trials", 2, "--json")
     assert result.exit_code == 0
     assert "hunter2" not in result.output
