@@ -488,10 +488,10 @@ def test_a_storage_that_cannot_be_opened(folder, prompts, tmp_path):
 def test_passwords_are_shown_nowhere(tmp_path, searched, monkeypatch):
     """Also of databases; a journal stands in for one here."""
     url = "postgresql://me:hunter2@host/db"
-    argv = ["layerskip", "search", "--storage", url]
-    monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setattr("sys.argv", ["layerskip", "search", "--storage", url])
     local = JournalStorage(JournalFileBackend(str(tmp_path / "study.log")))
-    monkeypatch.setattr("layerskip.search.storage.storages.RDBStorage", lambda *_, **__: local)
+    for module in ("storage", "study"):
+        monkeypatch.setattr(f"layerskip.search.{module}.open_storage", lambda _: local)
     result = searched("--storage", url, "--trials", 2, "--json")
     assert result.exit_code == 0
     assert "hunter2" not in result.output
