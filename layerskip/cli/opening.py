@@ -73,7 +73,7 @@ def open_passes(
             warnings.filterwarnings("ignore", "passes take the fused path")
         opened = loaded.opened(loading.execution)
     threads = loading.threads or threads
-    if threads is None:
+    if threads is None and opened.device.type == "cpu":
         talk.progress("measuring how many threads are fastest")
     with cpu_threads(None) as most, cpu_threads(threads or fitting_threads(opened)) as count:
         words = f"passes: {opened.describe()}"
