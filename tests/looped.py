@@ -39,7 +39,7 @@ def decoded(drafts, controller, *, execution="auto", each=lambda run: None, **ho
     request = Request(
         ids,
         mask,
-        how.pop("new_tokens", 40),
+        how.pop("new_tokens", 24),
         Law(how.pop("processors", ()), do_sample=how.pop("sample", False), rows=len(ids)),
         [stream_key(row) for row in range(len(ids))],
         **how,
@@ -65,7 +65,7 @@ def traced(sample, ended, family="llama"):
     return take_trace(
         model_of(family),
         [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
-        max_new_tokens=40,
+        max_new_tokens=24,
         law=Law((), do_sample=sample, rows=1),
         seeds=range(len(ids)),
         eos=ENDS if ended else frozenset(),

@@ -130,10 +130,9 @@ def test_sources_are_counted():
 def test_a_controller_that_chooses_is_told_how_good_every_lookup_was():
     """Also about lookups that it did not choose."""
     fickle = Fickle(4)
-    run = decoded(MIXTURES["two lookups, exit, scattered"], fickle)
+    run = decoded(MIXTURES["two lookups, exit, scattered"], fickle, new_tokens=40)
     texts = [prompt.tolist() for prompt in run.passes.prompts]
-    want = []
-    lookups = [run.drafts[0], run.drafts[1]]
+    want, lookups = [], run.drafts[:2]
     for round_ in run.played:
         for row, tokens in enumerate(round_.tokens):
             if round_.index and tokens:
