@@ -264,8 +264,9 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Reports without plots, for tests of the folder only."""
+    """Reports without plots and with two tables, for tests of the folder only."""
     monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
+    monkeypatch.setattr(report, "RUN_TABLES", ("speedup", "predictions"))
 
 
 def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path, quick):
@@ -336,14 +337,12 @@ def test_a_failed_report_leaves_what_was_there(tmp_path, quick, monkeypatch):
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "page", fails)
-    with pytest.raises(ValueError, match="No space left on device"):
-        write_report([run], tmp_path / "report")
-    with pytest.raises(ValueError, match="No space left on device"):
-        write_report([run], tmp_path / "other")
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "page", fails)
+        for folder in ("report", "other"):
+            with pytest.raises(ValueError, match="No space left on device"):
+                write_report([run], tmp_path / folder)
     assert (tmp_path / "report" / "index.html").read_text() == before
-    monkeypatch.undo()
-    monkeypatch.setattr(report.plots, "run_plots", lambda run: [])
     replace = os.replace
     monkeypatch.setattr(
         writing.os, "replace", lambda a, b: fails() if Path(a).name == "report" and
