@@ -144,7 +144,7 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     kind = _TYPES.get(family, family)
     require(kind)
     shape = {**_SHAPE, **_FAMILIES[family], **overrides}
-    if "layer_types" in shape:  # those of the last layers
+    if shape.get("layer_types"):  # those of the last layers
         shape["layer_types"] = shape["layer_types"][-shape["num_hidden_layers"] :]
     config = CONFIG_MAPPING[kind](**shape)
     if attention is None and family == "gemma2":

@@ -417,7 +417,7 @@ def test_what_heals_is_priced_with_what_it_heals(tmp_path):
     assert cost_table(record, skip) == cost_table(unhealed, bare)
     low_head = SkipConfig(attention=(2,), low=LowPrecision(bits=4, attention=(), mlp=(), head=8))
     assert cost_table(record, low_head).draft < cost_table(record, SkipConfig(attention=(2,))).draft
-    with pytest.raises(ValueError, match="read off a draft of everything low"):
+    with pytest.raises(ValueError, match="are measured on drafts with everything low"):
         measure(model, [prompt(5)[0]], low=skip)
 
 

@@ -281,7 +281,7 @@ def test_drafts_leave_the_model_as_it_was():
         ("gemma4_mixture", 3, r"experts must be in 0..2 for this model, .* 2 of 4, got 3"),
         ("mixtral", 0, r"experts must be in 1..2 .* got 0"),
         ("qwen3_moe", 0, r"experts must be in 1..2 .* got 0"),
-        ("llama", 1, "experts must be left out for this model, which is no mixture"),
+        ("llama", 1, "experts must be left out for this model, which is not a mix"),
     ],
 )
 def test_numbers_that_a_model_lacks_are_refused(family, experts, message):

@@ -353,8 +353,9 @@ def test_what_is_healed_is_healed_further(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["exit-block", *thorough("healed", *BLOCKS[1:])])
-def test_training_makes_a_draft_right_more_often(kind, tmp_path):
+def test_training_makes_a_draft_right_more_often(kind, tmp_path, monkeypatch):
     """On held-out windows, and along answers to unseen prompts."""
+    monkeypatch.setattr(judging, "NEW_TOKENS", 64)
     model = lively_model("llama", dtype=torch.float32)
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
