@@ -38,8 +38,7 @@ def ways(*families):
     cases = []
     for family, execution in product(families, ("modules", "fused", "captured")):
         cases.append(pytest.param(family, "cuda", execution, marks=pytest.mark.gpu))
-        if execution != "captured":
-            cases.append(pytest.param(family, "cpu", execution, marks=pytest.mark.slow))
+        cases.append(pytest.param(family, "cpu", execution, marks=pytest.mark.slow))
     return pytest.mark.parametrize(("family", "device", "execution"), cases)
 
 
