@@ -190,15 +190,31 @@ def benchmark(
 
 
 def decoded_records(
-    model: Any, task: Task, methods: Sequence[Method], prompts: Sequence[Tensor], **how: Any
+    model: Any,
+    task: Task,
+    methods: Sequence[Method],
+    prompts: Sequence[Tensor],
+    *,
+    repeats: int,
+    until: float = math.inf,
+    note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> list[dict[str, Any]]:
-    """Measure prompts (1, T) one by one; `how` are further arguments of `benchmark`.
+    """Measure prompts (1, T) one by one; arguments are those of `benchmark`.
 
     Texts that end with their first token contain no decoding, and have no records.
     """
     records: list[dict[str, Any]] = []
-    batches = one_by_one(prompts)
-    benchmark(model, task, methods, batches, warmup=1, write=records.append, **how)
+    benchmark(
+        model,
+        task,
+        methods,
+        one_by_one(prompts),
+        repeats=repeats,
+        warmup=1,
+        write=records.append,
+        until=until,
+        note=note,
+    )
     return [each for each in records if sum(each["new_tokens"]) > sum(each["first_tokens"])]
 
 
@@ -268,9 +284,9 @@ def depth(round_: Round, row: int) -> int:
     return max(depths.values())
 
 
-def repeated_share(tokens: Sequence[int]) -> float:
-    """Share of the text's 4-grams that occurred in it before; 0 if it has none."""
-    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of the text's n-grams that occurred in it before; 0 if it has none."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 

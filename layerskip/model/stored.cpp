@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t BLOCK = 24;      // rows: whole tiles, for any number of tokens
 constexpr int64_t PIECE = 256;     // columns
-constexpr int64_t STEPS = 8;       // of tokens
+constexpr int64_t STEPS = 8;       // of tokens, for which pieces are unpacked
 constexpr int64_t FUSED = 4;       // the most tokens for which unpacking is fused with multiplying
 // Rows that are unpacked alternately.
 constexpr int together(int64_t tokens) { return MANY_REGISTERS || tokens <= 2 ? 4 : 2; }
@@ -228,44 +228,42 @@ void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t
     const int64_t later = row + lead;
     return later < last ? weight + (later - first) * row_bytes : then + (later - last) * row_bytes;
   };
-  for (int64_t row = first; row < last; row += BLOCK)
-    for (int64_t begin = 0; begin < steps.count; begin += STEPS) {
-      const int64_t rows = std::min(BLOCK, last - row), end = std::min(steps.count, begin + STEPS);
-      const int64_t before = steps.first(begin), count = (steps.first(end) - before) * BLOCK;
-      std::fill_n(totals, count, 0.0f);
-      for (int64_t cut = 0; cut < cuts.count; ++cut) {
-        const int64_t start = cut * cuts.span, here = std::min(cuts.span, columns - start);
-        std::fill_n(sums, count * LANES, 0.0f);
-        const int64_t width = cut * cuts.room();  // of a token's inputs in earlier cuts
-        for (int64_t r = 0; tokens <= FUSED && r < rows;) {
-          const int64_t some = r + together(tokens) <= rows ? together(tokens) : 1;
-          format.add[tokens - 1][some > 1](layout, weight + (row + r - first) * row_bytes, start,
-                                           here, ahead(row + r), inputs + width * tokens,
-                                           sums + r * LANES);
-          r += some;
-        }
-        for (int64_t k = 0; tokens > FUSED && k < here; k += PIECE) {
-          const int64_t some = std::min(PIECE, here - k);
-          for (int64_t r = 0; r < rows; ++r)
-            format.unpack(layout, weight + (row + r - first) * row_bytes, start + k, some,
-                          ahead(row + r), piece + r * PIECE);
-          for (int64_t step = begin; step < end; ++step) {
-            const float* x = inputs + steps.first(step) * cuts.width();
-            const int64_t length = steps.length(step);
-            ADD[length - 1](piece, rows, some, x + (width + k) * length,
-                            sums + (steps.first(step) - before) * BLOCK * LANES);
-          }
-        }
-        for (int64_t i = 0; i < count; i += 8) {
-          Vec some[8];
-          float made[8];
-          for (int64_t j = 0; j < 8; ++j) some[j] = Vec::loadu(sums + (i + j) * LANES);
-          sums_of<8>(some, made);
-          for (int64_t j = 0; j < 8; ++j) totals[i + j] += made[j];
+  for (int64_t row = first; row < last; row += BLOCK) {
+    const int64_t rows = std::min(BLOCK, last - row), count = tokens * BLOCK;
+    std::fill_n(totals, count, 0.0f);
+    for (int64_t cut = 0; cut < cuts.count; ++cut) {
+      const int64_t start = cut * cuts.span, here = std::min(cuts.span, columns - start);
+      std::fill_n(sums, count * LANES, 0.0f);
+      const int64_t width = cut * cuts.room();  // of a token's inputs in earlier cuts
+      for (int64_t r = 0; tokens <= FUSED && r < rows;) {
+        const int64_t some = r + together(tokens) <= rows ? together(tokens) : 1;
+        format.add[tokens - 1][some > 1](layout, weight + (row + r - first) * row_bytes, start,
+                                         here, ahead(row + r), inputs + width * tokens,
+                                         sums + r * LANES);
+        r += some;
+      }
+      for (int64_t k = 0; tokens > FUSED && k < here; k += PIECE) {
+        const int64_t some = std::min(PIECE, here - k);
+        for (int64_t r = 0; r < rows; ++r)
+          format.unpack(layout, weight + (row + r - first) * row_bytes, start + k, some,
+                        ahead(row + r), piece + r * PIECE);
+        for (int64_t step = 0; step < steps.count; ++step) {
+          const int64_t before = steps.first(step), length = steps.length(step);
+          ADD[length - 1](piece, rows, some,
+                          inputs + before * cuts.width() + (width + k) * length,
+                          sums + before * BLOCK * LANES);
         }
       }
-      for (int64_t i = 0; i < count; i += BLOCK) write(before + i / BLOCK, row, rows, totals + i);
+      for (int64_t i = 0; i < count; i += 8) {
+        Vec some[8];
+        float made[8];
+        for (int64_t j = 0; j < 8; ++j) some[j] = Vec::loadu(sums + (i + j) * LANES);
+        sums_of<8>(some, made);
+        for (int64_t j = 0; j < 8; ++j) totals[i + j] += made[j];
+      }
     }
+    for (int64_t t = 0; t < tokens; ++t) write(t, row, rows, totals + t * BLOCK);
+  }
 }
 
 }  // namespace stored
