@@ -14,7 +14,7 @@ from models import FAMILIES, lively_model, prompt, tiny_model
 from layerskip import Lookup, SkipConfig
 from layerskip.bench import runner as benchmark
 from layerskip.generation import generate
-from layerskip.model import captured
+from layerskip.model import captured, native
 from layerskip.model.sublayers import Sublayers
 
 EXIT = SkipConfig.early_exit(3)
@@ -43,7 +43,7 @@ def captures(monkeypatch):
 
 def test_without_a_gpu_there_is_one_notice_and_the_fused_path(monkeypatch):
     monkeypatch.setattr(captured, "DEVICES", ("cuda",))
-    captured.warn_refusal.cache_clear()
+    native.warn_refusal.cache_clear()
     with pytest.warns(UserWarning, match="fused path: CUDA graphs need a GPU"):
         opened = Sublayers(tiny_model("llama"), "captured")
     assert opened.describe() == "fused: CUDA graphs need a GPU"

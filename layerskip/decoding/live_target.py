@@ -206,13 +206,13 @@ class LiveTarget:
         accepted = [] if verified.accepted is None else [verified.accepted]
         steps = drafts.steps if drafts is not None and drafts.unread else []
         fed = self.passes.fed() if drafts is not None and drafts.kept_steps else []
-        drawn = [each for _, each in steps]
-        target, *others = on_host(verified.drawn, *accepted, *drawn, *fed)
+        target, *others = on_host(verified.drawn, *accepted, *(drawn for _, drawn in steps), *fed)
         flags = others.pop(0) if accepted else []
-        if fed:
-            self.passes.fed_tokens = list(zip(*others[len(steps) :], strict=True))
+        drawn, fed_tokens = others[: len(steps)], others[len(steps) :]
+        if fed_tokens:
+            self.passes.fed_tokens = list(zip(*fed_tokens, strict=True))
         drafted: list[list[int]] = [[] for _ in self.seats] if drafts is None else drafts.tokens
-        for (at, _), step in zip(steps, others, strict=False):
+        for (at, _), step in zip(steps, drawn, strict=True):
             for (row, offset), token in zip(at, step, strict=True):
                 draft = drafted[row]
                 ended = draft and draft[-1] in self.seats[row].eos

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -56,15 +55,6 @@ def refusal(model: Architecture) -> str | None:
     if model.device.type not in DEVICES:
         return "CUDA graphs need a GPU"
     return "in mixtures the host reads which experts run" if model.mixtures else None
-
-
-@cache
-def warn_refusal(reason: str) -> None:
-    warnings.warn(
-        f"passes cannot be captured here, so they take the fused path: {reason}; "
-        "use execution='auto'",
-        stacklevel=2,
-    )
 
 
 class Captured(Fused):

@@ -76,7 +76,7 @@ def refusal(model: Architecture) -> str | None:
 
 @cache
 def warn_refusal(reason: str) -> None:
-    """Warn, once, that there are no native passes."""
+    """Warn, once, that there are no native or captured passes."""
     warnings.warn(f"passes take the fused path: {reason}", stacklevel=2)
 
 

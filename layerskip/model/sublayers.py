@@ -355,7 +355,7 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         if reason is None:
             return captured.Captured(model), None
         if execution == "captured":
-            captured.warn_refusal(reason)
+            native.warn_refusal(reason)
         return Fused(model), reason
     reason = native.refusal(model)
     if reason is None:
