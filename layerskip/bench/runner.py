@@ -284,9 +284,9 @@ def depth(round_: Round, row: int) -> int:
     return max(depths.values())
 
 
-def repeated_share(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of the text's n-grams that occurred in it before; 0 if it has none."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Share of the text's 4-grams that occurred in it before; 0 if it has none."""
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
