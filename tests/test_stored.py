@@ -61,7 +61,7 @@ def sums(weight, x):
     return plan.run(x, [plan.add("head", inputs=[matrix])], [], [], [], [])
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", FORMATS[8:])
 def test_products_are_those_of_the_unpacked_weight_bit_by_bit(form):
     rng = np.random.default_rng(2)
     for rows, columns in ((1, 256), (24, 512), (61, 3328)):
@@ -71,6 +71,24 @@ def test_products_are_those_of_the_unpacked_weight_bit_by_bit(form):
             ours = sums(weight, x)
             assert torch.equal(ours, sums(nn.Parameter(weight.unpacked()), x))
             torch.testing.assert_close(ours, x @ weight.unpacked().T, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMATS[:8])
+def test_products_of_codes_are_rounded_as_float32_sums_are(form):
+    rng = np.random.default_rng(2)
+    for rows, columns in ((1, 256), (24, 512), (61, 3328), (131, 256)):
+        weight = stored(rng, form, rows, columns)
+        exact = numbers(weight.bytes.numpy(), form).double()  # (R, C)
+        x = torch.from_numpy(rng.normal(size=(1, 140, columns)).astype(np.float32))
+        ours = sums(weight, x)
+        allowed = 2e-6 * (x.double().abs() @ exact.abs().T)
+        wrong = sums(weight, (x * 16).round() / 16)  # a known mistake: rounded activations
+        assert ((ours - x.double() @ exact.T).abs() <= allowed).all()
+        assert not ((wrong - x.double() @ exact.T).abs() <= allowed).all()
+        for tokens in (1, 2, 3, 4, 5, 9, 40):  # the same bits beside fewer tokens and other rows
+            assert torch.equal(sums(weight, x[:, -tokens:]), ours[:, -tokens:])
+        for first in (1, rows // 2):
+            assert torch.equal(sums(weight[first:], x), ours[:, :, first:])
 
 
 def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16():
@@ -130,7 +148,7 @@ def test_bytes_that_are_no_such_weight_are_refused(how, words):
         weight.matrix()
 
 
-def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path):
+def test_logits_are_those_of_the_unpacked_model(tmp_path):
     for kind in ("llama", "gemma3"):
         plain = write(tmp_path / "model.gguf", kind)
         packed = gguf_model(tmp_path / "model.gguf", torch.float32, packed=True)
@@ -142,7 +160,7 @@ def test_logits_are_those_of_the_unpacked_model_bit_by_bit(tmp_path):
             with torch.no_grad():
                 hidden, step = opened.first_pass(ids)
                 logits.append(opened.finish(hidden, step, range(opened.num_sublayers)))
-        assert torch.equal(*logits)
+        torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
         with torch.no_grad():  # the library's modules unpack them
             assert torch.equal(packed(ids).logits, plain(ids).logits)
 

@@ -72,6 +72,8 @@ struct Given {
         if (each->mixture) check_mixture<S>(*each->mixture);
         require(each->inputs.size() != 2 || each->inputs[0].rows() == outputs / 2,
                 "gate and up differ in size");
+        require(each->inputs.size() != 1 || !each->inputs[0].panels || outputs % 32 == 0,
+                "gate and up have whole panels of rows");
         if (each->output) check_matrix<S>(*each->output, width_, outputs / 2);
       }
       if (each->tail) check_tail<S>(*each->tail);
@@ -81,6 +83,7 @@ struct Given {
   // Whether products with both matrices read the same packed inputs.
   template <typename S>
   static bool alike(const Matrix& a, const Matrix& b) {
+    if (a.panels || b.panels) return a.panels && b.panels && a.layout->coded->alike(*b.layout->coded);
     const bool floats = std::is_same_v<S, float> || a.layout.has_value() == b.layout.has_value();
     return a.bits == b.bits && floats && numbers<int32_t>(a.order) == numbers<int32_t>(b.order);
   }
@@ -104,6 +107,7 @@ struct Given {
       require(matrix.rows() == outputs && matrix.columns() == inputs, "a packed weight of (",
               matrix.rows(), ", ", matrix.columns(), ") must be (", outputs, ", ", inputs,
               "); open the model again");
+    require(!matrix.layout || !matrix.layout->coded || matrix.panels, "a weight has no panels");
     if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
   }
 
@@ -125,8 +129,8 @@ struct Given {
   static void check_experts(const Matrix& matrix, int64_t count, int64_t outputs, int64_t inputs) {
     if (matrix.plain()) return ::check<S>(matrix.weight, {count, outputs, inputs}, "experts");
     check_matrix<S>(matrix, count * outputs, inputs);
-    require(!matrix.bits || outputs % integers::BLOCK == 0,
-            "rounded experts have whole blocks of rows");
+    require((!matrix.bits && !matrix.panels) || outputs % integers::BLOCK == 0,
+            "packed experts have whole blocks of rows");
   }
 
   template <typename S>

@@ -33,13 +33,19 @@ struct Matrix {
   std::optional<Tensor> inner, outer;
   std::optional<stored::Layout> layout{};  // of a stored weight
   std::optional<Tensor> order{};           // (columns,) int32: which input each column multiplies
+  std::optional<Tensor> panels{};          // a weight of codes as products read it
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
   bool plain() const { return !bits && !layout; }
+  // The bytes that products read, `row_bytes()` of each row.
+  const uint8_t* bytes() const {
+    return static_cast<const uint8_t*>((panels ? *panels : weight).const_data_ptr());
+  }
   // Of a weight with several experts, the rows of all.
   int64_t rows() const { return plain() ? weight.numel() / weight.size(-1) : packed_rows; }
   int64_t columns() const { return plain() ? weight.size(-1) : packed_columns; }
   int64_t row_bytes() const {
+    if (panels) return layout->coded->panel(packed_columns) / panels::ROWS;
     if (layout) return layout->row_bytes;
     return bits ? integers::row_bytes(bits, packed_columns) : columns() * weight.element_size();
   }
@@ -92,13 +98,36 @@ Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional
   return {packed, bias, bits, rows, columns, scales, inner, outer};
 }
 
-// A matrix in the bytes of its file.
+// The panels of a weight of codes.
+Tensor arranged(const Matrix& matrix) {
+  const int64_t rows = matrix.rows(), columns = matrix.columns();
+  const panels::Format& format = *matrix.layout->coded;
+  const int64_t count = (rows + panels::ROWS - 1) / panels::ROWS, size = format.panel(columns);
+  const Tensor out = at::empty({count * size}, at::kByte);
+  const uint8_t* from = numbers<uint8_t>(matrix.weight);
+  auto* to = static_cast<uint8_t*>(out.data_ptr());
+  at::parallel_for(0, count, 1 + (1 << 12) / columns, [&](int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; ++panel) {
+      const int64_t row = panel * panels::ROWS, here = std::min(panels::ROWS, rows - row);
+      format.arrange(from + row * matrix.layout->row_bytes, here, columns, to + panel * size);
+    }
+  });
+  return out;
+}
+
+// A matrix in the bytes of its file. Products of a weight of codes need its panels as well.
 Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::string& format,
-                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order) {
+                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order,
+                     std::optional<Tensor> panels) {
   const stored::Layout layout = stored::layout_of(format, columns, group);
   check<uint8_t>(weight, {rows, layout.row_bytes}, "a stored weight");
   Matrix made{weight, bias, 0, rows, columns};
-  made.layout = layout, made.order = order;
+  made.layout = layout, made.order = order, made.panels = panels;
+  if (panels) {
+    require(layout.coded && !order, format, " is not arranged in panels");
+    const int64_t count = (rows + panels::ROWS - 1) / panels::ROWS;
+    check<uint8_t>(*panels, {count * layout.coded->panel(columns)}, "panels");
+  }
   if (!order) return made;
   check<int32_t>(*order, {columns}, "the order of columns");
   const int32_t* from = numbers<int32_t>(order);
@@ -110,18 +139,16 @@ Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::strin
   return made;
 }
 
-// Calls `take(row, numbers)` with each unpacked row of a stored matrix, from several threads.
+// Calls `take(row, bytes, room)` with each row of a stored matrix and room for its numbers, from
+// several threads.
 template <typename Take>
 void each_row(const Matrix& matrix, const Take& take) {
   require(matrix.layout.has_value(), "only a stored weight is unpacked");
-  const int64_t columns = matrix.columns(), bytes = matrix.row_bytes();
+  const int64_t columns = matrix.columns(), bytes = matrix.layout->row_bytes;
   const auto* from = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
   at::parallel_for(0, matrix.rows(), 1 + (1 << 16) / columns, [&](int64_t first, int64_t last) {
     std::vector<float> room(columns);
-    for (int64_t row = first; row < last; ++row) {
-      stored::unpack(*matrix.layout, from + row * bytes, 0, columns, room.data());
-      take(row, room);
-    }
+    for (int64_t row = first; row < last; ++row) take(row, from + row * bytes, room.data());
   });
 }
 
@@ -131,7 +158,8 @@ Tensor unpacked(const Matrix& matrix) {
   const Tensor out = at::empty({matrix.rows(), columns}, at::kFloat);
   auto* to = static_cast<float*>(out.data_ptr());
   const int32_t* order = numbers<int32_t>(matrix.order);
-  each_row(matrix, [&](int64_t row, const std::vector<float>& made) {
+  each_row(matrix, [&](int64_t row, const uint8_t* bytes, float* made) {
+    stored::unpack(*matrix.layout, bytes, made);
     for (int64_t i = 0; i < columns; ++i) to[row * columns + (order ? order[i] : i)] = made[i];
   });
   return out;
@@ -140,10 +168,8 @@ Tensor unpacked(const Matrix& matrix) {
 // Whether all numbers of a stored matrix are finite.
 bool all_finite(const Matrix& matrix) {
   std::atomic<bool> whole{true};
-  each_row(matrix, [&](int64_t, const std::vector<float>& numbers) {
-    float total = 0;  // NaN if any number is not finite
-    for (const float number : numbers) total += number * 0.0f;
-    if (total != 0.0f) whole = false;
+  each_row(matrix, [&](int64_t, const uint8_t* bytes, float* room) {
+    if (!stored::finite(*matrix.layout, bytes, room)) whole = false;
   });
   return whole;
 }

@@ -107,7 +107,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt)
       .def(py::init(&stored_matrix), py::arg("weight"), py::arg("bias"), py::kw_only(),
            py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group"),
-           py::arg("order") = std::nullopt)
+           py::arg("order") = std::nullopt, py::arg("panels") = std::nullopt)
+      .def("arranged", &arranged, py::call_guard<py::gil_scoped_release>())
       .def("finite", &all_finite, py::call_guard<py::gil_scoped_release>())
       .def("unpacked", &unpacked, py::call_guard<py::gil_scoped_release>());
   py::class_<Norm>(module, "Norm")

@@ -336,7 +336,7 @@ class Native(Fused):
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         if isinstance(module.weight, Stored):
-            self._fresh.append(module.weight.bytes)
+            self._fresh.append(module.weight.read)
             return module.weight.matrix(module.bias)
         self._fresh.append(module.weight)
         return self.extension.Matrix(module.weight, module.bias)

@@ -200,8 +200,7 @@ class Pass : Given {
   // The first of a thread's rows in a product.
   const uint8_t* begins(const Worker& me, const Piece& piece) const {
     const Matrix& matrix = *piece.matrix;
-    const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
-    return weight + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
+    return matrix.bytes() + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
   }
 
   // The tokens that a thread norms and packs, of `tokens`.
@@ -226,6 +225,8 @@ class Pass : Given {
     if (matrix.bits) {
       integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed, own.first,
                              own.last);
+    } else if (matrix.panels) {
+      matrix.layout->coded->pack(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     } else if (matrix.layout) {
       pack_inputs<float>(x, matrix.columns(), tokens, me.packed, own.first, own.last,
                          numbers<int32_t>(matrix.order));
@@ -270,12 +271,16 @@ class Pass : Given {
     const uint8_t* weight = begins(me, piece);
     const S* bias = numbers<S>(matrix.bias);
     if (bias) bias += piece.first;
-    if (matrix.layout)
-      return stored::product(*matrix.layout, weight, mine.first, mine.last, me.packed, tokens, then,
-                             [&](int64_t t, int64_t row, int64_t count, const float* sums) {
-                               ::finish(sums, bias ? bias + row : nullptr, count,
-                                        out + t * stride + row);
-                             });
+    if (matrix.layout) {
+      const auto write = [&](int64_t t, int64_t row, int64_t count, const float* sums) {
+        ::finish(sums, bias ? bias + row : nullptr, count, out + t * stride + row);
+      };
+      const stored::Layout& layout = *matrix.layout;
+      if (!matrix.panels)
+        return stored::product(layout, weight, mine.first, mine.last, me.packed, tokens, then, write);
+      return layout.coded->multiply[tokens <= panels::FUSED ? tokens : 0](
+          weight, mine.first, mine.last, columns, me.packed, tokens, then, write);
+    }
     if (!matrix.bits) {
       const S* rows = reinterpret_cast<const S*>(weight) - mine.first * columns;
       product(rows, bias, mine.first, mine.last, columns, me.packed, tokens, out, stride,

@@ -28,34 +28,23 @@ template <typename F, int ROWS, typename Take>
 [[gnu::always_inline]] inline void each_number(const Layout& layout, const uint8_t* row,
                                                int64_t first, int64_t count, const uint8_t* fetch,
                                                const Take& take) {
-  constexpr int PAIRS = F::NUMBERS / F::SAME, PARTS = F::STEP / F::SAME;
-  constexpr int64_t BYTES = F::BYTES * F::STEP / F::NUMBERS;
   const bool in_order = count == layout.columns && layout.row_bytes <= SHORT;
-  const int64_t apart = in_order ? BYTES : layout.row_bytes;
-  float by[ROWS][PAIRS], to[ROWS][PAIRS];
-  const int64_t begin = first / F::NUMBERS * F::BYTES;
-  const uint8_t* block = row + begin;
-  fetch += begin;
-  int64_t j = first % F::NUMBERS / F::STEP;
-  bool entered = true;
-  for (int64_t column = first; column < first + count; column += F::STEP) {
+  const int64_t apart = in_order ? F::BYTES : layout.row_bytes;
+  const uint8_t* unit = row + first / UNIT * F::BYTES;
+  fetch += first / UNIT * F::BYTES;
+  for (int64_t i = 0; i < count; i += UNIT, unit += F::BYTES) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const int64_t below = r * layout.row_bytes;
-      const Place at{layout, row + below, block + below, column, j};
-      for (int64_t line = 0; line < BYTES; line += 64) fetch_line(fetch + r * apart + line);
-      if (entered) F::pairs(at, by[r], to[r]);
+      const Place at{layout, row + below, unit + below, first + i};
+      for (int64_t line = 0; line < F::BYTES; line += 64) fetch_line(fetch + r * apart + line);
+      float by, zero;
+      F::pair(at, &by, &zero);
+      const Vec scale(by), offset(zero);
 #pragma GCC unroll 8
-      for (int part = 0; part < PARTS; ++part) {
-        const Vec scale(by[r][j * PARTS + part]), offset(to[r][j * PARTS + part]);
-#pragma GCC unroll 8
-        for (int i = part * F::SAME; i < (part + 1) * F::SAME; i += LANES)
-          take(column - first + i, r, F::numbers(at, i, scale, offset));
-      }
+      for (int k = 0; k < UNIT; k += LANES) take(i + k, r, F::numbers(at, k, scale, offset));
     }
-    fetch += in_order ? ROWS * BYTES : BYTES;
-    entered = ++j == F::NUMBERS / F::STEP;
-    if (entered) block += F::BYTES, j = 0;
+    fetch += in_order ? ROWS * F::BYTES : F::BYTES;
   }
 }
 
@@ -93,14 +82,14 @@ using AddRows = void (*)(const Layout&, const uint8_t*, int64_t, int64_t, const 
 
 struct Format {
   const char* name;
-  int64_t bytes, numbers, pair;
+  int64_t bytes, pair;
   void (*unpack)(const Layout&, const uint8_t*, int64_t, int64_t, const uint8_t*, float*);
   AddRows add[FUSED][2];  // by tokens; for one row, and for several together
 };
 
 template <typename F>
 constexpr Format format(const char* name) {
-  return {name, F::BYTES, F::NUMBERS, F::PAIR, unpack<F>,
+  return {name, F::BYTES, F::PAIR, unpack<F>,
           {{add_rows<F, 1, 1>, add_rows<F, together(1), 1>},
            {add_rows<F, 1, 2>, add_rows<F, together(2), 2>},
            {add_rows<F, 1, 3>, add_rows<F, together(3), 3>},
@@ -108,9 +97,7 @@ constexpr Format format(const char* name) {
 }
 
 constexpr std::array FORMATS{
-    format<F32>("F32"),   format<F16>("F16"),   format<BF16>("BF16"),   format<Q8_0>("Q8_0"),
-    format<Q4_0>("Q4_0"), format<Q4_1>("Q4_1"), format<Q5_0>("Q5_0"),   format<Q5_1>("Q5_1"),
-    format<Q4_K>("Q4_K"), format<Q5_K>("Q5_K"), format<Q6_K>("Q6_K"),
+    format<F32>("F32"),          format<F16>("F16"),         format<BF16>("BF16"),
     format<G4<float>>("G4-F32"), format<G4<Half>>("G4-F16"), format<G4<BFloat16>>("G4-BF16"),
     format<G8<float>>("G8-F32"), format<G8<Half>>("G8-F16"), format<G8<BFloat16>>("G8-BF16"),
     format<F8<float>>("F8-F32"), format<F8<Half>>("F8-F16"), format<F8<BFloat16>>("F8-BF16")};
@@ -189,27 +176,37 @@ void many(const Format& format, const Layout& layout, const uint8_t* weight, int
 }  // namespace
 
 Layout layout_of(const std::string& name, int64_t columns, int64_t group) {
+  const panels::Format* coded = panels::find(name);
   const auto found = std::find_if(FORMATS.begin(), FORMATS.end(),
                                   [&](const Format& each) { return name == each.name; });
   const auto refuse = [](const auto&... words) { throw std::invalid_argument(c10::str(words...)); };
-  if (found == FORMATS.end()) refuse("there is no format ", name, " of stored weights");
-  const Format& format = *found;
-  if (columns <= 0 || columns % format.numbers)
-    refuse("rows of ", name, " have a multiple of ", format.numbers, " columns, not ", columns);
-  if (format.pair ? group <= 0 || group % UNIT || columns % group : group != 0)
+  if (!coded && found == FORMATS.end()) refuse("there is no format ", name, " of stored weights");
+  const int64_t numbers = coded ? coded->numbers : UNIT, pair = coded ? 0 : found->pair;
+  if (columns <= 0 || columns % numbers)
+    refuse("rows of ", name, " have a multiple of ", numbers, " columns, not ", columns);
+  if (pair ? group <= 0 || group % UNIT || columns % group : group != 0)
     refuse("groups of ", group, " columns do not divide ", columns, " in ", name);
-  const int64_t bytes = columns / format.numbers * format.bytes;
-  const int64_t groups = format.pair ? columns / group : 0;
+  if (coded) return {coded, 0, columns, 0, 0, 0, columns / numbers * coded->bytes};
+  const int64_t groups = pair ? columns / group : 0;
   int shift = -1;
   for (int power = 5; power < 40; ++power)
     if (group == int64_t{1} << power) shift = power;
   if (groups == 1) shift = 62;  // a single group
-  return {static_cast<int>(found - FORMATS.begin()), columns, group, groups, shift,
-          bytes + groups * format.pair};
+  return {nullptr, static_cast<int>(found - FORMATS.begin()), columns, group, groups, shift,
+          columns / UNIT * found->bytes + groups * pair};
 }
 
-void unpack(const Layout& layout, const uint8_t* row, int64_t first, int64_t count, float* out) {
-  FORMATS[layout.format].unpack(layout, row, first, count, row, out);
+void unpack(const Layout& layout, const uint8_t* row, float* out) {
+  if (layout.coded) return layout.coded->unpack(row, layout.columns, out);
+  FORMATS[layout.format].unpack(layout, row, 0, layout.columns, row, out);
+}
+
+bool finite(const Layout& layout, const uint8_t* row, float* room) {
+  if (layout.coded) return layout.coded->finite(row, layout.columns);
+  unpack(layout, row, room);
+  float total = 0;  // NaN if any number is not finite
+  for (int64_t i = 0; i < layout.columns; ++i) total += room[i] * 0.0f;
+  return total == 0.0f;
 }
 
 void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,

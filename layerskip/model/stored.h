@@ -1,23 +1,24 @@
 // Products of weights as files store them, in few bits each, without any further rounding.
 //
-// A row consists of consecutive blocks; `formats.h` describes the blocks of each format. A piece of
-// some rows is unpacked to float32 in the L1 cache, once for all tokens, and multiplied from there
-// like plain weights, in the same order (`products.h`). The sums equal, bit by bit, those of a
-// weight that was unpacked to float32 as a whole.
+// Weights of codes are arranged in panels (`panels.h`). Of others (`formats.h`), a piece of some rows
+// is unpacked to float32 in the L1 cache, once for all tokens, and multiplied from there like plain
+// weights, in the same order (`products.h`). The sums equal, bit by bit, those of a weight that was
+// unpacked to float32 as a whole.
 
 #pragma once
 
-#include <c10/util/FunctionRef.h>
-
 #include <cstdint>
 #include <string>
+
+#include "panels.h"
 
 namespace stored {
 
 constexpr int64_t UNIT = 32;  // columns unpacked together; a row has whole units
 
 struct Layout {
-  int format;  // index in the table of `stored.cpp`
+  const panels::Format* coded;  // of a weight of codes; else null
+  int format;                   // else the index in the table of `stored.cpp`
   int64_t columns;
   int64_t group, groups;  // columns per scale, where files choose them; else 0
   int shift;              // column >> shift is the number of the group; -1: divide
@@ -27,12 +28,15 @@ struct Layout {
 // Raises a ValueError in Python if there is no such format, or if it cannot hold such rows.
 Layout layout_of(const std::string& format, int64_t columns, int64_t group);
 
-// Unpacks columns first to first + count of a row; both are multiples of UNIT.
-void unpack(const Layout& layout, const uint8_t* row, int64_t first, int64_t count, float* out);
+// Unpacks a row to float32.
+void unpack(const Layout& layout, const uint8_t* row, float* out);
 
-using Write = c10::function_ref<void(int64_t, int64_t, int64_t, const float*)>;
+// Whether all numbers of a row are finite. `room` is scratch memory for a row's numbers.
+bool finite(const Layout& layout, const uint8_t* row, float* room);
 
-// The sums of rows first to last with inputs packed by `pack_inputs<float>`. `weight` points to row
+using panels::Write;
+
+// The sums of rows first to last, not of codes, with inputs packed by `pack_inputs<float>`. `weight` points to row
 // first. `write(t, row, count, sums)` is called with the sums of one token and some rows, and
 // `then` points to what is read afterwards.
 void product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,

@@ -9,6 +9,7 @@ Letters: R rows, C columns, G groups of columns.
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,15 @@ class Stored(Tensor):
         format: a name of `formats.h`: a format of GGUF, or one of codes in groups.
         group: columns that share a scale, if the format leaves this open; else 0.
         order: (C,) int32, which column of the weight each column of the bytes is; None: in order.
+        file: the mapped file that holds the bytes, if any.
     """
 
     bytes: Tensor
     format: str
     group: int
     order: Tensor | None
+    file: mmap.mmap | None
+    _panels: list[Tensor]
 
     @staticmethod
     def __new__(
@@ -49,11 +53,13 @@ class Stored(Tensor):
         dtype: torch.dtype,
         group: int = 0,
         order: Tensor | None = None,
+        file: mmap.mmap | None = None,
     ) -> Stored:
         made: Stored = torch.Tensor._make_wrapper_subclass(
             cls, (len(data), columns), dtype=dtype, device=data.device
         )
         made.bytes, made.format, made.group, made.order = data, format, group, order
+        made.file, made._panels = file, []
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -69,16 +75,31 @@ class Stored(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], how: Any, *_: Any) -> Stored:
         return Stored(inner["bytes"], *how)
 
+    @property
+    def read(self) -> Tensor:
+        """The bytes as native passes read them: codes are arranged in panels, once (`panels.h`)."""
+        if not self.format.startswith("Q"):
+            return self.bytes
+        if not self._panels:
+            self._panels.append(self._matrix().arranged())
+            if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
+                self.file.madvise(mmap.MADV_DONTNEED)  # the file's pages are hardly read any more
+        return self._panels[0]
+
     def matrix(self, bias: Tensor | None = None) -> Any:
         """Return the matrix that native passes read."""
+        panels = None if self.read is self.bytes else self.read
+        return self._matrix(bias, panels=panels)
+
+    def _matrix(self, bias: Tensor | None = None, **how: Any) -> Any:
         rows, columns = self.shape
-        how: dict[str, Any] = {"format": self.format, "group": self.group, "order": self.order}
+        how |= {"format": self.format, "group": self.group, "order": self.order}
         return extension().Matrix(self.bytes, bias, rows=rows, columns=columns, **how)
 
     def unpacked(self) -> Tensor:
         """Return the numbers, (R, C), in the weight's dtype."""
         if refusal() is None:
-            return self.matrix().unpacked().to(self.dtype)  # type: ignore[no-any-return]
+            return self._matrix().unpacked().to(self.dtype)  # type: ignore[no-any-return]
         from gguf import GGMLQuantizationType, dequantize
 
         kind = GGMLQuantizationType[self.format]
@@ -87,7 +108,7 @@ class Stored(Tensor):
     def finite(self) -> bool:
         """Whether no number is NaN or infinite. Reads all numbers."""
         if refusal() is None:
-            return self.matrix().finite()  # type: ignore[no-any-return]
+            return self._matrix().finite()  # type: ignore[no-any-return]
         return bool(self.unpacked().isfinite().all())
 
     def as_parameter(self) -> nn.Parameter:
@@ -176,7 +197,11 @@ def _plain(value: Any) -> Any:
 def _some(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
     data = weight.bytes if rows is None else weight.bytes[rows]
     dtype = weight.dtype if dtype is None else dtype
-    return Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order)
+    file = weight.file if rows is None else None
+    made = Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order, file)
+    if rows is None:
+        made._panels = weight._panels
+    return made
 
 
 def _same(weight: Stored, **_: Any) -> Stored:

@@ -194,10 +194,10 @@ def _weight(contents: Contents, entry: Entry, dtype: torch.dtype, packed: bool) 
     part = entry.name.rpartition(".")[0].rpartition(".")[2]
     if packed and len(entry.shape) == 2 and entry.shape[1] % UNIT == 0:
         stored = _stored(contents, entry, dtype)
-        rows = stored.bytes
         if kind == "llama" and part in ("attn_q", "attn_k"):
-            rows = _turned(rows, contents.metadata, part)
-        return Stored(rows, entry.format, entry.shape[1], dtype)
+            rows = _turned(stored.bytes, contents.metadata, part)
+            return Stored(rows, entry.format, entry.shape[1], dtype)
+        return stored
     numbers = _numbers(contents, entry)
     if kind == "llama" and part in ("attn_q", "attn_k"):
         numbers = _turned(numbers, contents.metadata, part)
@@ -210,7 +210,7 @@ def _stored(contents: Contents, entry: Entry, dtype: torch.dtype = torch.float32
     """A tensor as the file stores it, if its numbers are finite; a vector becomes a row."""
     *rows, columns = entry.shape
     data = _bytes(contents, entry).view(math.prod(rows), -1)
-    stored = Stored(data, entry.format, columns, dtype)
+    stored = Stored(data, entry.format, columns, dtype, file=contents.data)
     if not stored.finite():
         raise _not_finite(contents, entry)
     return stored
