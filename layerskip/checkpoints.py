@@ -213,10 +213,10 @@ def load(
 def _on_lines(model: Any) -> Any:
     """Copy weights that a mapped file leaves unaligned to cache lines, which CPUs read slowly."""
     for weight in model.parameters():
-        name = "bytes" if isinstance(weight, Stored) else "data"
-        data = getattr(weight, name)
-        if data.device.type == "cpu" and data.data_ptr() % 64:
-            setattr(weight, name, data.clone())
+        if isinstance(weight, Stored):
+            weight.put_on_lines()
+        elif weight.device.type == "cpu" and weight.data_ptr() % 64:
+            weight.data = weight.data.clone()
     return model
 
 

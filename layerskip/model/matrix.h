@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "integers.h"
+#include "panels.h"
 #include "products.h"
-#include "stored.h"
 #include "team.h"
 
 namespace {
@@ -31,22 +31,21 @@ struct Matrix {
   // The delta that heals rounding errors, in bfloat16: inner (rank, columns), and outer in blocks
   // of rows (blocks, rank, BLOCK), each read from start to end.
   std::optional<Tensor> inner, outer;
-  std::optional<stored::Layout> layout{};  // of a stored weight
+  std::optional<panels::Layout> layout{};  // of a stored weight
   std::optional<Tensor> order{};           // (columns,) int32: which input each column multiplies
-  std::optional<Tensor> panels{};          // a weight of codes as products read it
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
   bool plain() const { return !bits && !layout; }
-  // The bytes that products read, `row_bytes()` of each row.
-  const uint8_t* bytes() const {
-    return static_cast<const uint8_t*>((panels ? *panels : weight).const_data_ptr());
+  // Whether a plain weight of a float32 model has bfloat16 numbers.
+  template <typename S>
+  bool halved() const {
+    return std::is_same_v<S, float> && plain() && weight.scalar_type() == at::kBFloat16;
   }
   // Of a weight with several experts, the rows of all.
   int64_t rows() const { return plain() ? weight.numel() / weight.size(-1) : packed_rows; }
   int64_t columns() const { return plain() ? weight.size(-1) : packed_columns; }
   int64_t row_bytes() const {
-    if (panels) return layout->coded->panel(packed_columns) / panels::ROWS;
-    if (layout) return layout->row_bytes;
+    if (layout) return layout->panel_bytes / panels::ROWS;
     return bits ? integers::row_bytes(bits, packed_columns) : columns() * weight.element_size();
   }
 };
@@ -98,36 +97,64 @@ Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional
   return {packed, bias, bits, rows, columns, scales, inner, outer};
 }
 
-// The panels of a weight of codes.
-Tensor arranged(const Matrix& matrix) {
-  const int64_t rows = matrix.rows(), columns = matrix.columns();
-  const panels::Format& format = *matrix.layout->coded;
-  const int64_t count = (rows + panels::ROWS - 1) / panels::ROWS, size = format.panel(columns);
-  const Tensor out = at::empty({count * size}, at::kByte);
-  const uint8_t* from = numbers<uint8_t>(matrix.weight);
-  auto* to = static_cast<uint8_t*>(out.data_ptr());
-  at::parallel_for(0, count, 1 + (1 << 12) / columns, [&](int64_t first, int64_t last) {
+// The layout of the rows of a file (rows, bytes).
+panels::Layout layout_of(const Tensor& rows, const std::string& format, int64_t columns,
+                         int64_t group) {
+  const panels::Layout layout = panels::layout_of(format, columns, group);
+  const int64_t count = rows.dim() == 2 ? rows.size(0) : -1;
+  check<uint8_t>(rows, {count, layout.row_bytes}, "a stored weight");
+  return layout;
+}
+
+inline int64_t panels_of(int64_t rows) { return (rows + panels::ROWS - 1) / panels::ROWS; }
+
+// Calls `take(panel, row, count)` for all panels of some rows, from several threads.
+template <typename Take>
+void each_panel(int64_t rows, int64_t columns, const Take& take) {
+  at::parallel_for(0, panels_of(rows), 1 + (1 << 12) / columns, [&](int64_t first, int64_t last) {
     for (int64_t panel = first; panel < last; ++panel) {
-      const int64_t row = panel * panels::ROWS, here = std::min(panels::ROWS, rows - row);
-      format.arrange(from + row * matrix.layout->row_bytes, here, columns, to + panel * size);
+      const int64_t row = panel * panels::ROWS;
+      take(panel, row, std::min(panels::ROWS, rows - row));
     }
+  });
+}
+
+// The rows of a file arranged in panels.
+Tensor arranged(const Tensor& rows, const std::string& format, int64_t columns, int64_t group) {
+  const panels::Layout layout = layout_of(rows, format, columns, group);
+  const Tensor out = at::empty({panels_of(rows.size(0)) * layout.panel_bytes}, at::kByte);
+  const uint8_t* from = numbers<uint8_t>(rows);
+  auto* to = static_cast<uint8_t*>(out.data_ptr());
+  each_panel(rows.size(0), columns, [&](int64_t panel, int64_t row, int64_t count) {
+    layout.format->arrange(layout, from + row * layout.row_bytes, count,
+                           to + panel * layout.panel_bytes);
   });
   return out;
 }
 
-// A matrix in the bytes of its file. Products of a weight of codes need its panels as well.
-Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::string& format,
-                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order,
-                     std::optional<Tensor> panels) {
-  const stored::Layout layout = stored::layout_of(format, columns, group);
-  check<uint8_t>(weight, {rows, layout.row_bytes}, "a stored weight");
-  Matrix made{weight, bias, 0, rows, columns};
-  made.layout = layout, made.order = order, made.panels = panels;
-  if (panels) {
-    require(layout.coded && !order, format, " is not arranged in panels");
-    const int64_t count = (rows + panels::ROWS - 1) / panels::ROWS;
-    check<uint8_t>(*panels, {count * layout.coded->panel(columns)}, "panels");
-  }
+// The reverse, for formats whose files choose groups.
+Tensor restored(const Tensor& panels, const std::string& format, int64_t rows, int64_t columns,
+                int64_t group) {
+  const panels::Layout layout = panels::layout_of(format, columns, group);
+  check<uint8_t>(panels, {panels_of(rows) * layout.panel_bytes}, "panels");
+  require(layout.format->restore, format, " is not restored from panels");
+  const Tensor out = at::empty({rows, layout.row_bytes}, at::kByte);
+  const uint8_t* from = numbers<uint8_t>(panels);
+  auto* to = static_cast<uint8_t*>(out.data_ptr());
+  each_panel(rows, columns, [&](int64_t panel, int64_t row, int64_t count) {
+    layout.format->restore(layout, from + panel * layout.panel_bytes, count,
+                           to + row * layout.row_bytes);
+  });
+  return out;
+}
+
+// A matrix in panels.
+Matrix stored_matrix(Tensor panels, std::optional<Tensor> bias, const std::string& format,
+                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order) {
+  const panels::Layout layout = panels::layout_of(format, columns, group);
+  check<uint8_t>(panels, {panels_of(rows) * layout.panel_bytes}, "panels");
+  Matrix made{panels, bias, 0, rows, columns};
+  made.layout = layout, made.order = order;
   if (!order) return made;
   check<int32_t>(*order, {columns}, "the order of columns");
   const int32_t* from = numbers<int32_t>(order);
@@ -139,37 +166,40 @@ Matrix stored_matrix(Tensor weight, std::optional<Tensor> bias, const std::strin
   return made;
 }
 
-// Calls `take(row, bytes, room)` with each row of a stored matrix and room for its numbers, from
-// several threads.
+// Calls `take(row, numbers)` with the unpacked rows of a file, from several threads.
 template <typename Take>
-void each_row(const Matrix& matrix, const Take& take) {
-  require(matrix.layout.has_value(), "only a stored weight is unpacked");
-  const int64_t columns = matrix.columns(), bytes = matrix.layout->row_bytes;
-  const auto* from = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
-  at::parallel_for(0, matrix.rows(), 1 + (1 << 16) / columns, [&](int64_t first, int64_t last) {
-    std::vector<float> room(columns);
-    for (int64_t row = first; row < last; ++row) take(row, from + row * bytes, room.data());
+void each_row(const Tensor& rows, const panels::Layout& layout, const Take& take) {
+  const uint8_t* from = numbers<uint8_t>(rows);
+  at::parallel_for(0, rows.size(0), 1 + (1 << 16) / layout.columns, [&](int64_t first, int64_t last) {
+    std::vector<float> room(layout.columns);
+    for (int64_t row = first; row < last; ++row) {
+      layout.format->unpack(layout, from + row * layout.row_bytes, room.data());
+      take(row, room);
+    }
   });
 }
 
-// A stored matrix unpacked to float32 (rows, columns), its columns in the order of the inputs.
-Tensor unpacked(const Matrix& matrix) {
-  const int64_t columns = matrix.columns();
-  const Tensor out = at::empty({matrix.rows(), columns}, at::kFloat);
+// The rows of a file unpacked to float32 (rows, columns), their columns in the order of the inputs.
+Tensor unpacked(const Tensor& rows, const std::string& format, int64_t columns, int64_t group,
+                const std::optional<Tensor>& by) {
+  const Tensor out = at::empty({rows.size(0), columns}, at::kFloat);
   auto* to = static_cast<float*>(out.data_ptr());
-  const int32_t* order = numbers<int32_t>(matrix.order);
-  each_row(matrix, [&](int64_t row, const uint8_t* bytes, float* made) {
-    stored::unpack(*matrix.layout, bytes, made);
+  const int32_t* order = numbers<int32_t>(by);
+  const auto layout = layout_of(rows, format, columns, group);
+  each_row(rows, layout, [&](int64_t row, const std::vector<float>& made) {
     for (int64_t i = 0; i < columns; ++i) to[row * columns + (order ? order[i] : i)] = made[i];
   });
   return out;
 }
 
-// Whether all numbers of a stored matrix are finite.
-bool all_finite(const Matrix& matrix) {
+// Whether all numbers of the rows of a file are finite.
+bool all_finite(const Tensor& rows, const std::string& format, int64_t columns, int64_t group) {
   std::atomic<bool> whole{true};
-  each_row(matrix, [&](int64_t, const uint8_t* bytes, float* room) {
-    if (!stored::finite(*matrix.layout, bytes, room)) whole = false;
+  const auto layout = layout_of(rows, format, columns, group);
+  each_row(rows, layout, [&](int64_t, const std::vector<float>& numbers) {
+    float total = 0;  // NaN if any number is not finite
+    for (const float number : numbers) total += number * 0.0f;
+    if (total != 0.0f) whole = false;
   });
   return whole;
 }

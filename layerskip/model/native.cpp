@@ -96,6 +96,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::call_guard<py::gil_scoped_release>());
   module.def("stamps", &taken_stamps);
   module.def("tiles_refusal", &tiles::refusal);
+  module.def("arranged", &arranged, py::call_guard<py::gil_scoped_release>());
+  module.def("restored", &restored, py::call_guard<py::gil_scoped_release>());
+  module.def("unpacked", &unpacked, py::call_guard<py::gil_scoped_release>());
+  module.def("all_finite", &all_finite, py::call_guard<py::gil_scoped_release>());
   module.def("wide_products", &wide_products, py::call_guard<py::gil_scoped_release>());
   module.def("drawn", &draws::drawn, py::call_guard<py::gil_scoped_release>(), py::arg("logits"),
              py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"),
@@ -105,12 +109,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),
            py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"),
            py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt)
-      .def(py::init(&stored_matrix), py::arg("weight"), py::arg("bias"), py::kw_only(),
+      .def(py::init(&stored_matrix), py::arg("panels"), py::arg("bias"), py::kw_only(),
            py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group"),
-           py::arg("order") = std::nullopt, py::arg("panels") = std::nullopt)
-      .def("arranged", &arranged, py::call_guard<py::gil_scoped_release>())
-      .def("finite", &all_finite, py::call_guard<py::gil_scoped_release>())
-      .def("unpacked", &unpacked, py::call_guard<py::gil_scoped_release>());
+           py::arg("order") = std::nullopt);
   py::class_<Norm>(module, "Norm")
       .def(py::init(&norm_of), py::arg("weight"), py::arg("epsilon"), py::arg("style"));
   py::class_<Tail>(module, "Tail").def(py::init([](const py::kwargs& given) {

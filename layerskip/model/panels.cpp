@@ -1,16 +1,13 @@
 // Implements `panels.h`. A separate file, so that it compiles in parallel with the others.
-//
-// A panel holds 16 rows: first all factors and scales, then all codes. A lane of a vector holds
-// codes of one row, as a word of 32 bits: 8 codes of 4 bits, or 4 codes of 8. Masks take the codes
-// of a column out of the words, at their places, and inputs are divided by the powers of two that
-// the places mean. Codes of 5 and 6 bits lie in two planes, from which words of 8 bits are made.
 
 #include "panels.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "codes.h"
@@ -18,166 +15,181 @@
 namespace panels {
 namespace {
 
-using stored::UNIT;
-typedef uint32_t Words [[gnu::vector_size(4 * LANES)]];
-
 constexpr int VECTORS = static_cast<int>(ROWS / LANES);  // of a panel's rows
-constexpr int STEP = 6;                          // the most tokens of a step
-constexpr int64_t TOKENS = 10 * STEP;           // tokens for which a unit is unpacked once
+constexpr int FUSED = 2;               // the most tokens for which numbers are multiplied at once
+constexpr int STEP = 6;                // the most tokens of a step
+constexpr int64_t TOKENS = 10 * STEP;  // tokens for which a unit is unpacked once
 
-// How many bits of a word each code takes, and words of a unit.
-constexpr int width(int bits) { return bits == 4 ? 4 : 8; }
-constexpr int words(int bits) { return width(bits); }
-
-// Word n of the unit's codes that begin at `codes`.
-template <int BITS>
-inline Words word(const uint8_t* codes, int n) {
-  using stored::read;
-  if constexpr (BITS == 4 || BITS == 8) {
-    return read<Words>(codes + 4 * ROWS * n);
-  } else {
-    constexpr int HIGH = BITS - 4, EACH = 8 / HIGH;  // bits of the high plane, words of its lines
-    const Words low = read<Words>(codes + 4 * ROWS * (n / 2)) >> (n % 2 * 4);
-    const Words high = read<Words>(codes + 4 * ROWS * (4 + n / EACH));
-    const int up = 4 - n % EACH * HIGH;
-    const Words placed = up > 0 ? high << up : high >> -up;
-    return (low & 0x0f0f0f0f) | (placed & ((1 << HIGH) - 1) * 0x10101010u);
-  }
+// How many panels are multiplied together: as many as keep the CPU's units busy without more vectors
+// than the registers hold.
+template <typename F>
+constexpr int side(int tokens) {
+  if (MANY_REGISTERS) return 4;
+  if (tokens > FUSED) return 1;
+  return tokens == 1 && F::AFTER && (F::FIELDS == 1 || F::BITS == 4) ? 4 : 2;
 }
 
-// The j-th code of each lane's word, times `place(width, j)`.
-template <int WIDTH>
-inline Vec code(const Words& word, int j) {
-  const int shift = WIDTH * j;
-  const Words taken = shift == 32 - WIDTH ? word >> shift : word & ((1u << WIDTH) - 1) << shift;
-  return stored::floats(reinterpret_cast<const stored::Ints&>(taken));
-}
-inline float place(int width, int j) {
-  return width * (j + 1) == 32 ? 1.0f : static_cast<float>(int64_t{1} << width * j);
-}
-
-// Where a format keeps what in a panel.
+// Where a panel has its heads, one for each block, and its codes.
 template <typename F>
 struct Lie {
-  static constexpr int64_t UNITS = F::NUMBERS / UNIT, PARTS = UNIT / F::PART;
-  static constexpr int64_t HEAD = ROWS * (2 * F::HALVES + F::SCALES * UNITS);  // of a block
-  static constexpr int64_t CODES = ROWS * 4 * F::BITS;                          // of a unit
-  int64_t units, codes, bytes;  // `codes`: where codes begin
+  static constexpr int64_t PARTS = UNIT / F::PART;
+  static constexpr int64_t CODES = ROWS * 4 * F::BITS;  // bytes of a unit
+  int64_t units, group, head, codes, bytes;
 
-  explicit Lie(int64_t columns)
-      : units(columns / UNIT),
-        codes((units / UNITS * HEAD + 63) / 64 * 64),
+  explicit Lie(const Layout& layout)
+      : units(layout.columns / UNIT),
+        group(layout.group / UNIT),
+        head(F::SCALES_AT + ROWS * F::SCALES * each()),
+        codes((units / each() * head + 63) / 64 * 64),
         bytes(codes + units * CODES) {}
-  static int64_t factors(int64_t unit) { return unit / UNITS * HEAD; }
-  static int64_t scales(int64_t unit) {
-    return factors(unit) + ROWS * (2 * F::HALVES + F::SCALES * (unit % UNITS));
-  }
-  // What a token multiplies: its inputs, and their sums over each part.
-  static int64_t inputs(int64_t columns) { return columns + columns / F::PART; }
-  // The scales and offsets of some lanes of a panel.
+  // The units of a block.
+  int64_t each() const { return F::GROUPS ? group : F::NUMBERS / UNIT; }
   void pair(const uint8_t* panel, int64_t unit, int64_t part, int64_t lane, Vec& by,
             Vec& to) const {
-    const int64_t skipped = F::PART < UNIT ? ROWS * part : 0;
-    F::pair(panel + factors(unit) + 2 * lane, panel + scales(unit) + skipped + lane, by, to);
+    F::pair(panel + unit / each() * head, unit % each(), part, lane, by, to);
   }
   void fetch(const uint8_t* panel, int64_t unit) const {
-    if (unit % UNITS == 0)
-      for (int64_t line = 0; line < HEAD; line += 64) fetch_line(panel + factors(unit) + line);
+    if (unit % each() == 0)
+      for (int64_t line = 0; line < head; line += 64) fetch_line(panel + unit / each() * head + line);
     for (int64_t line = 0; line < CODES; line += 64)
       fetch_line(panel + codes + unit * CODES + line);
   }
+  // What a token multiplies: its inputs, and their sums over each part.
+  static int64_t inputs(int64_t columns) { return columns + columns / F::PART; }
 };
 
-// Puts what a row's block says of a unit's scales into the row's lane.
+// The block that holds a unit.
 template <typename F>
-void place_scales(const uint8_t* block, int64_t unit, int64_t row, uint8_t* factors,
-                  uint8_t* scales) {
-  for (int64_t k = 0; k < F::HALVES; ++k)
-    std::memcpy(factors + 2 * (k * ROWS + row), block + F::half_at(k), 2);
-  for (int64_t k = 0; k < F::SCALES; ++k) scales[k * ROWS + row] = F::scale(block, unit, k);
+const uint8_t* block_of(const uint8_t* row, int64_t unit) {
+  return row + unit / (F::NUMBERS / UNIT) * F::BYTES;
 }
 
-// The lower 4 bits of 8 bytes, in order.
-inline uint32_t squeezed(uint64_t bytes) {
-  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
-  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
-  return static_cast<uint32_t>(bytes | bytes >> 16);
+// Copies a row's factors and scales of a block to its lane of a head; BACK: the factors from there.
+template <typename F, bool BACK = false>
+void place_head(const Lie<F>& lie, uint8_t* row, int64_t block, int64_t lane, uint8_t* head) {
+  for (int64_t k = 0; k < F::FACTORS; ++k) {
+    constexpr int64_t SIZE = sizeof(typename F::T);
+    uint8_t *own = head + SIZE * (ROWS * k + lane), *from = row;
+    if constexpr (F::GROUPS)
+      from += lie.units * F::BYTES + SIZE * (k * (lie.units / lie.group) + block);
+    else
+      from += block * F::BYTES + F::factor_at(k);
+    BACK ? std::memcpy(from, own, SIZE) : std::memcpy(own, from, SIZE);
+  }
+  for (int64_t unit = 0; F::SCALES && unit < lie.each(); ++unit)
+    for (int64_t k = 0; k < F::SCALES; ++k)
+      head[F::SCALES_AT + ROWS * (F::SCALES * unit + k) + lane] =
+          F::scale(row + block * F::BYTES, unit, k);
 }
 
-// Arranges the `count` rows of a panel.
-template <typename F>
-void arrange(const uint8_t* rows, int64_t count, int64_t columns, uint8_t* out) {
-  const Lie<F> lie(columns);
-  const int64_t row_bytes = columns / F::NUMBERS * F::BYTES;
-  std::fill_n(out, lie.bytes, 0);
-  for (int64_t r = 0; r < count; ++r)
+// Copies rows to a panel; BACK: from a panel.
+template <typename F, bool BACK>
+void copy(const Layout& layout, uint8_t* rows, int64_t count, uint8_t* panel) {
+  const Lie<F> lie(layout);
+  if (!BACK) std::fill_n(panel, lie.bytes, 0);
+  for (int64_t r = 0; r < count; ++r) {
+    uint8_t* row = rows + r * layout.row_bytes;
+    for (int64_t block = 0; block < lie.units / lie.each(); ++block)
+      place_head<F, BACK>(lie, row, block, r, panel + block * lie.head);
     for (int64_t unit = 0; unit < lie.units; ++unit) {
-      const uint8_t* block = rows + r * row_bytes + unit / lie.UNITS * F::BYTES;
-      place_scales<F>(block, unit % lie.UNITS, r, out + lie.factors(unit), out + lie.scales(unit));
-      uint8_t codes[UNIT];
-      F::codes(block, unit % lie.UNITS, codes);
-      uint32_t lines[F::BITS] = {};  // of this row
-      for (int n = 0; n < words(F::BITS); ++n) {
-        if constexpr (F::BITS == 4) {
-          lines[n] = squeezed(stored::read<uint64_t>(codes + 8 * n));
-          continue;
+      uint8_t* codes = panel + lie.codes + unit * lie.CODES;
+      uint8_t* block = row + (block_of<F>(row, unit) - row);
+      if constexpr (F::FIELDS == 1) {
+        for (int64_t i = 0; i < UNIT; ++i) {
+          uint8_t *own = codes + F::SIZE * (ROWS * i + r), *from = block + F::NUMBERS_AT + F::SIZE * i;
+          BACK ? std::memcpy(from, own, F::SIZE) : std::memcpy(own, from, F::SIZE);
         }
-        const auto word = stored::read<uint32_t>(codes + 4 * n);
-        if constexpr (F::BITS == 8) {
-          lines[n] = word;
-        } else if constexpr (F::BITS > 4) {
-          constexpr int HIGH = F::BITS - 4, EACH = 8 / HIGH;
-          lines[n / 2] |= (word & 0x0f0f0f0f) << n % 2 * 4;
-          lines[4 + n / EACH] |= (word >> 4 & 0x0f0f0f0f) << n % EACH * HIGH;
-        }
+      } else if constexpr (BACK) {
+        F::take(codes + 4 * r, block);
+      } else {
+        uint8_t each[UNIT];
+        F::codes(block, unit % (F::NUMBERS / UNIT), each);
+        F::put(each, codes + 4 * r);
       }
-      uint8_t* to = out + lie.codes + unit * lie.CODES + 4 * r;
-      for (int line = 0; line < F::BITS; ++line)
-        std::memcpy(to + 4 * ROWS * line, &lines[line], 4);
-    }
-}
-
-// Unpacks a row to float32.
-template <typename F>
-void unpack(const uint8_t* row, int64_t columns, float* out) {
-  for (int64_t unit = 0; unit < columns / UNIT; ++unit, out += UNIT) {
-    const uint8_t* block = row + unit / Lie<F>::UNITS * F::BYTES;
-    uint8_t codes[UNIT], factors[2 * F::HALVES * ROWS] = {}, scales[2 * ROWS] = {};
-    F::codes(block, unit % Lie<F>::UNITS, codes);
-    place_scales<F>(block, unit % Lie<F>::UNITS, 0, factors, scales);
-    for (int64_t part = 0; part < Lie<F>::PARTS; ++part) {
-      Vec by, to;
-      F::pair(factors, scales + ROWS * part, by, to);
-      float pair[2][LANES];
-      by.store(pair[0]), to.store(pair[1]);
-      for (int64_t i = part * F::PART; i < (part + 1) * F::PART; i += LANES)
-        at::vec::fmadd(stored::floats(stored::bytes(codes + i)), Vec(pair[0][0]), Vec(pair[1][0]))
-            .store(out + i);
     }
   }
 }
 
-// Whether a row's factors, and so its numbers, are finite.
 template <typename F>
-bool finite(const uint8_t* row, int64_t columns) {
-  bool all = true;
-  for (int64_t block = 0; block < columns / F::NUMBERS; ++block)
-    for (int64_t k = 0; k < F::HALVES; ++k)
-      all &= std::isfinite(stored::half(row + block * F::BYTES + F::half_at(k)));
-  return all;
+void arrange(const Layout& layout, const uint8_t* rows, int64_t count, uint8_t* panel) {
+  copy<F, false>(layout, const_cast<uint8_t*>(rows), count, panel);
+}
+template <typename F>
+void restore(const Layout& layout, const uint8_t* panel, int64_t count, uint8_t* rows) {
+  copy<F, true>(layout, rows, count, const_cast<uint8_t*>(panel));
 }
 
-// Adds the sums of a part to those of a row, as every product does.
+template <typename F>
+void unpack(const Layout& layout, const uint8_t* row, float* out) {
+  const Lie<F> lie(layout);
+  uint8_t head[ROWS * 20] = {};  // of the largest blocks, with a single lane in use
+  for (int64_t unit = 0; unit < lie.units; ++unit) {
+    const int64_t inside = unit % lie.each();
+    if (inside == 0)
+      place_head<F>(lie, const_cast<uint8_t*>(row), unit / lie.each(), 0, head);
+    const uint8_t* block = block_of<F>(row, unit);
+    uint8_t codes[UNIT];
+    if constexpr (F::FIELDS > 1) F::codes(block, unit % (F::NUMBERS / UNIT), codes);
+    for (int64_t part = 0; part < lie.PARTS; ++part) {
+      Vec by(0.0f), to(0.0f);
+      float pair[2][LANES];
+      F::pair(head, inside, part, 0, by, to);
+      by.store(pair[0]), to.store(pair[1]);
+      by = Vec(pair[0][0]), to = Vec(pair[1][0]);
+      for (int64_t i = part * F::PART; i < (part + 1) * F::PART; i += LANES, out += LANES) {
+        Vec number;
+        if constexpr (F::FIELDS > 1)
+          number = floats(bytes(codes + i));
+        else
+          number = F::value(block + F::NUMBERS_AT + F::SIZE * i);
+        if constexpr (F::AFTER)  // rounds once, because the product is exact
+          number = at::vec::fmadd(number, by, to);
+        else
+          number = F::number(number, by, to);
+        number.store(out);
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Products.
+
+// The n-th word of LANES rows, or their numbers of the n-th column.
+template <typename F>
+inline auto held_at(const uint8_t* codes, int n, int64_t lane) {
+  if constexpr (F::FIELDS > 1)
+    return F::load(codes, n, lane);
+  else
+    return F::value(codes + F::SIZE * (ROWS * n + lane));
+}
+
+// What is multiplied with inputs: numbers, or codes whose sums are scaled afterwards.
+template <typename F, typename Held>
+inline Vec taken(const Held& held, int j, const Vec& by, const Vec& to) {
+  Vec code;
+  if constexpr (F::FIELDS > 1)
+    code = F::code(held, j);
+  else
+    code = held;
+  if constexpr (F::AFTER) return code;
+  else return F::number(code, by, to);
+}
+
+// Adds the sum of a part to a row's.
+template <typename F>
 inline Vec added(const Vec& total, const Vec& sum, const Vec& by, const Vec& inputs, const Vec& to) {
-  return at::vec::fmadd(inputs, to, at::vec::fmadd(sum, by, total));
+  if constexpr (F::AFTER)
+    return at::vec::fmadd(inputs, to, at::vec::fmadd(sum, by, total));
+  else
+    return total + sum;
 }
 
 // PANELS panels times COUNT tokens, (COUNT, PANELS, ROWS).
 template <typename F, int PANELS, int COUNT>
 void fuse(const Lie<F>& lie, const uint8_t* panel, const float* x, const uint8_t* next,
           float* out) {
-  constexpr int VECS = PANELS * VECTORS, WIDTH = width(F::BITS), FIELDS = 32 / WIDTH;
-  constexpr int WORDS = words(F::BITS) / lie.PARTS;
+  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / lie.PARTS;
   const int64_t ahead = std::max<int64_t>(1, AHEAD / (PANELS * lie.CODES));
   const float* input_sums = x + lie.units * UNIT * COUNT;
   Vec totals[COUNT][VECS];
@@ -189,40 +201,44 @@ void fuse(const Lie<F>& lie, const uint8_t* panel, const float* x, const uint8_t
       lie.fetch((later < lie.units ? panel : next) + p * lie.bytes, later % lie.units);
     for (int64_t part = 0; part < lie.PARTS; ++part) {
       const uint8_t* codes = panel + lie.codes + unit * lie.CODES;
-      Vec sums[COUNT][VECS];
+      Vec sums[COUNT][VECS], by[VECS], to[VECS];
+      const auto pairs = [&] {
+#pragma GCC unroll 16
+        for (int r = 0; r < VECS; ++r)
+          lie.pair(panel + r / VECTORS * lie.bytes, unit, part, r % VECTORS * LANES, by[r], to[r]);
+      };
+      if (!F::AFTER) pairs();
 #pragma GCC unroll 8
       for (int t = 0; t < COUNT; ++t)
 #pragma GCC unroll 16
         for (int r = 0; r < VECS; ++r) sums[t][r] = Vec(0.0f);
 #pragma GCC unroll 8
       for (int n = 0; n < WORDS; ++n) {
-        Words some[VECS];
+        decltype(held_at<F>(codes, 0, 0)) held_some[VECS];
 #pragma GCC unroll 16
         for (int r = 0; r < VECS; ++r)
-          some[r] = word<F::BITS>(codes + r / VECTORS * lie.bytes + r % VECTORS * 4 * LANES,
-                                  static_cast<int>(part) * WORDS + n);
+          held_some[r] = held_at<F>(codes + r / VECTORS * lie.bytes,
+                                    static_cast<int>(part) * WORDS + n, r % VECTORS * LANES);
 #pragma GCC unroll 8
-        for (int j = 0; j < FIELDS; ++j, x += COUNT) {
+        for (int j = 0; j < F::FIELDS; ++j, x += COUNT) {
           Vec given[COUNT];
 #pragma GCC unroll 8
           for (int t = 0; t < COUNT; ++t) given[t] = held(Vec(x[t]));
 #pragma GCC unroll 16
           for (int r = 0; r < VECS; ++r) {
-            const Vec number = code<WIDTH>(some[r], j);
+            const Vec number = taken<F>(held_some[r], j, by[r], to[r]);
 #pragma GCC unroll 8
             for (int t = 0; t < COUNT; ++t)
               sums[t][r] = at::vec::fmadd(number, given[t], sums[t][r]);
           }
         }
       }
+      if (F::AFTER) pairs();
 #pragma GCC unroll 16
-      for (int r = 0; r < VECS; ++r) {
-        Vec by, to;
-        lie.pair(panel + r / VECTORS * lie.bytes, unit, part, r % VECTORS * LANES, by, to);
+      for (int r = 0; r < VECS; ++r)
 #pragma GCC unroll 8
         for (int t = 0; t < COUNT; ++t)
-          totals[t][r] = added(totals[t][r], sums[t][r], by, Vec(input_sums[t]), to);
-      }
+          totals[t][r] = added<F>(totals[t][r], sums[t][r], by[r], Vec(input_sums[t]), to[r]);
       input_sums += COUNT;
     }
   }
@@ -230,9 +246,9 @@ void fuse(const Lie<F>& lie, const uint8_t* panel, const float* x, const uint8_t
     for (int r = 0; r < VECS; ++r) totals[t][r].store(out + (t * VECS + r) * LANES);
 }
 
-// Adds the products of a part of PANELS unpacked panels, (columns, PANELS, ROWS), with the inputs
-// of COUNT tokens.
-template <int COLUMNS, int PANELS, int COUNT>
+// Adds the products of a part of PANELS unpacked panels, (columns, PANELS, ROWS), with the inputs of
+// COUNT tokens.
+template <typename F, int PANELS, int COUNT>
 void add(const float* numbers, const Vec* by, const Vec* to, const float* x,
          const float* input_sums, float* totals) {
   constexpr int VECS = PANELS * VECTORS;
@@ -242,7 +258,7 @@ void add(const float* numbers, const Vec* by, const Vec* to, const float* x,
 #pragma GCC unroll 16
     for (int r = 0; r < VECS; ++r) sums[t][r] = Vec(0.0f);
 #pragma GCC unroll 4
-  for (int column = 0; column < COLUMNS; ++column) {
+  for (int column = 0; column < F::PART; ++column) {
     Vec some[VECS];
 #pragma GCC unroll 16
     for (int r = 0; r < VECS; ++r) some[r] = Vec::loadu(numbers + (column * VECS + r) * LANES);
@@ -258,68 +274,62 @@ void add(const float* numbers, const Vec* by, const Vec* to, const float* x,
 #pragma GCC unroll 16
     for (int r = 0; r < VECS; ++r) {
       float* at = totals + (t * VECS + r) * LANES;
-      added(Vec::loadu(at), sums[t][r], by[r], Vec(input_sums[t]), to[r]).store(at);
+      added<F>(Vec::loadu(at), sums[t][r], by[r], Vec(input_sums[t]), to[r]).store(at);
     }
 }
 
 // Indexed by the tokens of a step, less 1.
-template <int COLUMNS, int PANELS, int... COUNT>
+template <typename F, int PANELS, int... COUNT>
 constexpr auto adding(std::integer_sequence<int, COUNT...>) {
-  return std::array{add<COLUMNS, PANELS, COUNT + 1>...};
+  return std::array{add<F, PANELS, COUNT + 1>...};
 }
-template <int COLUMNS, int PANELS>
-constexpr auto ADD = adding<COLUMNS, PANELS>(std::make_integer_sequence<int, STEP>());
+template <typename F, int PANELS>
+constexpr auto ADD = adding<F, PANELS>(std::make_integer_sequence<int, STEP>());
 
 // PANELS panels times some steps of tokens, (tokens, PANELS, ROWS). A unit is unpacked once.
 template <typename F, int PANELS>
 void unfold(const Lie<F>& lie, const uint8_t* panel, const float* inputs, const Steps& steps,
             int64_t first, int64_t last, const uint8_t* next, float* totals) {
-  constexpr int VECS = PANELS * VECTORS, WIDTH = width(F::BITS), FIELDS = 32 / WIDTH;
+  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / lie.PARTS;
   const int64_t columns = lie.units * UNIT, begin = steps.first(first);
-  alignas(64) float numbers[UNIT * VECS * LANES];
+  alignas(64) float numbers[F::PART * VECS * LANES];
   std::fill_n(totals, (steps.first(last) - begin) * VECS * LANES, 0.0f);
   for (int64_t unit = 0; unit < lie.units; ++unit) {
-    for (int r = 0; r < VECS; ++r) {
-      const uint8_t* codes = panel + r / VECTORS * lie.bytes + lie.codes + unit * lie.CODES;
-#pragma GCC unroll 8
-      for (int n = 0; n < words(F::BITS); ++n) {
-        const Words some = word<F::BITS>(codes + r % VECTORS * 4 * LANES, n);
-#pragma GCC unroll 8
-        for (int j = 0; j < FIELDS; ++j)
-          code<WIDTH>(some, j).store(numbers + ((n * FIELDS + j) * VECS + r) * LANES);
-      }
-    }
     for (int p = 0; p < PANELS; ++p) lie.fetch(next + p * lie.bytes, unit);
     for (int64_t part = 0; part < lie.PARTS; ++part) {
       Vec by[VECS], to[VECS];
-      for (int r = 0; r < VECS; ++r)
-        lie.pair(panel + r / VECTORS * lie.bytes, unit, part, r % VECTORS * LANES, by[r], to[r]);
+      for (int r = 0; r < VECS; ++r) {
+        const uint8_t* from = panel + r / VECTORS * lie.bytes;
+        const int64_t lane = r % VECTORS * LANES;
+        lie.pair(from, unit, part, lane, by[r], to[r]);
+#pragma GCC unroll 8
+        for (int n = 0; n < WORDS; ++n) {
+          const auto some = held_at<F>(from + lie.codes + unit * lie.CODES,
+                                       static_cast<int>(part) * WORDS + n, lane);
+#pragma GCC unroll 8
+          for (int j = 0; j < F::FIELDS; ++j)
+            taken<F>(some, j, by[r], to[r]).store(numbers + ((n * F::FIELDS + j) * VECS + r) * LANES);
+        }
+      }
       for (int64_t step = first; step < last; ++step) {
         const int64_t before = steps.first(step), count = steps.length(step);
         const float* x = inputs + before * lie.inputs(columns);
-        ADD<F::PART, PANELS>[count - 1](numbers + part * F::PART * VECS * LANES, by, to,
-                                        x + (unit * UNIT + part * F::PART) * count,
-                                        x + (columns + unit * lie.PARTS + part) * count,
-                                        totals + (before - begin) * VECS * LANES);
+        ADD<F, PANELS>[count - 1](numbers, by, to, x + (unit * UNIT + part * F::PART) * count,
+                                  x + (columns + unit * lie.PARTS + part) * count,
+                                  totals + (before - begin) * VECS * LANES);
       }
     }
   }
 }
 
-// How many panels are multiplied at once: as many as keep the CPU's units busy without more sums than
-// the registers hold.
-constexpr int side(int tokens, int bits) {
-  if (MANY_REGISTERS) return 4;
-  return tokens > FUSED ? 1 : tokens == 1 && (bits == 4 || bits == 8) ? 4 : 2;
-}
-
 // The rows first to last times all inputs: those of COUNT tokens, or of more than FUSED if it is 0.
 template <typename F, int COUNT>
-void multiply(const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
-              const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
-  const Lie<F> lie(columns);
+void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
+                  const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
+  constexpr int SIDE = side<F>(COUNT ? COUNT : STEP);
+  const Lie<F> lie(layout);
   const Steps steps{tokens, STEP};
-  alignas(64) float totals[TOKENS * side(COUNT ? COUNT : STEP, F::BITS) * ROWS];
+  alignas(64) float totals[TOKENS * SIDE * ROWS];
   int64_t row = first;
   const auto some = [&](auto panels) {
     constexpr int PANELS = decltype(panels)::value;
@@ -342,19 +352,27 @@ void multiply(const uint8_t* weight, int64_t first, int64_t last, int64_t column
     }
     row += rows;
   };
-  constexpr int PANELS = side(COUNT ? COUNT : STEP, F::BITS);
-  while (row + (PANELS - 1) * ROWS < last) some(std::integral_constant<int, PANELS>());
+  while (row + (SIDE - 1) * ROWS < last) some(std::integral_constant<int, SIDE>());
   while (row < last) some(std::integral_constant<int, 1>());
 }
 
-// Packs inputs x (tokens, columns) for products with a format, in steps of tokens. A step has its
-// inputs (columns, tokens), divided by the places of codes, and their sums (parts, tokens).
 template <typename F>
-void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin, int64_t end) {
-  constexpr int WIDTH = width(F::BITS);
-  float places[LANES];
-  for (int64_t i = 0; i < LANES; ++i) places[i] = 1 / place(WIDTH, i % (32 / WIDTH));
-  const Vec divided = Vec::loadu(places);
+void multiply(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
+              const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
+  const auto some = tokens == 1   ? multiply_all<F, 1>
+                    : tokens == 2 ? multiply_all<F, 2>
+                                  : multiply_all<F, 0>;
+  some(layout, weight, first, last, inputs, tokens, then, write);
+}
+
+// Packs inputs x (tokens, columns) in steps of tokens. A step has its inputs (columns, tokens),
+// divided by the places of codes, and their sums (parts, tokens). `order` says which input each
+// column multiplies.
+template <typename F>
+void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin, int64_t end,
+          const int32_t* order) {
+  float places[F::PART];
+  for (int64_t i = 0; i < F::PART; ++i) places[i] = 1 / F::place(i);
   const Steps steps{tokens, tokens <= FUSED ? FUSED : STEP};
   for (int64_t step = 0; step < steps.count; ++step) {
     const int64_t before = steps.first(step), count = steps.length(step);
@@ -363,11 +381,15 @@ void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t 
       float* sums = to + columns * count;
       for (int64_t column = 0; column < columns; column += F::PART, sums += count) {
         const float* from = x + t * columns + column;
-        float made[F::PART], total[4] = {};
+        float sorted[F::PART], made[F::PART], total[4] = {};
+        if (order) {
+          for (int64_t i = 0; i < F::PART; ++i) sorted[i] = x[t * columns + order[column + i]];
+          from = sorted;
+        }
         for (int64_t i = 0; i < F::PART; i += LANES)
-          (Vec::loadu(from + i) * divided).store(made + i);
+          (Vec::loadu(from + i) * Vec::loadu(places + i)).store(made + i);
         for (int64_t i = 0; i < F::PART; ++i) to[(column + i) * count] = made[i];
-        for (int64_t i = 0; i < F::PART; ++i) total[i % 4] += from[i];  // not in the order of lanes
+        for (int64_t i = 0; i < F::PART; ++i) total[i % 4] += from[i];  // whatever the vectors' width
         *sums = (total[0] + total[2]) + (total[1] + total[3]);
       }
     }
@@ -376,23 +398,39 @@ void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t 
 
 template <typename F>
 constexpr Format format(const char* name) {
-  return {name, F::BYTES, F::NUMBERS, F::PART, width(F::BITS),
-          [](int64_t columns) { return Lie<F>(columns).bytes; },
-          arrange<F>, unpack<F>, finite<F>, pack<F>,
-          {multiply<F, 0>, multiply<F, 1>, multiply<F, 2>}};
+  Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? F::FACTORS * int64_t{sizeof(typename F::T)} : 0,
+              F::PART + (F::place(0) == F::place(1) ? 0 : F::FIELDS),
+              [](const Layout& layout) { return Lie<F>(layout).bytes; },
+              arrange<F>, nullptr, unpack<F>, pack<F>, multiply<F>};
+  if constexpr (F::GROUPS) made.restore = restore<F>;
+  return made;
 }
 
 constexpr std::array FORMATS{
-    format<stored::Q4_0>("Q4_0"), format<stored::Q4_1>("Q4_1"), format<stored::Q5_0>("Q5_0"),
-    format<stored::Q5_1>("Q5_1"), format<stored::Q8_0>("Q8_0"), format<stored::Q4_K>("Q4_K"),
-    format<stored::Q5_K>("Q5_K"), format<stored::Q6_K>("Q6_K")};
+    format<Plain<float>>("F32"), format<Plain<Half>>("F16"),
+    format<Q4_0>("Q4_0"),        format<Q4_1>("Q4_1"),       format<Q5_0>("Q5_0"),
+    format<Q5_1>("Q5_1"),        format<Q8_0>("Q8_0"),       format<Q4_K>("Q4_K"),
+    format<Q5_K>("Q5_K"),        format<Q6_K>("Q6_K"),
+    format<G4<float>>("G4-F32"), format<G4<Half>>("G4-F16"), format<G4<BFloat16>>("G4-BF16"),
+    format<G8<float>>("G8-F32"), format<G8<Half>>("G8-F16"), format<G8<BFloat16>>("G8-BF16"),
+    format<F8<float>>("F8-F32"), format<F8<Half>>("F8-F16"), format<F8<BFloat16>>("F8-BF16")};
 
 }  // namespace
 
-const Format* find(const std::string& name) {
+Layout layout_of(const std::string& name, int64_t columns, int64_t group) {
   const auto found = std::find_if(FORMATS.begin(), FORMATS.end(),
                                   [&](const Format& each) { return name == each.name; });
-  return found == FORMATS.end() ? nullptr : &*found;
+  const auto refuse = [](const auto&... words) { throw std::invalid_argument(c10::str(words...)); };
+  if (found == FORMATS.end()) refuse("there is no format ", name, " of stored weights");
+  const Format& format = *found;
+  if (columns <= 0 || columns % format.numbers)
+    refuse("rows of ", name, " have a multiple of ", format.numbers, " columns, not ", columns);
+  if (format.factor ? group <= 0 || group % UNIT || columns % group : group != 0)
+    refuse("groups of ", group, " columns do not divide ", columns, " in ", name);
+  Layout layout{&format, columns, group, columns / format.numbers * format.bytes, 0};
+  if (group) layout.row_bytes += columns / group * format.factor;
+  layout.panel_bytes = format.panel(layout);
+  return layout;
 }
 
 }  // namespace panels

@@ -1,11 +1,10 @@
-// Products of weights in codes of 4 to 8 bits (the formats of GGUF), without any rounding.
+// Products of weights as files store them, in few bits each, without any further rounding.
 //
 // Before its first product, a weight is arranged in panels of 16 rows, in as many bytes, so that no
-// vector is ever summed across. The codes of a part (the columns that share a scale) are multiplied
-// with a token's inputs and summed in float32, in the order of the columns. These sums are scaled
-// and added, in the order of the parts; with an offset, or a code other than 0 that means 0, the
-// sum of the inputs is scaled and added, too. So a result does not depend on threads, on the tokens
-// beside it, nor on the width of vectors.
+// vector is ever summed across. A sum goes through the columns in order. Where numbers are codes
+// times a scale, plus an offset, the codes of a part (the columns that share both) are multiplied
+// with the inputs first; their sum is scaled, and the offset is added times the sum of the inputs.
+// So a result depends neither on threads, nor on the tokens beside it, nor on the width of vectors.
 
 #pragma once
 
@@ -17,40 +16,44 @@
 namespace panels {
 
 constexpr int64_t ROWS = 16;  // of a panel
-constexpr int FUSED = 2;      // the most tokens for which codes are multiplied as they are unpacked
 
 using Write = c10::function_ref<void(int64_t, int64_t, int64_t, const float*)>;
 
+struct Layout;
+
+// What can be done with the weights of a format.
 struct Format {
   const char* name;
-  int64_t bytes, numbers;   // of a block in a file
-  int64_t part;             // columns that share a scale
-  int width;                // of a code in a word of a panel, bits
+  int64_t bytes, numbers;  // of a block in a file
+  int64_t factor;          // bytes that each group of columns adds, where files choose groups; else 0
+  int64_t inputs;          // formats for which inputs are packed alike have the same number
 
   // The bytes of a panel.
-  int64_t (*panel)(int64_t columns);
-  // Arranges `count` rows of a file as a panel.
-  void (*arrange)(const uint8_t* rows, int64_t count, int64_t columns, uint8_t* panel);
-  // Unpacks a row of a file to float32.
-  void (*unpack)(const uint8_t* row, int64_t columns, float* out);
-  // Whether all numbers of a row of a file are finite.
-  bool (*finite)(const uint8_t* row, int64_t columns);
+  int64_t (*panel)(const Layout&);
+  // Arranges `count` rows as a panel, or the reverse (for formats whose files choose groups).
+  void (*arrange)(const Layout&, const uint8_t* rows, int64_t count, uint8_t* panel);
+  void (*restore)(const Layout&, const uint8_t* panel, int64_t count, uint8_t* rows);
+  // Unpacks a row to float32.
+  void (*unpack)(const Layout&, const uint8_t* row, float* out);
   // Packs inputs x (tokens, columns) into `room`, at most `packed_width` floats a token. Only tokens
   // begin to end are packed, so that threads can share the work.
   void (*pack)(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
-               int64_t end);
+               int64_t end, const int32_t* order);
   // The sums of rows first to last with packed inputs. `weight` points to the panel of row first, a
   // multiple of ROWS. `write(t, row, count, sums)` is called with the sums of one token and some
-  // rows, and `then` points to what is read afterwards. Indexed by tokens; 0: for more than FUSED.
-  void (*multiply[FUSED + 1])(const uint8_t* weight, int64_t first, int64_t last, int64_t columns,
-                              const float* inputs, int64_t tokens, const uint8_t* then,
-                              Write write);
-
-  // Whether products with both formats read the same packed inputs.
-  bool alike(const Format& other) const { return part == other.part && width == other.width; }
+  // rows, and `then` points to what is read afterwards.
+  void (*multiply)(const Layout&, const uint8_t* weight, int64_t first, int64_t last,
+                   const float* inputs, int64_t tokens, const uint8_t* then, Write write);
 };
 
-// The format of a name; a null pointer if it is not one of codes.
-const Format* find(const std::string& name);
+struct Layout {
+  const Format* format;
+  int64_t columns;
+  int64_t group;  // columns that share a scale, where files choose them; else 0
+  int64_t row_bytes, panel_bytes;
+};
+
+// Raises a ValueError in Python if there is no such format, or if it cannot hold such rows.
+Layout layout_of(const std::string& format, int64_t columns, int64_t group);
 
 }  // namespace panels

@@ -200,7 +200,8 @@ class Pass : Given {
   // The first of a thread's rows in a product.
   const uint8_t* begins(const Worker& me, const Piece& piece) const {
     const Matrix& matrix = *piece.matrix;
-    return matrix.bytes() + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
+    const uint8_t* weight = static_cast<const uint8_t*>(matrix.weight.const_data_ptr());
+    return weight + (piece.first + me.share(piece.rows).first) * matrix.row_bytes();
   }
 
   // The tokens that a thread norms and packs, of `tokens`.
@@ -225,11 +226,11 @@ class Pass : Given {
     if (matrix.bits) {
       integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed, own.first,
                              own.last);
-    } else if (matrix.panels) {
-      matrix.layout->coded->pack(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     } else if (matrix.layout) {
-      pack_inputs<float>(x, matrix.columns(), tokens, me.packed, own.first, own.last,
-                         numbers<int32_t>(matrix.order));
+      matrix.layout->format->pack(x, matrix.columns(), tokens, me.packed, own.first, own.last,
+                                  numbers<int32_t>(matrix.order));
+    } else if (matrix.halved<S>()) {
+      pack_inputs<BFloat16, float>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     } else {
       pack_inputs<S>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     }
@@ -275,18 +276,16 @@ class Pass : Given {
       const auto write = [&](int64_t t, int64_t row, int64_t count, const float* sums) {
         ::finish(sums, bias ? bias + row : nullptr, count, out + t * stride + row);
       };
-      const stored::Layout& layout = *matrix.layout;
-      if (!matrix.panels)
-        return stored::product(layout, weight, mine.first, mine.last, me.packed, tokens, then, write);
-      return layout.coded->multiply[tokens <= panels::FUSED ? tokens : 0](
-          weight, mine.first, mine.last, columns, me.packed, tokens, then, write);
+      return matrix.layout->format->multiply(*matrix.layout, weight, mine.first, mine.last,
+                                             me.packed, tokens, then, write);
     }
-    if (!matrix.bits) {
-      const S* rows = reinterpret_cast<const S*>(weight) - mine.first * columns;
-      product(rows, bias, mine.first, mine.last, columns, me.packed, tokens, out, stride,
-              reinterpret_cast<const S*>(then));
-      return;
-    }
+    const auto plain = [&](auto number) {
+      using N = decltype(number);
+      product(reinterpret_cast<const N*>(weight) - mine.first * columns, bias, mine.first, mine.last,
+              columns, me.packed, tokens, out, stride, reinterpret_cast<const N*>(then));
+    };
+    if (matrix.halved<S>()) return plain(BFloat16());
+    if (!matrix.bits) return plain(S());
     if (matrix.rank()) {
       me.small.resize(tokens * matrix.rank());
       shrink(matrix, me.taken, tokens, me.small.data());

@@ -249,8 +249,7 @@ struct Cuts {
   Cuts(int64_t columns, bool pairs) : columns(columns), pairs(pairs) {
     const int64_t most = NEAR / (pairs ? 2 : 4) / MOST<S>;
     const int64_t pieces = (columns + most - 1) / most;
-    const int64_t whole = columns % 256 ? 32 : 128;  // whole steps of the blocks of stored rows
-    span = ((columns + pieces - 1) / pieces + whole - 1) / whole * whole;
+    span = ((columns + pieces - 1) / pieces + 31) / 32 * 32;
     count = (columns + span - 1) / span;
   }
   // The floats of a token's packed inputs: of one cut, and of all.
@@ -291,38 +290,36 @@ inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float*
   }
 }
 
-// Packs inputs x (tokens, columns) into `room` for products with weights of S. Only tokens begin to
-// end are packed, so that threads can share the work. `order`, for float weights only, says which
-// input each column of the weight multiplies.
-template <typename S>
+// Whether weights of S in a model of M are multiplied as pairs of bfloat16 numbers: those of a
+// float32 model are widened instead, because its inputs are not rounded.
+template <typename S, typename M>
+constexpr bool PAIRED = PARTS<S> == 2 && std::is_same_v<S, M>;
+
+// Packs inputs x (tokens, columns) into `room` for products with weights of S in a model of M. Only
+// tokens begin to end are packed, so that threads can share the work.
+template <typename S, typename M = S>
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
-                 int64_t end, const int32_t* order = nullptr) {
-  if constexpr (PARTS<S> == 2)
+                 int64_t end) {
+  if constexpr (PAIRED<S, M>)
     if (!tiles::refusal()) return tiles::pack_inputs(x, columns, tokens, room, begin, end);
   const Steps steps{tokens, MOST<S>};
-  const Cuts<S> cuts(columns, PARTS<S> == 2 && has_pairs());
+  const Cuts<S> cuts(columns, PAIRED<S, M> && has_pairs());
   for (int64_t step = 0; step < steps.count; ++step) {
     const int64_t first = steps.first(step), length = steps.length(step);
     for (int64_t t = std::max(begin, first); t < std::min(end, first + length); ++t)
       for (int64_t cut = 0; cut < cuts.count; ++cut) {
         const int64_t k = cut * cuts.span, count = std::min(cuts.span, columns - k);
-        const float* from = x + t * columns + k;
-        float sorted[NEAR / 4 / MOST<S> + 32];  // inputs of a cut
-        if (order) {
-          for (int64_t i = 0; i < count; ++i) sorted[i] = x[t * columns + order[k + i]];
-          from = sorted;
-        }
         float* to = room + first * cuts.width() + cut * length * cuts.room() + (t - first) * LANES;
-        pack<S>(from, count, cuts.span, cuts.pairs, to, length * LANES);
+        pack<S>(x + t * columns + k, count, cuts.span, cuts.pairs, to, length * LANES);
       }
   }
 }
 
 // The outputs for the sums of some rows: bias added, and rounded to the model's dtype.
-template <typename S, typename O>
-inline void finish(const float* sums, const S* bias, int64_t count, O* out) {
+template <typename M, typename O>
+inline void finish(const float* sums, const M* bias, int64_t count, O* out) {
   for (int64_t i = 0; i < count; ++i)
-    out[i] = static_cast<O>(rounded<S>(bias ? sums[i] + static_cast<float>(bias[i]) : sums[i]));
+    out[i] = static_cast<O>(rounded<M>(bias ? sums[i] + static_cast<float>(bias[i]) : sums[i]));
 }
 
 template <typename S>
@@ -332,8 +329,8 @@ bool short_rows(int64_t columns) {
 
 // Rows first to last, at most GROUP, times the TOKENS packed inputs of one of several steps. `then`
 // points to what is read afterwards.
-template <typename S, bool PAIRS, typename O, int TOKENS, int ROWS = ROWS_WITH<S, TOKENS>>
-void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts<S>& cuts,
+template <typename S, bool PAIRS, typename O, int TOKENS, int ROWS = ROWS_WITH<S, TOKENS>, typename M>
+void few(const S* weight, const M* bias, int64_t first, int64_t last, const Cuts<S>& cuts,
          const float* packed, O* out, int64_t out_stride, const S* then, int64_t step,
          int64_t steps) {
   constexpr int64_t LINE = 64 / sizeof(S);
@@ -372,8 +369,8 @@ void few(const S* weight, const S* bias, int64_t first, int64_t last, const Cuts
            out + t * out_stride + first);
 }
 
-template <typename S, bool PAIRS, typename O>
-void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
+template <typename S, bool PAIRS, typename M, typename O>
+void multiply(const S* weight, const M* bias, int64_t first, int64_t last, int64_t columns,
               const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {
   const Steps steps{tokens, MOST<S>};
   const Cuts<S> cuts(columns, PAIRS);
@@ -403,10 +400,10 @@ void multiply(const S* weight, const S* bias, int64_t first, int64_t last, int64
 
 // out = x weight^T + bias for rows first to last of the weight, where x is packed. `then` points to
 // what is read afterwards.
-template <typename S, typename O>
-void product(const S* weight, const S* bias, int64_t first, int64_t last, int64_t columns,
+template <typename S, typename M, typename O>
+void product(const S* weight, const M* bias, int64_t first, int64_t last, int64_t columns,
              const float* inputs, int64_t tokens, O* out, int64_t out_stride, const S* then) {
-  if constexpr (PARTS<S> == 2) {
+  if constexpr (PAIRED<S, M>) {
     if (!tiles::refusal())
       return tiles::product(weight, first, last, columns, inputs, tokens, then,
                             [&](int64_t t, int64_t row, int64_t count, const float* sums) {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import mmap
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,30 +25,36 @@ UNIT = 32
 """Columns that native passes unpack together; a stored row consists of whole units."""
 
 
+@dataclass
+class _Held:
+    """A weight's bytes: the rows of its file, and maybe panels. Shared by all aliases."""
+
+    rows: Tensor | None
+    count: int
+    file: mmap.mmap | None = None  # the mapped file that holds the rows, if any
+    panels: Tensor | None = None
+
+
 class Stored(Tensor):
     """A weight (R, C) in the bytes of a file.
 
     It cannot be trained or changed in place.
 
     Attributes:
-        bytes: (R, bytes of a row), uint8.
-        format: a name of `formats.h`: a format of GGUF, or one of codes in groups.
+        format: a name in `panels.cpp`, a format of GGUF or one of codes in groups; or BF16.
         group: columns that share a scale, if the format leaves this open; else 0.
         order: (C,) int32, which column of the weight each column of the bytes is; None: in order.
-        file: the mapped file that holds the bytes, if any.
     """
 
-    bytes: Tensor
     format: str
     group: int
     order: Tensor | None
-    file: mmap.mmap | None
-    _panels: list[Tensor]
+    _held: _Held
 
     @staticmethod
     def __new__(
         cls,
-        data: Tensor,
+        data: Tensor | _Held,
         format: str,
         columns: int,
         dtype: torch.dtype,
@@ -55,11 +62,9 @@ class Stored(Tensor):
         order: Tensor | None = None,
         file: mmap.mmap | None = None,
     ) -> Stored:
-        made: Stored = torch.Tensor._make_wrapper_subclass(
-            cls, (len(data), columns), dtype=dtype, device=data.device
-        )
-        made.bytes, made.format, made.group, made.order = data, format, group, order
-        made.file, made._panels = file, []
+        held = data if isinstance(data, _Held) else _Held(data, len(data), file)
+        made: Stored = torch.Tensor._make_wrapper_subclass(cls, (held.count, columns), dtype=dtype)
+        made.format, made.group, made.order, made._held = format, group, order, held
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -68,47 +73,74 @@ class Stored(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Stored({self.format}, {tuple(self.shape)}, {self.dtype})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["bytes"], (self.format, self.shape[1], self.dtype, self.group, self.order)
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["kept"], None  # as other packed tensors tell their parts
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], how: Any, *_: Any) -> Stored:
-        return Stored(inner["bytes"], *how)
+    @property
+    def bytes(self) -> Tensor:
+        """The rows of the file, (R, bytes of a row), uint8."""
+        held = self._held
+        if held.rows is not None:
+            return held.rows
+        how = self.format, held.count, self.shape[1], self.group
+        return extension().restored(held.panels, *how)  # type: ignore[no-any-return]
+
+    @property
+    def kept(self) -> Tensor:
+        """The bytes in memory or in a mapped file: rows, or panels in their place."""
+        kept = self._held.panels if self._held.rows is None else self._held.rows
+        assert kept is not None
+        return kept
 
     @property
     def read(self) -> Tensor:
-        """The bytes as native passes read them: codes are arranged in panels, once (`panels.h`)."""
-        if not self.format.startswith("Q"):
+        """The bytes that native passes read: arranged in panels, once, but for BF16."""
+        held = self._held
+        if self.format == "BF16":
             return self.bytes
-        if not self._panels:
-            self._panels.append(self._matrix().arranged())
-            if self.file is not None and hasattr(mmap, "MADV_DONTNEED"):
-                self.file.madvise(mmap.MADV_DONTNEED)  # the file's pages are hardly read any more
-        return self._panels[0]
+        if held.panels is None:
+            held.panels = extension().arranged(self.bytes, self.format, self.shape[1], self.group)
+            if held.file is not None and hasattr(mmap, "MADV_DONTNEED"):
+                held.file.madvise(mmap.MADV_DONTNEED)  # its pages are hardly read any more
+            elif self.group:
+                held.rows = None  # `bytes` restores them
+        return held.panels
+
+    @property
+    def held(self) -> Tensor:
+        """Bytes that tell whether the weight has changed."""
+        return self.read if refusal() is None else self.bytes
 
     def matrix(self, bias: Tensor | None = None) -> Any:
         """Return the matrix that native passes read."""
-        panels = None if self.read is self.bytes else self.read
-        return self._matrix(bias, panels=panels)
-
-    def _matrix(self, bias: Tensor | None = None, **how: Any) -> Any:
+        if self.format == "BF16":
+            return extension().Matrix(self.bytes.view(torch.bfloat16), bias)
         rows, columns = self.shape
-        how |= {"format": self.format, "group": self.group, "order": self.order}
-        return extension().Matrix(self.bytes, bias, rows=rows, columns=columns, **how)
+        how: dict[str, Any] = {"format": self.format, "group": self.group, "order": self.order}
+        return extension().Matrix(self.read, bias, rows=rows, columns=columns, **how)
 
     def unpacked(self) -> Tensor:
         """Return the numbers, (R, C), in the weight's dtype."""
+        if self.format == "BF16":
+            return self.bytes.view(torch.bfloat16).to(self.dtype)
         if refusal() is None:
-            return self._matrix().unpacked().to(self.dtype)  # type: ignore[no-any-return]
+            how = self.bytes, self.format, self.shape[1], self.group, self.order
+            return extension().unpacked(*how).to(self.dtype)  # type: ignore[no-any-return]
         from gguf import GGMLQuantizationType, dequantize
 
         kind = GGMLQuantizationType[self.format]
         return torch.from_numpy(dequantize(self.bytes.numpy(), kind)).to(self.dtype)
 
+    def put_on_lines(self) -> None:
+        """Copy what native passes read as it lies in a file, if it lies across cache lines."""
+        if self.format == "BF16" and self.bytes.data_ptr() % 64:
+            self._held.rows = self.bytes.clone()
+
     def finite(self) -> bool:
         """Whether no number is NaN or infinite. Reads all numbers."""
-        if refusal() is None:
-            return self._matrix().finite()  # type: ignore[no-any-return]
+        if refusal() is None and self.format != "BF16":
+            how = self.bytes, self.format, self.shape[1], self.group
+            return extension().all_finite(*how)  # type: ignore[no-any-return]
         return bool(self.unpacked().isfinite().all())
 
     def as_parameter(self) -> nn.Parameter:
@@ -141,7 +173,7 @@ def stored_words(model: nn.Module) -> str | None:
     taken: dict[str, int] = {}
     for weight in stored_weights(model):
         form = _WORDS.get(weight.format[:2], weight.format)
-        taken[form] = taken.get(form, 0) + weight.bytes.nbytes
+        taken[form] = taken.get(form, 0) + weight.kept.nbytes
     if not taken:
         return None
     shares = sorted(taken.items(), key=lambda pair: -pair[1])
@@ -195,13 +227,9 @@ def _plain(value: Any) -> Any:
 
 
 def _some(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
-    data = weight.bytes if rows is None else weight.bytes[rows]
+    data = weight._held if rows is None else weight.bytes[rows]
     dtype = weight.dtype if dtype is None else dtype
-    file = weight.file if rows is None else None
-    made = Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order, file)
-    if rows is None:
-        made._panels = weight._panels
-    return made
+    return Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order)
 
 
 def _same(weight: Stored, **_: Any) -> Stored:
