@@ -246,36 +246,39 @@ void fuse(const Lie<F>& lie, const uint8_t* panel, const float* x, const uint8_t
     for (int r = 0; r < VECS; ++r) totals[t][r].store(out + (t * VECS + r) * LANES);
 }
 
-// Adds the products of a part of PANELS unpacked panels, (columns, PANELS, ROWS), with the inputs of
-// COUNT tokens.
+// Adds the products of some parts of PANELS unpacked panels, (columns, PANELS, ROWS), with the inputs
+// of COUNT tokens.
 template <typename F, int PANELS, int COUNT>
-void add(const float* numbers, const Vec* by, const Vec* to, const float* x,
+void add(const float* numbers, int64_t parts, const Vec* by, const Vec* to, const float* x,
          const float* input_sums, float* totals) {
   constexpr int VECS = PANELS * VECTORS;
-  Vec sums[COUNT][VECS];
+  for (int64_t part = 0; part < parts; ++part) {
+    Vec sums[COUNT][VECS];
 #pragma GCC unroll 8
-  for (int t = 0; t < COUNT; ++t)
+    for (int t = 0; t < COUNT; ++t)
 #pragma GCC unroll 16
-    for (int r = 0; r < VECS; ++r) sums[t][r] = Vec(0.0f);
+      for (int r = 0; r < VECS; ++r) sums[t][r] = Vec(0.0f);
 #pragma GCC unroll 4
-  for (int column = 0; column < F::PART; ++column) {
-    Vec some[VECS];
+    for (int column = 0; column < F::PART; ++column, x += COUNT, numbers += VECS * LANES) {
+      Vec some[VECS];
 #pragma GCC unroll 16
-    for (int r = 0; r < VECS; ++r) some[r] = Vec::loadu(numbers + (column * VECS + r) * LANES);
+      for (int r = 0; r < VECS; ++r) some[r] = Vec::loadu(numbers + r * LANES);
 #pragma GCC unroll 8
-    for (int t = 0; t < COUNT; ++t) {
-      const Vec given = held(Vec(x[column * COUNT + t]));
+      for (int t = 0; t < COUNT; ++t) {
+        const Vec given = held(Vec(x[t]));
 #pragma GCC unroll 16
-      for (int r = 0; r < VECS; ++r) sums[t][r] = at::vec::fmadd(some[r], given, sums[t][r]);
+        for (int r = 0; r < VECS; ++r) sums[t][r] = at::vec::fmadd(some[r], given, sums[t][r]);
+      }
     }
+#pragma GCC unroll 8
+    for (int t = 0; t < COUNT; ++t, ++input_sums)
+#pragma GCC unroll 16
+      for (int r = 0; r < VECS; ++r) {
+        float* at = totals + (t * VECS + r) * LANES;
+        added<F>(Vec::loadu(at), sums[t][r], by[r], Vec(*input_sums), to[r]).store(at);
+      }
+    by += VECS, to += VECS;
   }
-#pragma GCC unroll 8
-  for (int t = 0; t < COUNT; ++t)
-#pragma GCC unroll 16
-    for (int r = 0; r < VECS; ++r) {
-      float* at = totals + (t * VECS + r) * LANES;
-      added<F>(Vec::loadu(at), sums[t][r], by[r], Vec(input_sums[t]), to[r]).store(at);
-    }
 }
 
 // Indexed by the tokens of a step, less 1.
@@ -292,32 +295,37 @@ void unfold(const Lie<F>& lie, const uint8_t* panel, const float* inputs, const 
             int64_t first, int64_t last, const uint8_t* next, float* totals) {
   constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / lie.PARTS;
   const int64_t columns = lie.units * UNIT, begin = steps.first(first);
-  alignas(64) float numbers[F::PART * VECS * LANES];
+  constexpr int64_t CHUNK = MANY_REGISTERS ? 2 : 4;  // units
+  alignas(64) float numbers[CHUNK * UNIT * VECS * LANES];
+  Vec by[CHUNK * lie.PARTS * VECS], to[CHUNK * lie.PARTS * VECS];
   std::fill_n(totals, (steps.first(last) - begin) * VECS * LANES, 0.0f);
-  for (int64_t unit = 0; unit < lie.units; ++unit) {
-    for (int p = 0; p < PANELS; ++p) lie.fetch(next + p * lie.bytes, unit);
-    for (int64_t part = 0; part < lie.PARTS; ++part) {
-      Vec by[VECS], to[VECS];
+  for (int64_t start = 0; start < lie.units; start += CHUNK) {
+    const int64_t parts = std::min(CHUNK, lie.units - start) * lie.PARTS;
+    for (int64_t at = 0; at < parts; ++at) {
+      const int64_t unit = start + at / lie.PARTS, part = at % lie.PARTS;
+      for (int p = 0; p < PANELS && part == 0; ++p) lie.fetch(next + p * lie.bytes, unit);
       for (int r = 0; r < VECS; ++r) {
         const uint8_t* from = panel + r / VECTORS * lie.bytes;
         const int64_t lane = r % VECTORS * LANES;
-        lie.pair(from, unit, part, lane, by[r], to[r]);
+        Vec &scale = by[at * VECS + r], &offset = to[at * VECS + r];
+        lie.pair(from, unit, part, lane, scale, offset);
+        float* made = numbers + (at * F::PART * VECS + r) * LANES;
 #pragma GCC unroll 8
         for (int n = 0; n < WORDS; ++n) {
           const auto some = held_at<F>(from + lie.codes + unit * lie.CODES,
                                        static_cast<int>(part) * WORDS + n, lane);
 #pragma GCC unroll 8
           for (int j = 0; j < F::FIELDS; ++j)
-            taken<F>(some, j, by[r], to[r]).store(numbers + ((n * F::FIELDS + j) * VECS + r) * LANES);
+            taken<F>(some, j, scale, offset).store(made + (n * F::FIELDS + j) * VECS * LANES);
         }
       }
-      for (int64_t step = first; step < last; ++step) {
-        const int64_t before = steps.first(step), count = steps.length(step);
-        const float* x = inputs + before * lie.inputs(columns);
-        ADD<F, PANELS>[count - 1](numbers, by, to, x + (unit * UNIT + part * F::PART) * count,
-                                  x + (columns + unit * lie.PARTS + part) * count,
-                                  totals + (before - begin) * VECS * LANES);
-      }
+    }
+    for (int64_t step = first; step < last; ++step) {
+      const int64_t before = steps.first(step), count = steps.length(step);
+      const float* x = inputs + before * lie.inputs(columns);
+      ADD<F, PANELS>[count - 1](numbers, parts, by, to, x + start * UNIT * count,
+                                x + (columns + start * lie.PARTS) * count,
+                                totals + (before - begin) * VECS * LANES);
     }
   }
 }
@@ -344,10 +352,11 @@ void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, in
       fuse<F, PANELS, COUNT>(lie, at, inputs, next, totals);
       done(0, COUNT);
     } else {
-      for (int64_t step = 0; step < steps.count; step += TOKENS / STEP) {
-        const int64_t end = std::min(steps.count, step + TOKENS / STEP);
-        unfold<F, PANELS>(lie, at, inputs, steps, step, end, next, totals);
-        done(steps.first(step), steps.first(end));
+      const Steps spells{steps.count, TOKENS / STEP};
+      for (int64_t spell = 0; spell < spells.count; ++spell) {
+        const int64_t begin = spells.first(spell), end = spells.first(spell + 1);
+        unfold<F, PANELS>(lie, at, inputs, steps, begin, end, next, totals);
+        done(steps.first(begin), steps.first(end));
       }
     }
     row += rows;
