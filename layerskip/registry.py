@@ -9,18 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Literal, get_args
 
-ControllerName = Literal[
-    "fixed",
-    "confidence",
-    "adaptive-threshold",
-    "heuristic",
-    "entropy",
-    "classifier",
-    "target-confidence",
-    "expected-gain",
-]
+ControllerName = Literal["fixed", "confidence", "adaptive-threshold", "expected-gain"]
 CONTROLLERS: tuple[str, ...] = get_args(ControllerName)
-WITH_THRESHOLD = ("confidence", "adaptive-threshold", "entropy", "classifier", "target-confidence")
+WITH_THRESHOLD = ("confidence", "adaptive-threshold")
 """Controllers that have a threshold."""
 ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
 """Parameters of `adaptive-threshold`, with the values in Draft & Verify's published code."""
@@ -49,10 +40,6 @@ PLACES: dict[Role, dict[str, str]] = {
         "fixed": "decoding.controllers:Fixed",
         "confidence": "decoding.controllers:Confidence",
         "adaptive-threshold": "decoding.controllers:AdaptiveThreshold",
-        "heuristic": "research.stop_rules:Heuristic",
-        "entropy": "research.stop_rules:Entropy",
-        "classifier": "research.stop_rules:Classifier",
-        "target-confidence": "research.stop_rules:TargetConfidence",
         "expected-gain": "decoding.expected_gain:ExpectedGain",
         "expected-gain-trees": "research.trees:TreeGain",
     },

@@ -143,7 +143,7 @@ def test_a_threshold_without_effect_warns(name):
 
 def test_needs_and_signals_of_controllers():
     asking = {name for name in CONTROLLERS if make(name).needs_confidence}
-    assert asking == set(CONTROLLERS) - {"fixed", "heuristic", "target-confidence"}
+    assert asking == set(CONTROLLERS) - {"fixed"}
     made = make("confidence")
     assert signal_of(made) == "probability"
     assert signal_of(make("expected-gain")) == "margin"

@@ -14,8 +14,6 @@ ROOMS = [PACKAGE, *(PACKAGE.parent / room for room in ("search", "analysis"))]
 NAMES = {REGISTRY, PACKAGE / "__init__.py"}  # these may name them
 CORE = {path for room in ROOMS for path in room.rglob("*.py")} - {*NAMES, *RESEARCH}
 WORDS = {
-    "stop rules": """"heuristic" "entropy" "classifier" "target-confidence" SVIP DISCO Heuristic
-        Entropy Classifier TargetConfidence""",
     "losses and optimisers": '"kl" "tvd++" TVD tvd_plus "muon" Muon',
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
     "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState ProphetNet",

@@ -96,26 +96,6 @@ class Chooser(Protocol):
         """
 
 
-@runtime_checkable
-class Observer(Protocol):
-    """Further methods of a controller that reads distributions, not only the drawn tokens.
-
-    Distributions are the softmax of raw logits at temperature 1; entropies are in nats.
-    """
-
-    def see_draft(self, row: int, confidence: float, entropy: float) -> None:
-        """Report a drafted token, and the entropy of the distribution from which it was drawn.
-
-        Called for every token, before `keep_drafting`, if the controller needs confidences.
-        """
-
-    def see_target(self, row: int, probability: float, entropy: float) -> None:
-        """Report the largest probability and the entropy of the target's last distribution.
-
-        Called after the `update` of a round unless the row has ended; not after the prefill.
-        """
-
-
 def first_offer(offers: Sequence[Offer]) -> int | None:
     """The first source with an offer for any row; a lookup needs a match of two tokens."""
     for number, offer in enumerate(offers):

@@ -418,13 +418,3 @@ def confidence(raw: Tensor, tokens: Tensor) -> Tensor:
             for some, chosen in zip(raw.split(count), tokens.split(count), strict=True)
         ]
     )
-
-
-def certainty(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest probability, and entropy in nats, of the softmax of raw logits (N, V), (N,) each."""
-    pieces = []
-    for some in raw.split(noise.at_once(raw)):
-        law = torch.softmax(some.float(), dim=-1)
-        pieces.append((law.amax(-1), torch.special.entr(law).sum(-1)))
-    most, entropies = zip(*pieces, strict=True)
-    return torch.cat(most), torch.cat(entropies)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens, certainty
+from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal
@@ -123,7 +123,7 @@ class LiveTarget:
         drafts.unread = not reads
         if not reads:
             return None
-        said = self._said(raw, drawn, ask)
+        said = self._said(drawn, ask)
         for row, best in zip(rows, said.tokens, strict=True):
             if best[0] >= 0:
                 self.seats[row].remember(step, best[0])
@@ -146,20 +146,17 @@ class LiveTarget:
         tokens = [self.seats[row].emitted[-1], *drafts.tokens[row]]
         return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
 
-    def _said(self, raw: Tensor, drawn: Drawn, ask: Ask) -> Said:
-        """Copy what was drawn from raw logits (N, V) to the host."""
+    def _said(self, drawn: Drawn, ask: Ask) -> Said:
+        """Copy what was drawn to the host."""
         values = [drawn.tokens]
         if ask.signal is not None and drawn.confidences is not None:
             values.append(drawn.confidences)
-            if ask.entropies:
-                values.append(certainty(raw)[1])
         if ask.best > 1 and drawn.others is not None:
             values += drawn.others.unbind(1)[: ask.best - 1]
         tokens, *more = on_host(*values)
         sure = more.pop(0) if ask.signal is not None else []
-        entropies = more.pop(0) if ask.signal is not None and ask.entropies else []
         best = [[int(each) for each in ranked] for ranked in zip(tokens, *more, strict=True)]
-        return Said(best, sure, entropies)
+        return Said(best, sure)
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from layerskip.costs.speculation import draft_limit, remaining
-from layerskip.decoding.controller import Chooser, Controller, Observer, first_offer, signal_of
-from layerskip.decoding.draws import DraftedTokens, certainty
+from layerskip.decoding.controller import Chooser, Controller, first_offer, signal_of
+from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.planning import Plan, chained, offer_of, trunk_first, usable
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
@@ -53,7 +53,6 @@ class Speculator:
             # Under the rejection rule, draft and target have different noise.
             self.signal = "probability" if rejection else signal_of(controller)
         self._chooser = controller if isinstance(controller, Chooser) else None
-        self._observer = controller if isinstance(controller, Observer) else None
         self._proposals: Sequence[Mapping[int, Proposal]] = ()
         self._branches = False  # whether this round's drafts may branch
 
@@ -98,12 +97,6 @@ class Speculator:
             if trees is not None and plans[row].limit and plans[row].tokens is None:
                 trees.learn(row, tokens)
             self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
-        if self._observer is not None and verdict.raw is not None:
-            going = {row: len(each) for row, each in emitted.items() if not seats[row].finished}
-            at = [verdict.read[row][count - 1] for row, count in going.items()]
-            told = (each.tolist() for each in certainty(verdict.raw[at]))
-            for row, *sure in zip(going, *told, strict=True):
-                self._observer.see_target(row, *sure)
         return Outcome(plans, drafts, verdict, emitted, accepted)
 
     def _plan(self, rows: Sequence[int]) -> dict[int, Plan]:
@@ -184,8 +177,7 @@ class Speculator:
         If nothing needs the tokens before the target has seen them, they are not read, so that the
         host does not wait for the device. A draft may then run on past an end of text.
         """
-        controller, observer = self.controller, self._observer
-        ask = ask._replace(entropies=observer is not None and ask.signal is not None)
+        controller = self.controller
         while drafting and controller.draft_together(drafting):
             said = self.target.draft(drafts, drafting, ask)
             drafts.num_steps += 1
@@ -202,8 +194,6 @@ class Speculator:
                         drafts.confidences[row].append(sure)
                         if see is not None:
                             see(row, said.tokens[i], sure)
-                        if observer is not None:
-                            observer.see_draft(row, sure, said.entropies[i])
                 drafts.lengths[row] += 1
                 if (
                     token not in self.seats[row].eos

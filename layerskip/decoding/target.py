@@ -26,7 +26,6 @@ class Ask(NamedTuple):
     source: int
     signal: str | None = None
     best: int = 1
-    entropies: bool = False
 
 
 class Said(NamedTuple):
@@ -34,7 +33,6 @@ class Said(NamedTuple):
 
     tokens: Sequence[Sequence[int]]
     confidences: Sequence[float]
-    entropies: Sequence[float] = ()
 
 
 class Verdict(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from layerskip.costs.speculation import Costs, CostTable, draft_limit
-from layerskip.decoding.controller import Controller, Observer
+from layerskip.decoding.controller import Controller
 from layerskip.decoding.rounds import joint_source
 from layerskip.decoding.speculator import Speculator
 from layerskip.replay.drafts import Replay
@@ -54,13 +54,7 @@ def simulate(
 
     Raises:
         ValueError: `max_draft_length` exceeds the replayed length.
-        TypeError: the controller reads distributions, which are not recorded.
     """
-    if isinstance(controller, Observer):
-        raise TypeError(
-            f"rounds of {type(controller).__name__} cannot be simulated, as it reads the "
-            "distributions of draft and target; time it by decoding"
-        )
     several = [sources] if isinstance(sources, Replay) else list(sources)
     replayed = min(each.draft_length for each in several)
     longest = replayed if max_draft_length is None else max_draft_length
