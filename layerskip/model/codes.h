@@ -1,9 +1,8 @@
 // How the bytes of stored weights become numbers, for each format.
 //
-// A row of a file consists of units of 32 numbers. Some units form a block, which has factors, and
-// maybe further bytes of scales for each of its units. `pair` gets the scale and offset of a part of
-// a unit from them, for LANES rows of a panel. Codes of 4 to 6 bits lie in words of 32 bits, and
-// others one after another.
+// A row of a file consists of units of 32 numbers. One or more units form a block. A block has
+// factors and, in some formats, further bytes of scales for each unit. From them, `pair` makes the
+// scale and offset of a part of a unit, for LANES rows of a panel.
 
 #pragma once
 
@@ -74,9 +73,10 @@ inline Vec numbers_of(const uint8_t* from, Half) {
   return out;
 }
 
-// Codes of BITS bits in words. A word has 8 codes of 4 bits, or 4 codes in bytes that are made of two
-// planes: lower 4 bits, and upper bits. Masks take codes out of words at their places, so that a
-// code comes times the power of two of its place.
+// Codes of 4 to 6 bits. A word of 32 bits has 8 codes of 4 bits, or 4 codes in bytes. These bytes
+// are put together from two planes, of the lower 4 bits and of the upper bits. A mask takes a code
+// out of a word without moving it: it comes multiplied by a power of two, by which inputs are
+// divided.
 template <int BITS_>
 struct InWords {
   static constexpr int BITS = BITS_, WIDTH = BITS == 4 ? 4 : 8, HIGH = BITS - 4;
@@ -245,8 +245,8 @@ struct Plain : InColumns<sizeof(N)>, Head<float, 0>, Blocks<UNIT * sizeof(N), UN
 };
 
 // ---------------------------------------------------------------------------------------------
-// Formats of other files: a row's codes, then a scale of type T for each group, then a zero for each
-// group. A number is (code - zero) * scale, rounded to T, so codes are scaled one by one.
+// Formats of other files: a row's codes, then a scale of type T for each group, then a zero for
+// each group. A number is (code - zero) * scale, rounded to T, so codes are scaled one by one.
 
 // Numbers rounded to the type of the second argument, in float32.
 inline Vec rounded_to(const Vec& x, float) { return x; }

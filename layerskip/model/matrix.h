@@ -170,7 +170,8 @@ Matrix stored_matrix(Tensor panels, std::optional<Tensor> bias, const std::strin
 template <typename Take>
 void each_row(const Tensor& rows, const panels::Layout& layout, const Take& take) {
   const uint8_t* from = numbers<uint8_t>(rows);
-  at::parallel_for(0, rows.size(0), 1 + (1 << 16) / layout.columns, [&](int64_t first, int64_t last) {
+  const int64_t grain = 1 + (1 << 16) / layout.columns;
+  at::parallel_for(0, rows.size(0), grain, [&](int64_t first, int64_t last) {
     std::vector<float> room(layout.columns);
     for (int64_t row = first; row < last; ++row) {
       layout.format->unpack(layout, from + row * layout.row_bytes, room.data());

@@ -20,8 +20,8 @@ constexpr int FUSED = 2;               // the most tokens for which numbers are 
 constexpr int STEP = 6;                // the most tokens of a step
 constexpr int64_t TOKENS = 10 * STEP;  // tokens for which a unit is unpacked once
 
-// How many panels are multiplied together: as many as keep the CPU's units busy without more vectors
-// than the registers hold.
+// How many panels are multiplied together: enough to keep the CPU's units busy, without more
+// vectors than the registers hold.
 template <typename F>
 constexpr int side(int tokens) {
   if (MANY_REGISTERS) return 4;
@@ -31,12 +31,12 @@ constexpr int side(int tokens) {
 
 // Where a panel has its heads, one for each block, and its codes.
 template <typename F>
-struct Lie {
+struct Geometry {
   static constexpr int64_t PARTS = UNIT / F::PART;
   static constexpr int64_t CODES = ROWS * 4 * F::BITS;  // bytes of a unit
   int64_t units, group, head, codes, bytes;
 
-  explicit Lie(const Layout& layout)
+  explicit Geometry(const Layout& layout)
       : units(layout.columns / UNIT),
         group(layout.group / UNIT),
         head(F::SCALES_AT + ROWS * F::SCALES * each()),
@@ -49,8 +49,8 @@ struct Lie {
     F::pair(panel + unit / each() * head, unit % each(), part, lane, by, to);
   }
   void fetch(const uint8_t* panel, int64_t unit) const {
-    if (unit % each() == 0)
-      for (int64_t line = 0; line < head; line += 64) fetch_line(panel + unit / each() * head + line);
+    const uint8_t* own = panel + unit / each() * head;
+    for (int64_t line = 0; unit % each() == 0 && line < head; line += 64) fetch_line(own + line);
     for (int64_t line = 0; line < CODES; line += 64)
       fetch_line(panel + codes + unit * CODES + line);
   }
@@ -58,25 +58,26 @@ struct Lie {
   static int64_t inputs(int64_t columns) { return columns + columns / F::PART; }
 };
 
-// The block that holds a unit.
+// Where in a row the block of a unit begins.
 template <typename F>
-const uint8_t* block_of(const uint8_t* row, int64_t unit) {
-  return row + unit / (F::NUMBERS / UNIT) * F::BYTES;
+int64_t block_at(int64_t unit) {
+  return unit / (F::NUMBERS / UNIT) * F::BYTES;
 }
 
 // Copies a row's factors and scales of a block to its lane of a head; BACK: the factors from there.
 template <typename F, bool BACK = false>
-void place_head(const Lie<F>& lie, uint8_t* row, int64_t block, int64_t lane, uint8_t* head) {
+void place_head(const Geometry<F>& shape, uint8_t* row, int64_t block, int64_t lane,
+                uint8_t* head) {
   for (int64_t k = 0; k < F::FACTORS; ++k) {
     constexpr int64_t SIZE = sizeof(typename F::T);
     uint8_t *own = head + SIZE * (ROWS * k + lane), *from = row;
     if constexpr (F::GROUPS)
-      from += lie.units * F::BYTES + SIZE * (k * (lie.units / lie.group) + block);
+      from += shape.units * F::BYTES + SIZE * (k * (shape.units / shape.group) + block);
     else
       from += block * F::BYTES + F::factor_at(k);
     BACK ? std::memcpy(from, own, SIZE) : std::memcpy(own, from, SIZE);
   }
-  for (int64_t unit = 0; F::SCALES && unit < lie.each(); ++unit)
+  for (int64_t unit = 0; F::SCALES && unit < shape.each(); ++unit)
     for (int64_t k = 0; k < F::SCALES; ++k)
       head[F::SCALES_AT + ROWS * (F::SCALES * unit + k) + lane] =
           F::scale(row + block * F::BYTES, unit, k);
@@ -85,18 +86,18 @@ void place_head(const Lie<F>& lie, uint8_t* row, int64_t block, int64_t lane, ui
 // Copies rows to a panel; BACK: from a panel.
 template <typename F, bool BACK>
 void copy(const Layout& layout, uint8_t* rows, int64_t count, uint8_t* panel) {
-  const Lie<F> lie(layout);
-  if (!BACK) std::fill_n(panel, lie.bytes, 0);
+  const Geometry<F> shape(layout);
+  if (!BACK) std::fill_n(panel, shape.bytes, 0);
   for (int64_t r = 0; r < count; ++r) {
     uint8_t* row = rows + r * layout.row_bytes;
-    for (int64_t block = 0; block < lie.units / lie.each(); ++block)
-      place_head<F, BACK>(lie, row, block, r, panel + block * lie.head);
-    for (int64_t unit = 0; unit < lie.units; ++unit) {
-      uint8_t* codes = panel + lie.codes + unit * lie.CODES;
-      uint8_t* block = row + (block_of<F>(row, unit) - row);
+    for (int64_t block = 0; block < shape.units / shape.each(); ++block)
+      place_head<F, BACK>(shape, row, block, r, panel + block * shape.head);
+    for (int64_t unit = 0; unit < shape.units; ++unit) {
+      uint8_t *codes = panel + shape.codes + unit * shape.CODES, *block = row + block_at<F>(unit);
       if constexpr (F::FIELDS == 1) {
         for (int64_t i = 0; i < UNIT; ++i) {
-          uint8_t *own = codes + F::SIZE * (ROWS * i + r), *from = block + F::NUMBERS_AT + F::SIZE * i;
+          uint8_t* own = codes + F::SIZE * (ROWS * i + r);
+          uint8_t* from = block + F::NUMBERS_AT + F::SIZE * i;
           BACK ? std::memcpy(from, own, F::SIZE) : std::memcpy(own, from, F::SIZE);
         }
       } else if constexpr (BACK) {
@@ -121,16 +122,16 @@ void restore(const Layout& layout, const uint8_t* panel, int64_t count, uint8_t*
 
 template <typename F>
 void unpack(const Layout& layout, const uint8_t* row, float* out) {
-  const Lie<F> lie(layout);
+  const Geometry<F> shape(layout);
   uint8_t head[ROWS * 20] = {};  // of the largest blocks, with a single lane in use
-  for (int64_t unit = 0; unit < lie.units; ++unit) {
-    const int64_t inside = unit % lie.each();
+  for (int64_t unit = 0; unit < shape.units; ++unit) {
+    const int64_t inside = unit % shape.each();
     if (inside == 0)
-      place_head<F>(lie, const_cast<uint8_t*>(row), unit / lie.each(), 0, head);
-    const uint8_t* block = block_of<F>(row, unit);
+      place_head<F>(shape, const_cast<uint8_t*>(row), unit / shape.each(), 0, head);
+    const uint8_t* block = row + block_at<F>(unit);
     uint8_t codes[UNIT];
     if constexpr (F::FIELDS > 1) F::codes(block, unit % (F::NUMBERS / UNIT), codes);
-    for (int64_t part = 0; part < lie.PARTS; ++part) {
+    for (int64_t part = 0; part < shape.PARTS; ++part) {
       Vec by(0.0f), to(0.0f);
       float pair[2][LANES];
       F::pair(head, inside, part, 0, by, to);
@@ -164,7 +165,7 @@ inline auto held_at(const uint8_t* codes, int n, int64_t lane) {
     return F::value(codes + F::SIZE * (ROWS * n + lane));
 }
 
-// What is multiplied with inputs: numbers, or codes whose sums are scaled afterwards.
+// What inputs are multiplied with: numbers, or codes whose sums are scaled afterwards.
 template <typename F, typename Held>
 inline Vec taken(const Held& held, int j, const Vec& by, const Vec& to) {
   Vec code;
@@ -178,7 +179,8 @@ inline Vec taken(const Held& held, int j, const Vec& by, const Vec& to) {
 
 // Adds the sum of a part to a row's.
 template <typename F>
-inline Vec added(const Vec& total, const Vec& sum, const Vec& by, const Vec& inputs, const Vec& to) {
+inline Vec added(const Vec& total, const Vec& sum, const Vec& by, const Vec& inputs,
+                 const Vec& to) {
   if constexpr (F::AFTER)
     return at::vec::fmadd(inputs, to, at::vec::fmadd(sum, by, total));
   else
@@ -187,25 +189,26 @@ inline Vec added(const Vec& total, const Vec& sum, const Vec& by, const Vec& inp
 
 // PANELS panels times COUNT tokens, (COUNT, PANELS, ROWS).
 template <typename F, int PANELS, int COUNT>
-void fuse(const Lie<F>& lie, const uint8_t* panel, const float* x, const uint8_t* next,
+void fuse(const Geometry<F>& shape, const uint8_t* panel, const float* x, const uint8_t* next,
           float* out) {
-  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / lie.PARTS;
-  const int64_t ahead = std::max<int64_t>(1, AHEAD / (PANELS * lie.CODES));
-  const float* input_sums = x + lie.units * UNIT * COUNT;
+  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / shape.PARTS;
+  const int64_t ahead = std::max<int64_t>(1, AHEAD / (PANELS * shape.CODES));
+  const float* input_sums = x + shape.units * UNIT * COUNT;
   Vec totals[COUNT][VECS];
   for (auto& some : totals)
     for (Vec& each : some) each = Vec(0.0f);
-  for (int64_t unit = 0; unit < lie.units; ++unit) {
+  for (int64_t unit = 0; unit < shape.units; ++unit) {
     const int64_t later = unit + ahead;
     for (int p = 0; p < PANELS; ++p)
-      lie.fetch((later < lie.units ? panel : next) + p * lie.bytes, later % lie.units);
-    for (int64_t part = 0; part < lie.PARTS; ++part) {
-      const uint8_t* codes = panel + lie.codes + unit * lie.CODES;
+      shape.fetch((later < shape.units ? panel : next) + p * shape.bytes, later % shape.units);
+    for (int64_t part = 0; part < shape.PARTS; ++part) {
+      const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
       Vec sums[COUNT][VECS], by[VECS], to[VECS];
       const auto pairs = [&] {
 #pragma GCC unroll 16
         for (int r = 0; r < VECS; ++r)
-          lie.pair(panel + r / VECTORS * lie.bytes, unit, part, r % VECTORS * LANES, by[r], to[r]);
+          shape.pair(panel + r / VECTORS * shape.bytes, unit, part, r % VECTORS * LANES, by[r],
+                     to[r]);
       };
       if (!F::AFTER) pairs();
 #pragma GCC unroll 8
@@ -217,7 +220,7 @@ void fuse(const Lie<F>& lie, const uint8_t* panel, const float* x, const uint8_t
         decltype(held_at<F>(codes, 0, 0)) held_some[VECS];
 #pragma GCC unroll 16
         for (int r = 0; r < VECS; ++r)
-          held_some[r] = held_at<F>(codes + r / VECTORS * lie.bytes,
+          held_some[r] = held_at<F>(codes + r / VECTORS * shape.bytes,
                                     static_cast<int>(part) * WORDS + n, r % VECTORS * LANES);
 #pragma GCC unroll 8
         for (int j = 0; j < F::FIELDS; ++j, x += COUNT) {
@@ -246,8 +249,8 @@ void fuse(const Lie<F>& lie, const uint8_t* panel, const float* x, const uint8_t
     for (int r = 0; r < VECS; ++r) totals[t][r].store(out + (t * VECS + r) * LANES);
 }
 
-// Adds the products of some parts of PANELS unpacked panels, (columns, PANELS, ROWS), with the inputs
-// of COUNT tokens.
+// Adds the products of some parts of PANELS unpacked panels, (columns, PANELS, ROWS), with the
+// inputs of COUNT tokens.
 template <typename F, int PANELS, int COUNT>
 void add(const float* numbers, int64_t parts, const Vec* by, const Vec* to, const float* x,
          const float* input_sums, float* totals) {
@@ -291,28 +294,28 @@ constexpr auto ADD = adding<F, PANELS>(std::make_integer_sequence<int, STEP>());
 
 // PANELS panels times some steps of tokens, (tokens, PANELS, ROWS). A unit is unpacked once.
 template <typename F, int PANELS>
-void unfold(const Lie<F>& lie, const uint8_t* panel, const float* inputs, const Steps& steps,
+void unfold(const Geometry<F>& shape, const uint8_t* panel, const float* inputs, const Steps& steps,
             int64_t first, int64_t last, const uint8_t* next, float* totals) {
-  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / lie.PARTS;
-  const int64_t columns = lie.units * UNIT, begin = steps.first(first);
+  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / shape.PARTS;
+  const int64_t columns = shape.units * UNIT, begin = steps.first(first);
   constexpr int64_t CHUNK = MANY_REGISTERS ? 2 : 4;  // units
   alignas(64) float numbers[CHUNK * UNIT * VECS * LANES];
-  Vec by[CHUNK * lie.PARTS * VECS], to[CHUNK * lie.PARTS * VECS];
+  Vec by[CHUNK * shape.PARTS * VECS], to[CHUNK * shape.PARTS * VECS];
   std::fill_n(totals, (steps.first(last) - begin) * VECS * LANES, 0.0f);
-  for (int64_t start = 0; start < lie.units; start += CHUNK) {
-    const int64_t parts = std::min(CHUNK, lie.units - start) * lie.PARTS;
+  for (int64_t start = 0; start < shape.units; start += CHUNK) {
+    const int64_t parts = std::min(CHUNK, shape.units - start) * shape.PARTS;
     for (int64_t at = 0; at < parts; ++at) {
-      const int64_t unit = start + at / lie.PARTS, part = at % lie.PARTS;
-      for (int p = 0; p < PANELS && part == 0; ++p) lie.fetch(next + p * lie.bytes, unit);
+      const int64_t unit = start + at / shape.PARTS, part = at % shape.PARTS;
+      for (int p = 0; p < PANELS && part == 0; ++p) shape.fetch(next + p * shape.bytes, unit);
       for (int r = 0; r < VECS; ++r) {
-        const uint8_t* from = panel + r / VECTORS * lie.bytes;
+        const uint8_t* from = panel + r / VECTORS * shape.bytes;
         const int64_t lane = r % VECTORS * LANES;
         Vec &scale = by[at * VECS + r], &offset = to[at * VECS + r];
-        lie.pair(from, unit, part, lane, scale, offset);
+        shape.pair(from, unit, part, lane, scale, offset);
         float* made = numbers + (at * F::PART * VECS + r) * LANES;
 #pragma GCC unroll 8
         for (int n = 0; n < WORDS; ++n) {
-          const auto some = held_at<F>(from + lie.codes + unit * lie.CODES,
+          const auto some = held_at<F>(from + shape.codes + unit * shape.CODES,
                                        static_cast<int>(part) * WORDS + n, lane);
 #pragma GCC unroll 8
           for (int j = 0; j < F::FIELDS; ++j)
@@ -322,9 +325,9 @@ void unfold(const Lie<F>& lie, const uint8_t* panel, const float* inputs, const 
     }
     for (int64_t step = first; step < last; ++step) {
       const int64_t before = steps.first(step), count = steps.length(step);
-      const float* x = inputs + before * lie.inputs(columns);
+      const float* x = inputs + before * shape.inputs(columns);
       ADD<F, PANELS>[count - 1](numbers, parts, by, to, x + start * UNIT * count,
-                                x + (columns + start * lie.PARTS) * count,
+                                x + (columns + start * shape.PARTS) * count,
                                 totals + (before - begin) * VECS * LANES);
     }
   }
@@ -335,27 +338,27 @@ template <typename F, int COUNT>
 void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
                   const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
   constexpr int SIDE = side<F>(COUNT ? COUNT : STEP);
-  const Lie<F> lie(layout);
+  const Geometry<F> shape(layout);
   const Steps steps{tokens, STEP};
   alignas(64) float totals[TOKENS * SIDE * ROWS];
   int64_t row = first;
   const auto some = [&](auto panels) {
     constexpr int PANELS = decltype(panels)::value;
-    const uint8_t* at = weight + (row - first) / ROWS * lie.bytes;
+    const uint8_t* at = weight + (row - first) / ROWS * shape.bytes;
     const int64_t rows = std::min<int64_t>(PANELS * ROWS, last - row);
-    const uint8_t* next = row + rows < last ? at + PANELS * lie.bytes : then;
+    const uint8_t* next = row + rows < last ? at + PANELS * shape.bytes : then;
     const auto done = [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t)
         write(t, row, rows, totals + (t - begin) * PANELS * ROWS);
     };
     if constexpr (COUNT > 0) {
-      fuse<F, PANELS, COUNT>(lie, at, inputs, next, totals);
+      fuse<F, PANELS, COUNT>(shape, at, inputs, next, totals);
       done(0, COUNT);
     } else {
       const Steps spells{steps.count, TOKENS / STEP};
       for (int64_t spell = 0; spell < spells.count; ++spell) {
         const int64_t begin = spells.first(spell), end = spells.first(spell + 1);
-        unfold<F, PANELS>(lie, at, inputs, steps, begin, end, next, totals);
+        unfold<F, PANELS>(shape, at, inputs, steps, begin, end, next, totals);
         done(steps.first(begin), steps.first(end));
       }
     }
@@ -386,7 +389,7 @@ void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t 
   for (int64_t step = 0; step < steps.count; ++step) {
     const int64_t before = steps.first(step), count = steps.length(step);
     for (int64_t t = std::max(begin, before); t < std::min(end, before + count); ++t) {
-      float* to = room + before * Lie<F>::inputs(columns) + t - before;
+      float* to = room + before * Geometry<F>::inputs(columns) + t - before;
       float* sums = to + columns * count;
       for (int64_t column = 0; column < columns; column += F::PART, sums += count) {
         const float* from = x + t * columns + column;
@@ -398,7 +401,8 @@ void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t 
         for (int64_t i = 0; i < F::PART; i += LANES)
           (Vec::loadu(from + i) * Vec::loadu(places + i)).store(made + i);
         for (int64_t i = 0; i < F::PART; ++i) to[(column + i) * count] = made[i];
-        for (int64_t i = 0; i < F::PART; ++i) total[i % 4] += from[i];  // whatever the vectors' width
+        // four sums, however wide vectors are
+        for (int64_t i = 0; i < F::PART; ++i) total[i % 4] += from[i];
         *sums = (total[0] + total[2]) + (total[1] + total[3]);
       }
     }
@@ -407,9 +411,10 @@ void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t 
 
 template <typename F>
 constexpr Format format(const char* name) {
-  Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? F::FACTORS * int64_t{sizeof(typename F::T)} : 0,
+  constexpr int64_t FACTORS = F::FACTORS * sizeof(typename F::T);
+  Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? FACTORS : 0,
               F::PART + (F::place(0) == F::place(1) ? 0 : F::FIELDS),
-              [](const Layout& layout) { return Lie<F>(layout).bytes; },
+              [](const Layout& layout) { return Geometry<F>(layout).bytes; },
               arrange<F>, nullptr, unpack<F>, pack<F>, multiply<F>};
   if constexpr (F::GROUPS) made.restore = restore<F>;
   return made;

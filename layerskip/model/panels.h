@@ -25,8 +25,8 @@ struct Layout;
 struct Format {
   const char* name;
   int64_t bytes, numbers;  // of a block in a file
-  int64_t factor;          // bytes that each group of columns adds, where files choose groups; else 0
-  int64_t inputs;          // formats for which inputs are packed alike have the same number
+  int64_t factor;          // bytes of a group's scale and zero, where files choose groups; else 0
+  int64_t inputs;          // the same for formats for which inputs are packed alike
 
   // The bytes of a panel.
   int64_t (*panel)(const Layout&);
@@ -35,8 +35,9 @@ struct Format {
   void (*restore)(const Layout&, const uint8_t* panel, int64_t count, uint8_t* rows);
   // Unpacks a row to float32.
   void (*unpack)(const Layout&, const uint8_t* row, float* out);
-  // Packs inputs x (tokens, columns) into `room`, at most `packed_width` floats a token. Only tokens
-  // begin to end are packed, so that threads can share the work.
+  // Packs inputs x (tokens, columns) into `room`, at most `packed_width` floats a token. Only
+  // tokens begin to end are packed, so that threads can share the work. `order`, unless it is null,
+  // says which input each column multiplies.
   void (*pack)(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                int64_t end, const int32_t* order);
   // The sums of rows first to last with packed inputs. `weight` points to the panel of row first, a

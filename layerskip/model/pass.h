@@ -272,17 +272,17 @@ class Pass : Given {
     const uint8_t* weight = begins(me, piece);
     const S* bias = numbers<S>(matrix.bias);
     if (bias) bias += piece.first;
-    if (matrix.layout) {
-      const auto write = [&](int64_t t, int64_t row, int64_t count, const float* sums) {
-        ::finish(sums, bias ? bias + row : nullptr, count, out + t * stride + row);
-      };
-      return matrix.layout->format->multiply(*matrix.layout, weight, mine.first, mine.last,
-                                             me.packed, tokens, then, write);
-    }
+    if (matrix.layout)
+      return matrix.layout->format->multiply(
+          *matrix.layout, weight, mine.first, mine.last, me.packed, tokens, then,
+          [&](int64_t t, int64_t row, int64_t count, const float* sums) {
+            ::finish(sums, bias ? bias + row : nullptr, count, out + t * stride + row);
+          });
     const auto plain = [&](auto number) {
       using N = decltype(number);
-      product(reinterpret_cast<const N*>(weight) - mine.first * columns, bias, mine.first, mine.last,
-              columns, me.packed, tokens, out, stride, reinterpret_cast<const N*>(then));
+      product(reinterpret_cast<const N*>(weight) - mine.first * columns, bias, mine.first,
+              mine.last, columns, me.packed, tokens, out, stride,
+              reinterpret_cast<const N*>(then));
     };
     if (matrix.halved<S>()) return plain(BFloat16());
     if (!matrix.bits) return plain(S());

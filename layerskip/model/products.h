@@ -329,7 +329,8 @@ bool short_rows(int64_t columns) {
 
 // Rows first to last, at most GROUP, times the TOKENS packed inputs of one of several steps. `then`
 // points to what is read afterwards.
-template <typename S, bool PAIRS, typename O, int TOKENS, int ROWS = ROWS_WITH<S, TOKENS>, typename M>
+template <typename S, bool PAIRS, typename O, int TOKENS, int ROWS = ROWS_WITH<S, TOKENS>,
+          typename M>
 void few(const S* weight, const M* bias, int64_t first, int64_t last, const Cuts<S>& cuts,
          const float* packed, O* out, int64_t out_stride, const S* then, int64_t step,
          int64_t steps) {

@@ -1,7 +1,7 @@
 """Weights in the bytes of their file: tensors that unpack themselves where necessary.
 
 A `Stored` replaces the parameter of an `nn.Linear` or `nn.Embedding`. Native passes read its bytes
-(see `stored.h`), and embeddings unpack the rows of their tokens. Any other operation temporarily
+(see `panels.h`), and embeddings unpack the rows of their tokens. Any other operation temporarily
 unpacks the whole weight, so all code that computes with weights works, if slowly.
 Letters: R rows, C columns, G groups of columns.
 """
