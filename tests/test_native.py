@@ -800,7 +800,7 @@ DEFINED = """
 import sys, pytest
 from layerskip.model import extension
 flags, defined = extension.flags, sys.argv[1].split()
-extension.flags = lambda: [*flags(), *defined]
+extension.flags = lambda *kind: [*flags(*kind), *defined]
 sys.exit(pytest.main(sys.argv[2:]))
 """
 TILES = Path(__file__).with_name("emulated_tiles.h")
@@ -837,7 +837,7 @@ import hashlib, sys, torch
 from layerskip.model import extension
 from layerskip.model.rounded import rounded
 flags, digest, defined = extension.flags, hashlib.sha256(), sys.argv[1].split()
-extension.flags = lambda: [*flags(), *defined]
+extension.flags = lambda *kind: [*flags(*kind), *defined]
 native = extension.extension()  # before what asks for the usual one
 torch.manual_seed(0)
 for bits, rows, columns in ((8, 40, 200), (4, 40, 200), (8, 16, 64), (4, 100, 30)):

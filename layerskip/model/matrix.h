@@ -108,13 +108,16 @@ panels::Layout layout_of(const Tensor& rows, const std::string& format, int64_t 
 
 inline int64_t panels_of(int64_t rows) { return (rows + panels::ROWS - 1) / panels::ROWS; }
 
-// Calls `take(panel, row, count)` for all panels of some rows, from several threads.
-template <typename Take>
-void each_panel(int64_t rows, int64_t columns, const Take& take) {
-  at::parallel_for(0, panels_of(rows), 1 + (1 << 12) / columns, [&](int64_t first, int64_t last) {
+// Copies rows of a file to panels, or back, from several threads.
+void copy(const Tensor& rows, const Tensor& panels, const panels::Layout& layout,
+          decltype(panels::Format::arrange) copy_some) {
+  auto* from = static_cast<uint8_t*>(rows.data_ptr());
+  auto* to = static_cast<uint8_t*>(panels.data_ptr());
+  const int64_t grain = 1 + (1 << 12) / layout.columns;
+  at::parallel_for(0, panels_of(rows.size(0)), grain, [&](int64_t first, int64_t last) {
     for (int64_t panel = first; panel < last; ++panel) {
-      const int64_t row = panel * panels::ROWS;
-      take(panel, row, std::min(panels::ROWS, rows - row));
+      const int64_t row = panel * panels::ROWS, count = std::min(panels::ROWS, rows.size(0) - row);
+      copy_some(layout, from + row * layout.row_bytes, count, to + panel * layout.panel_bytes);
     }
   });
 }
@@ -123,28 +126,18 @@ void each_panel(int64_t rows, int64_t columns, const Take& take) {
 Tensor arranged(const Tensor& rows, const std::string& format, int64_t columns, int64_t group) {
   const panels::Layout layout = layout_of(rows, format, columns, group);
   const Tensor out = at::empty({panels_of(rows.size(0)) * layout.panel_bytes}, at::kByte);
-  const uint8_t* from = numbers<uint8_t>(rows);
-  auto* to = static_cast<uint8_t*>(out.data_ptr());
-  each_panel(rows.size(0), columns, [&](int64_t panel, int64_t row, int64_t count) {
-    layout.format->arrange(layout, from + row * layout.row_bytes, count,
-                           to + panel * layout.panel_bytes);
-  });
+  copy(rows, out, layout, layout.format->arrange);
   return out;
 }
 
 // The reverse, for formats whose files choose groups.
-Tensor restored(const Tensor& panels, const std::string& format, int64_t rows, int64_t columns,
+Tensor restored(const Tensor& panels, int64_t rows, const std::string& format, int64_t columns,
                 int64_t group) {
   const panels::Layout layout = panels::layout_of(format, columns, group);
   check<uint8_t>(panels, {panels_of(rows) * layout.panel_bytes}, "panels");
   require(layout.format->restore, format, " is not restored from panels");
   const Tensor out = at::empty({rows, layout.row_bytes}, at::kByte);
-  const uint8_t* from = numbers<uint8_t>(panels);
-  auto* to = static_cast<uint8_t*>(out.data_ptr());
-  each_panel(rows, columns, [&](int64_t panel, int64_t row, int64_t count) {
-    layout.format->restore(layout, from + panel * layout.panel_bytes, count,
-                           to + row * layout.row_bytes);
-  });
+  copy(out, panels, layout, layout.format->restore);
   return out;
 }
 

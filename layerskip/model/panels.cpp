@@ -112,15 +112,6 @@ void copy(const Layout& layout, uint8_t* rows, int64_t count, uint8_t* panel) {
 }
 
 template <typename F>
-void arrange(const Layout& layout, const uint8_t* rows, int64_t count, uint8_t* panel) {
-  copy<F, false>(layout, const_cast<uint8_t*>(rows), count, panel);
-}
-template <typename F>
-void restore(const Layout& layout, const uint8_t* panel, int64_t count, uint8_t* rows) {
-  copy<F, true>(layout, rows, count, const_cast<uint8_t*>(panel));
-}
-
-template <typename F>
 void unpack(const Layout& layout, const uint8_t* row, float* out) {
   const Geometry<F> shape(layout);
   uint8_t head[ROWS * 20] = {};  // of the largest blocks, with a single lane in use
@@ -415,8 +406,8 @@ constexpr Format format(const char* name) {
   Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? FACTORS : 0,
               F::PART + (F::place(0) == F::place(1) ? 0 : F::FIELDS),
               [](const Layout& layout) { return Geometry<F>(layout).bytes; },
-              arrange<F>, nullptr, unpack<F>, pack<F>, multiply<F>};
-  if constexpr (F::GROUPS) made.restore = restore<F>;
+              copy<F, false>, nullptr, unpack<F>, pack<F>, multiply<F>};
+  if constexpr (F::GROUPS) made.restore = copy<F, true>;
   return made;
 }
 

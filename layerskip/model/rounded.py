@@ -229,7 +229,7 @@ class _Origin:
         self.copies: dict[tuple[int, bool, str | None], Rounded] = {}
 
     def _look(self, weight: Tensor) -> None:
-        flat = (weight.held if isinstance(weight, Stored) else weight.detach()).reshape(-1)
+        flat = (weight.kept if isinstance(weight, Stored) else weight.detach()).reshape(-1)
         step = max(1, len(flat) // _SAMPLES)
         self.place = weight.data_ptr()
         self.sample = flat[step // 2 :: step]  # a view of the weight, if it is contiguous

@@ -82,8 +82,8 @@ class Stored(Tensor):
         held = self._held
         if held.rows is not None:
             return held.rows
-        how = self.format, held.count, self.shape[1], self.group
-        return extension().restored(held.panels, *how)  # type: ignore[no-any-return]
+        made: Tensor = extension().restored(held.panels, held.count, *self._layout)
+        return made
 
     @property
     def kept(self) -> Tensor:
@@ -99,7 +99,7 @@ class Stored(Tensor):
         if self.format == "BF16":
             return self.bytes
         if held.panels is None:
-            held.panels = extension().arranged(self.bytes, self.format, self.shape[1], self.group)
+            held.panels = extension().arranged(self.bytes, *self._layout)
             if held.file is not None and hasattr(mmap, "MADV_DONTNEED"):
                 held.file.madvise(mmap.MADV_DONTNEED)  # its pages are hardly read any more
             elif self.group:
@@ -107,9 +107,8 @@ class Stored(Tensor):
         return held.panels
 
     @property
-    def held(self) -> Tensor:
-        """Bytes that tell whether the weight has changed."""
-        return self.read if refusal() is None else self.bytes
+    def _layout(self) -> tuple[str, int, int]:
+        return self.format, self.shape[1], self.group
 
     def matrix(self, bias: Tensor | None = None) -> Any:
         """Return the matrix that native passes read."""
@@ -124,8 +123,8 @@ class Stored(Tensor):
         if self.format == "BF16":
             return self.bytes.view(torch.bfloat16).to(self.dtype)
         if refusal() is None:
-            how = self.bytes, self.format, self.shape[1], self.group, self.order
-            return extension().unpacked(*how).to(self.dtype)  # type: ignore[no-any-return]
+            made: Tensor = extension().unpacked(self.bytes, *self._layout, self.order)
+            return made.to(self.dtype)
         from gguf import GGMLQuantizationType, dequantize
 
         kind = GGMLQuantizationType[self.format]
@@ -138,10 +137,9 @@ class Stored(Tensor):
 
     def finite(self) -> bool:
         """Whether no number is NaN or infinite. Reads all numbers."""
-        if refusal() is None and self.format != "BF16":
-            how = self.bytes, self.format, self.shape[1], self.group
-            return extension().all_finite(*how)  # type: ignore[no-any-return]
-        return bool(self.unpacked().isfinite().all())
+        if self.format == "BF16" or refusal() is not None:
+            return bool(self.unpacked().isfinite().all())
+        return bool(extension().all_finite(self.bytes, *self._layout))
 
     def as_parameter(self) -> nn.Parameter:
         return nn.Parameter(self, requires_grad=False)
