@@ -53,8 +53,11 @@ def test_numbers_are_those_of_the_reference_bit_by_bit(tmp_path, name):
         assert isinstance(stored, Stored)
         for made in (stored.unpacked(), codes.weight(torch.float32, packed=False)):
             assert torch.equal(made, numbers.float())
-        few = stored[2:5]
-        assert torch.equal(few.unpacked(), numbers[2:5].float())
+        for rows in (slice(2, 5), torch.tensor([7, 0])):
+            assert torch.equal(stored[rows].unpacked(), numbers[rows].float())
+            assert stored.matrix() is not None  # from now on in panels
+            assert torch.equal(stored[rows].unpacked(), numbers[rows].float())
+            assert torch.equal(stored.unpacked(), numbers.float())
 
 
 @native

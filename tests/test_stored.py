@@ -1,6 +1,10 @@
 """Weights in the bytes of files: their numbers, and the same sums in native passes."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -77,6 +81,37 @@ def test_products_are_exact_but_for_sums_in_float32(form):
             assert torch.equal(sums(weight, x[:, -tokens:]), ours[:, -tokens:])
         for first in (1, rows // 2):
             assert torch.equal(sums(weight[first:], x), ours[:, :, first:])
+
+
+SUMS = """
+import hashlib, numpy, torch
+from test_stored import FORMATS, stored, sums
+rng, digest = numpy.random.default_rng(6), hashlib.sha256()
+for form in FORMATS[:9]:
+    weight = stored(rng, form, 75, 512)
+    for tokens in (1, 2, 9, 70):
+        x = torch.from_numpy(rng.normal(size=(1, tokens, 512)).astype(numpy.float32))
+        digest.update(sums(weight, x).numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_sums_have_the_same_bits_with_other_vectors():
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("no two kinds of vectors with fused steps")
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", SUMS],
+            cwd=Path(__file__).parent,
+            env={**os.environ, "ATEN_CPU_CAPABILITY": vectors},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for vectors in ("avx2", "avx512")
+    ]
+    assert said[0] == said[1]
 
 
 def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16():

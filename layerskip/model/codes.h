@@ -152,7 +152,6 @@ struct Head {
   }
 };
 
-// ---------------------------------------------------------------------------------------------
 // Formats of GGUF. Their blocks hold everything. `codes` makes the codes of a unit, one a byte.
 
 template <int64_t BYTES_, int64_t NUMBERS_>
@@ -244,7 +243,6 @@ struct Plain : InColumns<sizeof(N)>, Head<float, 0>, Blocks<UNIT * sizeof(N), UN
   static Vec number(const Vec& code, const Vec&, const Vec&) { return code; }
 };
 
-// ---------------------------------------------------------------------------------------------
 // Formats of other files: a row's codes, then a scale of type T for each group, then a zero for
 // each group. A number is (code - zero) * scale, rounded to T, so codes are scaled one by one.
 

@@ -144,9 +144,6 @@ void unpack(const Layout& layout, const uint8_t* row, float* out) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------
-// Products.
-
 // The n-th word of LANES rows, or their numbers of the n-th column.
 template <typename F>
 inline auto held_at(const uint8_t* codes, int n, int64_t lane) {

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from layerskip.model.extension import extension, refusal
 
 _WORDS = {"G4": "4-bit groups", "G8": "8-bit groups", "F8": "FP8"}
+_PANEL = 16  # rows
 UNIT = 32
 """Columns that native passes unpack together; a stored row consists of whole units."""
 
@@ -84,6 +85,16 @@ class Stored(Tensor):
             return held.rows
         made: Tensor = extension().restored(held.panels, held.count, *self._layout)
         return made
+
+    def rows(self, which: Any) -> Tensor:
+        """Some rows of `bytes`, by a slice or their numbers (N,)."""
+        held = self._held
+        if held.rows is not None:
+            return held.rows[which]
+        some = torch.arange(held.count)[which]  # (N,)
+        panels = self.kept.view(-(-held.count // _PANEL), -1)[some // _PANEL]
+        made: Tensor = extension().restored(panels.flatten(), _PANEL * len(some), *self._layout)
+        return made[_PANEL * torch.arange(len(some)) + some % _PANEL]
 
     @property
     def kept(self) -> Tensor:
@@ -225,7 +236,7 @@ def _plain(value: Any) -> Any:
 
 
 def _some(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
-    data = weight._held if rows is None else weight.bytes[rows]
+    data = weight._held if rows is None else weight.rows(rows)
     dtype = weight.dtype if dtype is None else dtype
     return Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order)
 
