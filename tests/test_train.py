@@ -356,6 +356,8 @@ def test_what_is_healed_is_healed_further(tmp_path):
 def test_training_makes_a_draft_right_more_often(kind, tmp_path, monkeypatch):
     """On held-out windows, and along answers to unseen prompts."""
     monkeypatch.setattr(judging, "NEW_TOKENS", 64)
+    if kind == "healed":  # so small a correction gains less in bfloat16
+        monkeypatch.setattr("layerskip.training.stages.half_is_fast", lambda _: False)
     model = lively_model("llama", dtype=torch.float32)
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
