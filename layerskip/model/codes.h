@@ -81,7 +81,6 @@ template <int BITS_>
 struct InWords {
   static constexpr int BITS = BITS_, WIDTH = BITS == 4 ? 4 : 8, HIGH = BITS - 4;
   static constexpr int FIELDS = 32 / WIDTH, WORDS = WIDTH;  // codes of a word, words of a unit
-  using Held = Words;
 
   // Word n of LANES rows, from row `lane` on, of a unit's codes.
   static Words load(const uint8_t* codes, int n, int64_t lane) {

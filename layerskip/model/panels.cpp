@@ -72,7 +72,7 @@ void place_head(const Geometry<F>& shape, uint8_t* row, int64_t block, int64_t l
     constexpr int64_t SIZE = sizeof(typename F::T);
     uint8_t *own = head + SIZE * (ROWS * k + lane), *from = row;
     if constexpr (F::GROUPS)
-      from += shape.units * F::BYTES + SIZE * (k * (shape.units / shape.group) + block);
+      from += shape.units * F::BYTES + SIZE * (k * (shape.units / shape.each()) + block);
     else
       from += block * F::BYTES + F::factor_at(k);
     BACK ? std::memcpy(from, own, SIZE) : std::memcpy(own, from, SIZE);
@@ -294,7 +294,8 @@ void unfold(const Geometry<F>& shape, const uint8_t* panel, const float* inputs,
     const int64_t parts = std::min(CHUNK, shape.units - start) * shape.PARTS;
     for (int64_t at = 0; at < parts; ++at) {
       const int64_t unit = start + at / shape.PARTS, part = at % shape.PARTS;
-      for (int p = 0; p < PANELS && part == 0; ++p) shape.fetch(next + p * shape.bytes, unit);
+      const bool fetches = first == 0 && part == 0;  // once for all tokens
+      for (int p = 0; fetches && p < PANELS; ++p) shape.fetch(next + p * shape.bytes, unit);
       for (int r = 0; r < VECS; ++r) {
         const uint8_t* from = panel + r / VECTORS * shape.bytes;
         const int64_t lane = r % VECTORS * LANES;
