@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.forced import Forced
 from layerskip.drafts import Drafts, choose_drafts
+from layerskip.model.captured import clock
 from layerskip.model.opening import sublayers_of
 from layerskip.requests import sampling_of, warpers
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
@@ -107,7 +107,7 @@ def controller_of(
         costs=[table or CostTable(1.0, (1.0,)) for table in costs],
         priors=[source.prior for source in sources],
         branches=settings.branches,
-        now=time.perf_counter,
+        now=clock,
         **how,
     )
 

@@ -87,7 +87,7 @@ def test_greedy_is_that_of_transformers(family, captures, sizes):
     got = decode(model, ids, HOLES, max_new_tokens=64, eos_token_id=eos)
     assert torch.equal(got.sequences, want)
     assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
-    assert {*captures} == {1, 4}  # a draft step, and a verification pass of up to four tokens
+    assert {*captures} == {1, 8}  # a draft step, and a verification pass of up to eight tokens
 
 
 def test_a_second_call_captures_nothing(captures):

@@ -1,11 +1,11 @@
 """The "captured" backend: passes over fused blocks, replayed as CUDA graphs.
 
 A pass of a few tokens is hundreds of short kernels, which a GPU computes faster than Python can
-launch them. A pass runs as it is the first time, is captured the second time, and is replayed in
-one launch from then on. Passes are the same if they have the same blocks, number of rows and
-tokens, and buffers at the same addresses. So that they often are, numbers of tokens are padded to
-powers of two, attention reads the buffers up to one of few lengths (a mask hides what is not
-written yet), and buffers that are no longer used are handed out again.
+launch them. A pass is captured the first time, and replayed in one launch then and later. Passes
+are the same if they have the same blocks, number of rows and tokens, and buffers at the same
+addresses. So that they often are, numbers of tokens are padded (several tokens of a row to at least
+eight, which a GPU computes as fast as two), attention reads the buffers up to one of few lengths (a
+mask hides what is not written yet), and buffers that are no longer used are handed out again.
 Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, S slots of the buffers,
 U slots in use, D head width, R rotary width.
 """
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,15 +33,12 @@ from layerskip.model.norms import FusedRotary, for_heads, gathered
 from layerskip.model.pages import Pages
 
 DEVICES = ("cuda",)
-# cuDNN's attention, torch's first choice on a Hopper GPU, makes a plan for every new length of a
-# prompt, which takes 40 ms. It comes before kernels that write out all scores.
-_ANY_LENGTH = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-]
+# cuDNN's attention makes a plan for every new length of a prompt, which takes 40 ms and cannot be
+# captured. For prompts it comes before kernels that write out all scores.
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_ANY_LENGTH = [*_UNPLANNED, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 _GRAPHS = 256  # maximum number of passes whose graphs are kept for a model
+_TOKENS = 8  # minimum number of tokens of all rows in a pass over several of each
 _SHAPES = 8  # maximum number of shapes whose unused buffers are kept for a model
 _seconds = 0.0  # total time of captures in this process
 
@@ -48,6 +46,11 @@ _seconds = 0.0  # total time of captures in this process
 def capture_seconds() -> float:
     """Seconds that this process has spent capturing passes."""
     return _seconds
+
+
+def clock() -> float:
+    """Seconds on a clock that stands still during captures."""
+    return time.perf_counter() - _seconds
 
 
 def refusal(model: Architecture) -> str | None:
@@ -70,7 +73,7 @@ class Captured(Fused):
     def __init__(self, model: Architecture) -> None:
         super().__init__(model)
         self.pages = Reused()
-        self._graphs: OrderedDict[Any, _Graph | None] = OrderedDict()  # None: seen once
+        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._lock = threading.Lock()
 
     def capacity(self, slots: int) -> int:
@@ -93,7 +96,8 @@ class Captured(Fused):
                 return super().run(hidden, step, blocks)
         count = hidden.shape[1]
         inputs = [hidden, step.slots, *([] if step.inputs is None else [step.inputs])]
-        padding = (1 << (count - 1).bit_length()) - count
+        least = _TOKENS // len(hidden) if count > 1 else 1
+        padding = max(1 << (count - 1).bit_length(), least) - count
         if padding:  # written to the buffers' last slot, which no token ever has
             values = 0, cache.size - 1, 0
             inputs = [_padded(each, padding, by) for each, by in zip(inputs, values, strict=False)]
@@ -109,24 +113,18 @@ class Captured(Fused):
         run = partial(_pass, blocks, used, pairs, tables)
         with self._lock:  # all graphs share memory for what they compute
             if key not in self._graphs:
-                out = run(*inputs)
-                self._graphs[key] = None
-            else:
-                graph = self._graphs[key]
-                if graph is None:
-                    any_other = next(filter(None, self._graphs.values()), None)
-                    graph = _captured(run, inputs, any_other)
-                self._graphs[key] = graph
-                self._graphs.move_to_end(key)
-                out = graph.replay(inputs)[:, :count].clone()  # the next replay overwrites it
+                any_other = next(iter(self._graphs.values()), None)
+                self._graphs[key] = _captured(run, inputs, any_other)
+            self._graphs.move_to_end(key)
+            out = self._graphs[key].replay(inputs)[:, :count].clone()  # replays overwrite it
             if len(self._graphs) > _GRAPHS:
                 self._graphs.popitem(last=False)
-        return out[:, :count]
+        return out
 
 
 def _padded(x: Tensor, count: int, value: int) -> Tensor:
     """Append `count` tokens to (B, T, ...)."""
-    return torch.cat((x, x.new_full((x.shape[0], count, *x.shape[2:]), value)), 1)
+    return F.pad(x, (*(0, 0) * (x.dim() - 2), 0, count), value=value)
 
 
 class Reused(Pages):
@@ -169,7 +167,7 @@ class _Graph(NamedTuple):
 
 
 def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph | None) -> _Graph:
-    """Capture a pass that has run before, computing nothing; its memory is that of `beside`.
+    """Capture a pass, computing nothing; its memory is that of `beside`.
 
     Raises:
         RuntimeError: the device refuses, for lack of memory or in an operation no graph can hold.
@@ -181,7 +179,8 @@ def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph |
     graph = torch.cuda.CUDAGraph()
     pool = None if beside is None else beside.graph.pool()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        alone = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        with sdpa_kernel([*_UNPLANNED, SDPBackend.MATH], True), alone:
             out = run(*held)
     except RuntimeError as error:
         error.add_note("while a pass was captured; execution='fused' captures nothing")

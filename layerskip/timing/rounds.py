@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -19,6 +18,7 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.following import Following
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.model.captured import clock
 from layerskip.model.sublayers import Sublayers
 
 TOKENS = (1, 2, 4, 8, 16)  # tokens per row in timed passes
@@ -91,7 +91,7 @@ def time_rounds(
     budget: float,
     tokens: Sequence[int] = TOKENS,
     whole: bool = True,
-    now: Callable[[], float] = time.perf_counter,
+    now: Callable[[], float] = clock,
 ) -> None:
     """Time passes, and draft steps of sources, after the request's first prompt.
 

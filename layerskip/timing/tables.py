@@ -5,8 +5,7 @@ number of rows, and after a long context if the call nearly reaches that. They g
 of the cost model (see `costs/model.py`). Other processes reuse them through a small file in the
 folder `$LAYERSKIP_CACHE` (if empty, nothing is stored), or in the user's cache folder. A call
 without costs spends little time on measuring, and the next calls continue. Under the rejection rule
-the text depends on draft lengths, which a clock must not affect; there, costs follow from the bytes
-of weights and keys.
+the text depends on draft lengths, which no clock may affect: there, costs follow from bytes read.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
 from layerskip.environment import hardware
 from layerskip.files.writing import replacing
+from layerskip.model.captured import clock
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.rounds import BUDGET, CONTEXT, Times, disturbed, time_rounds, typical
 
@@ -239,7 +239,7 @@ def cost_tables(
     request: Request,
     *,
     seconds: float | None = None,
-    now: Callable[[], float] = time.perf_counter,
+    now: Callable[[], float] = clock,
 ) -> list[CorrectedCosts]:
     """The costs of each source, measured when first requested, and corrected by rounds.
 
