@@ -146,6 +146,7 @@ SIZES = {
     "draws": "bench.lawtest.DRAWS",
     "batch_rate": "decoding.expected_gain.BATCH_RATE",
     "wide": "model.fused.WIDE",
+    "matched_on": "model.fused.MATCHED_ON",
     "free_memory": "drafts.free_memory",
     "sweeps": "timing.rounds.SWEEPS",
 }

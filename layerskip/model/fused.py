@@ -29,6 +29,10 @@ from layerskip.model.products import Function, Linear, plain
 # Queries with common keys are put side by side where that makes attention faster (1.2 to 2.5 times
 # on a CPU): with heads of at least this width, in passes of few tokens, before masks become large.
 WIDE, FEW = 64, 16
+# Maximum queries of all heads that a GPU matches with all keys by products: kernels of attention
+# walk through the keys of a head one after the other, which leaves most of it idle.
+MATCHED, MATCHED_ON = 2048, "cuda"
+_WIDENS = "dtype" in torch.ops.aten.bmm.overloads()  # not in old versions of torch
 
 
 class Fused(Backend):
@@ -119,11 +123,25 @@ class Fused(Backend):
 def _sdpa(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
-    """Attention of (B, N, T, D) to (B, K, S, D), (B, N, T, D), without repeating keys."""
+    """Attention of (B, N, T, D), or of groups side by side (B, K, G T, D), to (B, K, S, D)."""
     grouped = q.shape[1] != keys.shape[1]
+    few = not grouped and q[..., 0].numel() <= MATCHED
+    if mask is not None and few and q.device.type == MATCHED_ON and _WIDENS:
+        return _matched(q, keys, values, mask, scale)
+    if mask is not None and q.shape[2] > mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, q.shape[2] // mask.shape[2], 1)  # (B or 1, 1, G T, S)
     return F.scaled_dot_product_attention(
         q, keys, values, mask, 0.0, causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _matched(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention of few queries (B, K, G T, D) by products, with scores in float32 at least."""
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if q.dtype.itemsize < 4 else {}
+    scores = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).mT, **wide)  # (B K, G T, S)
+    scores = scores.view(*q.shape[:2], -1, *mask.shape[2:])  # (B, K, G, T, S)
+    shares = F.softmax(torch.add(mask[:, :, None], scores, alpha=scale), -1).to(q.dtype)
+    return torch.matmul(shares.flatten(2, 3), values)  # (B, K, G T, D)
 
 
 def _eager(
@@ -201,7 +219,7 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
     )
     # One of OLMo's norms spans all heads.
     whole = q_norm is not None and part.head_norms[0].weight.shape[0] != width
-    grouped = not eager and groups > 1 and width >= WIDE
+    grouped = not eager and groups > 1 and (width >= WIDE or place.type == "cuda")
     attend: Callable[..., Tensor] = partial(_eager, softcap=part.score_cap) if eager else _sdpa
 
     def inputs(hidden: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,7 +249,6 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
             )  # (B, K, G, D)
         elif grouped and mask is not None and count <= FEW:
             side_by_side = q.reshape(rows, -1, groups * count, width)  # (B, K, G T, D)
-            mask = mask.repeat(1, 1, groups, 1)  # (B or 1, 1, G T, S)
             out = attend(side_by_side, keys, values, mask, False, scale)
             out = out.reshape(rows, queries, count, width).transpose(1, 2)  # (B, T, N, D)
         else:
