@@ -1,7 +1,6 @@
 """Drafts of every trained kind for tiny models, and decoding with any of them in one call.
 
-Their weights are untrained, but near enough to the model's to be right now and then, and never
-exactly the model's.
+Their weights are untrained, but near enough to the model's to be right now and then.
 """
 
 import functools

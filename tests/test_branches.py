@@ -59,8 +59,7 @@ def check(model, execution, lengths, seed, nodes=NODES):
         alone = chain_logits(opened_passes(opened, lengths, nodes), texts)
         for row, path in enumerate(paths):
             same(logits[row, path], alone[row, : len(path)])
-    # The text continues along one path. The next pass must see it as if there had been no other
-    # nodes.
+    # The text continues along one path. The next pass must see it as if there were no others.
     paths = [path_of(each, draw.randrange(nodes)) for each in parents]
     other = opened_passes(opened, lengths, nodes)
     texts = [

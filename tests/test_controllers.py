@@ -198,8 +198,7 @@ def test_adaptive_threshold_follows_draft_and_verify():
     assert controller.limit(0, 99) == 8
     assert controller.keep_drafting(0, 0.8)
     assert not controller.keep_drafting(0, 0.7999)
-    # The rates .5, .75 and .875 are below .9 although all is accepted: each step adds a tenth of
-    # .01.
+    # The rates .5, .75, .875 are below .9 although all is accepted: steps add a tenth of .01.
     for rate, threshold in ((0.5, 0.801), (0.75, 0.802), (0.875, 0.803)):
         controller.update(0, 4, 4)
         assert controller.acceptance_rates == [pytest.approx(rate)]

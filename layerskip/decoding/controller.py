@@ -137,7 +137,6 @@ def signal_of(controller: Controller) -> str:
     """The kind of confidence that a controller receives: its `signal`, by default "probability".
 
     "margin" is 1 - exp(-m), where m is the margin between the two best scores of the token's draw,
-    including noise if it is shared. Under the rejection rule every controller receives the
-    probability.
+    including noise if it is shared. Under the rejection rule it is the probability.
     """
     return getattr(controller, "signal", "probability")

@@ -126,8 +126,7 @@ class Draws:
     """Draws tokens at positions of rows that share a distribution and advance independently.
 
     Args:
-        failed: called with an error of a logits processor if that ends only one text; None: the
-            error ends the call.
+        failed: called with a logits processor's error if that ends one text; None: it ends all.
     """
 
     def __init__(

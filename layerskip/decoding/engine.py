@@ -41,11 +41,9 @@ class Request:
         keys: noise-stream key of each row (`laws.stream_key`); unused for greedy decoding.
         stop: called after every emitted token with (row, that row's history (1, n)); True ends the
             row. Called in order, once per row and token.
-        keep_scores, keep_logits: keep processed scores or raw logits of every emitted token in the
-            rounds.
+        keep_scores, keep_logits: keep emitted tokens' processed scores or raw logits in the rounds.
         encoded: an encoder's output; the prompts are then those of the decoder.
-        progress: called after every pass over the prompts with the number of prompt tokens done and
-            their total.
+        progress: called after every pass over the prompts with their tokens done, and in total.
         clock: read at the phases of every round, in seconds; None: rounds have no times.
     """
 

@@ -27,8 +27,7 @@ class Architecture:
     """A causal language model that can be opened, and its parts.
 
     Args:
-        model: a model of a family in `FAMILIES`, alone or inside one of `CONDITIONAL`, or a PEFT
-            wrapper of one.
+        model: of a family in `FAMILIES`, alone, inside one of `CONDITIONAL`, or wrapped by PEFT.
 
     Attributes:
         config: configuration of the text decoder.
@@ -164,8 +163,7 @@ class Architecture:
         few of its rows. Of a mixture's experts, the expected number that the tokens use counts.
 
         Args:
-            bits: of weights in low precision (see `layerskip.config.LowPrecision`); None: as the
-                model stores them.
+            bits: of weights in low precision (see `config.LowPrecision`); None: as they are stored.
             tokens: number of tokens in the pass, all rows together.
             experts: number of experts per token in a draft; None: as many as the model.
         """

@@ -8,8 +8,7 @@ the position that drew the newest token. Every step uses the newest token's posi
 transformers 5.23 cannot construct its own classes: their config looks for layers that write keys,
 and finds none. The classes built here are the same with a working constructor; they load and save
 the library's checkpoints.
-Shapes: B rows, T tokens, K keys, G key-value heads, D width of a head, H the target's width, V
-vocabulary.
+Shapes: B rows, T tokens, K keys, G key-value heads, D head width, H target's width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Modules trained to draft for a frozen model: `Heads`, and how to open a module of any kind.
 
-A module turns hidden states of the model into hidden states for the model's own final norm and
-head.
+A module turns the model's hidden states into hidden states for its own final norm and head.
 Shapes: B rows, T tokens, H hidden width, K heads.
 """
 

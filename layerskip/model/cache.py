@@ -56,8 +56,7 @@ class RowCache:
 
     Attributes:
         size: the present number of slots S in buffers.
-        trimmed: the layers whose buffers have `span` slots instead, and begin at each row's slot
-            in `bases`.
+        trimmed: the layers whose buffers have `span` slots, from each row's slot in `bases` on.
     """
 
     def __init__(

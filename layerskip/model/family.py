@@ -170,8 +170,7 @@ class LayerParts:
             layer of its kind, which stands for the target's.
         before, after: the norms around the attention, or None.
         pre, post: the norms around the MLP, or None.
-        tail: whether something follows the MLP even if that is skipped (Gemma 4): the layer's own
-            input, a scalar.
+        tail: whether the layer's own input or a scalar follows even a skipped MLP (Gemma 4).
         sink: in a draft, the number of first slots seen in addition to the window (`narrowed`).
     """
 

@@ -3,8 +3,7 @@
 The C++ source is `native.cpp`. Every pass is native, however many tokens it has. So a token's
 numbers depend only on the tokens before it: not on those verified with it, nor on how its prompt
 was cut. Only gradients, pictures and chained replays take the fused path.
-Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, D head width, S slots, R
-rotary width.
+Shapes: B rows, T tokens of a pass, H hidden, D head, R rotary width, K key-value heads, S slots.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Each row keeps the state after its last committed token, or an earlier one, and the newest state. A
 pass starts from the newest state that has seen none of its tokens, and feeds the tokens in between
-again before its own. If all drafts were accepted, that is the newest one, and no token is fed
-twice.
+again before its own. If all drafts were accepted, that is the newest, and none is fed twice.
 Shapes: R rows of a pass, T tokens, H hidden width.
 """
 

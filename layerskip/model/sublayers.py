@@ -99,8 +99,7 @@ class Sublayers(Architecture):
     """A causal language model opened up into its sublayers.
 
     Args:
-        model: a `transformers` causal language model of a family in `families.FAMILIES`, or a PEFT
-            wrapper of one.
+        model: a causal language model of a family in `families.FAMILIES`, or PEFT's wrapper of one.
         execution: "modules" calls the library's modules, "fused" takes the fused path for plain
             weights, "native" does the same in one call per pass on a CPU, "captured" replays it as
             CUDA graphs on a GPU (either falls back to the fused path with a warning if it is not
@@ -191,8 +190,7 @@ class Sublayers(Architecture):
         """An empty cache for a batch; in an encoder-decoder, for the first rows that it has read.
 
         Raises:
-            ValueError: the model has no keys and values of its own, or an encoder-decoder has not
-                read anything.
+            ValueError: the model has no keys of its own, or an encoder-decoder has read nothing.
         """
         if self.encoder and self.encoded is None:
             raise ValueError(

@@ -102,8 +102,7 @@ class DraftWeights:
         The tail of a skipped MLP still runs, unless only skipped sublayers follow.
 
         Raises:
-            ValueError: the skip config does not fit the model, or the model cannot run in low
-                precision.
+            ValueError: the skip config does not fit, or the model cannot run in low precision.
         """
         skip = skip.resolve(self.model.num_layers)
         kept, rounded = skip.kept(), {*skip.rounded()}

@@ -4,8 +4,7 @@ This is how a model runs whose sublayers are not opened (see `families`): its de
 whole, and its head is the library's own. Its drafts need nothing from inside: lookups, a second
 model, a user's own sources, and the model itself with linear layers in 8 or 4 bits. The decoders of
 encoder-decoders run in the same way; the encoder's output is part of the cache.
-Shapes: B rows, T tokens of a pass, E tokens that an encoder read, H hidden width, D head width,
-V vocabulary.
+Shapes: B rows, T tokens of a pass, E of an encoder, H hidden width, D head width, V vocabulary.
 """
 
 from __future__ import annotations

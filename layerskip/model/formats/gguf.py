@@ -2,8 +2,7 @@
 
 The configuration and the names of the weights are those that transformers derives from a file's
 metadata. Parts that it would omit (factors of rotary frequencies) or guess are read here, or
-rejected by name. Nothing is trusted: tensors must match the model in number and shape, and be
-finite.
+rejected by name. Nothing is trusted: tensors must be finite, in the model's number and shapes.
 """
 
 from __future__ import annotations
