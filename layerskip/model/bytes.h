@@ -87,6 +87,15 @@ inline Ints lower(const Ints& x) {
 inline Ints upper(const Ints& x) {
   return each<Ints>([&](int i) { return (x.v[i] >> 4) & 0x0f0f0f0f; });
 }
+inline Ints times_16(const Ints& x) {  // bytes of up to 4 bits
+  return each<Ints>([&](int i) { return (x.v[i] & 0x0f0f0f0f) << 4; });
+}
+inline Ints minus_bytes(const Ints& x, int8_t y) {
+  typedef int8_t Byte [[gnu::vector_size(BYTES)]];
+  return each<Ints>([&](int i) {
+    return reinterpret_cast<Int>(reinterpret_cast<Byte>(x.v[i]) - static_cast<int8_t>(y));
+  });
+}
 inline Floats times(const Floats& a, float b) {
   return each<Floats>([&](int i) { return a.v[i] * b; });
 }
@@ -96,18 +105,29 @@ inline Floats widened(const void* bfloats) {
   });
 }
 
+inline Floats converted(const Ints& x) {
+  return each<Floats>([&](int i) { return __builtin_convertvector(x.v[i], Float); });
+}
+
 // x * by + to
-inline Floats scaled(const Ints& x, const Floats& by, const Floats& to) {
+inline Floats scaled(const Floats& x, const Floats& by, const Floats& to) {
   return each<Floats>([&](int i) {
-    const Float number = __builtin_convertvector(x.v[i], Float);
+    const Float number = x.v[i];
 #if defined(CPU_CAPABILITY_AVX512)
     return static_cast<Float>(_mm512_fmadd_ps(number, by.v[i], to.v[i]));
 #elif defined(CPU_CAPABILITY_AVX2)
     return static_cast<Float>(_mm256_fmadd_ps(number, by.v[i], to.v[i]));
+#elif defined(__FP_FAST_FMAF)
+    Float out = to.v[i];
+    for (int k = 0; k < BYTES / 4; ++k) out[k] = __builtin_fmaf(number[k], by.v[i][k], out[k]);
+    return out;
 #else
     return to.v[i] + number * by.v[i];
 #endif
   });
+}
+inline Floats scaled(const Ints& x, const Floats& by, const Floats& to) {
+  return scaled(converted(x), by, to);
 }
 
 template <bool DOTS>

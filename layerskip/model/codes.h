@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bytes.h"
 #include "panels.h"
 #include "products.h"
 
@@ -22,9 +23,9 @@ using c10::Half;
 
 constexpr int64_t UNIT = 32;  // columns
 
-typedef int32_t Ints [[gnu::vector_size(4 * LANES)]];
-typedef uint32_t Words [[gnu::vector_size(4 * LANES)]];
-typedef float Floats [[gnu::vector_size(4 * LANES)]];
+typedef int32_t LaneInts [[gnu::vector_size(4 * LANES)]];
+typedef uint32_t LaneWords [[gnu::vector_size(4 * LANES)]];
+typedef float LaneFloats [[gnu::vector_size(4 * LANES)]];
 
 template <typename T>
 inline T read(const uint8_t* from) {
@@ -33,33 +34,33 @@ inline T read(const uint8_t* from) {
   return out;
 }
 
-inline Vec floats(const Ints& x) {
-  const Floats made = __builtin_convertvector(x, Floats);
+inline Vec floats(const LaneInts& x) {
+  const LaneFloats made = __builtin_convertvector(x, LaneFloats);
   return read<Vec>(reinterpret_cast<const uint8_t*>(&made));
 }
 
 // LANES bytes, unsigned or signed. Intrinsics, because compilers widen short vectors byte by byte.
 #if defined(CPU_CAPABILITY_AVX512)
-inline Ints bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(read<__m128i>(from)));
+inline LaneInts bytes(const uint8_t* from) {
+  return reinterpret_cast<LaneInts>(_mm512_cvtepu8_epi32(read<__m128i>(from)));
 }
-inline Ints signed_bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(read<__m128i>(from)));
+inline LaneInts signed_bytes(const uint8_t* from) {
+  return reinterpret_cast<LaneInts>(_mm512_cvtepi8_epi32(read<__m128i>(from)));
 }
 #elif defined(CPU_CAPABILITY_AVX2)
-inline Ints bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+inline LaneInts bytes(const uint8_t* from) {
+  return reinterpret_cast<LaneInts>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
 }
-inline Ints signed_bytes(const uint8_t* from) {
-  return reinterpret_cast<Ints>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
+inline LaneInts signed_bytes(const uint8_t* from) {
+  return reinterpret_cast<LaneInts>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
 }
 #else
-inline Ints bytes(const uint8_t* from) {
-  Ints out;
+inline LaneInts bytes(const uint8_t* from) {
+  LaneInts out;
   for (int k = 0; k < LANES; ++k) out[k] = from[k];
   return out;
 }
-inline Ints signed_bytes(const uint8_t* from) { return bytes(from) << 24 >> 24; }
+inline LaneInts signed_bytes(const uint8_t* from) { return bytes(from) << 24 >> 24; }
 #endif
 
 // LANES numbers of a type.
@@ -73,58 +74,42 @@ inline Vec numbers_of(const uint8_t* from, Half) {
   return out;
 }
 
-// Codes of 4 to 6 bits. A word of 32 bits has 8 codes of 4 bits, or 4 codes in bytes. These bytes
-// are put together from two planes, of the lower 4 bits and of the upper bits. A mask takes a code
-// out of a word without moving it: it comes multiplied by a power of two, by which inputs are
-// divided.
+// Codes of 4, 5, 6 or 8 bits, in lines of 4 columns of all rows. Codes of 4 bits share the bytes of
+// two lines; those of 5 and 6 bits are put together from two planes, of the lower 4 bits and of the
+// upper bits.
 template <int BITS_>
-struct InWords {
-  static constexpr int BITS = BITS_, WIDTH = BITS == 4 ? 4 : 8, HIGH = BITS - 4;
-  static constexpr int FIELDS = 32 / WIDTH, WORDS = WIDTH;  // codes of a word, words of a unit
+struct InLines {
+  static constexpr int BITS = BITS_, HIGH = BITS - 4;
+  static constexpr bool IN_LINES = true;
 
-  // Word n of LANES rows, from row `lane` on, of a unit's codes.
-  static Words load(const uint8_t* codes, int n, int64_t lane) {
-    codes += 4 * lane;
-    if constexpr (BITS == 4) {
-      return read<Words>(codes + 4 * ROWS * n);
-    } else {
-      constexpr int EACH = 8 / HIGH;  // words whose upper bits share a line
-      const Words low = read<Words>(codes + 4 * ROWS * (n / 2)) >> (n % 2 * 4);
-      const Words high = read<Words>(codes + 4 * ROWS * (4 + n / EACH));
-      const int up = 4 - n % EACH * HIGH;
-      const Words placed = up > 0 ? high << up : high >> -up;
-      return (low & 0x0f0f0f0f) | (placed & ((1 << HIGH) - 1) * 0x10101010u);
-    }
+  // The codes of line n of a unit, one a byte.
+  static integers::Ints line(const uint8_t* codes, int n) {
+    using namespace integers;
+    if constexpr (BITS == 8) return load(codes + 64 * n);
+    const Ints both = load(codes + 64 * (n / 2)), low = n % 2 ? upper(both) : lower(both);
+    if constexpr (BITS == 4) return low;
+    constexpr int EACH = 8 / std::max(HIGH, 1);  // lines whose upper bits share bytes
+    const Ints high = load(codes + 64 * (4 + n / EACH));
+    const int up = 4 - n % EACH * HIGH;
+    return each<Ints>([&](int i) {
+      const Int placed = up > 0 ? high.v[i] << up : high.v[i] >> -up;
+      return low.v[i] | (placed & static_cast<int32_t>(((1u << HIGH) - 1) * 0x10101010u));
+    });
   }
-  static Vec code(const Words& word, int j) {
-    const int shift = WIDTH * j;
-    const Words taken = j == FIELDS - 1 ? word >> shift : word & ((1u << WIDTH) - 1) << shift;
-    return floats(reinterpret_cast<Ints>(taken));
-  }
-  static constexpr float place(int64_t column) {
-    const int64_t j = column % FIELDS;
-    return j == FIELDS - 1 ? 1.0f : static_cast<float>(int64_t{1} << WIDTH * j);
-  }
-  // Puts a row's codes of a unit, one in each byte, into its words, 4 * ROWS bytes apart.
+  // Puts a row's codes of a unit, one a byte, into its lane of the lines.
   static void put(const uint8_t* codes, uint8_t* to) {
     uint32_t lines[BITS] = {};
-    for (int n = 0; n < WORDS; ++n) {
-      if constexpr (BITS == 4) {
-        lines[n] = squeezed(read<uint64_t>(codes + 8 * n));
+    for (int n = 0; n < 8; ++n) {
+      const auto four = read<uint32_t>(codes + 4 * n);
+      if constexpr (BITS == 8) {
+        lines[n] = four;
       } else {
-        constexpr int EACH = 8 / HIGH;
-        const auto word = read<uint32_t>(codes + 4 * n);
-        lines[n / 2] |= (word & 0x0f0f0f0f) << n % 2 * 4;
-        lines[4 + n / EACH] |= (word >> 4 & 0x0f0f0f0f) << n % EACH * HIGH;
+        lines[n / 2] |= (four & 0x0f0f0f0f) << n % 2 * 4;
+        if constexpr (BITS > 4)
+          lines[4 + n * HIGH / 8] |= (four >> 4 & 0x0f0f0f0f) << n * HIGH % 8;
       }
     }
-    for (int line = 0; line < BITS; ++line) std::memcpy(to + 4 * ROWS * line, &lines[line], 4);
-  }
-  // The lower 4 bits of 8 bytes, in order.
-  static uint32_t squeezed(uint64_t bytes) {
-    bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
-    bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
-    return static_cast<uint32_t>(bytes | bytes >> 16);
+    for (int n = 0; n < BITS; ++n) std::memcpy(to + 4 * ROWS * n, &lines[n], 4);
   }
 };
 
@@ -132,18 +117,17 @@ struct InWords {
 template <int64_t SIZE_>
 struct InColumns {
   static constexpr int64_t SIZE = SIZE_;
-  static constexpr int BITS = 8 * SIZE, FIELDS = 1, WORDS = UNIT;
-  static constexpr float place(int64_t) { return 1; }
+  static constexpr int BITS = 8 * SIZE;
+  static constexpr bool IN_LINES = false;
 };
 
 // The factors and scales of blocks: FACTORS numbers of type T, and SCALES bytes for each unit.
-// PART columns share a scale. AFTER: sums of codes are scaled, rather than codes.
+// PART columns share a scale.
 template <typename T_, int64_t FACTORS_, int64_t SCALES_ = 0, int64_t PART_ = UNIT>
 struct Head {
   using T = T_;
   static constexpr int64_t FACTORS = FACTORS_, SCALES = SCALES_, PART = PART_;
   static constexpr int64_t SCALES_AT = ROWS * FACTORS * sizeof(T);  // in the head of a panel
-  static constexpr bool AFTER = FACTORS > 0;
   static uint8_t scale(const uint8_t*, int64_t, int64_t) { return 0; }
   // Factor k of LANES rows.
   static Vec factor(const uint8_t* head, int64_t k, int64_t lane) {
@@ -161,31 +145,29 @@ struct Blocks {
 };
 
 // Blocks of one unit. Codes of ZERO mean 0; if ZERO is -1, the block has an offset instead.
-template <int BITS, int ZERO, int64_t FACTORS = ZERO < 0 ? 2 : 1>
-struct Simple : InWords<BITS>, Head<Half, FACTORS>, Blocks<2 * FACTORS + 4 * BITS, UNIT> {
+template <int BITS, int ZERO_, int64_t FACTORS = ZERO_ < 0 ? 2 : 1>
+struct Simple : InLines<BITS>, Head<Half, FACTORS>, Blocks<2 * FACTORS + 4 * BITS, UNIT> {
+  static constexpr int ZERO = ZERO_;
   static void codes(const uint8_t* block, int64_t, uint8_t* out) {
     const uint8_t *high = block + 2 * FACTORS, *low = high + (BITS - 4) * 4;
-    for (int i = 0; i < UNIT; ++i) out[i] = low[i % 16] >> (i / 16 * 4) & 15;
+    if constexpr (BITS == 8) {  // signed in files
+      for (int i = 0; i < UNIT; ++i) out[i] = high[i] ^ 128;
+    } else {
+      for (int i = 0; i < UNIT; ++i) out[i] = low[i % 16] >> (i / 16 * 4) & 15;
+    }
     if (BITS == 5)
       for (int i = 0; i < UNIT; ++i) out[i] |= (read<uint32_t>(high) >> i & 1) << 4;
   }
   static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec& to) {
     by = Simple::factor(head, 0, lane);
-    to = ZERO < 0 ? Simple::factor(head, 1, lane) : by * Vec(-static_cast<float>(ZERO));
+    if (ZERO < 0) to = Simple::factor(head, 1, lane);
   }
 };
 using Q4_0 = Simple<4, 8>;
 using Q4_1 = Simple<4, -1>;
 using Q5_0 = Simple<5, 16>;
 using Q5_1 = Simple<5, -1>;
-
-struct Q8_0 : InColumns<1>, Head<Half, 1>, Blocks<34, UNIT> {
-  static constexpr int64_t NUMBERS_AT = 2;
-  static Vec value(const uint8_t* from) { return floats(signed_bytes(from)); }
-  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec& to) {
-    by = factor(head, 0, lane), to = Vec(0.0f);
-  }
-};
+using Q8_0 = Simple<8, 128>;
 
 inline void nibbles(const uint8_t* from, bool upper, uint8_t* out) {
   for (int i = 0; i < UNIT; ++i) out[i] = from[i] >> (upper ? 4 : 0) & 15;
@@ -194,7 +176,8 @@ inline void nibbles(const uint8_t* from, bool upper, uint8_t* out) {
 // Blocks of 256 numbers: two factors, for the 6-bit scales and the 6-bit offsets of 8 units. Two
 // units share bytes: the first one has the lower halves.
 template <int BITS>
-struct K : InWords<BITS>, Head<Half, 2, 2>, Blocks<16 + 32 * BITS, 256> {
+struct K : InLines<BITS>, Head<Half, 2, 2>, Blocks<16 + 32 * BITS, 256> {
+  static constexpr int ZERO = -1;
   static uint8_t scale(const uint8_t* block, int64_t unit, int64_t k) {
     const uint8_t* from = block + 4 + unit;
     if (unit < 4) return from[4 * k] & 63;
@@ -215,7 +198,8 @@ using Q4_K = K<4>;
 using Q5_K = K<5>;
 
 // Low 4 bits in 128 bytes, high 2 bits in 64, scales of 16 numbers each, and their factor.
-struct Q6_K : InWords<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
+struct Q6_K : InLines<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
+  static constexpr int ZERO = 32;
   static constexpr int64_t factor_at(int64_t) { return 208; }
   static uint8_t scale(const uint8_t* block, int64_t unit, int64_t k) {
     return block[192 + 2 * unit + k];
@@ -225,18 +209,15 @@ struct Q6_K : InWords<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
     nibbles(block + unit / 4 * 64 + unit % 2 * 32, unit % 4 >= 2, out);
     for (int i = 0; i < UNIT; ++i) out[i] |= (high[i] >> unit % 4 * 2 & 3) << 4;
   }
-  static void pair(const uint8_t* head, int64_t unit, int64_t part, int64_t lane, Vec& by,
-                   Vec& to) {
+  static void pair(const uint8_t* head, int64_t unit, int64_t part, int64_t lane, Vec& by, Vec&) {
     const uint8_t* scales = head + SCALES_AT + ROWS * (2 * unit + part) + lane;
     by = floats(signed_bytes(scales)) * factor(head, 0, lane);
-    to = by * Vec(-32.0f);
   }
 };
 
 // Plain numbers.
 template <typename N>
 struct Plain : InColumns<sizeof(N)>, Head<float, 0>, Blocks<UNIT * sizeof(N), UNIT> {
-  static constexpr int64_t NUMBERS_AT = 0;
   static Vec value(const uint8_t* from) { return numbers_of(from, N{}); }
   static void pair(const uint8_t*, int64_t, int64_t, int64_t, Vec&, Vec&) {}
   static Vec number(const Vec& code, const Vec&, const Vec&) { return code; }
@@ -260,7 +241,7 @@ inline Vec rounded_to(const Vec& x, BFloat16) {
   asm("" : "+x"(wide));
   return Vec(wide) - (Vec(wide) - x);
 #else
-  Ints bits = read<Ints>(reinterpret_cast<const uint8_t*>(&x));
+  LaneInts bits = read<LaneInts>(reinterpret_cast<const uint8_t*>(&x));
   bits = (bits + 0x7fff + ((bits >> 16) & 1)) & static_cast<int32_t>(0xffff0000);
   return read<Vec>(reinterpret_cast<const uint8_t*>(&bits));
 #endif
@@ -282,8 +263,7 @@ inline Vec rounded_to(const Vec& x, Half) {
 template <int BITS, typename T, int64_t FACTORS = 2>
 struct Grouped : Head<T, FACTORS> {
   static constexpr int64_t BYTES = 4 * BITS, NUMBERS = UNIT;
-  static constexpr int64_t NUMBERS_AT = 0;
-  static constexpr bool GROUPS = true, AFTER = false;
+  static constexpr bool GROUPS = true;
   static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec& zero) {
     by = Grouped::factor(head, 0, lane);
     if (FACTORS > 1) zero = Grouped::factor(head, FACTORS - 1, lane);
@@ -294,17 +274,19 @@ struct Grouped : Head<T, FACTORS> {
 };
 
 template <typename T>
-struct G4 : InWords<4>, Grouped<4, T> {
-  // At the place of the last code.
-  static Vec code(const Words& word, int j) { return InWords<4>::code(word << (28 - 4 * j), 7); }
-  static constexpr float place(int64_t) { return 1; }
+struct G4 : InLines<4>, Grouped<4, T> {
+  // The codes of a column.
+  static Vec value(const uint8_t* codes, int64_t column, int64_t lane) {
+    const LaneWords word = read<LaneWords>(codes + 4 * ROWS * (column / 8) + 4 * lane);
+    return floats(reinterpret_cast<LaneInts>(word >> (column % 4 * 8 + column / 4 % 2 * 4) & 15));
+  }
   static void codes(const uint8_t* unit, int64_t, uint8_t* out) {
     for (int i = 0; i < UNIT; ++i) out[i] = unit[i % 16] >> (i / 16 * 4) & 15;
   }
   // The reverse of `codes` and `put`.
   static void take(const uint8_t* words, uint8_t* unit) {
     const auto code = [&](int i) {
-      return read<uint32_t>(words + 4 * ROWS * (i / 8)) >> i % 8 * 4 & 15;
+      return words[4 * ROWS * (i / 8) + i % 4] >> i / 4 % 2 * 4 & 15;
     };
     for (int i = 0; i < 16; ++i) unit[i] = static_cast<uint8_t>(code(i) | code(i + 16) << 4);
   }

@@ -4,16 +4,15 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "bytes.h"
 #include "products.h"
+#include "tiles.h"
 #include "unit.h"
 
 namespace integers {
@@ -302,33 +301,18 @@ void product(int bits, const uint8_t* weight, int64_t first, int64_t last, int64
 // ---------------------------------------------------------------------------------------------
 // Vectors and the matrix unit give the same numbers, so timing decides which to use.
 
-// The seconds that a product takes if its weight is in a cache.
-double seconds_of(int bits, int64_t tokens, int64_t most_tokens) {
-  constexpr int64_t COLUMNS = 512;
-  const int64_t rows = 64;
-  const std::vector<float> x(tokens * COLUMNS, 1.0f);
-  const std::vector<uint8_t> weight(rows * row_bytes(bits, COLUMNS));
-  std::vector<uint8_t> room(tokens * inputs_bytes(COLUMNS));
-  round_inputs(bits, x.data(), COLUMNS, tokens, room.data(), 0, tokens, most_tokens);
-  double least = std::numeric_limits<double>::infinity();
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    const auto began = std::chrono::steady_clock::now();
-    product(bits, weight.data(), 0, rows, COLUMNS, tokens, room.data(), weight.data(),
-            [](int64_t, int64_t, const float*) {}, most_tokens);
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-    least = std::min(least, took.count());
-  }
-  return least;
-}
-
 // The smallest number of tokens for which the unit is as fast as vectors.
 int64_t unit_from(int bits) {
-  constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
-  if (tiles::refusal()) return NEVER;
-  if (tiles::always()) return 1;
-  for (const int64_t tokens : {1, 2, 3, 4, 6, 8, 12, 16})
-    if (seconds_of(bits, tokens, tiles::MOST) <= seconds_of(bits, tokens, MOST)) return tokens;
-  return NEVER;
+  constexpr int64_t COLUMNS = 512, ROWS = 64;
+  const std::vector<float> x(tiles::MOST * COLUMNS, 1.0f);
+  const std::vector<uint8_t> weight(ROWS * row_bytes(bits, COLUMNS));
+  std::vector<uint8_t> room(tiles::MOST * inputs_bytes(COLUMNS));
+  return tiles::faster_from([&](int64_t tokens, bool on_unit) {
+    const int64_t most = on_unit ? tiles::MOST : MOST;
+    round_inputs(bits, x.data(), COLUMNS, tokens, room.data(), 0, tokens, most);
+    product(bits, weight.data(), 0, ROWS, COLUMNS, tokens, room.data(), weight.data(),
+            [](int64_t, int64_t, const float*) {}, most);
+  });
 }
 
 // The most tokens of a step.

@@ -8,9 +8,11 @@
 #include <array>
 #include <cstring>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 
 #include "codes.h"
+#include "fixed.h"
 
 namespace panels {
 namespace {
@@ -22,11 +24,10 @@ constexpr int64_t TOKENS = 10 * STEP;  // tokens for which a unit is unpacked on
 
 // How many panels are multiplied together: enough to keep the CPU's units busy, without more
 // vectors than the registers hold.
-template <typename F>
 constexpr int side(int tokens) {
   if (MANY_REGISTERS) return 4;
   if (tokens > FUSED) return 1;
-  return tokens == 1 && F::AFTER && (F::FIELDS == 1 || F::BITS == 4) ? 4 : 2;
+  return 2;
 }
 
 // Where a panel has its heads, one for each block, and its codes.
@@ -54,9 +55,11 @@ struct Geometry {
     for (int64_t line = 0; line < CODES; line += 64)
       fetch_line(panel + codes + unit * CODES + line);
   }
-  // What a token multiplies: its inputs, and their sums over each part.
-  static int64_t inputs(int64_t columns) { return columns + columns / F::PART; }
 };
+
+// Whether inputs are in fixed point.
+template <typename F>
+constexpr bool FIXED = F::IN_LINES && !F::GROUPS;
 
 // Where in a row the block of a unit begins.
 template <typename F>
@@ -94,10 +97,10 @@ void copy(const Layout& layout, uint8_t* rows, int64_t count, uint8_t* panel) {
       place_head<F, BACK>(shape, row, block, r, panel + block * shape.head);
     for (int64_t unit = 0; unit < shape.units; ++unit) {
       uint8_t *codes = panel + shape.codes + unit * shape.CODES, *block = row + block_at<F>(unit);
-      if constexpr (F::FIELDS == 1) {
+      if constexpr (!F::IN_LINES) {
         for (int64_t i = 0; i < UNIT; ++i) {
           uint8_t* own = codes + F::SIZE * (ROWS * i + r);
-          uint8_t* from = block + F::NUMBERS_AT + F::SIZE * i;
+          uint8_t* from = block + F::SIZE * i;
           BACK ? std::memcpy(from, own, F::SIZE) : std::memcpy(own, from, F::SIZE);
         }
       } else if constexpr (BACK) {
@@ -121,20 +124,22 @@ void unpack(const Layout& layout, const uint8_t* row, float* out) {
       place_head<F>(shape, const_cast<uint8_t*>(row), unit / shape.each(), 0, head);
     const uint8_t* block = row + block_at<F>(unit);
     uint8_t codes[UNIT];
-    if constexpr (F::FIELDS > 1) F::codes(block, unit % (F::NUMBERS / UNIT), codes);
+    if constexpr (F::IN_LINES) F::codes(block, unit % (F::NUMBERS / UNIT), codes);
     for (int64_t part = 0; part < shape.PARTS; ++part) {
       Vec by(0.0f), to(0.0f);
       float pair[2][LANES];
       F::pair(head, inside, part, 0, by, to);
       by.store(pair[0]), to.store(pair[1]);
       by = Vec(pair[0][0]), to = Vec(pair[1][0]);
+      if constexpr (FIXED<F>)
+        if (F::ZERO > 0) to = by * Vec(-static_cast<float>(F::ZERO));
       for (int64_t i = part * F::PART; i < (part + 1) * F::PART; i += LANES, out += LANES) {
         Vec number;
-        if constexpr (F::FIELDS > 1)
+        if constexpr (F::IN_LINES)
           number = floats(bytes(codes + i));
         else
-          number = F::value(block + F::NUMBERS_AT + F::SIZE * i);
-        if constexpr (F::AFTER)  // rounds once, because the product is exact
+          number = F::value(block + F::SIZE * i);
+        if constexpr (FIXED<F>)  // rounds once, because the product is exact
           number = at::vec::fmadd(number, by, to);
         else
           number = F::number(number, by, to);
@@ -144,132 +149,78 @@ void unpack(const Layout& layout, const uint8_t* row, float* out) {
   }
 }
 
-// The n-th word of LANES rows, or their numbers of the n-th column.
+// The numbers of LANES rows in a column of a unit.
 template <typename F>
-inline auto held_at(const uint8_t* codes, int n, int64_t lane) {
-  if constexpr (F::FIELDS > 1)
-    return F::load(codes, n, lane);
+inline Vec number_at(const uint8_t* codes, int64_t column, int64_t lane, const Vec& by,
+                     const Vec& to) {
+  if constexpr (F::IN_LINES)
+    return F::number(F::value(codes, column, lane), by, to);
   else
-    return F::value(codes + F::SIZE * (ROWS * n + lane));
-}
-
-// What inputs are multiplied with: numbers, or codes whose sums are scaled afterwards.
-template <typename F, typename Held>
-inline Vec taken(const Held& held, int j, const Vec& by, const Vec& to) {
-  Vec code;
-  if constexpr (F::FIELDS > 1)
-    code = F::code(held, j);
-  else
-    code = held;
-  if constexpr (F::AFTER) return code;
-  else return F::number(code, by, to);
-}
-
-// Adds the sum of a part to a row's.
-template <typename F>
-inline Vec added(const Vec& total, const Vec& sum, const Vec& by, const Vec& inputs,
-                 const Vec& to) {
-  if constexpr (F::AFTER)
-    return at::vec::fmadd(inputs, to, at::vec::fmadd(sum, by, total));
-  else
-    return total + sum;
+    return F::number(F::value(codes + F::SIZE * (ROWS * column + lane)), by, to);
 }
 
 // PANELS panels times COUNT tokens, (COUNT, PANELS, ROWS).
 template <typename F, int PANELS, int COUNT>
 void fuse(const Geometry<F>& shape, const uint8_t* panel, const float* x, const uint8_t* next,
           float* out) {
-  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / shape.PARTS;
+  constexpr int VECS = PANELS * VECTORS;
   const int64_t ahead = std::max<int64_t>(1, AHEAD / (PANELS * shape.CODES));
-  const float* input_sums = x + shape.units * UNIT * COUNT;
-  Vec totals[COUNT][VECS];
-  for (auto& some : totals)
+  Vec sums[COUNT][VECS];
+  for (auto& some : sums)
     for (Vec& each : some) each = Vec(0.0f);
   for (int64_t unit = 0; unit < shape.units; ++unit) {
     const int64_t later = unit + ahead;
     for (int p = 0; p < PANELS; ++p)
       shape.fetch((later < shape.units ? panel : next) + p * shape.bytes, later % shape.units);
-    for (int64_t part = 0; part < shape.PARTS; ++part) {
-      const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
-      Vec sums[COUNT][VECS], by[VECS], to[VECS];
-      const auto pairs = [&] {
+    const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
+    Vec by[VECS], to[VECS];
 #pragma GCC unroll 16
-        for (int r = 0; r < VECS; ++r)
-          shape.pair(panel + r / VECTORS * shape.bytes, unit, part, r % VECTORS * LANES, by[r],
-                     to[r]);
-      };
-      if (!F::AFTER) pairs();
+    for (int r = 0; r < VECS; ++r)
+      shape.pair(panel + r / VECTORS * shape.bytes, unit, 0, r % VECTORS * LANES, by[r], to[r]);
 #pragma GCC unroll 8
-      for (int t = 0; t < COUNT; ++t)
+    for (int column = 0; column < UNIT; ++column, x += COUNT) {
+      Vec given[COUNT];
+#pragma GCC unroll 8
+      for (int t = 0; t < COUNT; ++t) given[t] = held(Vec(x[t]));
 #pragma GCC unroll 16
-        for (int r = 0; r < VECS; ++r) sums[t][r] = Vec(0.0f);
+      for (int r = 0; r < VECS; ++r) {
+        const Vec number = number_at<F>(codes + r / VECTORS * shape.bytes, column,
+                                        r % VECTORS * LANES, by[r], to[r]);
 #pragma GCC unroll 8
-      for (int n = 0; n < WORDS; ++n) {
-        decltype(held_at<F>(codes, 0, 0)) held_some[VECS];
-#pragma GCC unroll 16
-        for (int r = 0; r < VECS; ++r)
-          held_some[r] = held_at<F>(codes + r / VECTORS * shape.bytes,
-                                    static_cast<int>(part) * WORDS + n, r % VECTORS * LANES);
-#pragma GCC unroll 8
-        for (int j = 0; j < F::FIELDS; ++j, x += COUNT) {
-          Vec given[COUNT];
-#pragma GCC unroll 8
-          for (int t = 0; t < COUNT; ++t) given[t] = held(Vec(x[t]));
-#pragma GCC unroll 16
-          for (int r = 0; r < VECS; ++r) {
-            const Vec number = taken<F>(held_some[r], j, by[r], to[r]);
-#pragma GCC unroll 8
-            for (int t = 0; t < COUNT; ++t)
-              sums[t][r] = at::vec::fmadd(number, given[t], sums[t][r]);
-          }
-        }
+        for (int t = 0; t < COUNT; ++t) sums[t][r] = at::vec::fmadd(number, given[t], sums[t][r]);
       }
-      if (F::AFTER) pairs();
-#pragma GCC unroll 16
-      for (int r = 0; r < VECS; ++r)
-#pragma GCC unroll 8
-        for (int t = 0; t < COUNT; ++t)
-          totals[t][r] = added<F>(totals[t][r], sums[t][r], by[r], Vec(input_sums[t]), to[r]);
-      input_sums += COUNT;
     }
   }
   for (int t = 0; t < COUNT; ++t)
-    for (int r = 0; r < VECS; ++r) totals[t][r].store(out + (t * VECS + r) * LANES);
+    for (int r = 0; r < VECS; ++r) sums[t][r].store(out + (t * VECS + r) * LANES);
 }
 
-// Adds the products of some parts of PANELS unpacked panels, (columns, PANELS, ROWS), with the
+// Adds the products of some units of PANELS unpacked panels, (columns, PANELS, ROWS), with the
 // inputs of COUNT tokens.
 template <typename F, int PANELS, int COUNT>
-void add(const float* numbers, int64_t parts, const Vec* by, const Vec* to, const float* x,
-         const float* input_sums, float* totals) {
+void add(const float* numbers, int64_t units, const float* x, float* totals) {
   constexpr int VECS = PANELS * VECTORS;
-  for (int64_t part = 0; part < parts; ++part) {
-    Vec sums[COUNT][VECS];
+  Vec sums[COUNT][VECS];
 #pragma GCC unroll 8
-    for (int t = 0; t < COUNT; ++t)
+  for (int t = 0; t < COUNT; ++t)
 #pragma GCC unroll 16
-      for (int r = 0; r < VECS; ++r) sums[t][r] = Vec(0.0f);
+    for (int r = 0; r < VECS; ++r) sums[t][r] = Vec::loadu(totals + (t * VECS + r) * LANES);
 #pragma GCC unroll 4
-    for (int column = 0; column < F::PART; ++column, x += COUNT, numbers += VECS * LANES) {
-      Vec some[VECS];
+  for (int64_t column = 0; column < units * UNIT; ++column, x += COUNT, numbers += VECS * LANES) {
+    Vec some[VECS];
 #pragma GCC unroll 16
-      for (int r = 0; r < VECS; ++r) some[r] = Vec::loadu(numbers + r * LANES);
+    for (int r = 0; r < VECS; ++r) some[r] = Vec::loadu(numbers + r * LANES);
 #pragma GCC unroll 8
-      for (int t = 0; t < COUNT; ++t) {
-        const Vec given = held(Vec(x[t]));
+    for (int t = 0; t < COUNT; ++t) {
+      const Vec given = held(Vec(x[t]));
 #pragma GCC unroll 16
-        for (int r = 0; r < VECS; ++r) sums[t][r] = at::vec::fmadd(some[r], given, sums[t][r]);
-      }
+      for (int r = 0; r < VECS; ++r) sums[t][r] = at::vec::fmadd(some[r], given, sums[t][r]);
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < COUNT; ++t, ++input_sums)
-#pragma GCC unroll 16
-      for (int r = 0; r < VECS; ++r) {
-        float* at = totals + (t * VECS + r) * LANES;
-        added<F>(Vec::loadu(at), sums[t][r], by[r], Vec(*input_sums), to[r]).store(at);
-      }
-    by += VECS, to += VECS;
   }
+#pragma GCC unroll 8
+  for (int t = 0; t < COUNT; ++t)
+#pragma GCC unroll 16
+    for (int r = 0; r < VECS; ++r) sums[t][r].store(totals + (t * VECS + r) * LANES);
 }
 
 // Indexed by the tokens of a step, less 1.
@@ -284,39 +235,31 @@ constexpr auto ADD = adding<F, PANELS>(std::make_integer_sequence<int, STEP>());
 template <typename F, int PANELS>
 void unfold(const Geometry<F>& shape, const uint8_t* panel, const float* inputs, const Steps& steps,
             int64_t first, int64_t last, const uint8_t* next, float* totals) {
-  constexpr int VECS = PANELS * VECTORS, WORDS = F::WORDS / shape.PARTS;
+  constexpr int VECS = PANELS * VECTORS;
   const int64_t columns = shape.units * UNIT, begin = steps.first(first);
   constexpr int64_t CHUNK = MANY_REGISTERS ? 2 : 4;  // units
   alignas(64) float numbers[CHUNK * UNIT * VECS * LANES];
-  Vec by[CHUNK * shape.PARTS * VECS], to[CHUNK * shape.PARTS * VECS];
   std::fill_n(totals, (steps.first(last) - begin) * VECS * LANES, 0.0f);
   for (int64_t start = 0; start < shape.units; start += CHUNK) {
-    const int64_t parts = std::min(CHUNK, shape.units - start) * shape.PARTS;
-    for (int64_t at = 0; at < parts; ++at) {
-      const int64_t unit = start + at / shape.PARTS, part = at % shape.PARTS;
-      const bool fetches = first == 0 && part == 0;  // once for all tokens
-      for (int p = 0; fetches && p < PANELS; ++p) shape.fetch(next + p * shape.bytes, unit);
+    const int64_t units = std::min(CHUNK, shape.units - start);
+    for (int64_t at = 0; at < units; ++at) {
+      // once for all tokens
+      for (int p = 0; first == 0 && p < PANELS; ++p) shape.fetch(next + p * shape.bytes, start + at);
       for (int r = 0; r < VECS; ++r) {
         const uint8_t* from = panel + r / VECTORS * shape.bytes;
         const int64_t lane = r % VECTORS * LANES;
-        Vec &scale = by[at * VECS + r], &offset = to[at * VECS + r];
-        shape.pair(from, unit, part, lane, scale, offset);
-        float* made = numbers + (at * F::PART * VECS + r) * LANES;
+        Vec by(0.0f), to(0.0f);
+        shape.pair(from, start + at, 0, lane, by, to);
+        float* made = numbers + (at * UNIT * VECS + r) * LANES;
 #pragma GCC unroll 8
-        for (int n = 0; n < WORDS; ++n) {
-          const auto some = held_at<F>(from + shape.codes + unit * shape.CODES,
-                                       static_cast<int>(part) * WORDS + n, lane);
-#pragma GCC unroll 8
-          for (int j = 0; j < F::FIELDS; ++j)
-            taken<F>(some, j, scale, offset).store(made + (n * F::FIELDS + j) * VECS * LANES);
-        }
+        for (int column = 0; column < UNIT; ++column)
+          number_at<F>(from + shape.codes + (start + at) * shape.CODES, column, lane, by, to)
+              .store(made + column * VECS * LANES);
       }
     }
     for (int64_t step = first; step < last; ++step) {
       const int64_t before = steps.first(step), count = steps.length(step);
-      const float* x = inputs + before * shape.inputs(columns);
-      ADD<F, PANELS>[count - 1](numbers, parts, by, to, x + start * UNIT * count,
-                                x + (columns + start * shape.PARTS) * count,
+      ADD<F, PANELS>[count - 1](numbers, units, inputs + before * columns + start * UNIT * count,
                                 totals + (before - begin) * VECS * LANES);
     }
   }
@@ -326,7 +269,7 @@ void unfold(const Geometry<F>& shape, const uint8_t* panel, const float* inputs,
 template <typename F, int COUNT>
 void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
                   const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
-  constexpr int SIDE = side<F>(COUNT ? COUNT : STEP);
+  constexpr int SIDE = side(COUNT ? COUNT : STEP);
   const Geometry<F> shape(layout);
   const Steps steps{tokens, STEP};
   alignas(64) float totals[TOKENS * SIDE * ROWS];
@@ -357,43 +300,58 @@ void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, in
   while (row < last) some(std::integral_constant<int, 1>());
 }
 
+// The smallest number of tokens for which the matrix unit is as fast as vectors.
+template <typename F>
+int64_t unit_from() {
+  constexpr int64_t COLUMNS = 512, PANELS = 4;
+  Layout layout{nullptr, COLUMNS};
+  const Geometry<F> shape(layout);
+  const std::vector<float> x(tiles::MOST * COLUMNS, 1.0f);
+  const std::vector<uint8_t> weight(PANELS * shape.bytes);
+  std::vector<float> room(tiles::MOST * packed_width(COLUMNS));
+  return tiles::faster_from([&](int64_t tokens, bool on_unit) {
+    fixed_inputs<F>(x.data(), COLUMNS, tokens, room.data(), 0, tokens, nullptr, on_unit);
+    fixed_product<F, Geometry<F>>(layout, weight.data(), 0, PANELS * ROWS, room.data(), tokens,
+                                  weight.data(), [](int64_t, int64_t, int64_t, const float*) {},
+                                  on_unit);
+  });
+}
+
+// It is the same for all formats whose inputs are packed alike.
+template <typename F>
+bool on_unit(int64_t tokens) {
+  using Alike = std::conditional_t<F::PART < UNIT, Q6_K, std::conditional_t<F::BITS == 4, Q4_0, Q8_0>>;
+  static const int64_t from = unit_from<Alike>();
+  return tokens >= from;
+}
+
 template <typename F>
 void multiply(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
               const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
-  const auto some = tokens == 1   ? multiply_all<F, 1>
-                    : tokens == 2 ? multiply_all<F, 2>
-                                  : multiply_all<F, 0>;
-  some(layout, weight, first, last, inputs, tokens, then, write);
+  if constexpr (FIXED<F>) {
+    fixed_product<F, Geometry<F>>(layout, weight, first, last, inputs, tokens, then, write,
+                                  on_unit<F>(tokens));
+  } else {
+    const auto some = tokens == 1   ? multiply_all<F, 1>
+                      : tokens == 2 ? multiply_all<F, 2>
+                                    : multiply_all<F, 0>;
+    some(layout, weight, first, last, inputs, tokens, then, write);
+  }
 }
 
-// Packs inputs x (tokens, columns) in steps of tokens. A step has its inputs (columns, tokens),
-// divided by the places of codes, and their sums (parts, tokens). `order` says which input each
-// column multiplies.
+// Packs inputs x (tokens, columns): in fixed point, or in steps of (columns, tokens). `order` says
+// which input each column multiplies.
 template <typename F>
 void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin, int64_t end,
           const int32_t* order) {
-  float places[F::PART];
-  for (int64_t i = 0; i < F::PART; ++i) places[i] = 1 / F::place(i);
+  if constexpr (FIXED<F>)
+    return fixed_inputs<F>(x, columns, tokens, room, begin, end, order, on_unit<F>(tokens));
   const Steps steps{tokens, tokens <= FUSED ? FUSED : STEP};
   for (int64_t step = 0; step < steps.count; ++step) {
     const int64_t before = steps.first(step), count = steps.length(step);
     for (int64_t t = std::max(begin, before); t < std::min(end, before + count); ++t) {
-      float* to = room + before * Geometry<F>::inputs(columns) + t - before;
-      float* sums = to + columns * count;
-      for (int64_t column = 0; column < columns; column += F::PART, sums += count) {
-        const float* from = x + t * columns + column;
-        float sorted[F::PART], made[F::PART], total[4] = {};
-        if (order) {
-          for (int64_t i = 0; i < F::PART; ++i) sorted[i] = x[t * columns + order[column + i]];
-          from = sorted;
-        }
-        for (int64_t i = 0; i < F::PART; i += LANES)
-          (Vec::loadu(from + i) * Vec::loadu(places + i)).store(made + i);
-        for (int64_t i = 0; i < F::PART; ++i) to[(column + i) * count] = made[i];
-        // four sums, however wide vectors are
-        for (int64_t i = 0; i < F::PART; ++i) total[i % 4] += from[i];
-        *sums = (total[0] + total[2]) + (total[1] + total[3]);
-      }
+      float* to = room + before * columns + t - before;
+      for (int64_t i = 0; i < columns; ++i) to[i * count] = x[t * columns + (order ? order[i] : i)];
     }
   }
 }
@@ -402,7 +360,7 @@ template <typename F>
 constexpr Format format(const char* name) {
   constexpr int64_t FACTORS = F::FACTORS * sizeof(typename F::T);
   Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? FACTORS : 0,
-              F::PART + (F::place(0) == F::place(1) ? 0 : F::FIELDS),
+              !FIXED<F> ? 0 : F::BITS == 4 ? 4 : F::PART,
               [](const Layout& layout) { return Geometry<F>(layout).bytes; },
               copy<F, false>, nullptr, unpack<F>, pack<F>, multiply<F>};
   if constexpr (F::GROUPS) made.restore = copy<F, true>;

@@ -258,7 +258,7 @@ struct Cuts {
 };
 
 // An upper bound of `width()`.
-inline int64_t packed_width(int64_t columns) { return columns + columns / 6 + 128; }
+inline int64_t packed_width(int64_t columns) { return columns + columns / 5 + 128; }
 
 // Packs a token's inputs of one cut, padded to its span with zeros, a vector every `stride` floats.
 template <typename S>

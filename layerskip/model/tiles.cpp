@@ -5,8 +5,10 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "unit.h"
@@ -102,6 +104,25 @@ const char* refusal() {
 bool always() {
   const char* wanted = std::getenv("LAYERSKIP_TILES");
   return wanted && std::strcmp(wanted, "1") == 0;
+}
+
+int64_t faster_from(c10::function_ref<void(int64_t, bool)> multiply) {
+  constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
+  if (refusal()) return NEVER;
+  if (always()) return 1;
+  const auto seconds = [&](int64_t tokens, bool on_unit) {
+    double least = std::numeric_limits<double>::infinity();
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      const auto began = std::chrono::steady_clock::now();
+      multiply(tokens, on_unit);
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+      least = std::min(least, took.count());
+    }
+    return least;
+  };
+  for (const int64_t tokens : {1, 2, 3, 4, 6, 8, 12, 16})
+    if (seconds(tokens, true) <= seconds(tokens, false)) return tokens;
+  return NEVER;
 }
 
 // Ordered by steps of tokens, then by pairs of columns, then by the tokens of the step.

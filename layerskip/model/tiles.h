@@ -21,6 +21,10 @@ const char* refusal();
 // Whether the user has set LAYERSKIP_TILES=1. Then the unit is used even where it is not faster.
 bool always();
 
+// The smallest number of tokens for which the unit multiplies bytes as fast as vectors do.
+// `multiply(tokens, on_unit)` multiplies some rows with tokens; it is timed.
+int64_t faster_from(c10::function_ref<void(int64_t, bool)> multiply);
+
 // Like the function of this name in `products.h`.
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end);

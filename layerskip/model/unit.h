@@ -60,12 +60,14 @@ inline void configure(const Shapes& shapes) {
 inline void release() { asm volatile("tilerelease"); }
 
 template <int TILE>
-inline void zero() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(TILE));
-}
-template <int TILE>
 inline void load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
+}
+// Loads zeros: behind `tilezero`, products wait for one another.
+template <int TILE>
+inline void zero() {
+  alignas(64) static constexpr uint8_t ZEROS[64] = {};
+  load<TILE>(ZEROS, 0);
 }
 template <int TILE>
 inline void store(void* to, int64_t stride) {
@@ -75,9 +77,12 @@ template <int SUMS, int WEIGHT>
 inline void add_bfloats() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(WEIGHT), "i"(INPUTS));
 }
-template <int SUMS, int WEIGHT>
+template <int SUMS, int WEIGHT, int FROM = INPUTS, bool SIGNED = false>
 inline void add_bytes() {
-  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(INPUTS), "i"(WEIGHT));
+  if constexpr (SIGNED)
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(FROM), "i"(WEIGHT));
+  else
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(FROM), "i"(WEIGHT));
 }
 
 #elif defined(EMULATED_TILES)
@@ -96,7 +101,7 @@ template <int TILE>
 inline void store(void*, int64_t) {}
 template <int SUMS, int WEIGHT>
 inline void add_bfloats() {}
-template <int SUMS, int WEIGHT>
+template <int SUMS, int WEIGHT, int FROM = INPUTS, bool SIGNED = false>
 inline void add_bytes() {}
 
 #endif
