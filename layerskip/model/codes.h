@@ -111,6 +111,12 @@ struct InLines {
     }
     for (int n = 0; n < BITS; ++n) std::memcpy(to + 4 * ROWS * n, &lines[n], 4);
   }
+  // The reverse, for codes of 4 or 8 bits.
+  static void get(const uint8_t* from, uint8_t* codes) {
+    for (int i = 0; i < UNIT; ++i)
+      codes[i] = BITS == 8 ? from[4 * ROWS * (i / 4) + i % 4]
+                           : from[4 * ROWS * (i / 8) + i % 4] >> i / 4 % 2 * 4 & 15;
+  }
 };
 
 // Numbers or codes of SIZE bytes: those of a column, for all rows, one after another.
@@ -144,17 +150,25 @@ struct Blocks {
   static constexpr int64_t factor_at(int64_t k) { return 2 * k; }
 };
 
+// Codes of 4 bits: the first 16 in the lower halves of bytes, the others in the upper ones.
+inline void split_nibbles(const uint8_t* bytes, uint8_t* codes) {
+  for (int i = 0; i < UNIT; ++i) codes[i] = bytes[i % 16] >> (i / 16 * 4) & 15;
+}
+inline void join_nibbles(const uint8_t* codes, uint8_t* bytes) {
+  for (int i = 0; i < UNIT / 2; ++i) bytes[i] = static_cast<uint8_t>(codes[i] | codes[i + 16] << 4);
+}
+
 // Blocks of one unit. Codes of ZERO mean 0; if ZERO is -1, the block has an offset instead.
-template <int BITS, int ZERO_, int64_t FACTORS = ZERO_ < 0 ? 2 : 1>
-struct Simple : InLines<BITS>, Head<Half, FACTORS>, Blocks<2 * FACTORS + 4 * BITS, UNIT> {
+template <int BITS, int ZERO_, typename T = Half, int64_t FACTORS = ZERO_ < 0 ? 2 : 1>
+struct Simple : InLines<BITS>, Head<T, FACTORS>, Blocks<2 * FACTORS + 4 * BITS, UNIT> {
   static constexpr int ZERO = ZERO_;
+  static constexpr bool ROUGH = false;  // whether inputs are rounded to 8 bits
   static void codes(const uint8_t* block, int64_t, uint8_t* out) {
-    const uint8_t *high = block + 2 * FACTORS, *low = high + (BITS - 4) * 4;
-    if constexpr (BITS == 8) {  // signed in files
+    const uint8_t* high = block + 2 * FACTORS;
+    if constexpr (BITS == 8)  // signed in files
       for (int i = 0; i < UNIT; ++i) out[i] = high[i] ^ 128;
-    } else {
-      for (int i = 0; i < UNIT; ++i) out[i] = low[i % 16] >> (i / 16 * 4) & 15;
-    }
+    else
+      split_nibbles(high + (BITS - 4) * 4, out);
     if (BITS == 5)
       for (int i = 0; i < UNIT; ++i) out[i] |= (read<uint32_t>(high) >> i & 1) << 4;
   }
@@ -178,6 +192,7 @@ inline void nibbles(const uint8_t* from, bool upper, uint8_t* out) {
 template <int BITS>
 struct K : InLines<BITS>, Head<Half, 2, 2>, Blocks<16 + 32 * BITS, 256> {
   static constexpr int ZERO = -1;
+  static constexpr bool ROUGH = false;
   static uint8_t scale(const uint8_t* block, int64_t unit, int64_t k) {
     const uint8_t* from = block + 4 + unit;
     if (unit < 4) return from[4 * k] & 63;
@@ -200,6 +215,7 @@ using Q5_K = K<5>;
 // Low 4 bits in 128 bytes, high 2 bits in 64, scales of 16 numbers each, and their factor.
 struct Q6_K : InLines<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
   static constexpr int ZERO = 32;
+  static constexpr bool ROUGH = false;
   static constexpr int64_t factor_at(int64_t) { return 208; }
   static uint8_t scale(const uint8_t* block, int64_t unit, int64_t k) {
     return block[192 + 2 * unit + k];
@@ -212,6 +228,23 @@ struct Q6_K : InLines<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
   static void pair(const uint8_t* head, int64_t unit, int64_t part, int64_t lane, Vec& by, Vec&) {
     const uint8_t* scales = head + SCALES_AT + ROWS * (2 * unit + part) + lane;
     by = floats(signed_bytes(scales)) * factor(head, 0, lane);
+  }
+};
+
+// The copies of `rounded.py`: in 4 bits with a scale for each unit, in 8 bits for each row.
+struct R4 : Simple<4, 8, BFloat16> {
+  static constexpr bool ROUGH = true;
+  static void encode(const uint8_t* codes, uint8_t* block) { join_nibbles(codes, block + 2); }
+};
+struct R8 : InLines<8>, Head<BFloat16, 1>, Blocks<UNIT, UNIT> {
+  static constexpr int ZERO = 128;
+  static constexpr bool ROUGH = true, GROUPS = true;  // a row is a group
+  static void codes(const uint8_t* unit, int64_t, uint8_t* out) {
+    for (int i = 0; i < UNIT; ++i) out[i] = unit[i] ^ 128;
+  }
+  static void encode(const uint8_t* codes, uint8_t* unit) { R8::codes(codes, 0, unit); }
+  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec&) {
+    by = factor(head, 0, lane);
   }
 };
 
@@ -280,16 +313,8 @@ struct G4 : InLines<4>, Grouped<4, T> {
     const LaneWords word = read<LaneWords>(codes + 4 * ROWS * (column / 8) + 4 * lane);
     return floats(reinterpret_cast<LaneInts>(word >> (column % 4 * 8 + column / 4 % 2 * 4) & 15));
   }
-  static void codes(const uint8_t* unit, int64_t, uint8_t* out) {
-    for (int i = 0; i < UNIT; ++i) out[i] = unit[i % 16] >> (i / 16 * 4) & 15;
-  }
-  // The reverse of `codes` and `put`.
-  static void take(const uint8_t* words, uint8_t* unit) {
-    const auto code = [&](int i) {
-      return words[4 * ROWS * (i / 8) + i % 4] >> i / 4 % 2 * 4 & 15;
-    };
-    for (int i = 0; i < 16; ++i) unit[i] = static_cast<uint8_t>(code(i) | code(i + 16) << 4);
-  }
+  static void codes(const uint8_t* unit, int64_t, uint8_t* out) { split_nibbles(unit, out); }
+  static void encode(const uint8_t* codes, uint8_t* unit) { join_nibbles(codes, unit); }
 };
 
 template <typename T>

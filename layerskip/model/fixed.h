@@ -1,10 +1,13 @@
-// Products of codes of few bits with inputs in fixed point.
+// Products of codes of few bits with inputs as integers.
 //
-// The inputs of a part become integers of 24 bits: multiples of a power of two, the smallest with
-// which the largest of them fits. So an input keeps all of its own bits, unless it is smaller than
-// its neighbours, and the sums of codes times inputs are exact, in whatever order and by whatever
-// instruction they are made. Integers are split into three bytes each, their digits, because CPUs
-// multiply bytes. The exact sum of a part is rounded to float32 once, then scaled.
+// The inputs of a part become multiples of a number, its step. For weights of files, integers have
+// 24 bits, and the step is a power of two, the smallest with which the largest input fits: inputs
+// keep all their bits unless they are smaller than their neighbours, so that results are no less
+// exact than sums in float32. For copies that only drafts use, they have 8 bits.
+//
+// Integers are split into signed bytes, because CPUs multiply bytes. Sums of codes times integers
+// are exact, in whatever order and by whatever instruction they are made. The sum of a part is
+// rounded to float32, scaled, and added to the sums of the parts before it.
 
 #pragma once
 
@@ -20,75 +23,88 @@
 namespace panels {
 namespace {
 
-using Sums = integers::Ints;  // of ROWS rows
 using integers::Floats;
+using Sums = integers::Ints;  // of a panel's rows
 
-constexpr int DIGITS = 3;
-constexpr int MOST = MANY_REGISTERS ? 4 : 2;  // the most tokens of a step on vectors
-constexpr int64_t SIDE = 4;     // the most panels that are multiplied together
-constexpr int64_t SPELL = 16;   // steps for which the matrix unit unpacks codes once
+constexpr int64_t SIDE = 4;    // the most panels that are multiplied together
+constexpr int64_t SPELL = 16;  // steps for which the matrix unit unpacks codes once
+// Lines that are unrolled: with 16-byte vectors, compilers would take minutes to unroll them all.
+constexpr int UNROLLED = integers::VECTORS == 4 ? 1 : 8;
 
-// The bytes that the integers of a part are split into, in planes. An integer is low + 2^8 middle +
-// 2^16 high in three signed bytes. For codes of 4 bits, which the matrix unit reads twice, once
-// multiplied by 16, it is split into two numbers of 12 bits, and each of these into 16 upper + lower.
-template <int64_t PART_, bool TWELVES_>
+// The most tokens of a step on vectors, and the panels that are multiplied together then: as many
+// as the registers have room for.
+template <typename F>
+constexpr int MOST = F::ROUGH ? (integers::VECTORS == 1 ? 8 : integers::VECTORS == 2 ? 6 : 4)
+                              : (MANY_REGISTERS ? 4 : 2);
+template <typename F>
+constexpr int64_t side_of(int64_t tokens) {
+  if (MANY_REGISTERS) return tokens == 1 ? SIDE : 2;
+  return F::ROUGH && tokens == 1 ? 2 : 1;
+}
+
+// How integers are split into PIECES bytes, which lie in planes. 1: a single byte. 3: low + 2^8
+// middle + 2^16 high. 4: low + 2^12 high, each of which is 16 upper + lower; the matrix unit
+// multiplies codes of 4 bits with both in one step, since 16 times a code is a byte, too.
+template <int64_t PART_, int PIECES_>
 struct Split {
   static constexpr int64_t PART = PART_;
-  static constexpr bool TWELVES = TWELVES_;
-  static constexpr int64_t WIDTH = TWELVES ? 2 * PART : PART;  // bytes of a token in a plane
-  static constexpr int64_t PLANES = TWELVES ? 2 : 3;
+  static constexpr int PIECES = PIECES_, PLANES = PIECES == 4 ? 2 : PIECES;
+  static constexpr int64_t WIDTH = PIECES == 4 ? 2 * PART : PART;  // bytes of a token in a plane
 
   static void put(int32_t x, int8_t* to, int64_t plane) {
-    if constexpr (TWELVES) {
-      const int32_t low = ((x + 0x800) & 0xfff) - 0x800, high = (x - low) >> 12;
-      to[0] = static_cast<int8_t>((low + 8) >> 4);
-      to[PART] = static_cast<int8_t>(((low + 8) & 15) - 8);
-      to[plane] = static_cast<int8_t>((high + 8) >> 4);
-      to[plane + PART] = static_cast<int8_t>(((high + 8) & 15) - 8);
+    if constexpr (PIECES == 4) {
+      const int32_t low = ((x + 0x808) & 0xfff) - 0x808, both[] = {low, (x - low) >> 12};
+      for (int k = 0; k < 2; ++k) {
+        to[k * plane] = static_cast<int8_t>((both[k] + 8) >> 4);
+        to[k * plane + PART] = static_cast<int8_t>(((both[k] + 8) & 15) - 8);
+      }
     } else {
       const int32_t bytes = (x + 0x808080) ^ 0x808080;
-      for (int k = 0; k < 3; ++k) to[k * plane] = static_cast<int8_t>(bytes >> 8 * k);
+      for (int k = 0; k < PIECES; ++k) to[k * plane] = static_cast<int8_t>(bytes >> 8 * k);
     }
   }
 };
+template <typename F>
+using ForVectors = Split<F::PART, F::ROUGH ? 1 : 3>;
+template <typename F>
+using ForUnit = Split<F::PART, F::ROUGH ? 1 : F::BITS == 4 ? 4 : 3>;
 
-// How a format's inputs are split for the matrix unit, or for vectors.
-template <typename F, bool UNIT>
-using SplitOf = Split<F::PART, UNIT && F::BITS == 4>;
-
-// The inputs of a step's tokens in fixed point. `T` tokens have, for each part in turn: their bytes
-// (PLANES, T, WIDTH), lowest first; what the integers are multiples of; the sums of the inputs; and
-// the sums of the integers without their highest bytes, and of these.
+// The inputs of some tokens as integers. For each part in turn, all tokens have: their bytes
+// (PLANES, tokens, WIDTH), the lowest ones first; their steps; the sums of their inputs; and the
+// sums of their integers, of the highest bytes of three and of what is below them.
 template <typename Split>
 struct Fixed {
   int8_t* bytes;
-  float *units, *sums;
+  float *steps, *sums;
   int32_t *lows, *highs;
 
   static constexpr int64_t BYTES = Split::PLANES * Split::WIDTH;  // of a part and a token
   // The room of all tokens begins at `base`, and the first `before` tokens use theirs.
   Fixed(void* base, int64_t parts, int64_t before, int64_t tokens) {
     bytes = static_cast<int8_t*>(base) + before * parts * (BYTES + 16);
-    units = reinterpret_cast<float*>(bytes + parts * tokens * BYTES);
-    sums = units + parts * tokens;
+    steps = reinterpret_cast<float*>(bytes + parts * tokens * BYTES);
+    sums = steps + parts * tokens;
     lows = reinterpret_cast<int32_t*>(sums + parts * tokens);
     highs = lows + parts * tokens;
   }
 
-  // Puts the inputs of a part of token t of `tokens`.
+  // Puts the inputs of a part of token t of `tokens`. Those below 2^-100 count as 0.
   void put(const float* x, int64_t part, int64_t t, int64_t tokens) const {
     constexpr int64_t PART = Split::PART;
     int32_t most = 0, low = 0, high = 0;
     for (int64_t i = 0; i < PART; ++i) most = std::max(most, bits_of(x[i]) & 0x7fffffff);
-    const bool finite = most < 0x7f800000;
-    // The upper byte of 12 bits is at most 127, so that the largest integer is 0x7f77ff. Inputs
-    // below 2^-100 count as 0.
-    const int32_t exponent = bits_of(float_of(most) * (0x1.000002p23f / 0x7f77ff)) >> 23;
-    const bool some = finite && exponent > 26;
-    const Vec by(some ? float_of((276 - exponent) << 23) : 0.0f);
+    const bool finite = most < 0x7f800000, some = finite && most > 0x0d800000;
+    float step = 0, by = 0;
+    if (some && Split::PIECES == 1) {
+      step = float_of(most) / 127, by = 127 / float_of(most);
+    } else if (some) {
+      // the largest integer whose upper byte is at most 127, however it is split
+      const int32_t exponent = bits_of(float_of(most) * (0x1.000002p23f / 0x7f77f7)) >> 23;
+      step = float_of((exponent - 22) << 23), by = float_of((276 - exponent) << 23);
+    }
     float integers[PART];
     for (int64_t i = 0; i < PART; i += LANES)
-      (some ? (Vec::loadu(x + i) * by).round() : by).store(integers + i);
+      (some ? (Vec::loadu(x + i) * Vec(by)).round() : Vec(0.0f)).store(integers + i);
     int8_t* to = bytes + part * tokens * BYTES + t * Split::WIDTH;
     for (int64_t i = 0; i < PART; ++i) {
       const auto integer = static_cast<int32_t>(integers[i]);
@@ -96,30 +112,30 @@ struct Fixed {
       low += integer, high += (integer + 0x8080) >> 16;
     }
     const int64_t at = part * tokens + t;
-    units[at] = finite ? some ? float_of((exponent - 22) << 23) : 0.0f
-                       : std::numeric_limits<float>::quiet_NaN();
-    sums[at] = static_cast<float>(low) * units[at];
-    lows[at] = low - high * 65536;
-    highs[at] = high;
+    steps[at] = finite ? step : std::numeric_limits<float>::quiet_NaN();
+    sums[at] = static_cast<float>(low) * steps[at];
+    lows[at] = low - high * 65536, highs[at] = high;
   }
 
   static int32_t bits_of(float x) { return read<int32_t>(reinterpret_cast<uint8_t*>(&x)); }
   static float float_of(int32_t bits) { return read<float>(reinterpret_cast<uint8_t*>(&bits)); }
 };
 
-// Adds a part to the sums of a token's rows: those of codes times the planes of bytes.
+// Adds a part to the sums of a token's rows. `sums` are those of codes times each plane.
 template <typename F, typename Split>
 inline Floats added(const Floats& total, const Sums* sums, const Floats& by, const Floats& to,
-                    float unit, float inputs) {
+                    float step, float inputs) {
   using namespace integers;
   Floats rounded;
-  if constexpr (Split::TWELVES) {
-    rounded = scaled(sums[1], same(4096.0f), converted(sums[0]));
+  if constexpr (Split::PIECES == 1) {
+    rounded = converted(sums[0]);
+  } else if constexpr (Split::PIECES == 4) {
+    rounded = scaled(converted(sums[1]), same(4096.0f), converted(sums[0]));
   } else {
     const Sums low = each<Sums>([&](int i) { return sums[0].v[i] + (sums[1].v[i] << 8); });
-    rounded = scaled(sums[2], same(65536.0f), converted(low));
+    rounded = scaled(converted(sums[2]), same(65536.0f), converted(low));
   }
-  const Floats out = scaled(rounded, times(by, unit), total);
+  const Floats out = scaled(rounded, times(by, step), total);
   return F::ZERO < 0 ? scaled(to, same(inputs), out) : out;
 }
 
@@ -138,13 +154,11 @@ inline void pair_of(const Shape& shape, const uint8_t* panel, int64_t unit, int6
 
 // PANELS panels times COUNT tokens, (COUNT, PANELS, ROWS).
 template <typename F, int PANELS, int COUNT, bool DOTS, typename Shape>
-void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<SplitOf<F, false>>& x,
+void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<ForVectors<F>>& x,
                 const uint8_t* next, float* out) {
-  constexpr int LINES = static_cast<int>(F::PART) / 4;
+  constexpr int LINES = static_cast<int>(F::PART) / 4, PLANES = ForVectors<F>::PLANES;
   const int64_t ahead = std::max<int64_t>(1, AHEAD / (PANELS * shape.CODES));
-  Floats totals[COUNT][PANELS];
-  for (auto& some : totals)
-    for (Floats& each : some) each = integers::zero();
+  Floats totals[COUNT][PANELS] = {};
   for (int64_t unit = 0, at = 0; unit < shape.units; ++unit) {
     const int64_t later = unit + ahead;
     for (int p = 0; p < PANELS; ++p)
@@ -152,22 +166,23 @@ void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<SplitOf<F,
     for (int part = 0; part < shape.PARTS; ++part, ++at) {
       const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
       const int8_t* bytes = x.bytes + at * COUNT * x.BYTES;
-      Sums sums[COUNT][PANELS][DIGITS];
+      Sums sums[COUNT][PANELS][PLANES];
 #pragma GCC unroll 8
       for (int t = 0; t < COUNT; ++t)
 #pragma GCC unroll 8
         for (int p = 0; p < PANELS; ++p)
 #pragma GCC unroll 4
-          for (int d = 0; d < DIGITS; ++d) sums[t][p][d] = {};
-#pragma GCC unroll 8
+          for (int d = 0; d < PLANES; ++d) sums[t][p][d] = {};
+#pragma GCC unroll UNROLLED
       for (int n = 0; n < LINES; ++n) {
         Sums line[PANELS];
 #pragma GCC unroll 8
-        for (int p = 0; p < PANELS; ++p) line[p] = F::line(codes + p * shape.bytes, part * LINES + n);
+        for (int p = 0; p < PANELS; ++p)
+          line[p] = F::line(codes + p * shape.bytes, part * LINES + n);
 #pragma GCC unroll 8
         for (int t = 0; t < COUNT; ++t)
 #pragma GCC unroll 4
-          for (int d = 0; d < DIGITS; ++d) {
+          for (int d = 0; d < PLANES; ++d) {
             const integers::Four<DOTS> four(bytes + (d * COUNT + t) * F::PART + 4 * n);
 #pragma GCC unroll 8
             for (int p = 0; p < PANELS; ++p)
@@ -182,12 +197,12 @@ void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<SplitOf<F,
         for (int t = 0; t < COUNT; ++t) {
           const int64_t one = at * COUNT + t;
           Sums* some = sums[t][p];
-          if (F::ZERO > 0) {
+          if constexpr (F::ZERO > 0) {
             some[0] = integers::plus(some[0], -F::ZERO * x.lows[one]);
-            some[2] = integers::plus(some[2], -F::ZERO * x.highs[one]);
+            if (PLANES > 1) some[2] = integers::plus(some[2], -F::ZERO * x.highs[one]);
           }
-          totals[t][p] = added<F, SplitOf<F, false>>(totals[t][p], some, by, to, x.units[one],
-                                                     x.sums[one]);
+          totals[t][p] =
+              added<F, ForVectors<F>>(totals[t][p], some, by, to, x.steps[one], x.sums[one]);
         }
       }
     }
@@ -196,12 +211,34 @@ void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<SplitOf<F,
     for (int p = 0; p < PANELS; ++p) integers::store(totals[t][p], out + (t * PANELS + p) * ROWS);
 }
 
-// Steps for the matrix unit: all have room for as many tokens, so that it is configured once.
+// Steps of tokens for the matrix unit. All have room for as many, so it is configured once.
 struct Even {
   int64_t tokens, count = (tokens + tiles::MOST - 1) / tiles::MOST;
   int64_t each = (tokens + count - 1) / count;
   int64_t first(int64_t step) const { return std::min(tokens, step * each); }
 };
+
+// Calls a function with the number of each plane as a constant.
+template <int PLANES, typename Call>
+[[gnu::always_inline]] inline void each_plane(const Call& call) {
+  call(std::integral_constant<int, 0>());
+  if constexpr (PLANES > 1) call(std::integral_constant<int, 1>());
+  if constexpr (PLANES > 2) call(std::integral_constant<int, 2>());
+}
+
+// Tiles: sums (tokens, rows) of each plane, codes (lines, rows of 4 columns), inputs (tokens,
+// columns) of each plane.
+constexpr int CODES = 4, INPUTS = 5;
+template <typename Split>
+tiles::Shapes shapes_of(int64_t tokens) {
+  tiles::Shapes out;
+  for (int plane = 0; plane < Split::PLANES; ++plane) {
+    out.set(plane, tokens, 4 * ROWS);
+    out.set(INPUTS + plane, tokens, Split::WIDTH);
+  }
+  out.set(CODES, Split::WIDTH / 4, 4 * ROWS);
+  return out;
+}
 
 // Unpacks a part of a panel for the matrix unit.
 template <typename F>
@@ -211,7 +248,7 @@ inline void unpack_part(const uint8_t* codes, int part, uint8_t* to) {
   for (int n = 0; n < LINES; ++n) {
     Sums line = F::line(codes, part * LINES + n);
     if (F::ZERO > 0) line = integers::minus_bytes(line, F::ZERO);
-    if (SplitOf<F, true>::TWELVES) {
+    if (ForUnit<F>::PIECES == 4) {
       integers::store(integers::times_16(line), to + 64 * n);
       integers::store(line, to + 64 * (LINES + n));
     } else {
@@ -220,35 +257,16 @@ inline void unpack_part(const uint8_t* codes, int part, uint8_t* to) {
   }
 }
 
-// Sums are (tokens, rows), inputs (tokens, columns), weights (lines, rows of 4 columns).
-template <typename Split>
-tiles::Shapes shapes_of(int64_t tokens) {
-  tiles::Shapes out;
-  for (int plane = 0; plane < Split::PLANES; ++plane) {
-    out.set(plane, tokens, 4 * ROWS);
-    out.set(5 + plane, tokens, Split::WIDTH);
-  }
-  out.set(4, Split::WIDTH / 4, 4 * ROWS);
-  return out;
-}
-
 // Up to SIDE panels times some steps of tokens, (tokens, SIDE, ROWS), on the matrix unit. Codes are
 // unpacked once for all steps, in chunks that stay in the L1 cache.
 template <typename F, typename Shape>
 void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* room,
              const Even& steps, int64_t first, int64_t last, const uint8_t* next, float* out) {
-  using Split = SplitOf<F, true>;
-  constexpr int64_t SIZE = Split::WIDTH * ROWS;  // bytes of an unpacked part
-  constexpr int64_t CHUNK = 4 * Shape::PARTS;    // parts
-  constexpr bool SIGNED = F::ZERO > 0;
+  using Split = ForUnit<F>;
+  constexpr int64_t CHUNK = 4 * Shape::PARTS;  // parts
   const int64_t parts = shape.units * shape.PARTS, begin = steps.first(first);
-  alignas(64) uint8_t lines[CHUNK][SIDE][SIZE];
+  alignas(64) uint8_t lines[CHUNK][SIDE][Split::WIDTH * ROWS];
   alignas(64) int32_t sums[Split::PLANES][tiles::MOST * ROWS];
-  const auto each_plane = [](const auto& call) {
-    call(std::integral_constant<int, 0>());
-    call(std::integral_constant<int, 1>());
-    if constexpr (Split::PLANES > 2) call(std::integral_constant<int, 2>());
-  };
   Floats by[CHUNK][SIDE], to[CHUNK][SIDE];
   std::fill_n(out, (steps.first(last) - begin) * SIDE * ROWS, 0.0f);
   for (int64_t start = 0; start < parts; start += CHUNK) {
@@ -258,34 +276,31 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
         const int64_t unit = (start + i) / shape.PARTS, part = (start + i) % shape.PARTS;
         const uint8_t* from = panel + p * shape.bytes;
         if (first == 0 && part == 0) shape.fetch(next + p * shape.bytes, unit);
-        unpack_part<F>(from + shape.codes + unit * shape.CODES, static_cast<int>(part), lines[i][p]);
+        unpack_part<F>(from + shape.codes + unit * shape.CODES, static_cast<int>(part),
+                       lines[i][p]);
         pair_of<F>(shape, from, unit, part, by[i][p], to[i][p]);
       }
     for (int64_t step = first; step < last; ++step) {
       const Fixed<Split> x(room, parts, steps.first(step), steps.each);
-      const int64_t tokens = steps.first(step + 1) - steps.first(step);
-      // Products of a part and a panel. They are stored, and the next ones begun, before they are
-      // added, so that the unit does not wait for the vectors.
+      const int64_t tokens = steps.first(step + 1) - steps.first(step), count = panels * here;
       const auto multiply = [&](int64_t number) {
         const int64_t i = number / panels, p = number % panels;
         const int8_t* bytes = x.bytes + (start + i) * steps.each * x.BYTES;
-        tiles::load<4>(lines[i][p], 64);
-        const auto add = [&](auto plane) {
-          constexpr int FROM = 5 + plane;
+        tiles::load<CODES>(lines[i][p], 64);
+        each_plane<Split::PLANES>([&](auto plane) {
+          constexpr int FROM = INPUTS + plane;
           if (p == 0) tiles::load<FROM>(bytes + plane * steps.each * Split::WIDTH, Split::WIDTH);
           tiles::zero<plane>();
-          tiles::add_bytes<plane, 4, FROM, SIGNED>();
-        };
-        each_plane(add);
+          tiles::add_bytes<plane, CODES, FROM, (F::ZERO > 0)>();
+        });
       };
-      const int64_t count = panels * here;
       multiply(0);
       for (int64_t number = 0; number < count; ++number) {
-        each_plane([&](auto plane) { tiles::store<plane>(sums[plane], 4 * ROWS); });
-        if (number + 1 < count) multiply(number + 1);
+        each_plane<Split::PLANES>([&](auto plane) { tiles::store<plane>(sums[plane], 4 * ROWS); });
+        if (number + 1 < count) multiply(number + 1);  // while vectors add the stored sums
         const int64_t i = number / panels, p = number % panels;
         const Floats scale = by[i][p], offset = to[i][p];
-        const float* units = x.units + (start + i) * steps.each;
+        const float* given = x.steps + (start + i) * steps.each;
         const float* inputs = x.sums + (start + i) * steps.each;
         float* total = out + ((steps.first(step) - begin) * SIDE + p) * ROWS;
 #pragma GCC unroll 4
@@ -293,8 +308,8 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
           Sums some[Split::PLANES];
           for (int plane = 0; plane < Split::PLANES; ++plane)
             some[plane] = integers::load(sums[plane] + t * ROWS);
-          integers::store(added<F, Split>(integers::load(total), some, scale, offset, units[t],
-                                          inputs[t]), total);
+          const Floats before = integers::load(total);
+          integers::store(added<F, Split>(before, some, scale, offset, given[t], inputs[t]), total);
         }
       }
     }
@@ -303,27 +318,27 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
 
 // Indexed by the tokens of a step, less 1.
 template <typename F, int PANELS, bool DOTS, typename Shape, int... COUNT>
-constexpr auto some_by_vectors(std::integer_sequence<int, COUNT...>) {
+constexpr auto stepping(std::integer_sequence<int, COUNT...>) {
   return std::array{by_vectors<F, PANELS, COUNT + 1, DOTS, Shape>...};
 }
-
-// Panels that vectors multiply together, with so many tokens.
-constexpr int64_t side_of(int64_t tokens) { return !MANY_REGISTERS ? 1 : tokens == 1 ? SIDE : 2; }
+template <typename F, int PANELS, bool DOTS, typename Shape>
+constexpr auto STEPS = stepping<F, PANELS, DOTS, Shape>(std::make_integer_sequence<int, MOST<F>>());
 
 // Rows first to last times all tokens, on the matrix unit or in steps of MOST.
 template <typename F, typename Shape>
-void fixed_product(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
-                   const float* inputs, int64_t tokens, const uint8_t* then, Write write,
-                   bool on_unit) {
+void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
+                    const float* inputs, int64_t tokens, const uint8_t* then, Write write,
+                    bool on_unit) {
   static const bool dots = integers::has_dots();
+  constexpr bool KNOWN = integers::KNOWS_DOTS;
   const Shape shape(layout);
   void* room = const_cast<float*>(inputs);
-  const Steps steps{tokens, MOST};
+  const Steps steps{tokens, MOST<F>};
   const Even even{tokens};
-  const int64_t side = on_unit ? SIDE : side_of(steps.length(0));
+  const int64_t side = on_unit ? SIDE : side_of<F>(steps.length(0));
   static thread_local std::vector<float> totals;
-  totals.resize(on_unit ? std::min(tokens, SPELL * tiles::MOST) * SIDE * ROWS : MOST * SIDE * ROWS);
-  if (on_unit) tiles::configure(shapes_of<SplitOf<F, true>>(even.each));
+  totals.resize(std::max<int64_t>(std::min(tokens, SPELL * tiles::MOST), MOST<F>) * SIDE * ROWS);
+  if (on_unit) tiles::configure(shapes_of<ForUnit<F>>(even.each));
   for (int64_t row = first; row < last;) {
     const int64_t left = (last - row + ROWS - 1) / ROWS;
     const int64_t here = left >= side ? side : on_unit ? left : 1;
@@ -341,20 +356,15 @@ void fixed_product(const Layout& layout, const uint8_t* weight, int64_t first, i
     }
     for (int64_t step = 0; !on_unit && step < steps.count; ++step) {
       const int64_t before = steps.first(step), count = steps.length(step);
-      const Fixed<SplitOf<F, false>> x(room, shape.units * shape.PARTS, before, count);
-      const auto with = [&](auto panels, auto known) {
-        static constexpr auto SOME =
-            some_by_vectors<F, decltype(panels)::value, decltype(known)::value, Shape>(
-                std::make_integer_sequence<int, MOST>());
-        SOME[count - 1](shape, at, x, step ? at : next, totals.data());
+      const Fixed<ForVectors<F>> x(room, shape.units * shape.PARTS, before, count);
+      const auto with = [&](auto panels) {
+        constexpr int PANELS = decltype(panels)::value;
+        const auto& some = dots ? STEPS<F, PANELS, KNOWN, Shape> : STEPS<F, PANELS, false, Shape>;
+        some[count - 1](shape, at, x, step ? at : next, totals.data());
       };
-      const auto either = [&](auto panels) {
-        if (dots) with(panels, std::bool_constant<integers::KNOWS_DOTS>());
-        else with(panels, std::false_type());
-      };
-      if (here == 4) either(std::integral_constant<int, MANY_REGISTERS ? 4 : 1>());
-      else if (here == 2) either(std::integral_constant<int, MANY_REGISTERS ? 2 : 1>());
-      else either(std::integral_constant<int, 1>());
+      if (here == 1) with(std::integral_constant<int, 1>());
+      else if (here == 2) with(std::integral_constant<int, 2>());
+      else with(std::integral_constant<int, MANY_REGISTERS ? SIDE : 2>());
       done(before, before + count, here);
     }
     row += rows;
@@ -362,27 +372,32 @@ void fixed_product(const Layout& layout, const uint8_t* weight, int64_t first, i
   if (on_unit) tiles::release();
 }
 
-// Packs the inputs of tokens begin to end for the matrix unit, or for vectors.
+// Packs inputs for the matrix unit or for vectors, like `Format::pack`.
 template <typename F>
-void fixed_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
-                  int64_t end, const int32_t* order, bool on_unit) {
+void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
+                int64_t end, const int32_t* order, bool on_unit) {
   constexpr int64_t PART = F::PART;
-  const int64_t parts = columns / PART;
+  const int64_t parts = (columns + PART - 1) / PART;
   const auto put = [&](auto split, int64_t first, int64_t last, int64_t count) {
     const Fixed<decltype(split)> to(room, parts, first, count);
     for (int64_t t = std::max(begin, first); t < std::min(end, last); ++t)
       for (int64_t part = 0; part < parts; ++part) {
-        float sorted[PART];
-        for (int64_t i = 0; order && i < PART; ++i)
-          sorted[i] = x[t * columns + order[part * PART + i]];
-        to.put(order ? sorted : x + t * columns + part * PART, part, t - first, count);
+        const float* from = x + t * columns;
+        const int64_t at = part * PART, here = std::min(PART, columns - at);
+        float some[PART] = {};
+        if (order || here < PART) {
+          for (int64_t i = 0; i < here; ++i) some[i] = from[order ? order[at + i] : at + i];
+          to.put(some, part, t - first, count);
+        } else {
+          to.put(from + at, part, t - first, count);
+        }
       }
   };
-  const Steps steps{tokens, MOST};
+  const Steps steps{tokens, MOST<F>};
   const Even even{tokens};
   for (int64_t step = 0; step < (on_unit ? even.count : steps.count); ++step)
-    if (on_unit) put(SplitOf<F, true>(), even.first(step), even.first(step + 1), even.each);
-    else put(SplitOf<F, false>(), steps.first(step), steps.first(step + 1), steps.length(step));
+    if (on_unit) put(ForUnit<F>(), even.first(step), even.first(step + 1), even.each);
+    else put(ForVectors<F>(), steps.first(step), steps.first(step + 1), steps.length(step));
 }
 
 }  // namespace

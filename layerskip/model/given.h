@@ -83,8 +83,8 @@ struct Given {
   // Whether products with both matrices read the same packed inputs.
   template <typename S>
   static bool alike(const Matrix& a, const Matrix& b) {
-    const auto packed = [](const Matrix& m) { return m.layout ? m.layout->format->inputs : 0; };
-    return a.bits == b.bits && packed(a) == packed(b) && a.halved<S>() == b.halved<S>() &&
+    const auto packed = [](const Matrix& m) { return m.layout ? m.layout->format->inputs : -1; };
+    return packed(a) == packed(b) && a.halved<S>() == b.halved<S>() &&
            numbers<int32_t>(a.order) == numbers<int32_t>(b.order);
   }
 
@@ -130,7 +130,7 @@ struct Given {
   static void check_experts(const Matrix& matrix, int64_t count, int64_t outputs, int64_t inputs) {
     if (matrix.plain()) return ::check<S>(matrix.weight, {count, outputs, inputs}, "experts");
     check_matrix<S>(matrix, count * outputs, inputs);
-    require((!matrix.bits && !matrix.layout) || outputs % integers::BLOCK == 0,
+    require(matrix.plain() || outputs % panels::ROWS == 0,
             "packed experts have whole blocks of rows");
   }
 

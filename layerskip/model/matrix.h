@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "integers.h"
 #include "panels.h"
 #include "products.h"
 #include "team.h"
@@ -25,9 +24,7 @@ using at::Tensor;
 struct Matrix {
   Tensor weight;  // (rows, columns), or (E, rows, columns); bytes if stored or rounded
   std::optional<Tensor> bias;
-  int bits = 0;  // of a rounded weight; else 0
   int64_t packed_rows = 0, packed_columns = 0;  // of a stored or rounded weight
-  std::optional<Tensor> scales;  // (rows,) for 8 bits
   // The delta that heals rounding errors, in bfloat16: inner (rank, columns), and outer in blocks
   // of rows (blocks, rank, BLOCK), each read from start to end.
   std::optional<Tensor> inner, outer;
@@ -35,7 +32,7 @@ struct Matrix {
   std::optional<Tensor> order{};           // (columns,) int32: which input each column multiplies
 
   int64_t rank() const { return inner ? inner->size(0) : 0; }
-  bool plain() const { return !bits && !layout; }
+  bool plain() const { return !layout; }
   // Whether a plain weight of a float32 model has bfloat16 numbers.
   template <typename S>
   bool halved() const {
@@ -45,8 +42,7 @@ struct Matrix {
   int64_t rows() const { return plain() ? weight.numel() / weight.size(-1) : packed_rows; }
   int64_t columns() const { return plain() ? weight.size(-1) : packed_columns; }
   int64_t row_bytes() const {
-    if (layout) return layout->panel_bytes / panels::ROWS;
-    return bits ? integers::row_bytes(bits, packed_columns) : columns() * weight.element_size();
+    return layout ? layout->panel_bytes / panels::ROWS : columns() * weight.element_size();
   }
 };
 
@@ -75,26 +71,6 @@ void check(const Tensor& tensor, at::IntArrayRef shape, const char* name) {
           name, " must be a contiguous ", dtype, " tensor of shape ", shape, " on the CPU, as when ",
           "the model was opened; got ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
           tensor.device(), "; open the model again");
-}
-
-// A matrix that `rounded.py` has packed, optionally with a delta: the product of outer and inner is
-// added to the result of the matrix.
-Matrix rounded_matrix(Tensor packed, std::optional<Tensor> scales, std::optional<Tensor> bias,
-                      int bits, int64_t rows, int64_t columns, std::optional<Tensor> inner,
-                      std::optional<Tensor> outer) {
-  require(bits == 8 || bits == 4, "weights are rounded to 8 or 4 bits, not ", bits);
-  const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
-  const int64_t bytes = blocks * integers::BLOCK * integers::row_bytes(bits, columns);
-  check<uint8_t>(packed, {bytes}, "packed numbers");
-  require(scales.has_value() == (bits == 8), "rows have scales with 8 bits, and only then");
-  if (scales) check<BFloat16>(*scales, {rows}, "the scales of rows");
-  require(inner.has_value() == outer.has_value(), "a delta has two parts");
-  if (inner) {
-    const int64_t rank = inner->dim() == 2 ? inner->size(0) : 0;
-    check<BFloat16>(*inner, {rank, columns}, "the inner part of a delta");
-    check<BFloat16>(*outer, {blocks, rank, integers::BLOCK}, "the outer part of a delta");
-  }
-  return {packed, bias, bits, rows, columns, scales, inner, outer};
 }
 
 // The layout of the rows of a file (rows, bytes).
@@ -141,13 +117,21 @@ Tensor restored(const Tensor& panels, int64_t rows, const std::string& format, i
   return out;
 }
 
-// A matrix in panels.
+// A matrix in panels, maybe with a delta.
 Matrix stored_matrix(Tensor panels, std::optional<Tensor> bias, const std::string& format,
-                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order) {
-  const panels::Layout layout = panels::layout_of(format, columns, group);
+                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order,
+                     std::optional<Tensor> inner, std::optional<Tensor> outer) {
+  // copies that `rounded.py` makes are filled up to whole units
+  const int64_t whole = format[0] == 'R' ? (columns + 31) / 32 * 32 : columns;
+  const panels::Layout layout = panels::layout_of(format, whole, group);
   check<uint8_t>(panels, {panels_of(rows) * layout.panel_bytes}, "panels");
-  Matrix made{panels, bias, 0, rows, columns};
-  made.layout = layout, made.order = order;
+  require(inner.has_value() == outer.has_value(), "a delta has two parts");
+  if (inner) {
+    const int64_t rank = inner->dim() == 2 ? inner->size(0) : 0;
+    check<BFloat16>(*inner, {rank, columns}, "the inner part of a delta");
+    check<BFloat16>(*outer, {panels_of(rows), rank, panels::ROWS}, "the outer part of a delta");
+  }
+  Matrix made{panels, bias, rows, columns, inner, outer, layout, order};
   if (!order) return made;
   check<int32_t>(*order, {columns}, "the order of columns");
   const int32_t* from = numbers<int32_t>(order);
@@ -218,74 +202,74 @@ inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* 
     }
 }
 
-// Some rows of a rounded matrix times rounded inputs. Rows count from the matrix's row `begin`;
+// Some rows of a matrix in panels times packed inputs. Rows count from the matrix's row `begin`;
 // `weight` points to the first of `mine`, `small` is from `shrink`, and `then` is read next.
 template <typename S, typename O>
-void rounded_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
-                     void* inputs, const float* small, int64_t tokens, const uint8_t* then, O* out,
-                     int64_t stride) {
-  const BFloat16* scales = numbers<BFloat16>(matrix.scales);
+void stored_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
+                    const float* inputs, const float* small, int64_t tokens, const uint8_t* then,
+                    O* out, int64_t stride) {
   const S* bias = numbers<S>(matrix.bias);
   const BFloat16* outer = numbers<BFloat16>(matrix.outer);
   const int64_t rank = matrix.rank();
-  const auto write = [&](int64_t t, int64_t row, const float* sums) {
-    const int64_t here = std::min(integers::BLOCK, mine.last - row);
-    float healed[integers::BLOCK] = {};
-    const BFloat16* block = outer + (begin + row) * rank;  // begin is a multiple of BLOCK
-    for (int64_t i = 0; rank && i < integers::BLOCK; i += LANES) {
-      Vec added(0.0f);
-      for (int64_t k = 0; k < rank; ++k)
-        added = at::vec::fmadd(Vec(small[t * rank + k]), widened(block + k * integers::BLOCK + i),
-                               added);
-      added.store(healed + i);
-    }
-    for (int64_t i = 0; i < here; ++i) {
-      const int64_t at = begin + row + i;
-      float value = (scales ? sums[i] * static_cast<float>(scales[at]) : sums[i]) + healed[i];
-      if (bias) value += static_cast<float>(bias[at]);
-      out[t * stride + row + i] = static_cast<O>(rounded<S>(value));
+  const auto write = [&](int64_t t, int64_t row, int64_t count, const float* sums) {
+    O* to = out + t * stride + row;
+    const S* added = bias ? bias + begin + row : nullptr;
+    if (!rank) return ::finish(sums, added, count, to);
+    for (int64_t first = 0; first < count; first += panels::ROWS) {
+      float healed[panels::ROWS];
+      // begin is a multiple of ROWS
+      const BFloat16* block = outer + (begin + row + first) * rank;
+      for (int64_t i = 0; i < panels::ROWS; i += LANES) {
+        Vec delta(0.0f);
+        for (int64_t k = 0; k < rank; ++k)
+          delta = at::vec::fmadd(Vec(small[t * rank + k]), widened(block + k * panels::ROWS + i),
+                                 delta);
+        (Vec::loadu(sums + first + i) + delta).store(healed + i);
+      }
+      ::finish(healed, added ? added + first : nullptr, std::min(panels::ROWS, count - first),
+               to + first);
     }
   };
-  integers::product(matrix.bits, weight, mine.first, mine.last, matrix.columns(), tokens, inputs,
-                    then, write);
+  matrix.layout->format->multiply(*matrix.layout, weight, mine.first, mine.last, inputs, tokens,
+                                  then, write);
 }
 
-// The product of a rounded matrix and inputs (..., columns), as (..., rows), with exactly the
+// The product of a matrix in panels and inputs (..., columns), as (..., rows), with exactly the
 // arithmetic of a pass. Used where inputs are too many for one pass, or no part of one.
 template <typename S>
-Tensor rounded_products(const Matrix& matrix, const Tensor& given) {
+Tensor stored_products(const Matrix& matrix, const Tensor& given) {
   const int64_t rows = matrix.rows(), columns = matrix.columns(), tokens = given.numel() / columns;
   const Tensor x = given.to(at::kFloat).contiguous();
-  const Tensor room = at::empty({tokens * integers::inputs_bytes(columns)}, at::kByte);
-  integers::round_inputs(matrix.bits, numbers<float>(x), columns, tokens, room.data_ptr(), 0,
-                         tokens);
+  const Tensor room = at::empty({tokens * packed_width(columns)}, at::kFloat);
+  float* inputs = static_cast<float*>(room.data_ptr());
+  matrix.layout->format->pack(numbers<float>(x), columns, tokens, inputs, 0, tokens,
+                              numbers<int32_t>(matrix.order));
   std::vector<int64_t> shape = given.sizes().vec();
   shape.back() = rows;
   const Tensor out = at::empty(shape, given.options());
   std::vector<float> small(tokens * matrix.rank());
   shrink(matrix, numbers<float>(x), tokens, small.data());
   const uint8_t* base = numbers<uint8_t>(matrix.weight);
-  const int64_t blocks = (rows + integers::BLOCK - 1) / integers::BLOCK;
   // A second thread pays off if each thread multiplies 2^20 pairs of numbers.
-  const int64_t grain = 1 + (1 << 20) / (integers::BLOCK * columns * std::max<int64_t>(1, tokens));
-  at::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
-    const Range mine{first * integers::BLOCK, std::min(rows, last * integers::BLOCK)};
-    const uint8_t* weight = base + mine.first * matrix.row_bytes();
-    const uint8_t* then = weight + (last - first) * integers::BLOCK * matrix.row_bytes();
-    rounded_product<S>(matrix, 0, mine, weight, room.data_ptr(), small.data(), tokens, then,
-                       static_cast<S*>(out.data_ptr()), rows);
+  const int64_t grain = 1 + (1 << 20) / (panels::ROWS * columns * std::max<int64_t>(1, tokens));
+  at::parallel_for(0, panels_of(rows), grain, [&](int64_t first, int64_t last) {
+    const Range mine{first * panels::ROWS, std::min(rows, last * panels::ROWS)};
+    const uint8_t* weight = base + first * matrix.layout->panel_bytes;
+    const uint8_t* then = base + last * matrix.layout->panel_bytes;
+    stored_product<S>(matrix, 0, mine, weight, inputs, small.data(), tokens, then,
+                      static_cast<S*>(out.data_ptr()), rows);
   });
   return out;
 }
 
 Tensor wide_products(const Matrix& matrix, const Tensor& given) {
-  require(matrix.bits, "only rounded weights have products of their own in wide passes");
+  require(matrix.layout.has_value(), "plain weights have no products of their own");
   require(given.dim() > 0 && given.size(-1) == matrix.columns() && given.device().is_cpu(),
           "inputs must be (..., ", matrix.columns(), ") on the CPU, got ", given.sizes());
-  if (given.scalar_type() == at::kFloat) return rounded_products<float>(matrix, given);
+  if (given.scalar_type() == at::kFloat) return stored_products<float>(matrix, given);
   require(given.scalar_type() == at::kBFloat16, "inputs must be float32 or bfloat16, got ",
           given.scalar_type());
-  return rounded_products<BFloat16>(matrix, given);
+  return stored_products<BFloat16>(matrix, given);
 }
 
 }  // namespace

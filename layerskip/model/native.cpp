@@ -106,12 +106,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("starts") = std::vector<int64_t>{});
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
-      .def(py::init(&rounded_matrix), py::arg("numbers"), py::arg("scales"), py::arg("bias"),
-           py::kw_only(), py::arg("bits"), py::arg("rows"), py::arg("columns"),
-           py::arg("inner") = std::nullopt, py::arg("outer") = std::nullopt)
       .def(py::init(&stored_matrix), py::arg("panels"), py::arg("bias"), py::kw_only(),
            py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group"),
-           py::arg("order") = std::nullopt);
+           py::arg("order") = std::nullopt, py::arg("inner") = std::nullopt,
+           py::arg("outer") = std::nullopt);
   py::class_<Norm>(module, "Norm")
       .def(py::init(&norm_of), py::arg("weight"), py::arg("epsilon"), py::arg("style"));
   py::class_<Tail>(module, "Tail").def(py::init([](const py::kwargs& given) {

@@ -57,9 +57,9 @@ struct Geometry {
   }
 };
 
-// Whether inputs are in fixed point.
+// Whether inputs become integers.
 template <typename F>
-constexpr bool FIXED = F::IN_LINES && !F::GROUPS;
+constexpr bool FIXED = requires { F::ZERO; };
 
 // Where in a row the block of a unit begins.
 template <typename F>
@@ -104,7 +104,9 @@ void copy(const Layout& layout, uint8_t* rows, int64_t count, uint8_t* panel) {
           BACK ? std::memcpy(from, own, F::SIZE) : std::memcpy(own, from, F::SIZE);
         }
       } else if constexpr (BACK) {
-        F::take(codes + 4 * r, block);
+        uint8_t each[UNIT];
+        F::get(codes + 4 * r, each);
+        F::encode(each, block);
       } else {
         uint8_t each[UNIT];
         F::codes(block, unit % (F::NUMBERS / UNIT), each);
@@ -300,37 +302,39 @@ void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, in
   while (row < last) some(std::integral_constant<int, 1>());
 }
 
-// The smallest number of tokens for which the matrix unit is as fast as vectors.
+// The smallest number of tokens for which the matrix unit is as fast as vectors, timed once.
 template <typename F>
 int64_t unit_from() {
-  constexpr int64_t COLUMNS = 512, PANELS = 4;
-  Layout layout{nullptr, COLUMNS};
-  const Geometry<F> shape(layout);
-  const std::vector<float> x(tiles::MOST * COLUMNS, 1.0f);
-  const std::vector<uint8_t> weight(PANELS * shape.bytes);
-  std::vector<float> room(tiles::MOST * packed_width(COLUMNS));
-  return tiles::faster_from([&](int64_t tokens, bool on_unit) {
-    fixed_inputs<F>(x.data(), COLUMNS, tokens, room.data(), 0, tokens, nullptr, on_unit);
-    fixed_product<F, Geometry<F>>(layout, weight.data(), 0, PANELS * ROWS, room.data(), tokens,
-                                  weight.data(), [](int64_t, int64_t, int64_t, const float*) {},
-                                  on_unit);
-  });
+  static const int64_t found = [] {
+    constexpr int64_t COLUMNS = 512, PANELS = 4;
+    const Layout layout{nullptr, COLUMNS, F::GROUPS ? COLUMNS : 0};
+    const std::vector<float> x(tiles::MOST * COLUMNS, 1.0f);
+    const std::vector<uint8_t> weight(PANELS * Geometry<F>(layout).bytes);
+    std::vector<float> room(tiles::MOST * packed_width(COLUMNS));
+    return tiles::faster_from([&](int64_t tokens, bool on_unit) {
+      pack_fixed<F>(x.data(), COLUMNS, tokens, room.data(), 0, tokens, nullptr, on_unit);
+      multiply_fixed<F, Geometry<F>>(layout, weight.data(), 0, PANELS * ROWS, room.data(), tokens,
+                                     weight.data(), [](int64_t, int64_t, int64_t, const float*) {},
+                                     on_unit);
+    });
+  }();
+  return found;
 }
 
-// It is the same for all formats whose inputs are packed alike.
+// Whether the matrix unit multiplies so many tokens: the same for all formats of `inputs_of`.
 template <typename F>
 bool on_unit(int64_t tokens) {
-  using Alike = std::conditional_t<F::PART < UNIT, Q6_K, std::conditional_t<F::BITS == 4, Q4_0, Q8_0>>;
-  static const int64_t from = unit_from<Alike>();
-  return tokens >= from;
+  using Wide = std::conditional_t<F::PART < UNIT, Q6_K, Q8_0>;
+  using Fine = std::conditional_t<F::BITS == 4, Q4_0, Wide>;
+  return tokens >= unit_from<std::conditional_t<F::ROUGH, F, Fine>>();
 }
 
 template <typename F>
 void multiply(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
               const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
   if constexpr (FIXED<F>) {
-    fixed_product<F, Geometry<F>>(layout, weight, first, last, inputs, tokens, then, write,
-                                  on_unit<F>(tokens));
+    multiply_fixed<F, Geometry<F>>(layout, weight, first, last, inputs, tokens, then, write,
+                                   on_unit<F>(tokens));
   } else {
     const auto some = tokens == 1   ? multiply_all<F, 1>
                       : tokens == 2 ? multiply_all<F, 2>
@@ -345,7 +349,7 @@ template <typename F>
 void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin, int64_t end,
           const int32_t* order) {
   if constexpr (FIXED<F>)
-    return fixed_inputs<F>(x, columns, tokens, room, begin, end, order, on_unit<F>(tokens));
+    return pack_fixed<F>(x, columns, tokens, room, begin, end, order, on_unit<F>(tokens));
   const Steps steps{tokens, tokens <= FUSED ? FUSED : STEP};
   for (int64_t step = 0; step < steps.count; ++step) {
     const int64_t before = steps.first(step), count = steps.length(step);
@@ -356,14 +360,21 @@ void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t 
   }
 }
 
+// The same for all formats for which inputs are packed alike.
+template <typename F>
+constexpr int64_t inputs_of() {
+  if constexpr (!FIXED<F>) return 0;
+  else return F::ROUGH ? 100 + F::BITS : F::BITS == 4 ? 4 : F::PART;
+}
+
 template <typename F>
 constexpr Format format(const char* name) {
   constexpr int64_t FACTORS = F::FACTORS * sizeof(typename F::T);
   Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? FACTORS : 0,
-              !FIXED<F> ? 0 : F::BITS == 4 ? 4 : F::PART,
+              inputs_of<F>(),
               [](const Layout& layout) { return Geometry<F>(layout).bytes; },
               copy<F, false>, nullptr, unpack<F>, pack<F>, multiply<F>};
-  if constexpr (F::GROUPS) made.restore = copy<F, true>;
+  if constexpr (F::GROUPS || requires { F::encode; }) made.restore = copy<F, true>;
   return made;
 }
 
@@ -371,7 +382,8 @@ constexpr std::array FORMATS{
     format<Plain<float>>("F32"), format<Plain<Half>>("F16"),
     format<Q4_0>("Q4_0"),        format<Q4_1>("Q4_1"),       format<Q5_0>("Q5_0"),
     format<Q5_1>("Q5_1"),        format<Q8_0>("Q8_0"),       format<Q4_K>("Q4_K"),
-    format<Q5_K>("Q5_K"),        format<Q6_K>("Q6_K"),
+    format<Q5_K>("Q5_K"),        format<Q6_K>("Q6_K"),       format<R4>("R4"),
+    format<R8>("R8"),
     format<G4<float>>("G4-F32"), format<G4<Half>>("G4-F16"), format<G4<BFloat16>>("G4-BF16"),
     format<G8<float>>("G8-F32"), format<G8<Half>>("G8-F16"), format<G8<BFloat16>>("G8-BF16"),
     format<F8<float>>("F8-F32"), format<F8<Half>>("F8-F16"), format<F8<BFloat16>>("F8-BF16")};

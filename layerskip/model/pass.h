@@ -26,7 +26,6 @@
 
 #include "attention.h"
 #include "given.h"
-#include "integers.h"
 #include "pointwise.h"
 #include "products.h"
 #include "stamps.h"
@@ -223,10 +222,7 @@ class Pass : Given {
     me.stamps.enter(Phase::packing);
     me.taken = x, me.taken_for = &matrix;
     const Range own = mine(me, tokens);
-    if (matrix.bits) {
-      integers::round_inputs(matrix.bits, x, matrix.columns(), tokens, me.packed, own.first,
-                             own.last);
-    } else if (matrix.layout) {
+    if (matrix.layout) {
       matrix.layout->format->pack(x, matrix.columns(), tokens, me.packed, own.first, own.last,
                                   numbers<int32_t>(matrix.order));
     } else if (matrix.halved<S>()) {
@@ -272,12 +268,12 @@ class Pass : Given {
     const uint8_t* weight = begins(me, piece);
     const S* bias = numbers<S>(matrix.bias);
     if (bias) bias += piece.first;
-    if (matrix.layout)
-      return matrix.layout->format->multiply(
-          *matrix.layout, weight, mine.first, mine.last, me.packed, tokens, then,
-          [&](int64_t t, int64_t row, int64_t count, const float* sums) {
-            ::finish(sums, bias ? bias + row : nullptr, count, out + t * stride + row);
-          });
+    if (matrix.layout) {
+      me.small.resize(tokens * matrix.rank());
+      shrink(matrix, me.taken, tokens, me.small.data());
+      return stored_product<S>(matrix, piece.first, mine, weight, me.packed, me.small.data(),
+                               tokens, then, out, stride);
+    }
     const auto plain = [&](auto number) {
       using N = decltype(number);
       product(reinterpret_cast<const N*>(weight) - mine.first * columns, bias, mine.first,
@@ -285,13 +281,7 @@ class Pass : Given {
               reinterpret_cast<const N*>(then));
     };
     if (matrix.halved<S>()) return plain(BFloat16());
-    if (!matrix.bits) return plain(S());
-    if (matrix.rank()) {
-      me.small.resize(tokens * matrix.rank());
-      shrink(matrix, me.taken, tokens, me.small.data());
-    }
-    rounded_product<S>(matrix, piece.first, mine, weight, me.packed, me.small.data(), tokens, then,
-                       out, stride);
+    plain(S());
   }
 
   void work(Worker& me) {

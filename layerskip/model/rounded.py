@@ -8,7 +8,7 @@ Every call compares each weight with its state when it was copied: address, shap
 version, and some of its numbers, since changes through `.data` leave no other trace. A changed
 weight is rounded again. A change that is not noticed only lowers acceptance: no text depends on a
 copy. A trained delta may be added before rounding (see `deltas`).
-Shapes: R rows, C columns, E experts, G groups of 32 columns, U units of 64, r rank.
+Shapes: R rows, C columns, E experts, G groups of 32 columns, r rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from layerskip.model.deltas import Deltas
+from layerskip.model.extension import extension
 from layerskip.model.products import Function
 from layerskip.model.stored import Stored
 
@@ -35,8 +36,7 @@ LARGEST = (-8.6, -8.0, -7.4, 7.0)
 """Values to which the largest number of a group is scaled; the scale with the least error is used.
 On SmolLM2 that leaves .6 of the squared error of 7 alone; 50 scales leave .57."""
 ROWS = 16
-"""Rows in a block of packed numbers. `integers.h` describes their layout."""
-_UNIT = 64  # columns stored together
+"""Rows in a panel of packed numbers (see `panels.h`)."""
 _CHUNK = 1 << 20  # numbers rounded at a time
 _SAMPLES = 32  # numbers of every weight to compare
 
@@ -47,7 +47,7 @@ class Rounded:
 
     Attributes:
         numbers: (R, C), int8. In 4 bits two per byte, (R, G, 16): columns 0 to 15 of a group in the
-            lower halves, with an offset of 8. Packed for native products, (bytes,).
+            lower halves, with an offset of 8. Packed in panels for native products, (bytes,).
         scales: (R,), in 4 bits (R, G), bfloat16; None if they are packed with the numbers.
     """
 
@@ -71,9 +71,19 @@ class Rounded:
         ]
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        numbers, scales = _unpacked(self) if self.packed else (self.numbers, self.scales)
+        numbers, scales = self.numbers, self.scales
+        if self.packed:
+            rows = extension().restored(self.numbers, self.shape[0], *self.layout)
+            numbers, scales = _split(rows, self.bits)
         assert scales is not None
         return _widened(numbers, scales, self.shape[1], dtype)  # (R, C)
+
+    @property
+    def layout(self) -> tuple[str, int, int]:
+        """The format of the panels, their columns, and how many of these share a scale if its files
+        choose."""
+        columns = _filled_width(self.shape[1])
+        return f"R{self.bits}", columns, columns if self.bits == 8 else 0
 
     def linear(self, bias: Tensor | None) -> Function:
         """Multiply inputs (..., C) by the widened weight, (..., R).
@@ -91,23 +101,22 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     # In chunks, each joined to the others at once, so that rounding needs little memory.
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
     length = rounded_bytes(weight, bits, packed=True) if packed else rows
-    length -= 2 * rows if packed and bits == 8 else 0  # the scales, which are kept apart
     scales, numbers, end = [], None, 0
     with torch.inference_mode(False), torch.no_grad():
-        # Each expert separately, so that in packed numbers it begins with a block.
+        # Each expert separately, so that in packed numbers it begins with a panel.
         each = weight.detach() if experts else [weight.detach()]
         for some in (some for one in each for some in one.split(step)):
             codes, by = _rounded(some, bits)
-            scales.append(by)
+            codes = _paired(codes) if bits == 4 else codes
             if packed:
-                codes = _packed8(codes) if bits == 8 else _packed4(codes, by)
-            elif bits == 4:
-                codes = _paired(codes)
+                made = Rounded(bits, (len(some), columns), codes, by)
+                codes = extension().arranged(_joined(codes, by), *made.layout)
+            else:
+                scales.append(by)
             if numbers is None:
                 numbers = codes.new_empty(length, *codes.shape[1:])
             numbers[end : (end := end + len(codes))] = codes
-        lost = packed and bits == 4  # they are packed with the numbers
-        joined = None if lost else torch.cat(scales)
+        joined = torch.cat(scales) if scales else None
     assert numbers is not None
     return Rounded(bits, (rows, columns), numbers, joined, packed)
 
@@ -120,10 +129,9 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
     if not packed:
         groups = -(-columns // GROUP)
         return rows * (columns + 2 if bits == 8 else groups * (GROUP // 2 + 2))
-    blocks, units = -(-rows // ROWS), -(-columns // _UNIT)
-    if bits == 8:
-        return blocks * units * ROWS * _UNIT + 2 * rows
-    return blocks * units * (ROWS * _UNIT // 2 + 64)
+    width = _filled_width(columns)
+    scales = 2 * ROWS * (1 if bits == 8 else width // GROUP)
+    return -(-rows // ROWS) * (-(-scales // 64) * 64 + ROWS * width * bits // 8)
 
 
 def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -163,56 +171,32 @@ def _paired(numbers: Tensor) -> Tensor:
 
 def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     if numbers.dim() == 2:
-        return numbers.to(dtype) * scales.to(dtype)[:, None]
+        return numbers[:, :columns].to(dtype) * scales.to(dtype)[:, None]
     numbers = torch.cat((numbers & 15, numbers >> 4), -1).to(dtype) - 8  # (R, G, 32)
     weight: Tensor = (numbers * scales.to(dtype)[..., None]).flatten(1)[:, :columns]
     return weight
 
 
-# ---------------------------------------------------------------------------------------------
-# Numbers in the layout that native products read.
+def _filled_width(columns: int) -> int:
+    return -(-columns // GROUP) * GROUP
 
 
-def _blocks(numbers: Tensor, offset: int) -> Tensor:
-    """Add an offset to numbers (R, C), and pad to whole blocks and units, (blocks, 16, C)."""
-    whole = _filled(numbers, _UNIT)
-    whole = F.pad(whole, (0, 0, 0, -len(whole) % ROWS)) + offset  # wraps around
-    return whole.view(torch.uint8).view(-1, ROWS, whole.shape[1])
+def _joined(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Numbers and scales in the rows of a format of `codes.h`, (R, bytes)."""
+    by = scales[..., None].view(torch.uint8)  # (R, 2) or (R, G, 2)
+    if numbers.dim() == 2:
+        return torch.cat((_filled(numbers, GROUP).view(torch.uint8), by), -1)
+    return torch.cat((by, numbers), -1).flatten(1)
 
 
-def _packed8(numbers: Tensor) -> Tensor:
-    fours = _blocks(numbers, -128).view(torch.int32)  # (blocks, 16, C / 4)
-    return fours.transpose(1, 2).contiguous().view(torch.uint8).flatten()
-
-
-def _packed4(numbers: Tensor, scales: Tensor) -> Tensor:
-    blocks = _blocks(numbers.flatten(1), 8).unflatten(2, (-1, 8, 2, 4))  # (blocks, 16, U, 8, 2, 4)
-    pairs = blocks[..., 0, :] | blocks[..., 1, :] << 4  # (blocks, 16, U, 8, 4)
-    lines = pairs.permute(0, 2, 3, 1, 4).flatten(2)  # (blocks, U, 8 * 16 * 4)
-    scales = _filled(scales, _UNIT // GROUP)
-    scales = F.pad(scales, (0, 0, 0, -len(scales) % ROWS))
-    scales = scales.view(len(blocks), ROWS, -1, _UNIT // GROUP)  # (blocks, 16, U, 2)
-    line = scales.permute(0, 2, 3, 1).contiguous().view(torch.uint8)  # (blocks, U, 2, 16 * 2)
-    return torch.cat((lines, line.flatten(2)), -1).flatten()
-
-
-def _unpacked(copy: Rounded) -> tuple[Tensor, Tensor | None]:
-    """The numbers and scales of a packed copy, in the unpacked layout."""
-    rows, columns = copy.shape
-    units = -(-columns // _UNIT)
-    if copy.bits == 8:
-        blocks = copy.numbers.view(-1, units * _UNIT // 4, ROWS, 4).transpose(1, 2)
-        numbers = blocks.reshape(-1, units * _UNIT)[:rows, :columns]
-        return numbers.view(torch.int8) - 128, copy.scales
-    units_of_block = copy.numbers.view(-1, units, ROWS * _UNIT // 2 + 64)
-    lines, line = units_of_block.split((ROWS * _UNIT // 2, 64), -1)
-    pairs = lines.unflatten(2, (8, ROWS, 4)).permute(0, 3, 1, 2, 4)  # (blocks, 16, U, 8, 4)
-    numbers = torch.stack((pairs & 15, pairs >> 4), -2).flatten(2).flatten(0, 1)  # (R, C)
-    scales = line.contiguous().view(torch.bfloat16).view(-1, units, 2, ROWS)
-    scales = scales.permute(0, 3, 1, 2).reshape(-1, 2 * units)  # (R, G)
-    numbers = numbers.to(torch.int8).unflatten(1, (-1, GROUP)) - 8
-    groups = -(-columns // GROUP)
-    return _paired(numbers)[:rows, :groups], scales[:rows, :groups]
+def _split(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The reverse of `_joined`."""
+    if bits == 8:
+        numbers, by = rows[:, :-2].view(torch.int8), rows[:, -2:]
+    else:
+        units = rows.unflatten(1, (-1, 2 + GROUP // 2))
+        numbers, by = units[..., 2:], units[..., :2]
+    return numbers, by.contiguous().view(torch.bfloat16)[..., 0]
 
 
 # ---------------------------------------------------------------------------------------------
