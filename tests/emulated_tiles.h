@@ -61,14 +61,16 @@ inline void add_bfloats() {
 
 // TDPBSUD: products of four signed bytes of an input with four unsigned bytes of a weight are added
 // to the tile exactly.
-template <int SUMS, int WEIGHT>
+template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
 inline void add_bytes() {
   for (int64_t t = 0; t < shape.rows[SUMS]; ++t)
     for (int64_t r = 0; r < shape.bytes[SUMS] / 4; ++r) {
       int32_t sum = number<int32_t>(SUMS, t, r);
-      for (int64_t k = 0; k < shape.bytes[INPUTS]; ++k)
-        sum += static_cast<int8_t>(registers[INPUTS][t][k]) *
-            registers[WEIGHT][k / 4][4 * r + k % 4];
+      for (int64_t k = 0; k < shape.bytes[FROM]; ++k) {
+        const uint8_t code = registers[WEIGHT][k / 4][4 * r + k % 4];
+        sum += static_cast<int8_t>(registers[FROM][t][k]) *
+            (SIGNED ? static_cast<int8_t>(code) : code);
+      }
       std::memcpy(registers[SUMS][t] + 4 * r, &sum, 4);
     }
 }

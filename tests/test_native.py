@@ -833,20 +833,27 @@ def test_other_vectors_give_the_same_numbers(built, capability, file):
 
 
 DIGEST = """
-import hashlib, sys, torch
+import hashlib, numpy, sys, torch
+from gguf_files import FORMATS, raw
 from layerskip.model import extension
 from layerskip.model.rounded import rounded
 flags, digest, defined = extension.flags, hashlib.sha256(), sys.argv[1].split()
 extension.flags = lambda *kind: [*flags(*kind), *defined]
 native = extension.extension()  # before what asks for the usual one
 torch.manual_seed(0)
-for bits, rows, columns in ((8, 40, 200), (4, 40, 200), (8, 16, 64), (4, 100, 30)):
-    copy = rounded(torch.randn(rows, columns), bits, packed=True)
-    rows_columns = dict(bits=bits, rows=rows, columns=columns)
-    matrix = native.Matrix(copy.numbers, copy.scales, None, **rows_columns)
-    for tokens in range(1, 40):
+def add(panels, form, rows, columns, group):
+    matrix = native.Matrix(panels, None, format=form, rows=rows, columns=columns, group=group)
+    for tokens in (*range(1, 40), 300):
         x = torch.randn(1, tokens, columns) * torch.randn(columns).exp()
         digest.update(native.wide_products(matrix, x).numpy().tobytes())
+for bits, rows, columns in ((8, 40, 200), (4, 40, 200), (8, 16, 64), (4, 100, 30)):
+    copy = rounded(torch.randn(rows, columns), bits, packed=True)
+    form, _, group = copy.layout
+    add(copy.numbers, form, rows, columns, group)
+rng = numpy.random.default_rng(0)
+for form in FORMATS[:9]:
+    data = torch.from_numpy(raw(rng, form, 75, 512))
+    add(native.arranged(data, form, 512, 0), form, 75, 512, 0)
 print(native.tiles_refusal(), digest.hexdigest())
 """
 
@@ -856,6 +863,7 @@ def test_bytes_in_tiles_have_the_bits_of_vectors(built):
     def said(tiles):
         done = subprocess.run(
             [sys.executable, "-c", DIGEST, EMULATED],
+            cwd=Path(__file__).parent,
             env={**os.environ, "LAYERSKIP_TILES": tiles},
             capture_output=True,
             text=True,

@@ -88,18 +88,18 @@ def test_products_with_weights_as_they_are_widened(bits, dtype):
 
 
 def rounded_inputs(x):
-    """Inputs (n, C) rounded as in native products, 64 at a time."""
+    """Inputs (n, C) rounded as in native products, 32 at a time."""
     made = []
-    for part in x.float().split(64, -1):
+    for part in x.float().split(32, -1):
         most = part.abs().amax(-1, keepdim=True)  # (n, 1)
         made.append((part * (127 / most)).round().double() * (most / 127).double())
     return torch.cat(made, -1)
 
 
 def native_matrix(copy, bias):
-    rows, columns = copy.shape
-    how = {"bits": copy.bits, "rows": rows, "columns": columns}
-    return extension.extension().Matrix(copy.numbers, copy.scales, bias, **how)
+    (rows, columns), (form, _, group) = copy.shape, copy.layout
+    how = {"format": form, "rows": rows, "columns": columns, "group": group}
+    return extension.extension().Matrix(copy.numbers, bias, **how)
 
 
 def native_head(copy, bias, size, signs):
@@ -162,16 +162,15 @@ def test_inputs_of_zeros_and_of_few_large_numbers(built):
 def test_matrices_that_are_not_packed_are_refused(built):
     module = extension.extension()
     copy = rounded(weight_of(20, 70), 8, packed=True)
-    how = {"bits": 8, "rows": 20, "columns": 70}
+    how = {"format": "R8", "rows": 20, "columns": 70, "group": 96}
     for wrong, message in (
-        ({"bits": 6}, "rounded to 8 or 4 bits, not 6"),
-        ({"rows": 40}, r"packed numbers must be .* \[6144\]"),
-        ({"bits": 4}, "packed numbers must be"),
+        ({"format": "R6"}, "there is no format R6"),
+        ({"rows": 40}, r"panels must be .* \[4800\]"),
+        ({"format": "R4", "group": 0}, "panels must be"),
+        ({"group": 32}, "panels must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            module.Matrix(copy.numbers, copy.scales, None, **(how | wrong))
-    with pytest.raises(ValueError, match="rows have scales with 8 bits"):
-        module.Matrix(copy.numbers, None, None, **how)
+            module.Matrix(copy.numbers, None, **(how | wrong))
 
 
 # ---- Sublayers and heads ----

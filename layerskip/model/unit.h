@@ -77,7 +77,8 @@ template <int SUMS, int WEIGHT>
 inline void add_bfloats() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(WEIGHT), "i"(INPUTS));
 }
-template <int SUMS, int WEIGHT, int FROM = INPUTS, bool SIGNED = false>
+// Signed bytes of tile FROM times signed or unsigned ones of WEIGHT.
+template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
 inline void add_bytes() {
   if constexpr (SIGNED)
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(FROM), "i"(WEIGHT));
@@ -101,7 +102,7 @@ template <int TILE>
 inline void store(void*, int64_t) {}
 template <int SUMS, int WEIGHT>
 inline void add_bfloats() {}
-template <int SUMS, int WEIGHT, int FROM = INPUTS, bool SIGNED = false>
+template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
 inline void add_bytes() {}
 
 #endif
