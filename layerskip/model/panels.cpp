@@ -306,7 +306,7 @@ void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, in
 template <typename F>
 int64_t unit_from() {
   static const int64_t found = [] {
-    constexpr int64_t COLUMNS = 512, PANELS = 4;
+    constexpr int64_t COLUMNS = 512, PANELS = 16;
     const Layout layout{nullptr, COLUMNS, F::GROUPS ? COLUMNS : 0};
     const std::vector<float> x(tiles::MOST * COLUMNS, 1.0f);
     const std::vector<uint8_t> weight(PANELS * Geometry<F>(layout).bytes);

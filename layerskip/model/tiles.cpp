@@ -112,7 +112,7 @@ int64_t faster_from(c10::function_ref<void(int64_t, bool)> multiply) {
   if (always()) return 1;
   const auto seconds = [&](int64_t tokens, bool on_unit) {
     double least = std::numeric_limits<double>::infinity();
-    for (int repeat = 0; repeat < 5; ++repeat) {
+    for (int repeat = 0; repeat < 20; ++repeat) {  // the unit takes some time to wake up
       const auto began = std::chrono::steady_clock::now();
       multiply(tokens, on_unit);
       const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
