@@ -218,26 +218,27 @@ struct Even {
   int64_t first(int64_t step) const { return std::min(tokens, step * each); }
 };
 
-// Calls a function with the number of each plane as a constant.
-template <int PLANES, typename Call>
-[[gnu::always_inline]] inline void each_plane(const Call& call) {
-  call(std::integral_constant<int, 0>());
-  if constexpr (PLANES > 1) call(std::integral_constant<int, 1>());
-  if constexpr (PLANES > 2) call(std::integral_constant<int, 2>());
-}
-
-// Tiles: sums (tokens, rows) of each plane, codes (lines, rows of 4 columns), inputs (tokens,
-// columns) of each plane.
+// The planes of a step's tokens fill up to three tiles of inputs, (PLANES * tokens, columns), and as
+// many of sums, (PLANES * tokens, rows). A tile has codes, (lines, rows of 4 columns).
 constexpr int CODES = 4, INPUTS = 5;
+constexpr int64_t tiles_of(int64_t rows) { return (rows + tiles::ROWS - 1) / tiles::ROWS; }
 template <typename Split>
 tiles::Shapes shapes_of(int64_t tokens) {
   tiles::Shapes out;
-  for (int plane = 0; plane < Split::PLANES; ++plane) {
-    out.set(plane, tokens, 4 * ROWS);
-    out.set(INPUTS + plane, tokens, Split::WIDTH);
-  }
   out.set(CODES, Split::WIDTH / 4, 4 * ROWS);
+  for (int64_t tile = 0, left = Split::PLANES * tokens; left > 0; ++tile, left -= tiles::ROWS) {
+    out.set(static_cast<int>(tile), std::min(left, tiles::ROWS), 4 * ROWS);
+    out.set(static_cast<int>(INPUTS + tile), std::min(left, tiles::ROWS), Split::WIDTH);
+  }
   return out;
+}
+
+// Calls a function with the number of each tile as a constant.
+template <typename Call>
+[[gnu::always_inline]] inline void each_tile(int64_t count, const Call& call) {
+  call(std::integral_constant<int, 0>());
+  if (count > 1) call(std::integral_constant<int, 1>());
+  if (count > 2) call(std::integral_constant<int, 2>());
 }
 
 // Unpacks a part of a panel for the matrix unit.
@@ -265,8 +266,9 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
   using Split = ForUnit<F>;
   constexpr int64_t CHUNK = 4 * Shape::PARTS;  // parts
   const int64_t parts = shape.units * shape.PARTS, begin = steps.first(first);
+  const int64_t used = tiles_of(Split::PLANES * steps.each);
   alignas(64) uint8_t lines[CHUNK][SIDE][Split::WIDTH * ROWS];
-  alignas(64) int32_t sums[Split::PLANES][tiles::MOST * ROWS];
+  alignas(64) int32_t sums[3][tiles::ROWS * ROWS];
   Floats by[CHUNK][SIDE], to[CHUNK][SIDE];
   std::fill_n(out, (steps.first(last) - begin) * SIDE * ROWS, 0.0f);
   for (int64_t start = 0; start < parts; start += CHUNK) {
@@ -287,16 +289,16 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
         const int64_t i = number / panels, p = number % panels;
         const int8_t* bytes = x.bytes + (start + i) * steps.each * x.BYTES;
         tiles::load<CODES>(lines[i][p], 64);
-        each_plane<Split::PLANES>([&](auto plane) {
-          constexpr int FROM = INPUTS + plane;
-          if (p == 0) tiles::load<FROM>(bytes + plane * steps.each * Split::WIDTH, Split::WIDTH);
-          tiles::zero<plane>();
-          tiles::add_bytes<plane, CODES, FROM, (F::ZERO > 0)>();
+        each_tile(used, [&](auto tile) {
+          constexpr int FROM = INPUTS + tile;
+          if (p == 0) tiles::load<FROM>(bytes + tile * tiles::ROWS * Split::WIDTH, Split::WIDTH);
+          tiles::zero<tile>();
+          tiles::add_bytes<tile, CODES, FROM, (F::ZERO > 0)>();
         });
       };
       multiply(0);
       for (int64_t number = 0; number < count; ++number) {
-        each_plane<Split::PLANES>([&](auto plane) { tiles::store<plane>(sums[plane], 4 * ROWS); });
+        each_tile(used, [&](auto tile) { tiles::store<tile>(sums[tile], 4 * ROWS); });
         if (number + 1 < count) multiply(number + 1);  // while vectors add the stored sums
         const int64_t i = number / panels, p = number % panels;
         const Floats scale = by[i][p], offset = to[i][p];
@@ -307,7 +309,7 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
         for (int64_t t = 0; t < tokens; ++t, total += SIDE * ROWS) {
           Sums some[Split::PLANES];
           for (int plane = 0; plane < Split::PLANES; ++plane)
-            some[plane] = integers::load(sums[plane] + t * ROWS);
+            some[plane] = integers::load(sums[0] + (plane * steps.each + t) * ROWS);
           const Floats before = integers::load(total);
           integers::store(added<F, Split>(before, some, scale, offset, given[t], inputs[t]), total);
         }
@@ -337,7 +339,7 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
   const Even even{tokens};
   const int64_t side = on_unit ? SIDE : side_of<F>(steps.length(0));
   static thread_local std::vector<float> totals;
-  totals.resize(std::max<int64_t>(std::min(tokens, SPELL * tiles::MOST), MOST<F>) * SIDE * ROWS);
+  totals.resize(std::max<int64_t>(std::min(tokens, SPELL * even.each), MOST<F>) * SIDE * ROWS);
   if (on_unit) tiles::configure(shapes_of<ForUnit<F>>(even.each));
   for (int64_t row = first; row < last;) {
     const int64_t left = (last - row + ROWS - 1) / ROWS;

@@ -302,7 +302,7 @@ void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, in
   while (row < last) some(std::integral_constant<int, 1>());
 }
 
-// The smallest number of tokens for which the matrix unit is as fast as vectors, timed once.
+// The smallest number of tokens for which the matrix unit is faster than vectors, timed once.
 template <typename F>
 int64_t unit_from() {
   static const int64_t found = [] {

@@ -121,7 +121,7 @@ int64_t faster_from(c10::function_ref<void(int64_t, bool)> multiply) {
     return least;
   };
   for (const int64_t tokens : {1, 2, 3, 4, 6, 8, 12, 16})
-    if (seconds(tokens, true) <= seconds(tokens, false)) return tokens;
+    if (1.1 * seconds(tokens, true) <= seconds(tokens, false)) return tokens;
   return NEVER;
 }
 

@@ -21,7 +21,7 @@ const char* refusal();
 // Whether the user has set LAYERSKIP_TILES=1. Then the unit is used even where it is not faster.
 bool always();
 
-// The smallest number of tokens for which the unit multiplies bytes as fast as vectors do.
+// The smallest number of tokens for which the unit multiplies bytes clearly faster than vectors do.
 // `multiply(tokens, on_unit)` multiplies some rows with tokens; it is timed.
 int64_t faster_from(c10::function_ref<void(int64_t, bool)> multiply);
 

@@ -77,7 +77,7 @@ template <int SUMS, int WEIGHT>
 inline void add_bfloats() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(WEIGHT), "i"(INPUTS));
 }
-// Signed bytes of tile FROM times signed or unsigned ones of WEIGHT.
+// Signed bytes of tile FROM times signed or unsigned ones of a weight.
 template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
 inline void add_bytes() {
   if constexpr (SIGNED)
