@@ -1,9 +1,7 @@
 // Vectors of 16 numbers, and dot products of bytes, for several kinds of CPU.
 //
-// One such vector takes 1, 2 or 4 of the CPU's registers. `Four` holds four inputs of one token,
-// repeated for all rows of a line of the weight. `dots<DOTS>` adds the dot products of four bytes
-// each to 32-bit sums. With DOTS it uses the CPU's instruction for that; callers must first ask
-// `has_dots` whether there is one.
+// One such vector takes 1, 2 or 4 of the CPU's registers. With DOTS, `Dots` uses the CPU's
+// instruction for dot products of four bytes; callers must first ask `has_dots` whether there is one.
 
 #pragma once
 
@@ -130,22 +128,6 @@ inline Floats scaled(const Ints& x, const Floats& by, const Floats& to) {
   return scaled(converted(x), by, to);
 }
 
-template <bool DOTS>
-struct Four {
-  Int bytes;
-  Short even, odd;
-  explicit Four(const int8_t* from) {
-    int32_t four;
-    std::memcpy(&four, from, 4);
-    bytes = four - Int{};
-    if constexpr (!DOTS) {
-      odd = reinterpret_cast<Short>(bytes);
-      even = odd << 8 >> 8;
-      odd >>= 8;
-    }
-  }
-};
-
 #if defined(CPU_CAPABILITY_AVX512)
 
 // Products of 16-bit numbers, summed in pairs.
@@ -160,15 +142,9 @@ inline Short byte_pairs(Int a, Int b) {
 }
 // inline assembly, because the intrinsic would need a file compiled for CPUs that have it
 inline void add_dots(Int& sums, Int a, Int b) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+  asm("vpdpbusd %2, %1, %0" : "+x"(sums) : "v"(a), "v"(b));
 }
-inline bool has_dots() {
-#ifdef WITHOUT_DOTS  // defined by tests
-  return false;
-#else
-  return __builtin_cpu_supports("avx512vnni");
-#endif
-}
+inline bool cpu_has_dots() { return __builtin_cpu_supports("avx512vnni"); }
 
 #elif defined(CPU_CAPABILITY_AVX2)
 
@@ -184,10 +160,10 @@ inline Short byte_pairs(Int a, Int b) {
 inline void add_dots(Int& sums, Int a, Int b) {
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
 }
-inline bool has_dots() { return __builtin_cpu_supports("avxvnni"); }
+inline bool cpu_has_dots() { return __builtin_cpu_supports("avxvnni"); }
 #else
 inline void add_dots(Int&, Int, Int) {}
-inline bool has_dots() { return false; }
+inline bool cpu_has_dots() { return false; }
 #endif
 
 #else
@@ -201,26 +177,70 @@ inline Short byte_pairs(Int a, Int b) {
   return (x & 255) * (y << 8 >> 8) + (x >> 8) * (y >> 8);
 }
 inline void add_dots(Int&, Int, Int) {}
-inline bool has_dots() { return false; }
+inline bool cpu_has_dots() { return false; }
 
 #endif
 
-template <bool DOTS, int BITS>
-inline Ints dots(const Ints& to, const Ints& weights, const Four<DOTS>& x) {
-  return each<Ints>([&](int i) __attribute__((always_inline)) {
-    Int sums = to.v[i];
-    if constexpr (DOTS) {
-      add_dots(sums, weights.v[i], x.bytes);
-    } else if constexpr (BITS == 4) {  // 2 * 15 * 127 fits into 16 bits
-      sums += pairs(byte_pairs(weights.v[i], x.bytes), 1 - Short{});
-    } else {
-      const Unsigned bytes = reinterpret_cast<Unsigned>(weights.v[i]);
-      sums += pairs(reinterpret_cast<Short>(bytes & 255), x.even);
-      sums += pairs(reinterpret_cast<Short>(bytes >> 8), x.odd);
-    }
-    return sums;
-  });
+inline bool has_dots() {
+#ifdef WITHOUT_DOTS  // defined by tests
+  return false;
+#else
+  return cpu_has_dots();
+#endif
 }
+
+// Keeps compilers from reordering sums, for which they would need more registers than there are.
+template <typename Vector>
+inline void settle(Vector& sums) {
+#if defined(__x86_64__)
+  asm("" : "+x"(sums));
+#elif defined(__aarch64__)
+  asm("" : "+w"(sums));
+#endif
+}
+
+// The sums of codes of so many bits times signed numbers, of 1 or 2 bytes each, in the rows of one
+// register. Without the CPU's instruction, codes of up to 6 bits are multiplied in pairs, whose
+// sums fit into 16 bits for some lines.
+template <bool DOTS, int BITS, int SIZE>
+struct Dots {
+  static constexpr int FITTING = BITS == 4 ? 8 : BITS == 5 ? 4 : 2;  // lines
+  Int sums = {};
+  Short few = {};
+
+  // Adds a line: the codes of 4 columns, times the numbers of these. Numbers of 2 bytes are in the
+  // order of columns 0, 2, 1, 3.
+  void add(const Int& codes, const int8_t* numbers, int line) {
+    const Int first = all_of(numbers);
+    const Unsigned bytes = reinterpret_cast<Unsigned>(codes);
+    if constexpr (DOTS) {
+      add_dots(sums, codes, first);
+    } else if constexpr (BITS < 8) {
+      few += byte_pairs(codes, first);
+      settle(few);
+      if ((line + 1) % FITTING) return;
+      sums += pairs(few, 1 - Short{});
+      few = Short{};
+      settle(sums);
+    } else if constexpr (SIZE == 2) {
+      sums += pairs(reinterpret_cast<Short>(bytes & 255), reinterpret_cast<Short>(first));
+      sums += pairs(reinterpret_cast<Short>(bytes >> 8),
+                    reinterpret_cast<Short>(all_of(numbers + 4)));
+      settle(sums);
+    } else {
+      const Short odd = reinterpret_cast<Short>(first);
+      sums += pairs(reinterpret_cast<Short>(bytes & 255), odd << 8 >> 8);
+      sums += pairs(reinterpret_cast<Short>(bytes >> 8), odd >> 8);
+      settle(sums);
+    }
+  }
+
+  static Int all_of(const int8_t* four) {
+    int32_t word;
+    std::memcpy(&word, four, 4);
+    return word - Int{};
+  }
+};
 
 }  // namespace
 }  // namespace integers

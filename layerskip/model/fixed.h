@@ -34,25 +34,32 @@ constexpr int UNROLLED = integers::VECTORS == 4 ? 1 : 8;
 // The most tokens of a step on vectors, and the panels that are multiplied together then: as many
 // as the registers have room for.
 template <typename F>
-constexpr int MOST = F::ROUGH ? (integers::VECTORS == 1 ? 8 : integers::VECTORS == 2 ? 6 : 4)
-                              : (MANY_REGISTERS ? 4 : 2);
-template <typename F>
+constexpr int MOST = F::ROUGH && integers::VECTORS < 4 ? 8 : 4;
 constexpr int64_t side_of(int64_t tokens) {
-  if (MANY_REGISTERS) return tokens == 1 ? SIDE : 2;
-  return F::ROUGH && tokens == 1 ? 2 : 1;
+  if (tokens == 1) return SIDE;
+  return MANY_REGISTERS ? 2 : 1;
 }
 
-// How integers are split into PIECES bytes, which lie in planes. 1: a single byte. 3: low + 2^8
-// middle + 2^16 high. 4: low + 2^12 high, each of which is 16 upper + lower; the matrix unit
-// multiplies codes of 4 bits with both in one step, since 16 times a code is a byte, too.
+// How integers are split into PIECES, which lie in planes. 1: a single byte. 2: low + 2^16 high, in
+// 16 bits each, for CPUs that multiply these faster than bytes. 3: low + 2^8 middle + 2^16 high. 4:
+// low + 2^12 high, each of which is 16 upper + lower; the matrix unit multiplies codes of 4 bits
+// with both in one step, since 16 times a code is a byte, too.
 template <int64_t PART_, int PIECES_>
 struct Split {
   static constexpr int64_t PART = PART_;
   static constexpr int PIECES = PIECES_, PLANES = PIECES == 4 ? 2 : PIECES;
-  static constexpr int64_t WIDTH = PIECES == 4 ? 2 * PART : PART;  // bytes of a token in a plane
+  static constexpr int SIZE = PIECES % 2 ? 1 : 2;  // bytes of a column in a plane
+  static constexpr int64_t WIDTH = SIZE * PART;  // bytes of a token in a plane
 
-  static void put(int32_t x, int8_t* to, int64_t plane) {
-    if constexpr (PIECES == 4) {
+  // Puts the integer of column i of a token.
+  static void put(int32_t x, int64_t i, int8_t* to, int64_t plane) {
+    to += i;
+    if constexpr (PIECES == 2) {
+      constexpr int PLACES[] = {0, 2, 1, 3};
+      const auto low = static_cast<int16_t>(x), high = static_cast<int16_t>((x - low) >> 16);
+      to += 2 * (i / 4 * 4 + PLACES[i % 4]) - i;
+      std::memcpy(to, &low, 2), std::memcpy(to + plane, &high, 2);
+    } else if constexpr (PIECES == 4) {
       const int32_t low = ((x + 0x808) & 0xfff) - 0x808, both[] = {low, (x - low) >> 12};
       for (int k = 0; k < 2; ++k) {
         to[k * plane] = static_cast<int8_t>((both[k] + 8) >> 4);
@@ -64,8 +71,8 @@ struct Split {
     }
   }
 };
-template <typename F>
-using ForVectors = Split<F::PART, F::ROUGH ? 1 : 3>;
+template <typename F, bool DOTS>
+using ForVectors = Split<F::PART, F::ROUGH ? 1 : F::BITS == 8 && !DOTS ? 2 : 3>;
 template <typename F>
 using ForUnit = Split<F::PART, F::ROUGH ? 1 : F::BITS == 4 ? 4 : 3>;
 
@@ -108,8 +115,8 @@ struct Fixed {
     int8_t* to = bytes + part * tokens * BYTES + t * Split::WIDTH;
     for (int64_t i = 0; i < PART; ++i) {
       const auto integer = static_cast<int32_t>(integers[i]);
-      Split::put(integer, to + i, tokens * Split::WIDTH);
-      low += integer, high += (integer + 0x8080) >> 16;
+      Split::put(integer, i, to, tokens * Split::WIDTH);
+      low += integer, high += (integer + (Split::PIECES == 2 ? 0x8000 : 0x8080)) >> 16;
     }
     const int64_t at = part * tokens + t;
     steps[at] = finite ? step : std::numeric_limits<float>::quiet_NaN();
@@ -132,8 +139,16 @@ inline Floats added(const Floats& total, const Sums* sums, const Floats& by, con
   } else if constexpr (Split::PIECES == 4) {
     rounded = scaled(converted(sums[1]), same(4096.0f), converted(sums[0]));
   } else {
-    const Sums low = each<Sums>([&](int i) { return sums[0].v[i] + (sums[1].v[i] << 8); });
-    rounded = scaled(converted(sums[2]), same(65536.0f), converted(low));
+    constexpr bool TWO = Split::PIECES == 2;
+    Sums low = each<Sums>([&](int i) {
+      return TWO ? sums[0].v[i] : sums[0].v[i] + (sums[1].v[i] << 8);
+    });
+    Sums high = sums[TWO ? 1 : 2];
+    if constexpr (F::BITS == 8) {  // so that it does not matter how integers were split
+      high = each<Sums>([&](int i) { return high.v[i] + (low.v[i] >> 16); });
+      low = each<Sums>([&](int i) { return low.v[i] & 0xffff; });
+    }
+    rounded = scaled(converted(high), same(65536.0f), converted(low));
   }
   const Floats out = scaled(rounded, times(by, step), total);
   return F::ZERO < 0 ? scaled(to, same(inputs), out) : out;
@@ -154,9 +169,11 @@ inline void pair_of(const Shape& shape, const uint8_t* panel, int64_t unit, int6
 
 // PANELS panels times COUNT tokens, (COUNT, PANELS, ROWS).
 template <typename F, int PANELS, int COUNT, bool DOTS, typename Shape>
-void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<ForVectors<F>>& x,
-                const uint8_t* next, float* out) {
-  constexpr int LINES = static_cast<int>(F::PART) / 4, PLANES = ForVectors<F>::PLANES;
+void by_vectors(const Shape& shape, const uint8_t* panel, int64_t parts, void* room,
+                int64_t before, const uint8_t* next, float* out) {
+  using Split = ForVectors<F, DOTS>;
+  constexpr int LINES = static_cast<int>(F::PART) / 4, PLANES = Split::PLANES, SIZE = Split::SIZE;
+  const Fixed<Split> x(room, parts, before, COUNT);
   const int64_t ahead = std::max<int64_t>(1, AHEAD / (PANELS * shape.CODES));
   Floats totals[COUNT][PANELS] = {};
   for (int64_t unit = 0, at = 0; unit < shape.units; ++unit) {
@@ -167,27 +184,27 @@ void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<ForVectors
       const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
       const int8_t* bytes = x.bytes + at * COUNT * x.BYTES;
       Sums sums[COUNT][PANELS][PLANES];
-#pragma GCC unroll 8
-      for (int t = 0; t < COUNT; ++t)
-#pragma GCC unroll 8
-        for (int p = 0; p < PANELS; ++p)
 #pragma GCC unroll 4
-          for (int d = 0; d < PLANES; ++d) sums[t][p][d] = {};
+      for (int v = 0; v < integers::VECTORS; ++v) {
+        integers::Dots<DOTS, F::BITS, SIZE> some[COUNT][PANELS][PLANES];
 #pragma GCC unroll UNROLLED
-      for (int n = 0; n < LINES; ++n) {
-        Sums line[PANELS];
+        for (int n = 0; n < LINES; ++n) {
 #pragma GCC unroll 8
-        for (int p = 0; p < PANELS; ++p)
-          line[p] = F::line(codes + p * shape.bytes, part * LINES + n);
+          for (int p = 0; p < PANELS; ++p) {
+            const auto line = F::line(codes + p * shape.bytes, part * LINES + n).v[v];
+#pragma GCC unroll 8
+            for (int t = 0; t < COUNT; ++t)
+#pragma GCC unroll 4
+              for (int d = 0; d < PLANES; ++d)
+                some[t][p][d].add(line, bytes + (d * COUNT + t) * Split::WIDTH + 4 * SIZE * n, n);
+          }
+        }
 #pragma GCC unroll 8
         for (int t = 0; t < COUNT; ++t)
-#pragma GCC unroll 4
-          for (int d = 0; d < PLANES; ++d) {
-            const integers::Four<DOTS> four(bytes + (d * COUNT + t) * F::PART + 4 * n);
 #pragma GCC unroll 8
-            for (int p = 0; p < PANELS; ++p)
-              sums[t][p][d] = integers::dots<DOTS, F::BITS>(sums[t][p][d], line[p], four);
-          }
+          for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 4
+            for (int d = 0; d < PLANES; ++d) sums[t][p][d].v[v] = some[t][p][d].sums;
       }
 #pragma GCC unroll 8
       for (int p = 0; p < PANELS; ++p) {
@@ -199,10 +216,10 @@ void by_vectors(const Shape& shape, const uint8_t* panel, const Fixed<ForVectors
           Sums* some = sums[t][p];
           if constexpr (F::ZERO > 0) {
             some[0] = integers::plus(some[0], -F::ZERO * x.lows[one]);
-            if (PLANES > 1) some[2] = integers::plus(some[2], -F::ZERO * x.highs[one]);
+            if (PLANES > 1)
+              some[PLANES - 1] = integers::plus(some[PLANES - 1], -F::ZERO * x.highs[one]);
           }
-          totals[t][p] =
-              added<F, ForVectors<F>>(totals[t][p], some, by, to, x.steps[one], x.sums[one]);
+          totals[t][p] = added<F, Split>(totals[t][p], some, by, to, x.steps[one], x.sums[one]);
         }
       }
     }
@@ -318,13 +335,22 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
   }
 }
 
-// Indexed by the tokens of a step, less 1.
-template <typename F, int PANELS, bool DOTS, typename Shape, int... COUNT>
+// Indexed by the tokens of a step, less `LEAST`.
+template <typename F, int PANELS, bool DOTS, typename Shape, int LEAST, int... COUNT>
 constexpr auto stepping(std::integer_sequence<int, COUNT...>) {
-  return std::array{by_vectors<F, PANELS, COUNT + 1, DOTS, Shape>...};
+  return std::array{by_vectors<F, PANELS, COUNT + LEAST, DOTS, Shape>...};
 }
-template <typename F, int PANELS, bool DOTS, typename Shape>
-constexpr auto STEPS = stepping<F, PANELS, DOTS, Shape>(std::make_integer_sequence<int, MOST<F>>());
+template <typename F, int PANELS, bool DOTS, typename Shape, int LEAST, int MOST>
+constexpr auto STEPS =
+    stepping<F, PANELS, DOTS, Shape, LEAST>(std::make_integer_sequence<int, MOST - LEAST + 1>());
+
+// The function for a step of `count` tokens and some panels.
+template <typename F, bool DOTS, typename Shape>
+auto step_for(int64_t count, int64_t panels) {
+  if (panels == SIDE) return STEPS<F, SIDE, DOTS, Shape, 1, 1>[0];
+  if (panels == 2) return STEPS<F, MANY_REGISTERS ? 2 : 1, DOTS, Shape, 2, MOST<F>>[count - 2];
+  return STEPS<F, 1, DOTS, Shape, 1, MOST<F>>[count - 1];
+}
 
 // Rows first to last times all tokens, on the matrix unit or in steps of MOST.
 template <typename F, typename Shape>
@@ -337,7 +363,7 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
   void* room = const_cast<float*>(inputs);
   const Steps steps{tokens, MOST<F>};
   const Even even{tokens};
-  const int64_t side = on_unit ? SIDE : side_of<F>(steps.length(0));
+  const int64_t side = on_unit ? SIDE : side_of(steps.length(0));
   static thread_local std::vector<float> totals;
   totals.resize(std::max<int64_t>(std::min(tokens, SPELL * even.each), MOST<F>) * SIDE * ROWS);
   if (on_unit) tiles::configure(shapes_of<ForUnit<F>>(even.each));
@@ -358,15 +384,9 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
     }
     for (int64_t step = 0; !on_unit && step < steps.count; ++step) {
       const int64_t before = steps.first(step), count = steps.length(step);
-      const Fixed<ForVectors<F>> x(room, shape.units * shape.PARTS, before, count);
-      const auto with = [&](auto panels) {
-        constexpr int PANELS = decltype(panels)::value;
-        const auto& some = dots ? STEPS<F, PANELS, KNOWN, Shape> : STEPS<F, PANELS, false, Shape>;
-        some[count - 1](shape, at, x, step ? at : next, totals.data());
-      };
-      if (here == 1) with(std::integral_constant<int, 1>());
-      else if (here == 2) with(std::integral_constant<int, 2>());
-      else with(std::integral_constant<int, MANY_REGISTERS ? SIDE : 2>());
+      const auto some = dots ? step_for<F, KNOWN, Shape>(count, here)
+                             : step_for<F, false, Shape>(count, here);
+      some(shape, at, shape.units * shape.PARTS, room, before, step ? at : next, totals.data());
       done(before, before + count, here);
     }
     row += rows;
@@ -379,6 +399,7 @@ template <typename F>
 void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                 int64_t end, const int32_t* order, bool on_unit) {
   constexpr int64_t PART = F::PART;
+  static const bool dots = integers::has_dots();
   const int64_t parts = (columns + PART - 1) / PART;
   const auto put = [&](auto split, int64_t first, int64_t last, int64_t count) {
     const Fixed<decltype(split)> to(room, parts, first, count);
@@ -399,7 +420,8 @@ void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, in
   const Even even{tokens};
   for (int64_t step = 0; step < (on_unit ? even.count : steps.count); ++step)
     if (on_unit) put(ForUnit<F>(), even.first(step), even.first(step + 1), even.each);
-    else put(ForVectors<F>(), steps.first(step), steps.first(step + 1), steps.length(step));
+    else if (dots) put(ForVectors<F, true>(), steps.first(step), steps.first(step + 1), steps.length(step));
+    else put(ForVectors<F, false>(), steps.first(step), steps.first(step + 1), steps.length(step));
 }
 
 }  // namespace
