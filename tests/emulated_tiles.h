@@ -10,7 +10,10 @@ inline void configure(const Shapes& shapes) {
   shape = shapes;
   std::memset(registers, 0, sizeof registers);
 }
-inline void release() { shape = Shapes(); }
+struct Kept {
+  explicit Kept(bool) {}
+  ~Kept() { shape = Shapes(); }
+};
 
 template <int TILE>
 inline void zero() {

@@ -30,8 +30,6 @@ typedef int32_t Int [[gnu::vector_size(BYTES)]];
 typedef int16_t Short [[gnu::vector_size(BYTES)]];
 typedef uint16_t Unsigned [[gnu::vector_size(BYTES)]];
 typedef float Float [[gnu::vector_size(BYTES)]];
-typedef uint32_t Bits [[gnu::vector_size(BYTES)]];
-typedef uint16_t Halves [[gnu::vector_size(BYTES / 2)]];
 
 struct Ints {
   Int v[VECTORS];
@@ -68,25 +66,18 @@ inline Floats load(const float* from) {
 }
 inline void store(const Ints& x, void* to) { std::memcpy(to, x.v, 64); }
 inline void store(const Floats& x, float* to) { std::memcpy(to, x.v, 64); }
-inline Ints all(int32_t x) {
-  return each<Ints>([&](int) { return x - Int{}; });
-}
 inline Ints plus(const Ints& x, int32_t y) {
   return each<Ints>([&](int i) { return x.v[i] + y; });
 }
 inline Floats same(float x) {
   return each<Floats>([&](int) { return x - Float{}; });
 }
-inline Floats zero() { return {}; }
 // The lower and the upper four bits of every byte.
 inline Ints lower(const Ints& x) {
   return each<Ints>([&](int i) { return x.v[i] & 0x0f0f0f0f; });
 }
 inline Ints upper(const Ints& x) {
   return each<Ints>([&](int i) { return (x.v[i] >> 4) & 0x0f0f0f0f; });
-}
-inline Ints times_16(const Ints& x) {  // bytes of up to 4 bits
-  return each<Ints>([&](int i) { return (x.v[i] & 0x0f0f0f0f) << 4; });
 }
 inline Ints minus_bytes(const Ints& x, int8_t y) {
   typedef int8_t Byte [[gnu::vector_size(BYTES)]];
@@ -96,11 +87,6 @@ inline Ints minus_bytes(const Ints& x, int8_t y) {
 }
 inline Floats times(const Floats& a, float b) {
   return each<Floats>([&](int i) { return a.v[i] * b; });
-}
-inline Floats widened(const void* bfloats) {
-  return each<Floats>([&](int i) {
-    return reinterpret_cast<Float>(__builtin_convertvector(loaded<Halves>(bfloats, i), Bits) << 16);
-  });
 }
 
 inline Floats converted(const Ints& x) {
@@ -123,9 +109,6 @@ inline Floats scaled(const Floats& x, const Floats& by, const Floats& to) {
     return to.v[i] + number * by.v[i];
 #endif
   });
-}
-inline Floats scaled(const Ints& x, const Floats& by, const Floats& to) {
-  return scaled(converted(x), by, to);
 }
 
 #if defined(CPU_CAPABILITY_AVX512)

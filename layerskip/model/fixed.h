@@ -267,7 +267,9 @@ inline void unpack_part(const uint8_t* codes, int part, uint8_t* to) {
     Sums line = F::line(codes, part * LINES + n);
     if (F::ZERO > 0) line = integers::minus_bytes(line, F::ZERO);
     if (ForUnit<F>::PIECES == 4) {
-      integers::store(integers::times_16(line), to + 64 * n);
+      integers::store(integers::each<Sums>([&](int i) {
+        return (line.v[i] & 0x0f0f0f0f) << 4;
+      }), to + 64 * n);
       integers::store(line, to + 64 * (LINES + n));
     } else {
       integers::store(line, to + 64 * n);
@@ -366,6 +368,7 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
   const int64_t side = on_unit ? SIDE : side_of(steps.length(0));
   static thread_local std::vector<float> totals;
   totals.resize(std::max<int64_t>(std::min(tokens, SPELL * even.each), MOST<F>) * SIDE * ROWS);
+  const tiles::Kept kept(on_unit);
   if (on_unit) tiles::configure(shapes_of<ForUnit<F>>(even.each));
   for (int64_t row = first; row < last;) {
     const int64_t left = (last - row + ROWS - 1) / ROWS;
@@ -391,7 +394,6 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
     }
     row += rows;
   }
-  if (on_unit) tiles::release();
 }
 
 // Packs inputs for the matrix unit or for vectors, like `Format::pack`.

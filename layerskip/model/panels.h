@@ -1,10 +1,11 @@
-// Products of weights as files store them, in few bits each, without any further rounding.
+// Products of weights in few bits: as files store them, or rounded by `rounded.py` for drafts.
 //
 // Before its first product, a weight is arranged in panels of 16 rows, in as many bytes, so that no
 // vector is ever summed across. A sum goes through the columns in order. Where numbers are codes
 // times a scale, plus an offset, the codes of a part (the columns that share both) are multiplied
-// with the inputs first; their sum is scaled, and the offset is added times the sum of the inputs.
-// So a result depends neither on threads, nor on the tokens beside it, nor on the width of vectors.
+// with the inputs first, as integers (see `fixed.h`); their sum is scaled, and the offset is added
+// times the sum of the inputs. So a result depends neither on threads, nor on the tokens beside it,
+// nor on the CPU.
 
 #pragma once
 

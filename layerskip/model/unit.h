@@ -57,7 +57,17 @@ bool is_allowed() {
 inline void configure(const Shapes& shapes) {
   asm volatile("ldtilecfg %0" : : "m"(shapes));
 }
-inline void release() { asm volatile("tilerelease"); }
+// Restores the thread's shapes at its end, if it is `used`: other libraries rely on theirs.
+struct Kept {
+  Shapes before;
+  bool used;
+  explicit Kept(bool used) : used(used) {
+    if (used) asm volatile("sttilecfg %0" : "=m"(before));
+  }
+  ~Kept() {
+    if (used) configure(before);
+  }
+};
 
 template <int TILE>
 inline void load(const void* from, int64_t stride) {
@@ -93,7 +103,9 @@ inline void add_bytes() {
 bool has_unit() { return false; }
 bool is_allowed() { return false; }
 inline void configure(const Shapes&) {}
-inline void release() {}
+struct Kept {
+  explicit Kept(bool) {}
+};
 template <int TILE>
 inline void zero() {}
 template <int TILE>
