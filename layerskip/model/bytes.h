@@ -1,7 +1,7 @@
 // Vectors of 16 numbers, and dot products of bytes, for several kinds of CPU.
 //
 // One such vector takes 1, 2 or 4 of the CPU's registers. With DOTS, `Dots` uses the CPU's
-// instruction for dot products of four bytes; callers must first ask `has_dots` whether there is one.
+// instruction for dot products of four bytes. Callers must first ask `has_dots` for it.
 
 #pragma once
 
@@ -96,17 +96,16 @@ inline Floats converted(const Ints& x) {
 // x * by + to
 inline Floats scaled(const Floats& x, const Floats& by, const Floats& to) {
   return each<Floats>([&](int i) {
-    const Float number = x.v[i];
 #if defined(CPU_CAPABILITY_AVX512)
-    return static_cast<Float>(_mm512_fmadd_ps(number, by.v[i], to.v[i]));
+    return static_cast<Float>(_mm512_fmadd_ps(x.v[i], by.v[i], to.v[i]));
 #elif defined(CPU_CAPABILITY_AVX2)
-    return static_cast<Float>(_mm256_fmadd_ps(number, by.v[i], to.v[i]));
+    return static_cast<Float>(_mm256_fmadd_ps(x.v[i], by.v[i], to.v[i]));
 #elif defined(__FP_FAST_FMAF)
     Float out = to.v[i];
-    for (int k = 0; k < BYTES / 4; ++k) out[k] = __builtin_fmaf(number[k], by.v[i][k], out[k]);
+    for (int k = 0; k < BYTES / 4; ++k) out[k] = __builtin_fmaf(x.v[i][k], by.v[i][k], out[k]);
     return out;
 #else
-    return to.v[i] + number * by.v[i];
+    return to.v[i] + x.v[i] * by.v[i];
 #endif
   });
 }
@@ -125,7 +124,7 @@ inline Short byte_pairs(Int a, Int b) {
 }
 // inline assembly, because the intrinsic would need a file compiled for CPUs that have it
 inline void add_dots(Int& sums, Int a, Int b) {
-  asm("vpdpbusd %2, %1, %0" : "+x"(sums) : "v"(a), "v"(b));
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 }
 inline bool cpu_has_dots() { return __builtin_cpu_supports("avx512vnni"); }
 
@@ -164,21 +163,17 @@ inline bool cpu_has_dots() { return false; }
 
 #endif
 
-inline bool has_dots() {
 #ifdef WITHOUT_DOTS  // defined by tests
-  return false;
+inline bool has_dots() { return false; }
 #else
-  return cpu_has_dots();
+inline bool has_dots() { return cpu_has_dots(); }
 #endif
-}
 
 // Keeps compilers from reordering sums, for which they would need more registers than there are.
 template <typename Vector>
 inline void settle(Vector& sums) {
 #if defined(__x86_64__)
-  asm("" : "+x"(sums));
-#elif defined(__aarch64__)
-  asm("" : "+w"(sums));
+  asm("" : "+v"(sums));
 #endif
 }
 

@@ -157,6 +157,10 @@ inline void split_nibbles(const uint8_t* bytes, uint8_t* codes) {
 inline void join_nibbles(const uint8_t* codes, uint8_t* bytes) {
   for (int i = 0; i < UNIT / 2; ++i) bytes[i] = static_cast<uint8_t>(codes[i] | codes[i + 16] << 4);
 }
+// Codes of 8 bits, which are signed in files.
+inline void flip_signs(const uint8_t* from, uint8_t* to) {
+  for (int i = 0; i < UNIT; ++i) to[i] = from[i] ^ 128;
+}
 
 // Blocks of one unit. Codes of ZERO mean 0; if ZERO is -1, the block has an offset instead.
 template <int BITS, int ZERO_, typename T = Half, int64_t FACTORS = ZERO_ < 0 ? 2 : 1>
@@ -165,10 +169,7 @@ struct Simple : InLines<BITS>, Head<T, FACTORS>, Blocks<2 * FACTORS + 4 * BITS, 
   static constexpr bool ROUGH = false;  // whether inputs are rounded to 8 bits
   static void codes(const uint8_t* block, int64_t, uint8_t* out) {
     const uint8_t* high = block + 2 * FACTORS;
-    if constexpr (BITS == 8)  // signed in files
-      for (int i = 0; i < UNIT; ++i) out[i] = high[i] ^ 128;
-    else
-      split_nibbles(high + (BITS - 4) * 4, out);
+    BITS == 8 ? flip_signs(high, out) : split_nibbles(high + (BITS - 4) * 4, out);
     if (BITS == 5)
       for (int i = 0; i < UNIT; ++i) out[i] |= (read<uint32_t>(high) >> i & 1) << 4;
   }
@@ -239,10 +240,8 @@ struct R4 : Simple<4, 8, BFloat16> {
 struct R8 : InLines<8>, Head<BFloat16, 1>, Blocks<UNIT, UNIT> {
   static constexpr int ZERO = 128;
   static constexpr bool ROUGH = true, GROUPS = true;  // a row is a group
-  static void codes(const uint8_t* unit, int64_t, uint8_t* out) {
-    for (int i = 0; i < UNIT; ++i) out[i] = unit[i] ^ 128;
-  }
-  static void encode(const uint8_t* codes, uint8_t* unit) { R8::codes(codes, 0, unit); }
+  static void codes(const uint8_t* unit, int64_t, uint8_t* out) { flip_signs(unit, out); }
+  static void encode(const uint8_t* codes, uint8_t* unit) { flip_signs(codes, unit); }
   static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec&) {
     by = factor(head, 0, lane);
   }

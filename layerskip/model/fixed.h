@@ -76,9 +76,9 @@ using ForVectors = Split<F::PART, F::ROUGH ? 1 : F::BITS == 8 && !DOTS ? 2 : 3>;
 template <typename F>
 using ForUnit = Split<F::PART, F::ROUGH ? 1 : F::BITS == 4 ? 4 : 3>;
 
-// The inputs of some tokens as integers. For each part in turn, all tokens have: their bytes
-// (PLANES, tokens, WIDTH), the lowest ones first; their steps; the sums of their inputs; and the
-// sums of their integers, of the highest bytes of three and of what is below them.
+// The inputs of some tokens as integers. For each part in turn, all tokens have: their planes of
+// bytes (PLANES, tokens, WIDTH), their steps, the sums of their inputs, and the sums of their
+// integers: of the last plane, and of what is below it.
 template <typename Split>
 struct Fixed {
   int8_t* bytes;
@@ -97,9 +97,8 @@ struct Fixed {
 
   // Puts the inputs of a part of token t of `tokens`. Those below 2^-100 count as 0.
   void put(const float* x, int64_t part, int64_t t, int64_t tokens) const {
-    constexpr int64_t PART = Split::PART;
     int32_t most = 0, low = 0, high = 0;
-    for (int64_t i = 0; i < PART; ++i) most = std::max(most, bits_of(x[i]) & 0x7fffffff);
+    for (int64_t i = 0; i < Split::PART; ++i) most = std::max(most, bits_of(x[i]) & 0x7fffffff);
     const bool finite = most < 0x7f800000, some = finite && most > 0x0d800000;
     float step = 0, by = 0;
     if (some && Split::PIECES == 1) {
@@ -109,11 +108,11 @@ struct Fixed {
       const int32_t exponent = bits_of(float_of(most) * (0x1.000002p23f / 0x7f77f7)) >> 23;
       step = float_of((exponent - 22) << 23), by = float_of((276 - exponent) << 23);
     }
-    float integers[PART];
-    for (int64_t i = 0; i < PART; i += LANES)
+    float integers[Split::PART];
+    for (int64_t i = 0; i < Split::PART; i += LANES)
       (some ? (Vec::loadu(x + i) * Vec(by)).round() : Vec(0.0f)).store(integers + i);
     int8_t* to = bytes + part * tokens * BYTES + t * Split::WIDTH;
-    for (int64_t i = 0; i < PART; ++i) {
+    for (int64_t i = 0; i < Split::PART; ++i) {
       const auto integer = static_cast<int32_t>(integers[i]);
       Split::put(integer, i, to, tokens * Split::WIDTH);
       low += integer, high += (integer + (Split::PIECES == 2 ? 0x8000 : 0x8080)) >> 16;
@@ -128,30 +127,31 @@ struct Fixed {
   static float float_of(int32_t bits) { return read<float>(reinterpret_cast<uint8_t*>(&bits)); }
 };
 
-// Adds a part to the sums of a token's rows. `sums` are those of codes times each plane.
-template <typename F, typename Split>
-inline Floats added(const Floats& total, const Sums* sums, const Floats& by, const Floats& to,
-                    float step, float inputs) {
+// Adds a part to the sums of a token's rows. `plane(k)` are the sums of codes times the k-th plane.
+// Unless codes are SIGNED, they still have their offset.
+template <typename F, bool SIGNED, typename Split, typename Plane>
+[[gnu::always_inline]] inline Floats added(const Floats& total, const Fixed<Split>& x, int64_t at,
+                                           const Floats& by, const Floats& to, const Plane& plane) {
   using namespace integers;
-  Floats rounded;
-  if constexpr (Split::PIECES == 1) {
-    rounded = converted(sums[0]);
-  } else if constexpr (Split::PIECES == 4) {
-    rounded = scaled(converted(sums[1]), same(4096.0f), converted(sums[0]));
-  } else {
-    constexpr bool TWO = Split::PIECES == 2;
-    Sums low = each<Sums>([&](int i) {
-      return TWO ? sums[0].v[i] : sums[0].v[i] + (sums[1].v[i] << 8);
-    });
-    Sums high = sums[TWO ? 1 : 2];
+  constexpr int OFFSET = SIGNED || F::ZERO < 0 ? 0 : F::ZERO;
+  Sums low = plane(0);
+  if constexpr (Split::PIECES == 3) {
+    const Sums middle = plane(1);
+    low = each<Sums>([&](int i) { return low.v[i] + (middle.v[i] << 8); });
+  }
+  if (OFFSET) low = plus(low, -OFFSET * x.lows[at]);
+  Floats rounded = converted(low);
+  if constexpr (Split::PIECES > 1) {
+    Sums high = plane(Split::PLANES - 1);
+    if (OFFSET) high = plus(high, -OFFSET * x.highs[at]);
     if constexpr (F::BITS == 8) {  // so that it does not matter how integers were split
       high = each<Sums>([&](int i) { return high.v[i] + (low.v[i] >> 16); });
-      low = each<Sums>([&](int i) { return low.v[i] & 0xffff; });
+      rounded = converted(each<Sums>([&](int i) { return low.v[i] & 0xffff; }));
     }
-    rounded = scaled(converted(high), same(65536.0f), converted(low));
+    rounded = scaled(converted(high), same(Split::PIECES == 4 ? 4096.0f : 65536.0f), rounded);
   }
-  const Floats out = scaled(rounded, times(by, step), total);
-  return F::ZERO < 0 ? scaled(to, same(inputs), out) : out;
+  const Floats out = scaled(rounded, times(by, x.steps[at]), total);
+  return F::ZERO < 0 ? scaled(to, same(x.sums[at]), out) : out;
 }
 
 // The factors of a part of a panel's rows.
@@ -183,44 +183,32 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t parts, void* r
     for (int part = 0; part < shape.PARTS; ++part, ++at) {
       const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
       const int8_t* bytes = x.bytes + at * COUNT * x.BYTES;
-      Sums sums[COUNT][PANELS][PLANES];
+      Sums sums[PANELS][PLANES * COUNT];
 #pragma GCC unroll 4
       for (int v = 0; v < integers::VECTORS; ++v) {
-        integers::Dots<DOTS, F::BITS, SIZE> some[COUNT][PANELS][PLANES];
+        integers::Dots<DOTS, F::BITS, SIZE> some[PANELS][PLANES * COUNT];
 #pragma GCC unroll UNROLLED
-        for (int n = 0; n < LINES; ++n) {
+        for (int n = 0; n < LINES; ++n)
 #pragma GCC unroll 8
           for (int p = 0; p < PANELS; ++p) {
             const auto line = F::line(codes + p * shape.bytes, part * LINES + n).v[v];
-#pragma GCC unroll 8
-            for (int t = 0; t < COUNT; ++t)
-#pragma GCC unroll 4
-              for (int d = 0; d < PLANES; ++d)
-                some[t][p][d].add(line, bytes + (d * COUNT + t) * Split::WIDTH + 4 * SIZE * n, n);
+#pragma GCC unroll 16
+            for (int k = 0; k < PLANES * COUNT; ++k)
+              some[p][k].add(line, bytes + k * Split::WIDTH + 4 * SIZE * n, n);
           }
-        }
 #pragma GCC unroll 8
-        for (int t = 0; t < COUNT; ++t)
-#pragma GCC unroll 8
-          for (int p = 0; p < PANELS; ++p)
-#pragma GCC unroll 4
-            for (int d = 0; d < PLANES; ++d) sums[t][p][d].v[v] = some[t][p][d].sums;
+        for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 16
+          for (int k = 0; k < PLANES * COUNT; ++k) sums[p][k].v[v] = some[p][k].sums;
       }
 #pragma GCC unroll 8
       for (int p = 0; p < PANELS; ++p) {
         Floats by, to;
         pair_of<F>(shape, panel + p * shape.bytes, unit, part, by, to);
 #pragma GCC unroll 8
-        for (int t = 0; t < COUNT; ++t) {
-          const int64_t one = at * COUNT + t;
-          Sums* some = sums[t][p];
-          if constexpr (F::ZERO > 0) {
-            some[0] = integers::plus(some[0], -F::ZERO * x.lows[one]);
-            if (PLANES > 1)
-              some[PLANES - 1] = integers::plus(some[PLANES - 1], -F::ZERO * x.highs[one]);
-          }
-          totals[t][p] = added<F, Split>(totals[t][p], some, by, to, x.steps[one], x.sums[one]);
-        }
+        for (int t = 0; t < COUNT; ++t)
+          totals[t][p] = added<F, false>(totals[t][p], x, at * COUNT + t, by, to,
+                                         [&](int k) { return sums[p][k * COUNT + t]; });
       }
     }
   }
@@ -230,15 +218,14 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t parts, void* r
 
 // Steps of tokens for the matrix unit. All have room for as many, so it is configured once.
 struct Even {
-  int64_t tokens, count = (tokens + tiles::MOST - 1) / tiles::MOST;
+  int64_t tokens, count = std::max<int64_t>(1, (tokens + tiles::MOST - 1) / tiles::MOST);
   int64_t each = (tokens + count - 1) / count;
   int64_t first(int64_t step) const { return std::min(tokens, step * each); }
 };
 
-// The planes of a step's tokens fill up to three tiles of inputs, (PLANES * tokens, columns), and as
-// many of sums, (PLANES * tokens, rows). A tile has codes, (lines, rows of 4 columns).
+// A tile has codes, (lines, rows of 4 columns). The planes of a step's tokens fill up to three
+// tiles of inputs, (PLANES * tokens, columns), and as many of sums, (PLANES * tokens, rows).
 constexpr int CODES = 4, INPUTS = 5;
-constexpr int64_t tiles_of(int64_t rows) { return (rows + tiles::ROWS - 1) / tiles::ROWS; }
 template <typename Split>
 tiles::Shapes shapes_of(int64_t tokens) {
   tiles::Shapes out;
@@ -285,7 +272,7 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
   using Split = ForUnit<F>;
   constexpr int64_t CHUNK = 4 * Shape::PARTS;  // parts
   const int64_t parts = shape.units * shape.PARTS, begin = steps.first(first);
-  const int64_t used = tiles_of(Split::PLANES * steps.each);
+  const int64_t used = (Split::PLANES * steps.each + tiles::ROWS - 1) / tiles::ROWS;
   alignas(64) uint8_t lines[CHUNK][SIDE][Split::WIDTH * ROWS];
   alignas(64) int32_t sums[3][tiles::ROWS * ROWS];
   Floats by[CHUNK][SIDE], to[CHUNK][SIDE];
@@ -320,17 +307,14 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
         each_tile(used, [&](auto tile) { tiles::store<tile>(sums[tile], 4 * ROWS); });
         if (number + 1 < count) multiply(number + 1);  // while vectors add the stored sums
         const int64_t i = number / panels, p = number % panels;
-        const Floats scale = by[i][p], offset = to[i][p];
-        const float* given = x.steps + (start + i) * steps.each;
-        const float* inputs = x.sums + (start + i) * steps.each;
         float* total = out + ((steps.first(step) - begin) * SIDE + p) * ROWS;
 #pragma GCC unroll 4
         for (int64_t t = 0; t < tokens; ++t, total += SIDE * ROWS) {
-          Sums some[Split::PLANES];
-          for (int plane = 0; plane < Split::PLANES; ++plane)
-            some[plane] = integers::load(sums[0] + (plane * steps.each + t) * ROWS);
-          const Floats before = integers::load(total);
-          integers::store(added<F, Split>(before, some, scale, offset, given[t], inputs[t]), total);
+          const auto plane = [&](int64_t k) {
+            return integers::load(sums[0] + (k * steps.each + t) * ROWS);
+          };
+          integers::store(added<F, true>(integers::load(total), x, (start + i) * steps.each + t,
+                                         by[i][p], to[i][p], plane), total);
         }
       }
     }
@@ -360,7 +344,6 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
                     const float* inputs, int64_t tokens, const uint8_t* then, Write write,
                     bool on_unit) {
   static const bool dots = integers::has_dots();
-  constexpr bool KNOWN = integers::KNOWS_DOTS;
   const Shape shape(layout);
   void* room = const_cast<float*>(inputs);
   const Steps steps{tokens, MOST<F>};
@@ -387,7 +370,7 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
     }
     for (int64_t step = 0; !on_unit && step < steps.count; ++step) {
       const int64_t before = steps.first(step), count = steps.length(step);
-      const auto some = dots ? step_for<F, KNOWN, Shape>(count, here)
+      const auto some = dots ? step_for<F, integers::KNOWS_DOTS, Shape>(count, here)
                              : step_for<F, false, Shape>(count, here);
       some(shape, at, shape.units * shape.PARTS, room, before, step ? at : next, totals.data());
       done(before, before + count, here);
@@ -400,30 +383,29 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
 template <typename F>
 void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                 int64_t end, const int32_t* order, bool on_unit) {
-  constexpr int64_t PART = F::PART;
   static const bool dots = integers::has_dots();
-  const int64_t parts = (columns + PART - 1) / PART;
+  const int64_t parts = (columns + F::PART - 1) / F::PART;
   const auto put = [&](auto split, int64_t first, int64_t last, int64_t count) {
     const Fixed<decltype(split)> to(room, parts, first, count);
     for (int64_t t = std::max(begin, first); t < std::min(end, last); ++t)
       for (int64_t part = 0; part < parts; ++part) {
         const float* from = x + t * columns;
-        const int64_t at = part * PART, here = std::min(PART, columns - at);
-        float some[PART] = {};
-        if (order || here < PART) {
-          for (int64_t i = 0; i < here; ++i) some[i] = from[order ? order[at + i] : at + i];
-          to.put(some, part, t - first, count);
-        } else {
-          to.put(from + at, part, t - first, count);
-        }
+        const int64_t at = part * F::PART, here = std::min(F::PART, columns - at);
+        float some[F::PART] = {};
+        for (int64_t i = 0; order && i < here; ++i) some[i] = from[order[at + i]];
+        if (!order) std::copy_n(from + at, here, some);
+        to.put(some, part, t - first, count);
       }
   };
   const Steps steps{tokens, MOST<F>};
   const Even even{tokens};
-  for (int64_t step = 0; step < (on_unit ? even.count : steps.count); ++step)
-    if (on_unit) put(ForUnit<F>(), even.first(step), even.first(step + 1), even.each);
-    else if (dots) put(ForVectors<F, true>(), steps.first(step), steps.first(step + 1), steps.length(step));
-    else put(ForVectors<F, false>(), steps.first(step), steps.first(step + 1), steps.length(step));
+  for (int64_t step = 0; on_unit && step < even.count; ++step)
+    put(ForUnit<F>(), even.first(step), even.first(step + 1), even.each);
+  for (int64_t step = 0; !on_unit && step < steps.count; ++step) {
+    const int64_t first = steps.first(step), last = steps.first(step + 1);
+    if (dots) put(ForVectors<F, true>(), first, last, last - first);
+    else put(ForVectors<F, false>(), first, last, last - first);
+  }
 }
 
 }  // namespace

@@ -254,10 +254,9 @@ Tensor stored_products(const Matrix& matrix, const Tensor& given) {
   const int64_t grain = 1 + (1 << 20) / (panels::ROWS * columns * std::max<int64_t>(1, tokens));
   at::parallel_for(0, panels_of(rows), grain, [&](int64_t first, int64_t last) {
     const Range mine{first * panels::ROWS, std::min(rows, last * panels::ROWS)};
-    const uint8_t* weight = base + first * matrix.layout->panel_bytes;
-    const uint8_t* then = base + last * matrix.layout->panel_bytes;
-    stored_product<S>(matrix, 0, mine, weight, inputs, small.data(), tokens, then,
-                      static_cast<S*>(out.data_ptr()), rows);
+    const int64_t bytes = matrix.layout->panel_bytes;
+    stored_product<S>(matrix, 0, mine, base + first * bytes, inputs, small.data(), tokens,
+                      base + last * bytes, static_cast<S*>(out.data_ptr()), rows);
   });
   return out;
 }

@@ -22,14 +22,6 @@ constexpr int FUSED = 2;               // the most tokens for which numbers are 
 constexpr int STEP = 6;                // the most tokens of a step
 constexpr int64_t TOKENS = 10 * STEP;  // tokens for which a unit is unpacked once
 
-// How many panels are multiplied together: enough to keep the CPU's units busy, without more
-// vectors than the registers hold.
-constexpr int side(int tokens) {
-  if (MANY_REGISTERS) return 4;
-  if (tokens > FUSED) return 1;
-  return 2;
-}
-
 // Where a panel has its heads, one for each block, and its codes.
 template <typename F>
 struct Geometry {
@@ -245,8 +237,8 @@ void unfold(const Geometry<F>& shape, const uint8_t* panel, const float* inputs,
   for (int64_t start = 0; start < shape.units; start += CHUNK) {
     const int64_t units = std::min(CHUNK, shape.units - start);
     for (int64_t at = 0; at < units; ++at) {
-      // once for all tokens
-      for (int p = 0; first == 0 && p < PANELS; ++p) shape.fetch(next + p * shape.bytes, start + at);
+      for (int p = 0; first == 0 && p < PANELS; ++p)  // once for all tokens
+        shape.fetch(next + p * shape.bytes, start + at);
       for (int r = 0; r < VECS; ++r) {
         const uint8_t* from = panel + r / VECTORS * shape.bytes;
         const int64_t lane = r % VECTORS * LANES;
@@ -271,7 +263,7 @@ void unfold(const Geometry<F>& shape, const uint8_t* panel, const float* inputs,
 template <typename F, int COUNT>
 void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
                   const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
-  constexpr int SIDE = side(COUNT ? COUNT : STEP);
+  constexpr int SIDE = MANY_REGISTERS ? 4 : COUNT ? 2 : 1;
   const Geometry<F> shape(layout);
   const Steps steps{tokens, STEP};
   alignas(64) float totals[TOKENS * SIDE * ROWS];
@@ -289,9 +281,8 @@ void multiply_all(const Layout& layout, const uint8_t* weight, int64_t first, in
       fuse<F, PANELS, COUNT>(shape, at, inputs, next, totals);
       done(0, COUNT);
     } else {
-      const Steps spells{steps.count, TOKENS / STEP};
-      for (int64_t spell = 0; spell < spells.count; ++spell) {
-        const int64_t begin = spells.first(spell), end = spells.first(spell + 1);
+      for (int64_t begin = 0; begin < steps.count; begin += TOKENS / STEP) {
+        const int64_t end = std::min(steps.count, begin + TOKENS / STEP);
         unfold<F, PANELS>(shape, at, inputs, steps, begin, end, next, totals);
         done(steps.first(begin), steps.first(end));
       }
@@ -336,10 +327,8 @@ void multiply(const Layout& layout, const uint8_t* weight, int64_t first, int64_
     multiply_fixed<F, Geometry<F>>(layout, weight, first, last, inputs, tokens, then, write,
                                    on_unit<F>(tokens));
   } else {
-    const auto some = tokens == 1   ? multiply_all<F, 1>
-                      : tokens == 2 ? multiply_all<F, 2>
-                                    : multiply_all<F, 0>;
-    some(layout, weight, first, last, inputs, tokens, then, write);
+    const auto some = std::array{multiply_all<F, 0>, multiply_all<F, 1>, multiply_all<F, 2>};
+    some[tokens > FUSED ? 0 : tokens](layout, weight, first, last, inputs, tokens, then, write);
   }
 }
 
@@ -363,8 +352,8 @@ void pack(const float* x, int64_t columns, int64_t tokens, float* room, int64_t 
 // The same for all formats for which inputs are packed alike.
 template <typename F>
 constexpr int64_t inputs_of() {
-  if constexpr (!FIXED<F>) return 0;
-  else return F::ROUGH ? 100 + F::BITS : F::BITS == 4 ? 4 : F::PART;
+  if constexpr (FIXED<F>) return F::ROUGH ? 100 + F::BITS : F::BITS == 4 ? 4 : F::PART;
+  return 0;
 }
 
 template <typename F>

@@ -80,8 +80,7 @@ class Rounded:
 
     @property
     def layout(self) -> tuple[str, int, int]:
-        """The format of the panels, their columns, and how many of these share a scale if its files
-        choose."""
+        """The panels' format, their columns, and how many share a scale if that is open."""
         columns = _filled_width(self.shape[1])
         return f"R{self.bits}", columns, columns if self.bits == 8 else 0
 

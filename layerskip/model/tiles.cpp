@@ -115,8 +115,8 @@ int64_t faster_from(c10::function_ref<void(int64_t, bool)> multiply) {
     for (int repeat = 0; repeat < 20; ++repeat) {  // the unit takes some time to wake up
       const auto began = std::chrono::steady_clock::now();
       multiply(tokens, on_unit);
-      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-      least = std::min(least, took.count());
+      const auto took = std::chrono::steady_clock::now() - began;
+      least = std::min(least, std::chrono::duration<double>(took).count());
     }
     return least;
   };
