@@ -87,7 +87,7 @@ SUMS = """
 import hashlib, numpy, torch
 from test_stored import FORMATS, stored, sums
 rng, digest = numpy.random.default_rng(6), hashlib.sha256()
-for form in FORMATS[:9]:
+for form in FORMATS[1:9]:
     weight = stored(rng, form, 75, 512)
     for tokens in (1, 2, 9, 70):
         x = torch.from_numpy(rng.normal(size=(1, tokens, 512)).astype(numpy.float32))

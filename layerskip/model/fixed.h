@@ -140,14 +140,10 @@ template <typename F, bool SIGNED, typename Split, typename Plane>
     low = each<Sums>([&](int i) { return low.v[i] + (middle.v[i] << 8); });
   }
   if (OFFSET) low = plus(low, -OFFSET * x.lows[at]);
-  Floats rounded = converted(low);
+  Floats rounded = converted(low);  // of codes of 4 bits, it is exact
   if constexpr (Split::PIECES > 1) {
     Sums high = plane(Split::PLANES - 1);
     if (OFFSET) high = plus(high, -OFFSET * x.highs[at]);
-    if constexpr (F::BITS == 8) {  // so that it does not matter how integers were split
-      high = each<Sums>([&](int i) { return high.v[i] + (low.v[i] >> 16); });
-      rounded = converted(each<Sums>([&](int i) { return low.v[i] & 0xffff; }));
-    }
     rounded = scaled(converted(high), same(Split::PIECES == 4 ? 4096.0f : 65536.0f), rounded);
   }
   const Floats out = scaled(rounded, times(by, x.steps[at]), total);
@@ -348,7 +344,7 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
   void* room = const_cast<float*>(inputs);
   const Steps steps{tokens, MOST<F>};
   const Even even{tokens};
-  const int64_t side = on_unit ? SIDE : side_of(steps.length(0));
+  const int64_t side = on_unit ? SIDE : side_of(tokens);
   static thread_local std::vector<float> totals;
   totals.resize(std::max<int64_t>(std::min(tokens, SPELL * even.each), MOST<F>) * SIDE * ROWS);
   const tiles::Kept kept(on_unit);

@@ -5,7 +5,7 @@
 // times a scale, plus an offset, the codes of a part (the columns that share both) are multiplied
 // with the inputs first, as integers (see `fixed.h`); their sum is scaled, and the offset is added
 // times the sum of the inputs. So a result depends neither on threads, nor on the tokens beside it,
-// nor on the CPU.
+// nor on the CPU, except that last bits of codes of 8 bits differ where it has no dot products.
 
 #pragma once
 
