@@ -79,10 +79,10 @@ inline Ints lower(const Ints& x) {
 inline Ints upper(const Ints& x) {
   return each<Ints>([&](int i) { return (x.v[i] >> 4) & 0x0f0f0f0f; });
 }
-inline Ints minus_bytes(const Ints& x, int8_t y) {
-  typedef int8_t Byte [[gnu::vector_size(BYTES)]];
+inline Ints minus_bytes(const Ints& x, uint8_t y) {
+  typedef uint8_t Byte [[gnu::vector_size(BYTES)]];
   return each<Ints>([&](int i) {
-    return reinterpret_cast<Int>(reinterpret_cast<Byte>(x.v[i]) - static_cast<int8_t>(y));
+    return reinterpret_cast<Int>(reinterpret_cast<Byte>(x.v[i]) - y);
   });
 }
 inline Floats times(const Floats& a, float b) {
