@@ -62,8 +62,8 @@ inline void add_bfloats() {
     }
 }
 
-// TDPBSUD: products of four signed bytes of an input with four unsigned bytes of a weight are added
-// to the tile exactly.
+// TDPBSUD, TDPBSSD: products of four signed bytes of an input with four bytes of a weight, unsigned
+// or signed, are added to the tile exactly.
 template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
 inline void add_bytes() {
   for (int64_t t = 0; t < shape.rows[SUMS]; ++t)

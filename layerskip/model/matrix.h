@@ -26,7 +26,7 @@ struct Matrix {
   std::optional<Tensor> bias;
   int64_t packed_rows = 0, packed_columns = 0;  // of a stored or rounded weight
   // The delta that heals rounding errors, in bfloat16: inner (rank, columns), and outer in blocks
-  // of rows (blocks, rank, BLOCK), each read from start to end.
+  // of rows (panels, rank, ROWS), each read from start to end.
   std::optional<Tensor> inner, outer;
   std::optional<panels::Layout> layout{};  // of a stored weight
   std::optional<Tensor> order{};           // (columns,) int32: which input each column multiplies
@@ -106,7 +106,7 @@ Tensor arranged(const Tensor& rows, const std::string& format, int64_t columns, 
   return out;
 }
 
-// The reverse, for formats whose files choose groups.
+// The reverse, for formats whose files choose groups and copies that `rounded.py` makes.
 Tensor restored(const Tensor& panels, int64_t rows, const std::string& format, int64_t columns,
                 int64_t group) {
   const panels::Layout layout = panels::layout_of(format, columns, group);

@@ -31,7 +31,7 @@ struct Format {
 
   // The bytes of a panel.
   int64_t (*panel)(const Layout&);
-  // Arranges `count` rows as a panel, or the reverse (for formats whose files choose groups).
+  // Arranges `count` rows as a panel, or the reverse (null for formats of GGUF).
   void (*arrange)(const Layout&, uint8_t* rows, int64_t count, uint8_t* panel);
   void (*restore)(const Layout&, uint8_t* rows, int64_t count, uint8_t* panel);
   // Unpacks a row to float32.
