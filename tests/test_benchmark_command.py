@@ -2,7 +2,6 @@
 
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,47 +123,54 @@ def test_grids_that_are_none(model, tasks, tmp_path, grid):
 # ---- llama.cpp ----
 
 
-class FakeLlama:
-    """Generates the model's greedy text, with one wrong token if asked."""
+FAKE = """
+import json, os, pathlib
+from types import SimpleNamespace as llama_model_quantize_default_params
 
-    wrong_at = None
+LLAMA_FTYPE_ALL_F32 = GGML_TYPE_F32 = 0
+FAULT = os.environ["FAKE_LLAMA"]
 
-    def __init__(self, path, **settings):
-        self.model, self.settings = load(path).model, settings
+def llama_model_quantize(source, part, how):
+    assert how.allow_requantize
+    pathlib.Path(os.fsdecode(part)).write_bytes(b"wide")
+
+class Llama:
+    def __init__(self, path, n_threads, flash_attn, **settings):
+        if FAULT == "closed":
+            raise ValueError("no such file")
+        self.texts = json.loads(pathlib.Path(__file__).with_name("texts.json").read_text())
 
     def reset(self):
         pass
 
     def generate(self, ids, temp, repeat_penalty):
         assert temp == 0.0
-        text = self.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW)
-        for place, token in enumerate(text[0, len(ids) :].tolist()):
-            yield token + 1 if place == self.wrong_at else token
+        for place, token in enumerate(self.texts[str(ids)]):
+            if FAULT == f"crashes at {place}":
+                os._exit(3)
+            yield token + 1 if FAULT == f"errs at {place}" else token
+"""
 
 
 @pytest.fixture
-def llama(model, tmp_path, monkeypatch):
-    """A stand-in for llama.cpp that opens the checkpoint next to the GGUF file."""
-
-    def widen(source, part, how):
-        assert how.allow_requantize
-        with open(part, "wb") as file:
-            file.write(b"wide")
-        return 0
-
-    fake = SimpleNamespace(
-        Llama=lambda _, **settings: FakeLlama(str(model), **settings),
-        llama_model_quantize=widen,
-        llama_model_quantize_default_params=SimpleNamespace,
-        LLAMA_FTYPE_ALL_F32=0,
-        GGML_TYPE_F32=0,
-    )
-    fake.__spec__ = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+def llama(model, tasks, tmp_path, monkeypatch):
+    """A stand-in for llama.cpp with the model's greedy texts and, if asked, a fault."""
+    loaded, texts = load(str(model)), {}
+    for prompt in map(json.loads, (tasks / "math.jsonl").read_text().splitlines()):
+        ids = loaded.tokenizer(prompt["prompt"]).input_ids
+        text = loaded.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW)
+        texts[str(ids)] = text[0, len(ids) :].tolist()
+    fake = tmp_path / "fake"
+    fake.mkdir()
+    (fake / "llama_cpp.py").write_text(FAKE)
+    (fake / "texts.json").write_text(json.dumps(texts))
+    monkeypatch.syspath_prepend(fake)
+    monkeypatch.setenv("FAKE_LLAMA", "")
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path / "cache"))
     (model / "model.gguf").write_bytes(b"4 bits")
     yield tmp_path / "cache" / "llama.cpp"
     (model / "model.gguf").unlink(missing_ok=True)
+    sys.modules.pop("llama_cpp", None)
 
 
 LLAMAS = ("--method", "plain", "--method", "llama.cpp", "--method", "llama.cpp-flash")
@@ -172,7 +178,7 @@ LLAMAS = ("--method", "plain", "--method", "llama.cpp", "--method", "llama.cpp-f
 
 @pytest.mark.parametrize("wrong", [None, *thorough(3)])
 def test_llama_cpp_takes_turns_with_the_others(model, tasks, tmp_path, llama, monkeypatch, wrong):
-    monkeypatch.setattr(FakeLlama, "wrong_at", wrong)
+    monkeypatch.setenv("FAKE_LLAMA", "" if wrong is None else f"errs at {wrong}")
     output = tmp_path / "run.jsonl"
     assert run(*words(model, output, "--prompts", tasks / "math.jsonl", *LLAMAS)).exit_code == 0
     found = read_run(output)
@@ -186,6 +192,14 @@ def test_llama_cpp_takes_turns_with_the_others(model, tasks, tmp_path, llama, mo
         assert record["equal"] == [right]
         positions = [each["position"] for each in record["differences"]]
         assert positions[:1] == ([] if right else [wrong])
+
+
+@pytest.mark.parametrize("fault", ["closed", "crashes at 2"])
+def test_faults_of_llama_cpp_are_one_line(model, tasks, tmp_path, llama, monkeypatch, fault):
+    monkeypatch.setenv("FAKE_LLAMA", fault)
+    flags = ("--prompts", tasks / "math.jsonl", *LLAMAS[:4])
+    line = refused(*words(model, tmp_path / "run.jsonl", *flags))
+    assert ("llama.cpp: no such file" if fault == "closed" else "ended with exit code 3") in line
 
 
 def test_what_llama_cpp_lacks_is_one_line(model, tasks, tmp_path, monkeypatch, llama):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from layerskip.bench.batches import PromptBatch
+from layerskip.bench.llama_process import serve
 from layerskip.bench.methods import Clock, Decoded, Method, Task
 from layerskip.checkpoints import Loaded
 from layerskip.files.writing import replacing
@@ -27,13 +29,21 @@ _WIDE = {
 
 
 class LlamaCpp:
-    """llama.cpp with its own greedy sampler, through llama-cpp-python."""
+    """llama.cpp with its own greedy sampler, through llama-cpp-python, in a process of its own."""
 
     kind = "llama.cpp"
     one_row = True
 
-    def __init__(self, name: str, llama: Any, task: Task, ends: frozenset[int]) -> None:
-        self.name, self.llama, self.task, self.ends = name, llama, task, ends
+    def __init__(
+        self, name: str, file: Path, options: dict[str, Any], task: Task, ends: frozenset[int]
+    ) -> None:
+        self.name, self.task = name, task
+        spawn = multiprocessing.get_context("spawn")  # a fork would have our threads' locks
+        self._pipe, theirs = spawn.Pipe()
+        arguments = (theirs, str(file), options, ends)
+        self._process = spawn.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()  # so that the end of the process is noticed
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "kind": self.kind, "package": PACKAGE}
@@ -42,15 +52,21 @@ class LlamaCpp:
         self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
     ) -> Decoded:
         limit = max_new_tokens or self.task.max_new_tokens
-        self.llama.reset()  # do not reuse the previous text
-        tokens: list[int] = []
-        first = 0.0
-        for token in self.llama.generate(batch.input_ids[0].tolist(), temp=0.0, repeat_penalty=1.0):
-            first = first if tokens else clock()
-            tokens.append(int(token))
-            if len(tokens) == limit or tokens[-1] in self.ends:
-                break
-        return Decoded([tokens], first, [1])
+        self._pipe.send((batch.input_ids[0].tolist(), limit))
+        self._answer()
+        first = clock()
+        return Decoded([self._answer()], first, [1])
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise OSError(f"the process of {self.name} ended with exit code {code}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -> list[Method]:
@@ -78,9 +94,7 @@ def open_llama(loaded: Loaded, task: Task, names: Sequence[str], context: int) -
         options |= {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     ends = end_tokens(loaded.model)
     return [
-        LlamaCpp(
-            name, llama_cpp.Llama(str(file), flash_attn=name != "llama.cpp", **options), task, ends
-        )
+        LlamaCpp(name, file, {**options, "flash_attn": name != "llama.cpp"}, task, ends)
         for name in names
     ]
 
