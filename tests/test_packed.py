@@ -129,7 +129,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(tmp_path):
     kept = stored_weights(loaded.model)
     files = load_file(tmp_path / "model.safetensors")
     packed = sum(t.nbytes for name, t in files.items() if "proj" in name)
-    assert sum(each.kept.nbytes for each in kept) < 1.15 * packed
+    assert sum(each.bytes.nbytes for each in kept) < 1.15 * packed
 
 
 def test_a_folder_is_a_model_for_commands(tmp_path):

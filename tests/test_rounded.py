@@ -97,8 +97,8 @@ def rounded_inputs(x):
 
 
 def native_matrix(copy, bias):
-    (rows, columns), (form, _, group) = copy.shape, copy.layout
-    how = {"format": form, "rows": rows, "columns": columns, "group": group}
+    rows, columns = copy.shape
+    how = {"format": f"R{copy.bits}", "rows": rows, "columns": columns}
     return extension.extension().Matrix(copy.numbers, bias, **how)
 
 
@@ -162,12 +162,12 @@ def test_inputs_of_zeros_and_of_few_large_numbers(built):
 def test_matrices_that_are_not_packed_are_refused(built):
     module = extension.extension()
     copy = rounded(weight_of(20, 70), 8, packed=True)
-    how = {"format": "R8", "rows": 20, "columns": 70, "group": 96}
+    how = {"format": "R8", "rows": 20, "columns": 70}
     for wrong, message in (
         ({"format": "R6"}, "there is no format R6"),
-        ({"rows": 40}, r"panels must be .* \[4800\]"),
-        ({"format": "R4", "group": 0}, "panels must be"),
-        ({"group": 32}, "panels must be"),
+        ({"rows": 40}, r"a stored weight must be .* \[4800\]"),
+        ({"format": "R4"}, "a stored weight must be"),
+        ({"group": 32}, "rows of R8 have a multiple of 32 columns, not 70"),
     ):
         with pytest.raises(ValueError, match=message):
             module.Matrix(copy.numbers, None, **(how | wrong))

@@ -39,22 +39,37 @@ def test_numbers_are_those_of_the_reference_bit_by_bit(form):
         assert torch.equal(weight.unpacked(), numbers(weight.bytes.numpy(), form))
 
 
-@pytest.mark.parametrize(("form", "bits"), [("G4-F32", 4), ("G8-F32", 8), ("F8-F32", 8)])
-def test_codes_in_groups_mean_what_they_are_scaled_to(form, bits):
+TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+GROUPED = [f"{kind}-{name}" for kind in ("G4", "G8", "F8") for name in TYPES]
+
+
+@pytest.mark.parametrize("form", GROUPED)
+def test_codes_in_groups_mean_what_they_are_scaled_to(form):
     rng = np.random.default_rng(1)
-    rows, columns, group = 7, 192, 64
-    codes = torch.from_numpy(
-        rng.integers(0, 120 if form == "F8-F32" else 1 << bits, (rows, columns))
-    )
-    scales = torch.from_numpy(rng.normal(0, 1, (rows, 3)).astype(np.float32))
-    zeros = torch.from_numpy(rng.integers(0, 16, (rows, 3)).astype(np.float32))
-    zeros = zeros * 0 if form == "F8-F32" else zeros
-    weight = grouped(codes, scales, zeros, form)
-    values = codes.float()
-    if form == "F8-F32":
-        values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    spread = [each.repeat_interleave(group, 1) for each in (zeros, scales)]
-    assert torch.equal(weight.unpacked(), (values - spread[0]) * spread[1])
+    kind, dtype = form[:2], TYPES[form[3:]]
+    for rows, columns, group in ((7, 192, 64), (61, 160, 32), (50, 896, 896)):
+        most = {"G4": 16, "G8": 256, "F8": 120}[kind]
+        codes = torch.from_numpy(rng.integers(0, most, (rows, columns)))
+        scales = torch.from_numpy(rng.normal(0, 1, (rows, columns // group))).to(dtype)
+        zeros = torch.from_numpy(rng.integers(0, most, scales.shape)).to(dtype)
+        weight = grouped(codes, scales, zeros * (kind != "F8"), form)
+        values = codes.to(dtype)
+        if kind == "F8":
+            values, zeros = codes.to(torch.uint8).view(torch.float8_e4m3fn).to(dtype), zeros * 0
+        spread = [each.repeat_interleave(group, 1) for each in (zeros, scales)]
+        exact = ((values - spread[0]) * spread[1]).float()  # (R, C)
+        assert torch.equal(weight.unpacked(), exact)
+        ones = torch.eye(columns)[None]  # each product is one of the numbers
+        assert torch.equal(sums(weight, ones)[0].T, exact)
+        for tokens in range(1, 10):
+            assert torch.equal(
+                sums(weight, ones[:, 30:][:, :tokens])[0].T, exact[:, 30:][:, :tokens]
+            )
+        x = torch.from_numpy(rng.normal(size=(1, 40, columns)).astype(np.float32))
+        whole, allowed = sums(weight, x), 2e-6 * (x.double().abs() @ exact.double().abs().T)
+        assert ((whole - x.double() @ exact.double().T).abs() <= allowed).all()
+        for tokens in (1, 2, 3, 5, 8, 9, 17):
+            assert torch.equal(sums(weight, x[:, -tokens:]), whole[:, -tokens:])
 
 
 def sums(weight, x):
@@ -87,7 +102,7 @@ SUMS = """
 import hashlib, numpy, torch
 from test_stored import FORMATS, stored, sums
 rng, digest = numpy.random.default_rng(6), hashlib.sha256()
-for form in FORMATS[1:9]:
+for form in FORMATS[1:8]:
     weight = stored(rng, form, 75, 512)
     for tokens in (1, 2, 9, 70):
         x = torch.from_numpy(rng.normal(size=(1, tokens, 512)).astype(numpy.float32))
@@ -189,13 +204,13 @@ def test_logits_are_those_of_the_unpacked_model(tmp_path):
 
 
 def grouped(codes, scales, zeros, form):
-    """Codes (R, C) with scales and zeros (R, G), in the form of `formats.h`; FP8 has no zeros."""
+    """Codes (R, C) with scales and zeros (R, G), in the form of `rows.h`; FP8 has no zeros."""
     columns = codes.shape[1]
     kept = codes.to(torch.uint8)
-    if form == "G4-F32":
+    if form.startswith("G4"):
         halves = kept.unflatten(1, (-1, 2, 16))
         kept = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    given = (scales,) if form == "F8-F32" else (scales, zeros)
+    given = (scales,) if form.startswith("F8") else (scales, zeros)
     parts = [kept, *(each.contiguous().view(torch.uint8) for each in given)]
     return Stored(torch.cat(parts, 1), form, columns, torch.float32, columns // scales.shape[1])
 

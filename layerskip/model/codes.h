@@ -1,4 +1,4 @@
-// How the bytes of stored weights become numbers, for each format.
+// How the bytes of weights in panels become codes, scales and offsets, for each format.
 //
 // A row of a file consists of units of 32 numbers. One or more units form a block. A block has
 // factors and, in some formats, further bytes of scales for each unit. From them, `pair` makes the
@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/Half.h>
 
 #include <algorithm>
@@ -24,7 +23,6 @@ using c10::Half;
 constexpr int64_t UNIT = 32;  // columns
 
 typedef int32_t LaneInts [[gnu::vector_size(4 * LANES)]];
-typedef uint32_t LaneWords [[gnu::vector_size(4 * LANES)]];
 typedef float LaneFloats [[gnu::vector_size(4 * LANES)]];
 
 template <typename T>
@@ -80,7 +78,6 @@ inline Vec numbers_of(const uint8_t* from, Half) {
 template <int BITS_>
 struct InLines {
   static constexpr int BITS = BITS_, HIGH = BITS - 4;
-  static constexpr bool IN_LINES = true;
 
   // The codes of line n of a unit, one a byte.
   static integers::Ints line(const uint8_t* codes, int n) {
@@ -119,14 +116,6 @@ struct InLines {
   }
 };
 
-// Numbers or codes of SIZE bytes: those of a column, for all rows, one after another.
-template <int64_t SIZE_>
-struct InColumns {
-  static constexpr int64_t SIZE = SIZE_;
-  static constexpr int BITS = 8 * SIZE;
-  static constexpr bool IN_LINES = false;
-};
-
 // The factors and scales of blocks: FACTORS numbers of type T, and SCALES bytes for each unit.
 // PART columns share a scale.
 template <typename T_, int64_t FACTORS_, int64_t SCALES_ = 0, int64_t PART_ = UNIT>
@@ -153,9 +142,6 @@ struct Blocks {
 // Codes of 4 bits: the first 16 in the lower halves of bytes, the others in the upper ones.
 inline void split_nibbles(const uint8_t* bytes, uint8_t* codes) {
   for (int i = 0; i < UNIT; ++i) codes[i] = bytes[i % 16] >> (i / 16 * 4) & 15;
-}
-inline void join_nibbles(const uint8_t* codes, uint8_t* bytes) {
-  for (int i = 0; i < UNIT / 2; ++i) bytes[i] = static_cast<uint8_t>(codes[i] | codes[i + 16] << 4);
 }
 // Codes of 8 bits, which are signed in files.
 inline void flip_signs(const uint8_t* from, uint8_t* to) {
@@ -235,7 +221,9 @@ struct Q6_K : InLines<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
 // The copies of `rounded.py`: in 4 bits with a scale for each unit, in 8 bits for each row.
 struct R4 : Simple<4, 8, BFloat16> {
   static constexpr bool ROUGH = true;
-  static void encode(const uint8_t* codes, uint8_t* block) { join_nibbles(codes, block + 2); }
+  static void encode(const uint8_t* codes, uint8_t* block) {
+    for (int i = 0; i < 16; ++i) block[2 + i] = static_cast<uint8_t>(codes[i] | codes[i + 16] << 4);
+  }
 };
 struct R8 : InLines<8>, Head<BFloat16, 1>, Blocks<UNIT, UNIT> {
   static constexpr int ZERO = 128;
@@ -244,105 +232,6 @@ struct R8 : InLines<8>, Head<BFloat16, 1>, Blocks<UNIT, UNIT> {
   static void encode(const uint8_t* codes, uint8_t* unit) { flip_signs(codes, unit); }
   static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec&) {
     by = factor(head, 0, lane);
-  }
-};
-
-// Plain numbers.
-template <typename N>
-struct Plain : InColumns<sizeof(N)>, Head<float, 0>, Blocks<UNIT * sizeof(N), UNIT> {
-  static Vec value(const uint8_t* from) { return numbers_of(from, N{}); }
-  static void pair(const uint8_t*, int64_t, int64_t, int64_t, Vec&, Vec&) {}
-  static Vec number(const Vec& code, const Vec&, const Vec&) { return code; }
-};
-
-// Formats of other files: a row's codes, then a scale of type T for each group, then a zero for
-// each group. A number is (code - zero) * scale, rounded to T, so codes are scaled one by one.
-
-// Numbers rounded to the type of the second argument, in float32.
-inline Vec rounded_to(const Vec& x, float) { return x; }
-
-// Veltkamp's splitting (Dekker 1971). The `asm` keeps compilers from merging its two steps. Trying
-// all products of a bfloat16 and a code of up to 9 bits has shown that ties go to even.
-inline Vec rounded_to(const Vec& x, BFloat16) {
-#if defined(CPU_CAPABILITY_AVX512)
-  __m512 wide = x * Vec(65537.0f);
-  asm("" : "+v"(wide));
-  return Vec(wide) - (Vec(wide) - x);
-#elif defined(CPU_CAPABILITY_AVX2)
-  __m256 wide = x * Vec(65537.0f);
-  asm("" : "+x"(wide));
-  return Vec(wide) - (Vec(wide) - x);
-#else
-  LaneInts bits = read<LaneInts>(reinterpret_cast<const uint8_t*>(&x));
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & static_cast<int32_t>(0xffff0000);
-  return read<Vec>(reinterpret_cast<const uint8_t*>(&bits));
-#endif
-}
-
-inline Vec rounded_to(const Vec& x, Half) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return Vec(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(x), _MM_FROUND_TO_NEAREST_INT)));
-#elif defined(CPU_CAPABILITY_AVX2)
-  return Vec(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT)));
-#else
-  float some[LANES];
-  x.store(some);
-  for (float& each : some) each = static_cast<float>(Half(each));
-  return Vec::loadu(some);
-#endif
-}
-
-template <int BITS, typename T, int64_t FACTORS = 2>
-struct Grouped : Head<T, FACTORS> {
-  static constexpr int64_t BYTES = 4 * BITS, NUMBERS = UNIT;
-  static constexpr bool GROUPS = true;
-  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec& zero) {
-    by = Grouped::factor(head, 0, lane);
-    if (FACTORS > 1) zero = Grouped::factor(head, FACTORS - 1, lane);
-  }
-  static Vec number(const Vec& code, const Vec& by, const Vec& zero) {
-    return rounded_to((code - zero) * by, T{});
-  }
-};
-
-template <typename T>
-struct G4 : InLines<4>, Grouped<4, T> {
-  // The codes of a column.
-  static Vec value(const uint8_t* codes, int64_t column, int64_t lane) {
-    const LaneWords word = read<LaneWords>(codes + 4 * ROWS * (column / 8) + 4 * lane);
-    return floats(reinterpret_cast<LaneInts>(word >> (column % 4 * 8 + column / 4 % 2 * 4) & 15));
-  }
-  static void codes(const uint8_t* unit, int64_t, uint8_t* out) { split_nibbles(unit, out); }
-  static void encode(const uint8_t* codes, uint8_t* unit) { join_nibbles(codes, unit); }
-};
-
-template <typename T>
-struct G8 : InColumns<1>, Grouped<8, T> {
-  static Vec value(const uint8_t* from) { return floats(bytes(from)); }
-};
-
-// E4M3: the bits of a half-precision number with a shorter exponent, which is 2^8 times too small.
-template <typename T>
-struct F8 : InColumns<1>, Grouped<8, T, 1> {
-  static Vec value(const uint8_t* from) {
-#if defined(CPU_CAPABILITY_AVX512)
-    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(read<__m128i>(from)), 7);
-    return Vec(_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(-0x4080))));
-#elif defined(CPU_CAPABILITY_AVX2)
-    const __m128i codes = _mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from)));
-    return Vec(_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(-0x4080))));
-#else
-    float some[LANES];
-    for (int k = 0; k < LANES; ++k)
-      some[k] = c10::Float8_e4m3fn(from[k], c10::Float8_e4m3fn::from_bits()) * 0x1p-8f;
-    return Vec::loadu(some);
-#endif
-  }
-  static Vec number(const Vec& code, const Vec& by, const Vec&) {
-    return rounded_to(code * by, T{});
-  }
-  static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec&) {
-    by = F8::factor(head, 0, lane) * Vec(256.0f);
   }
 };
 

@@ -83,6 +83,10 @@ panels::Layout layout_of(const Tensor& rows, const std::string& format, int64_t 
 }
 
 inline int64_t panels_of(int64_t rows) { return (rows + panels::ROWS - 1) / panels::ROWS; }
+// The bytes that products read.
+inline int64_t bytes_of(const panels::Layout& layout, int64_t rows) {
+  return layout.format->panel ? panels_of(rows) * layout.panel_bytes : rows * layout.row_bytes;
+}
 
 // Copies rows of a file to panels, or back, from several threads.
 void copy(const Tensor& rows, const Tensor& panels, const panels::Layout& layout,
@@ -99,39 +103,37 @@ void copy(const Tensor& rows, const Tensor& panels, const panels::Layout& layout
 }
 
 // The rows of a file arranged in panels.
-Tensor arranged(const Tensor& rows, const std::string& format, int64_t columns, int64_t group) {
-  const panels::Layout layout = layout_of(rows, format, columns, group);
-  const Tensor out = at::empty({panels_of(rows.size(0)) * layout.panel_bytes}, at::kByte);
+Tensor arranged(const Tensor& rows, const std::string& format, int64_t columns) {
+  const panels::Layout layout = layout_of(rows, format, columns, 0);
+  require(layout.format->arrange, format, " is not arranged in panels");
+  const Tensor out = at::empty({bytes_of(layout, rows.size(0))}, at::kByte);
   copy(rows, out, layout, layout.format->arrange);
   return out;
 }
 
-// The reverse, for formats whose files choose groups and copies that `rounded.py` makes.
-Tensor restored(const Tensor& panels, int64_t rows, const std::string& format, int64_t columns,
-                int64_t group) {
-  const panels::Layout layout = panels::layout_of(format, columns, group);
-  check<uint8_t>(panels, {panels_of(rows) * layout.panel_bytes}, "panels");
+// The reverse, for copies that `rounded.py` makes.
+Tensor restored(const Tensor& panels, int64_t rows, int64_t columns, const std::string& format) {
+  const panels::Layout layout = panels::layout_of(format, columns, 0);
+  check<uint8_t>(panels, {bytes_of(layout, rows)}, "panels");
   require(layout.format->restore, format, " is not restored from panels");
   const Tensor out = at::empty({rows, layout.row_bytes}, at::kByte);
   copy(out, panels, layout, layout.format->restore);
   return out;
 }
 
-// A matrix in panels, maybe with a delta.
-Matrix stored_matrix(Tensor panels, std::optional<Tensor> bias, const std::string& format,
+// A matrix of the bytes that products read: panels, or rows. It may have a delta.
+Matrix stored_matrix(Tensor bytes, std::optional<Tensor> bias, const std::string& format,
                      int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order,
                      std::optional<Tensor> inner, std::optional<Tensor> outer) {
-  // copies that `rounded.py` makes are filled up to whole units
-  const int64_t whole = format[0] == 'R' ? (columns + 31) / 32 * 32 : columns;
-  const panels::Layout layout = panels::layout_of(format, whole, group);
-  check<uint8_t>(panels, {panels_of(rows) * layout.panel_bytes}, "panels");
+  const panels::Layout layout = panels::layout_of(format, columns, group);
+  check<uint8_t>(bytes, {bytes_of(layout, rows)}, "a stored weight");
   require(inner.has_value() == outer.has_value(), "a delta has two parts");
   if (inner) {
     const int64_t rank = inner->dim() == 2 ? inner->size(0) : 0;
     check<BFloat16>(*inner, {rank, columns}, "the inner part of a delta");
     check<BFloat16>(*outer, {panels_of(rows), rank, panels::ROWS}, "the outer part of a delta");
   }
-  Matrix made{panels, bias, rows, columns, inner, outer, layout, order};
+  Matrix made{bytes, bias, rows, columns, inner, outer, layout, order};
   if (!order) return made;
   check<int32_t>(*order, {columns}, "the order of columns");
   const int32_t* from = numbers<int32_t>(order);
@@ -202,7 +204,7 @@ inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* 
     }
 }
 
-// Some rows of a matrix in panels times packed inputs. Rows count from the matrix's row `begin`;
+// Some rows of a stored matrix times packed inputs. Rows count from the matrix's row `begin`;
 // `weight` points to the first of `mine`, `small` is from `shrink`, and `then` is read next.
 template <typename S, typename O>
 void stored_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
@@ -234,7 +236,7 @@ void stored_product(const Matrix& matrix, int64_t begin, Range mine, const uint8
                                   then, write);
 }
 
-// The product of a matrix in panels and inputs (..., columns), as (..., rows), with exactly the
+// The product of a stored matrix and inputs (..., columns), as (..., rows), with exactly the
 // arithmetic of a pass. Used where inputs are too many for one pass, or no part of one.
 template <typename S>
 Tensor stored_products(const Matrix& matrix, const Tensor& given) {

@@ -106,8 +106,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("starts") = std::vector<int64_t>{});
   py::class_<Matrix>(module, "Matrix")
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
-      .def(py::init(&stored_matrix), py::arg("panels"), py::arg("bias"), py::kw_only(),
-           py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group"),
+      .def(py::init(&stored_matrix), py::arg("bytes"), py::arg("bias"), py::kw_only(),
+           py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group") = 0,
            py::arg("order") = std::nullopt, py::arg("inner") = std::nullopt,
            py::arg("outer") = std::nullopt);
   py::class_<Norm>(module, "Norm")

@@ -352,8 +352,8 @@ class Native(Fused):
         self._fresh.append(copy.numbers)
         delta = None if deltas is None else deltas.added_to(weight, bits)
         inner, outer = (None, None) if delta is None else delta
-        (rows, columns), (form, _, group) = copy.shape, copy.layout
-        how: dict[str, Any] = {"format": form, "rows": rows, "columns": columns, "group": group}
+        rows, columns = copy.shape
+        how: dict[str, Any] = {"format": f"R{bits}", "rows": rows, "columns": columns}
         if inner is not None and outer is not None:
             filled = F.pad(outer.bfloat16(), (0, 0, 0, -len(outer) % ROWS))
             blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)

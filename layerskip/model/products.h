@@ -228,7 +228,7 @@ template <typename S>
 constexpr int MOST = MANY_REGISTERS ? 8 : PARTS<S> == 1 ? 4 : 6;
 
 template <typename S, int TOKENS>
-constexpr int ROWS_WITH = MANY_REGISTERS   ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 2)
+constexpr int ROWS_WITH = MANY_REGISTERS   ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 : 3)
                           : PARTS<S> == 1 ? (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : 3)
                                           : (TOKENS == 1 ? 8 : TOKENS == 2 ? 4 : 2);
 
@@ -295,24 +295,34 @@ inline void pack(const float* x, int64_t count, int64_t span, bool pairs, float*
 template <typename S, typename M>
 constexpr bool PAIRED = PARTS<S> == 2 && std::is_same_v<S, M>;
 
-// Packs inputs x (tokens, columns) into `room` for products with weights of S in a model of M. Only
-// tokens begin to end are packed, so that threads can share the work.
+// Packs inputs (tokens, columns) into `room` for products with weights of S. `inputs(t)` points to
+// those of a token. Only tokens begin to end are packed, so that threads can share the work.
+template <typename S, typename Inputs>
+void pack_inputs(const Inputs& inputs, int64_t columns, int64_t tokens, float* room,
+                 int64_t begin, int64_t end, bool pairs) {
+  const Steps steps{tokens, MOST<S>};
+  const Cuts<S> cuts(columns, pairs);
+  for (int64_t step = 0; step < steps.count; ++step) {
+    const int64_t first = steps.first(step), length = steps.length(step);
+    for (int64_t t = std::max(begin, first); t < std::min(end, first + length); ++t) {
+      const float* x = inputs(t);
+      for (int64_t cut = 0; cut < cuts.count; ++cut) {
+        const int64_t k = cut * cuts.span, count = std::min(cuts.span, columns - k);
+        float* to = room + first * cuts.width() + cut * length * cuts.room() + (t - first) * LANES;
+        pack<S>(x + k, count, cuts.span, cuts.pairs, to, length * LANES);
+      }
+    }
+  }
+}
+
+// The same for inputs x (tokens, columns) of a model of M.
 template <typename S, typename M = S>
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end) {
   if constexpr (PAIRED<S, M>)
     if (!tiles::refusal()) return tiles::pack_inputs(x, columns, tokens, room, begin, end);
-  const Steps steps{tokens, MOST<S>};
-  const Cuts<S> cuts(columns, PAIRED<S, M> && has_pairs());
-  for (int64_t step = 0; step < steps.count; ++step) {
-    const int64_t first = steps.first(step), length = steps.length(step);
-    for (int64_t t = std::max(begin, first); t < std::min(end, first + length); ++t)
-      for (int64_t cut = 0; cut < cuts.count; ++cut) {
-        const int64_t k = cut * cuts.span, count = std::min(cuts.span, columns - k);
-        float* to = room + first * cuts.width() + cut * length * cuts.room() + (t - first) * LANES;
-        pack<S>(x + t * columns + k, count, cuts.span, cuts.pairs, to, length * LANES);
-      }
-  }
+  pack_inputs<S>([&](int64_t t) { return x + t * columns; }, columns, tokens, room, begin, end,
+                 PAIRED<S, M> && has_pairs());
 }
 
 // The outputs for the sums of some rows: bias added, and rounded to the model's dtype.

@@ -73,16 +73,10 @@ class Rounded:
     def widened(self, dtype: torch.dtype) -> Tensor:
         numbers, scales = self.numbers, self.scales
         if self.packed:
-            rows = extension().restored(self.numbers, self.shape[0], *self.layout)
+            rows = extension().restored(self.numbers, *self.shape, f"R{self.bits}")
             numbers, scales = _split(rows, self.bits)
         assert scales is not None
         return _widened(numbers, scales, self.shape[1], dtype)  # (R, C)
-
-    @property
-    def layout(self) -> tuple[str, int, int]:
-        """The panels' format, their columns, and how many share a scale if that is open."""
-        columns = _filled_width(self.shape[1])
-        return f"R{self.bits}", columns, columns if self.bits == 8 else 0
 
     def linear(self, bias: Tensor | None) -> Function:
         """Multiply inputs (..., C) by the widened weight, (..., R).
@@ -108,8 +102,7 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
             codes, by = _rounded(some, bits)
             codes = _paired(codes) if bits == 4 else codes
             if packed:
-                made = Rounded(bits, (len(some), columns), codes, by)
-                codes = extension().arranged(_joined(codes, by), *made.layout)
+                codes = extension().arranged(_joined(codes, by), f"R{bits}", columns)
             else:
                 scales.append(by)
             if numbers is None:
@@ -128,7 +121,7 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
     if not packed:
         groups = -(-columns // GROUP)
         return rows * (columns + 2 if bits == 8 else groups * (GROUP // 2 + 2))
-    width = _filled_width(columns)
+    width = -(-columns // GROUP) * GROUP
     scales = 2 * ROWS * (1 if bits == 8 else width // GROUP)
     return -(-rows // ROWS) * (-(-scales // 64) * 64 + ROWS * width * bits // 8)
 
@@ -176,10 +169,6 @@ def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) 
     return weight
 
 
-def _filled_width(columns: int) -> int:
-    return -(-columns // GROUP) * GROUP
-
-
 def _joined(numbers: Tensor, scales: Tensor) -> Tensor:
     """Numbers and scales in the rows of a format of `codes.h`, (R, bytes)."""
     by = scales[..., None].view(torch.uint8)  # (R, 2) or (R, G, 2)
@@ -212,7 +201,7 @@ class _Origin:
         self.copies: dict[tuple[int, bool, str | None], Rounded] = {}
 
     def _look(self, weight: Tensor) -> None:
-        flat = (weight.kept if isinstance(weight, Stored) else weight.detach()).reshape(-1)
+        flat = (weight.bytes if isinstance(weight, Stored) else weight.detach()).reshape(-1)
         step = max(1, len(flat) // _SAMPLES)
         self.place = weight.data_ptr()
         self.sample = flat[step // 2 :: step]  # a view of the weight, if it is contiguous

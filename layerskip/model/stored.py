@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 from layerskip.model.extension import extension, refusal
 
 _WORDS = {"G4": "4-bit groups", "G8": "8-bit groups", "F8": "FP8"}
-_PANEL = 16  # rows
 UNIT = 32
 """Columns that native passes unpack together; a stored row consists of whole units."""
 
@@ -30,8 +29,7 @@ UNIT = 32
 class _Held:
     """A weight's bytes: the rows of its file, and maybe panels. Shared by all aliases."""
 
-    rows: Tensor | None
-    count: int
+    rows: Tensor
     file: mmap.mmap | None = None  # the mapped file that holds the rows, if any
     panels: Tensor | None = None
 
@@ -63,8 +61,10 @@ class Stored(Tensor):
         order: Tensor | None = None,
         file: mmap.mmap | None = None,
     ) -> Stored:
-        held = data if isinstance(data, _Held) else _Held(data, len(data), file)
-        made: Stored = torch.Tensor._make_wrapper_subclass(cls, (held.count, columns), dtype=dtype)
+        held = data if isinstance(data, _Held) else _Held(data, file)
+        made: Stored = torch.Tensor._make_wrapper_subclass(
+            cls, (len(held.rows), columns), dtype=dtype
+        )
         made.format, made.group, made.order, made._held = format, group, order, held
         return made
 
@@ -75,46 +75,23 @@ class Stored(Tensor):
         return f"Stored({self.format}, {tuple(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["kept"], None  # as other packed tensors tell their parts
+        return ["bytes"], None  # as other packed tensors tell their parts
 
     @property
     def bytes(self) -> Tensor:
         """The rows of the file, (R, bytes of a row), uint8."""
-        held = self._held
-        if held.rows is not None:
-            return held.rows
-        made: Tensor = extension().restored(held.panels, held.count, *self._layout)
-        return made
-
-    def rows(self, which: Any) -> Tensor:
-        """Some rows of `bytes`, by a slice or their numbers (N,)."""
-        held = self._held
-        if held.rows is not None:
-            return held.rows[which]
-        some = torch.arange(held.count)[which]  # (N,)
-        panels = self.kept.view(-(-held.count // _PANEL), -1)[some // _PANEL]
-        made: Tensor = extension().restored(panels.flatten(), _PANEL * len(some), *self._layout)
-        return made[_PANEL * torch.arange(len(some)) + some % _PANEL]
-
-    @property
-    def kept(self) -> Tensor:
-        """The bytes in memory or in a mapped file: rows, or panels in their place."""
-        kept = self._held.panels if self._held.rows is None else self._held.rows
-        assert kept is not None
-        return kept
+        return self._held.rows
 
     @property
     def read(self) -> Tensor:
-        """The bytes that native passes read: arranged in panels, once, but for BF16."""
+        """The bytes that native passes read: panels, made once, or the rows of the file."""
         held = self._held
-        if self.format == "BF16":
-            return self.bytes
+        if self.format[0] != "Q":
+            return held.rows
         if held.panels is None:
-            held.panels = extension().arranged(self.bytes, *self._layout)
+            held.panels = extension().arranged(held.rows, self.format, self.shape[1])
             if held.file is not None and hasattr(mmap, "MADV_DONTNEED"):
                 held.file.madvise(mmap.MADV_DONTNEED)  # its pages are hardly read any more
-            elif self.group:
-                held.rows = None  # `bytes` restores them
         return held.panels
 
     @property
@@ -127,7 +104,7 @@ class Stored(Tensor):
             return extension().Matrix(self.bytes.view(torch.bfloat16), bias)
         rows, columns = self.shape
         how: dict[str, Any] = {"format": self.format, "group": self.group, "order": self.order}
-        return extension().Matrix(self.read, bias, rows=rows, columns=columns, **how)
+        return extension().Matrix(self.read.view(-1), bias, rows=rows, columns=columns, **how)
 
     def unpacked(self) -> Tensor:
         """Return the numbers, (R, C), in the weight's dtype."""
@@ -142,8 +119,8 @@ class Stored(Tensor):
         return torch.from_numpy(dequantize(self.bytes.numpy(), kind)).to(self.dtype)
 
     def put_on_lines(self) -> None:
-        """Copy what native passes read as it lies in a file, if it lies across cache lines."""
-        if self.format == "BF16" and self.bytes.data_ptr() % 64:
+        """Copy plain numbers that lie across cache lines in a file."""
+        if self.format in ("BF16", "F16", "F32") and self.bytes.data_ptr() % 64:
             self._held.rows = self.bytes.clone()
 
     def finite(self) -> bool:
@@ -182,7 +159,7 @@ def stored_words(model: nn.Module) -> str | None:
     taken: dict[str, int] = {}
     for weight in stored_weights(model):
         form = _WORDS.get(weight.format[:2], weight.format)
-        taken[form] = taken.get(form, 0) + weight.kept.nbytes
+        taken[form] = taken.get(form, 0) + weight.bytes.nbytes
     if not taken:
         return None
     shares = sorted(taken.items(), key=lambda pair: -pair[1])
@@ -236,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 def _some(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
-    data = weight._held if rows is None else weight.rows(rows)
+    data = weight._held if rows is None else weight.bytes[rows]
     dtype = weight.dtype if dtype is None else dtype
     return Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order)
 
