@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.named import shipped as shipped
     from layerskip.research.logit_lookup import LogitLookup as LogitLookup
-    from layerskip.research.logit_lookup import LookupLaws as LookupLaws
     from layerskip.research.stored_logits import Laws as Laws
     from layerskip.research.stored_logits import StoredLogits as StoredLogits
     from layerskip.session import Session as Session
@@ -43,7 +42,6 @@ _HOME = {
     "LayerSkipDecoding": "layerskip.generation",
     "LogitLookup": "layerskip.research.logit_lookup",
     "Lookup": "layerskip.decoding.sources.lookup",
-    "LookupLaws": "layerskip.research.logit_lookup",
     "LowPrecision": "layerskip.config",
     "Proposal": "layerskip.decoding.sources.base",
     "Session": "layerskip.session",

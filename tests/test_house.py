@@ -15,18 +15,18 @@ ROOMS = {
     "model/native": 4_689,
     "decoding": 3_314,
     "decoding/sources": 1_210,
-    "doors": 1_893,
+    "doors": 1_891,
     "serving": 3_543,
     "bench": 1_986,
     "replay": 1_353,
-    "research": 1_098,
+    "research": 1_096,
     "training": 2_368,
     "cli": 3_236,
     "search": 2_038,
     "analysis": 2_297,
     "scripts": 797,
 }
-WHOLE = 39_854  # everything but tests, with C++
+WHOLE = 39_850  # everything but tests, with C++
 TESTS = 26_422
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)

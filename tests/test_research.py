@@ -17,7 +17,7 @@ WORDS = {
     "losses and optimisers": '"kl" "tvd++" TVD tvd_plus "muon" Muon',
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
     "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState ProphetNet",
-    "stored logits": "LogitLookup LookupLaws StoredLogits stored_logits logit_lookup",
+    "stored logits": "LogitLookup StoredLogits stored_logits logit_lookup",
 }
 
 

@@ -237,7 +237,3 @@ class BestAcceptance:
     @staticmethod
     def _bin(best: _Best) -> tuple[int, int]:
         return min(best.suffix, len(_SUFFIX_PRIOR)) - 1, bisect_right(_MARGIN_EDGES, best.margin)
-
-
-LookupLaws = LogitLookup
-"""The name until 0.1."""
