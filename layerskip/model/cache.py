@@ -434,11 +434,6 @@ class RowCache:
         sees = (node < 0)[:, None] | (sees & inside[:, None])  # (B, T, S)
         return causal(queries, places, window, sink) & sees[:, None]
 
-    def mask(self, window: int | None, dtype: torch.dtype, device: Any, sink: int = 0) -> Tensor:
-        """`seen` as an attention mask: bool for dtype bool, otherwise `additive`."""
-        mask = self.seen(window, device, sink)  # (B or 1, 1, T, end)
-        return mask if dtype is torch.bool else additive(mask, dtype)
-
 
 def causal(queries: Tensor, slots: Tensor, window: int | None, sink: int = 0) -> Tensor:
     """Whether queries at slots (B, T) see each of the given slots, (B, 1, T, S) bool.

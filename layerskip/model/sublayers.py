@@ -66,20 +66,17 @@ class Pass:
         return self._masks[window, sink]
 
     def _mask(self, window: int | None, sink: int) -> Tensor | None:
-        model, cache = self.model, self.cache
-        # One mask for all layers: sdpa takes bool, whatever a layer's dtype.
-        dtype = torch.bool if model.backend.bool_masks else model.dtype
-        more = None
+        model, cache, more = self.model, self.cache, None
         if self.blocks is not None and model.wrapper is not None:
             more = ahead(model.wrapper, self.blocks, self.slots, cache.end, window)
-        if more is not None:
-            more = more[..., cache.first(window, sink) :]
-            seen = cache.seen(window, model.device, sink) | more  # (B, 1, T, slots)
-            return seen if dtype is torch.bool else additive(seen, dtype)
         # The eager kernel always needs a mask; sdpa is causal without one.
-        if (model.eager and cache.count > 1) or cache.needs_mask(window):
-            return cache.mask(window, dtype, model.device, sink)
-        return None
+        if more is None and not (model.eager and cache.count > 1) and not cache.needs_mask(window):
+            return None
+        seen = cache.seen(window, model.device, sink)  # (B or 1, 1, T, slots)
+        if more is not None:
+            seen = seen | more[..., cache.first(window, sink) :]
+        # One mask for all layers: sdpa takes bool, whatever a layer's dtype.
+        return seen if model.backend.bool_masks else additive(seen, model.dtype)
 
     @cached_property
     def cross(self) -> tuple[Tensor, Tensor, Any]:
