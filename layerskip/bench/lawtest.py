@@ -49,7 +49,7 @@ class LawTest:
 class Recorded:
     """Replaces the `Passes` of rows; returns recorded raw logits of target and draft, (V,) each."""
 
-    reads_logits = False
+    reads_logits, fed = False, ()
 
     def __init__(self, target: Tensor, draft: Tensor, rows: int) -> None:
         self.target, self.draft = target, draft
@@ -64,9 +64,6 @@ class Recorded:
 
     def verify(self, tokens: Tensor, positions: Sequence[Position], parents: None) -> Tensor:
         return self.target.expand(len(positions), -1)  # (N, V)
-
-    def fed(self) -> list[Tensor]:
-        return []
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int]) -> None:
         self.lengths[row] += len(emitted)

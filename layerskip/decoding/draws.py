@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -126,7 +126,7 @@ class Draws:
     """Draws tokens at positions of rows that share a distribution and advance independently.
 
     Args:
-        failed: called with a logits processor's error if that ends one text; None: it ends all.
+        ending: makes a context for calls of logits processors, whose error may end one text only.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Draws:
         *,
         rejection: bool = False,
         native: Draw | None = None,
-        failed: Callable[[Exception], None] | None = None,
+        ending: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.law, self.seats = law, seats
         self.greedy = not law.do_sample
@@ -145,16 +145,7 @@ class Draws:
         self.warp = law.warp
         self.native = None if self.rejection or self.warp is None else native
         self.reads_history = law.reads_history
-        self._failed = failed
-
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if self._failed is None:
-                raise
-            self._failed(error)
+        self.ending = ending
 
     @property
     def alike(self) -> object:
@@ -264,11 +255,11 @@ class Draws:
         processors may fail there: those after a rejected token or an end of text.
         """
         if drafts is not None and any(drafts.lengths) and self.reads_history:
-            return self._judge_in_turn(raw, positions, drafts, keep=keep)
-        return self._judge(raw, positions, drafts, keep=keep)
+            return self._judge_in_turn(raw, positions, drafts, keep)
+        return self._judge(raw, positions, drafts, keep)
 
     def _judge_in_turn(
-        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens, *, keep: bool
+        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens, keep: bool
     ) -> VerifiedTokens:
         """Like `_judge`, offset by offset, for rows whose drafts have been accepted so far."""
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
@@ -280,7 +271,7 @@ class Draws:
             if not here:
                 break
             some = [positions[i] for i in here]
-            said = self._judge(raw[here], some, drafts, keep=keep)
+            said = self._judge(raw[here], some, drafts, keep)
             drafted = [drafts.token(position) for position in some]
             stays = said.accepted
             if stays is None:
@@ -293,12 +284,7 @@ class Draws:
         return VerifiedTokens(accepted, drawn, scores)
 
     def _judge(
-        self,
-        raw: Tensor,
-        positions: Sequence[Position],
-        drafts: DraftedTokens | None,
-        *,
-        keep: bool,
+        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens | None, keep: bool
     ) -> VerifiedTokens:
         if self.native is not None and not keep:
             return VerifiedTokens(None, self._drawn(self.native, raw, positions)[0], None)

@@ -199,10 +199,10 @@ class LiveTarget:
         if drafts is not None and drafts.parents:  # noise depends on depth, not on the node
             deep = {row: depths(parents) for row, parents in drafts.parents.items()}
             places = [(row, deep[row][at] if row in deep else at) for row, at in positions]
-        verified = self._verified(raw, places, drafts, keep=keep)
+        verified = self._verified(raw, places, drafts, keep)
         accepted = [] if verified.accepted is None else [verified.accepted]
         steps = drafts.steps if drafts is not None and drafts.unread else []
-        fed = self.passes.fed() if drafts is not None and drafts.kept_steps else []
+        fed = self.passes.fed if drafts is not None and drafts.kept_steps else ()
         target, *others = on_host(verified.drawn, *accepted, *(drawn for _, drawn in steps), *fed)
         flags = others.pop(0) if accepted else []
         drawn, fed_tokens = others[: len(steps)], others[len(steps) :]
@@ -237,12 +237,7 @@ class LiveTarget:
         return Verdict(tokens, read, raw, verified.scores)
 
     def _verified(
-        self,
-        raw: Tensor,
-        positions: Sequence[Position],
-        drafts: DraftedTokens | None,
-        *,
-        keep: bool,
+        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens | None, keep: bool
     ) -> VerifiedTokens:
         """Make the decisions of all rows' laws on raw logits (N, V)."""
         if self._joint is not None:

@@ -100,7 +100,7 @@ class Passes(Batch):
         self._drafting: State | None = None  # of the current round
         self._prefix = 0  # its shared prefix
         self._steps = 0  # its number of steps, once verified
-        self._fed: list[Tensor] = []  # the tokens fed to these steps, (R, 1) each
+        self.fed: list[Tensor] = []  # the tokens fed to these steps, (R,) each
         self.fed_tokens: Sequence[Sequence[int]] = ()  # the same on the host, (R, N), once read
         # Per fed token, at the end of the prefix: states (R, 1, H) and the layers' own inputs.
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
@@ -320,7 +320,7 @@ class Passes(Batch):
         """
         state = self.states[draft]
         self._drafting, self._prefix = state, state.prefix
-        self._fed, self.fed_tokens = [*self._fed[:offset], tokens[:, None]], ()
+        self.fed, self.fed_tokens = [*self.fed[:offset], tokens], ()
         hidden, step = self._feed(tokens[:, None], offset)
         return state.step(tokens, hidden, step, offset)
 
@@ -368,10 +368,6 @@ class Passes(Batch):
         hidden = self._carry(hidden, step, self._prefix, last).flatten(0, 1)  # (R * (D + 1), H)
         return self.model.logits(hidden[None, on_device(wanted, hidden.device)], step)[0]
 
-    def fed(self) -> list[Tensor]:
-        """The tokens fed to the round's draft steps, (R,) each. `commit` reads `fed_tokens`."""
-        return [each[:, 0] for each in self._fed]
-
     def tell(self, row: int, emitted: Sequence[int], steps: int = 0) -> None:
         """Report to the states which tokens a row has emitted in the prefill or a round."""
         for state in self.states:
@@ -396,7 +392,7 @@ class Passes(Batch):
         place, steps = self.rows[row], self._steps
         if steps:  # count the steps that were fed the row's actual text
             if not self.fed_tokens:  # once for all rows, since this waits for the device
-                self.fed_tokens = torch.cat(self._fed, 1).tolist()
+                self.fed_tokens = torch.stack(self.fed, 1).tolist()
             steps = 1 + in_common(self.fed_tokens[place][1:], emitted[:-1])
         self._keep_path(place, self.lengths[row], path[: len(emitted) - 1])
         self.tell(row, emitted, steps)

@@ -98,7 +98,7 @@ class Text(Seat):
         self.history = torch.zeros(1, self.slots, dtype=torch.long, device=model.device)  # (1, S)
         self.history[0, : len(prompt)] = torch.tensor(prompt, device=model.device)
         self.width = len(prompt)
-        return Draws(self.law, seats, native=model.drawn, failed=self.fail)
+        return Draws(self.law, seats, native=model.drawn, ending=self.alone)
 
     def fail(self, error: BaseException) -> None:
         """End only this text because of an error in its processors or stop function."""
