@@ -20,7 +20,6 @@ from layerskip.model.architecture import Architecture, device_of
 from layerskip.model.deltas import Deltas
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.family import LayerParts, part_named
-from layerskip.model.pages import Pages
 from layerskip.model.products import Function
 from layerskip.model.rounded import copies_of
 
@@ -96,7 +95,7 @@ class Backend(ABC):
         trims: whether layers with a sliding window need not keep every slot (see `RowCache`).
         long_lived: set by a caller that will make many passes, so that moving weights to where they
             are read faster is worthwhile.
-        pages: where caches take their buffers from; None: each from pages of its own.
+        zeros: makes the buffers of caches, as `Pages.zeros`; None: each uses pages of its own.
         drawn: the native call that draws tokens, or None. From logits (N, V), the numbers of a
             `laws.Warp` and the starts of N noise streams (or none), it returns the token with the
             largest score plus noise, (N,), -1 for none; its negative margin over the second-best,
@@ -109,7 +108,7 @@ class Backend(ABC):
     trims = True
     long_lived = False
     drawn: Draw | None = None
-    pages: Pages | None = None
+    zeros: Callable[..., Tensor] | None = None
 
     def __init__(self, model: Architecture) -> None:
         self.model = model

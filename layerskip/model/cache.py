@@ -12,7 +12,7 @@ Shapes: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class RowCache:
         slots: maximum number of slots that a row will ever use.
         windows: per layer, the sliding window in tokens, or None for full attention.
         trims: buffers may have any size, and window layers drop what no later pass will see.
-        pages: where the buffers' memory comes from.
+        zeros: makes the buffers, as `Pages.zeros` does.
 
     Attributes:
         size: the present number of slots S in buffers.
@@ -66,7 +66,7 @@ class RowCache:
         windows: Sequence[int | None],
         *,
         trims: bool = False,
-        pages: Pages | None = None,
+        zeros: Callable[..., Tensor] | None = None,
     ) -> None:
         self.rows = rows
         self.slots = slots
@@ -79,7 +79,7 @@ class RowCache:
         self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self._pages = pages or Pages()
+        self._zeros = zeros or Pages().zeros
         self.firsts: list[int] = []  # first slot of each row in the pass
         self.settled: list[int] = []  # number of tokens of each that are sure to stay
         self.active: range | None = None  # the rows of the pass; None: all
@@ -164,7 +164,7 @@ class RowCache:
             for buffers in (self.keys, self.values):
                 old = buffers[layer]
                 shape = (self.rows, old.shape[1], self.held(layer)[1], old.shape[3])
-                new = self._pages.zeros(shape, old)  # (B, H, S, D)
+                new = self._zeros(shape, old)  # (B, H, S, D)
                 moved = old[places, :, first : first + max(0, count)]  # (B, H, count, D)
                 new[: len(moved), :, : moved.shape[2]] = moved
                 buffers[layer] = new
@@ -294,7 +294,7 @@ class RowCache:
     ) -> None:
         # Zeros rather than empty: a masked slot is still multiplied, and 0 * NaN is NaN.
         shape = (self.rows, heads, self.held(layer)[1], width)
-        buffers[layer] = self._pages.zeros(shape, like)  # (B, H, S, D)
+        buffers[layer] = self._zeros(shape, like)  # (B, H, S, D)
 
     def parts(self, place: int, first: int, end: int) -> Iterator[tuple[tuple[str, int], Tensor]]:
         """Yield a row's slots first .. end - 1: keys and values by layer, views (H, n, D).

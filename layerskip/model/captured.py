@@ -30,7 +30,6 @@ from layerskip.model.backend import Block, Step, Tables
 from layerskip.model.cache import RowCache, additive, capacity, causal
 from layerskip.model.fused import Attention, Fused
 from layerskip.model.norms import FusedRotary, for_heads, gathered
-from layerskip.model.pages import Pages
 
 DEVICES = ("cuda",)
 # cuDNN's attention makes a plan for every new length of a prompt, which takes 40 ms and cannot be
@@ -68,11 +67,11 @@ class Captured(Fused):
 
     name = "captured"
     trims = False  # window layers would move their slots
-    pages: Reused
+    zeros: Callable[..., Tensor]
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model)
-        self.pages = Reused()
+        self.zeros = Reused().zeros
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -81,9 +80,8 @@ class Captured(Fused):
 
     def rotary(self, tables: Tables) -> FusedRotary:
         rotary = super().rotary(tables)
-        where = self.pages
         rotary.tables = {
-            kind: (where.zeros(cos.shape, cos).copy_(cos), where.zeros(sin.shape, sin).copy_(sin))
+            kind: (self.zeros(cos.shape, cos).copy_(cos), self.zeros(sin.shape, sin).copy_(sin))
             for kind, (cos, sin) in rotary.tables.items()
         }
         return rotary
@@ -127,11 +125,10 @@ def _padded(x: Tensor, count: int, value: int) -> Tensor:
     return F.pad(x, (*(0, 0) * (x.dim() - 2), 0, count), value=value)
 
 
-class Reused(Pages):
+class Reused:
     """Zeroed buffers, which are handed out again, at the same addresses, once they are not used."""
 
     def __init__(self) -> None:
-        super().__init__()
         # by shape: buffers, and the tensors by which others know them
         self._held: OrderedDict[Any, list[tuple[Tensor, ref[Tensor]]]] = OrderedDict()
         self._lock = threading.Lock()

@@ -202,9 +202,8 @@ class Sublayers(Architecture):
                 "that one as the model, and this one as its assistant"
             )
         slots = self.backend.capacity(slots)
-        return RowCache(
-            rows, slots, self.windows, trims=self.backend.trims, pages=self.backend.pages
-        )
+        trims, zeros = self.backend.trims, self.backend.zeros
+        return RowCache(rows, slots, self.windows, trims=trims, zeros=zeros)
 
     def encode(self, tokens: Tensor, mask: Tensor) -> EncoderStates:
         """Encode texts (B, E), padded where the mask (B, E) is 0."""
