@@ -5,11 +5,11 @@ All text is escaped here. Invisible characters in records were replaced when the
 
 from __future__ import annotations
 
-import html
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import pandas as pd
 
@@ -214,10 +214,6 @@ summary { cursor: pointer; font-weight: 600; }
 @media (max-width: 34rem) { .facts { grid-template-columns: 1fr; }
   .facts dd { margin-bottom: .4rem; } }
 """
-
-
-def escape(text: str) -> str:
-    return html.escape(text, quote=True)
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:

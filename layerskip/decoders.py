@@ -47,13 +47,7 @@ def make_decoder(model: Any, settings: Settings, request: Request) -> tuple[Deco
 
 
 def prepare(
-    model: Any,
-    settings: Settings,
-    *,
-    rows: int = 1,
-    context: int = 0,
-    seconds: float = 2.0,
-    **sampling: Any,
+    model: Any, settings: Settings, rows: int, context: int, seconds: float, **sampling: Any
 ) -> CostTable | None:
     """Make copies of weights and measure costs; see `LayerSkipDecoding.prepare`."""
     drafts = choose_drafts(sublayers_of(model, settings.execution), settings)

@@ -120,7 +120,7 @@ class LayerSkipDecoding(Settings):
         Returns:
             The costs of the last source at that context; None if there is none or none are needed.
         """
-        return prepare(model, self, rows=rows, context=context, seconds=seconds, **sampling)
+        return prepare(model, self, rows, context, seconds, **sampling)
 
     @torch.no_grad()
     def __call__(

@@ -203,13 +203,6 @@ def _integers(values: Any, name: str, what: str, each: str) -> list[int]:
     return [integer()(value, each) for value in values]
 
 
-def array(*shape: int, of: Check) -> Check:
-    check = of
-    for length in reversed(shape):
-        check = items(check, length)
-    return check
-
-
 def named(check: Check) -> Check:
     """An object with any keys and values of one kind."""
 

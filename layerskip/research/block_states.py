@@ -32,11 +32,8 @@ class _Layered(Following):
         slots = batch.model.backend.capacity(batch.slots)
         self.cache = RowCache(len(batch.prompts), slots, (self.block.layer.window,))
         self.caches = [self.cache]
-        self.step_blocks, self.blocks, self.head = (
-            draft.step_blocks,
-            draft.step_blocks[:-1],
-            draft.step_blocks[-1],
-        )
+        self.step_blocks = draft.step_blocks
+        *self.blocks, self.head = draft.step_blocks
 
     @abstractmethod
     def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:

@@ -31,20 +31,18 @@ REASONING: dict[str, tuple[str, str]] = {
 """The marks around reasoning by their names in `--reasoning-parser`."""
 
 
-def format_of(name: str, template: str | None) -> Format | None:
+def format_of(name: str, template: str) -> Format | None:
     """The format of tool calls with that name; "auto": the one whose marks a chat template has.
 
     Raises:
         ValueError: there is no format of that name.
     """
-    told = template or ""
-    return _chosen(FORMATS, name, "tool-parser", lambda each: each.in_template(told))
+    return _chosen(FORMATS, name, "tool-parser", lambda each: each.in_template(template))
 
 
-def reasoning_of(name: str, template: str | None) -> tuple[str, str] | None:
+def reasoning_of(name: str, template: str) -> tuple[str, str] | None:
     """The marks around reasoning, chosen as in `format_of`."""
-    told = template or ""
-    return _chosen(REASONING, name, "reasoning-parser", lambda each: each[1] in told)
+    return _chosen(REASONING, name, "reasoning-parser", lambda each: each[1] in template)
 
 
 def _chosen(table: dict[str, T], name: str, flag: str, fits: Callable[[T], bool]) -> T | None:
