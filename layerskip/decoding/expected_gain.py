@@ -224,7 +224,7 @@ class ExpectedGain(Controller):
             round_.ended = self._now()
         round_.accepted[row] = accepted
         self._count(row, drafted)
-        cost = self._cost()
+        cost = self._drafting.cost(round_.steps, round_.looked_up)
         decay = _RATE_DECAY**cost
         state.tokens = state.tokens * decay + accepted + 1
         state.cost = state.cost * decay + cost
@@ -252,10 +252,6 @@ class ExpectedGain(Controller):
             self._round.looked_up = max(self._round.looked_up, drafted)
         else:
             self._round.steps = max(self._round.steps, drafted)
-
-    def _cost(self) -> float:
-        """The cost of the current round so far, in target steps."""
-        return self._drafting.cost(self._round.steps, self._round.looked_up)
 
     @property
     def _drafting(self) -> SourceGain:

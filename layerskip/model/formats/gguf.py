@@ -107,7 +107,9 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
             + (f"{lacking[0]} has no tensor" if lacking else f"no weight is {next(iter(names))}")
         )
     if _FACTORS in contents.tensors:
-        _stretch(model.model.rotary_emb, _numbers(contents, contents.tensors[_FACTORS]))
+        factors = _numbers(contents, contents.tensors[_FACTORS])  # of Llama 3
+        for name in ("inv_freq", "original_inv_freq"):
+            getattr(model.model.rotary_emb, name).div_(factors)
     model.tie_weights()
     model.name_or_path = str(path)
     return model.eval()  # type: ignore[no-any-return]
@@ -241,9 +243,3 @@ def _turned(rows: Tensor, metadata: Mapping[str, Any], part: str) -> Tensor:
     if part == "attn_k":
         count = metadata.get("llama.attention.head_count_kv", count)
     return rows.view(count, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _stretch(rotary: Any, factors: Tensor) -> None:
-    """Divide rotary frequencies by the factors in a file (Llama 3)."""
-    for name in ("inv_freq", "original_inv_freq"):
-        getattr(rotary, name).div_(factors)
