@@ -116,23 +116,6 @@ def _ahead(reading: TargetReading, step: int, like: Tensor) -> Tensor:
     return reading.logits[:, step + 1 : step + 1 + like.shape[1]]
 
 
-def save_assistant(assistant: Any, output: Path) -> None:
-    """Write an assistant's checkpoint to a folder atomically, and verify it by loading.
-
-    Raises:
-        ValueError: the loaded weights differ.
-    """
-    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    assistant.save_pretrained(partial)
-    for file in partial.iterdir():  # the library makes weight files readable by their owner only
-        file.chmod(0o644)
-    loaded = load_assistant(partial).state_dict()
-    for name, weight in assistant.state_dict().items():
-        if not torch.equal(weight.cpu(), loaded[name]):
-            raise ValueError(f"{name} of the assistant in {partial} is not what was saved")
-    replace_folder(partial, output)
-
-
 class AssistantTraining(Training):
     """Trains an assistant further in a folder, on the target's answers or on given texts.
 
@@ -176,7 +159,20 @@ class AssistantTraining(Training):
         return unrolled(assistant, reading, AHEAD), reading
 
     def save(self, assistant: Any, folder: Path) -> None:
-        save_assistant(assistant, folder)
+        """Write the checkpoint to a folder atomically, and verify it by loading.
+
+        Raises:
+            ValueError: the loaded weights differ.
+        """
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        assistant.save_pretrained(partial)
+        for file in partial.iterdir():  # the library lets only their owner read weight files
+            file.chmod(0o644)
+        loaded = load_assistant(partial).state_dict()
+        for name, weight in assistant.state_dict().items():
+            if not torch.equal(weight.cpu(), loaded[name]):
+                raise ValueError(f"{name} of the assistant in {partial} is not what was saved")
+        replace_folder(partial, folder)
 
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"start": self.start}
