@@ -249,9 +249,7 @@ def confirm(
     prompts: Sequence[Tensor],
     *,
     default: SkipConfig | None,
-    repeats: int,
-    until: float = math.inf,
-    progress: Progress = silent,
+    **how: Any,
 ) -> tuple[float, dict[str, Any]]:
     """Time finalists, the default and plain decoding in turn; sets `confirmed`.
 
@@ -259,7 +257,7 @@ def confirm(
 
     Args:
         default: the default draft, used with lookups; None: lookups only.
-        until: time (of `time.monotonic`) to end at, after whole repeats, at least one.
+        how: further arguments of `decoded_records`.
 
     Returns:
         Plain decoding's tokens per second, and the default's times.
@@ -268,9 +266,7 @@ def confirm(
     for each in finalists:
         lookup = each.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
-    decoded = decoded_records(
-        model, task, methods, prompts, repeats=repeats, until=until, note=progress
-    )
+    decoded = decoded_records(model, task, methods, prompts, **how)
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
     plain = decoding_totals(decoded, "plain")

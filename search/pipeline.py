@@ -288,7 +288,7 @@ class Search:
             default=automatic_draft(self.opened).skip,
             repeats=repeats,
             until=self.until,
-            progress=self.progress,
+            note=self.progress,
         )
         self.seconds["confirm"] = time.perf_counter() - started
 
