@@ -152,12 +152,15 @@ inline void store_rounded_pairs(Vec, BFloat16*) {}
 inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
 #endif
 
-// Weights to prefetch: after `every` vectors, one line for each row of a tile. These lines are
-// `apart` numbers from each other and `on` numbers from the next ones.
+// What to prefetch: after `every` vectors, one line of weights for each row of a tile. These lines
+// are `apart` numbers from each other and `on` numbers from the next ones. And at every step, a line
+// of the inputs that are needed next, `inputs_on` numbers behind the last one.
 template <typename S>
 struct Fetch {
   const S* at;
   int64_t every, apart, on;
+  const float* inputs;
+  int64_t inputs_on;
 };
 
 // Adds the products of a tile over `span` columns to its sums. Inputs are ordered by columns, then
@@ -200,6 +203,8 @@ template <typename S, bool PAIRS, int ROWS, int TOKENS>
       fetch.at += fetch.on;
       left = fetch.every;
     }
+    fetch_line(fetch.inputs);
+    fetch.inputs += fetch.inputs_on;
     step(weight + k, columns);
   }
   if (whole < span) step(rest[0], STEP);
@@ -355,6 +360,8 @@ void few(const S* weight, const M* bias, int64_t first, int64_t last, const Cuts
   for (int64_t cut = 0; cut < cuts.count; ++cut) {
     const int64_t k = cut * cuts.span, here = std::min(cuts.span, columns - k);
     const float* x = packed + cut * TOKENS * cuts.room();
+    // Each row of the group prefetches its part of the inputs of the next step.
+    const int64_t part = steps > 1 ? TOKENS * cuts.room() / (last - first) : 0;
     // After the last row of a cut come the first rows of the next cut, or what `then` points to.
     const S* next = steps > 1              ? then + k + here * step / steps
                     : cut + 1 < cuts.count ? weight + first * columns + k + cuts.span
@@ -364,7 +371,9 @@ void few(const S* weight, const M* bias, int64_t first, int64_t last, const Cuts
       const S* from = weight + row * columns + k;
       const Fetch<S> fetch{later < last ? from + ahead * columns : next + (later - last) * columns,
                            VECTORS * steps, in_order ? LINE : columns,
-                           in_order ? ROWS * LINE : LINE};
+                           in_order ? ROWS * LINE : LINE,
+                           x + (steps > 1 ? TOKENS * cuts.width() : 0) + (row - first) * part,
+                           part * ROWS * PARTS<S> * LANES / cuts.span};
       float* to = sums + row - first;
       if (row + ROWS <= last) {
         tile<S, PAIRS, ROWS, TOKENS>(from, columns, here, x, fetch, to);

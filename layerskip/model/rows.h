@@ -288,29 +288,24 @@ void multiply_rows(const Layout& layout, const uint8_t* weight, int64_t first, i
   const bool once = steps.count == 1;
   const int64_t kept = once ? KEPT / 4 / shape.bytes : KEPT / 4 / layout.columns;
   const int64_t most = std::clamp<int64_t>(kept / 24 * 24, 24, once ? BLOCK : GROUP);
-  static thread_local std::vector<float> room;
-  room.resize(once ? 0 : most * layout.columns + 16);
+  static thread_local std::vector<float> room, many;
+  room.resize(once ? 0 : most * layout.columns + 16), many.resize(once ? 0 : tokens * most);
   float* unpacked = room.data();
   while (reinterpret_cast<uintptr_t>(unpacked) % 64) ++unpacked;
-  alignas(64) float sums[::MOST<float> * GROUP];
+  float few[::MOST<float> * BLOCK], *sums = once ? few : many.data();
   for (int64_t row = first; row < last; row += most) {
     const int64_t rows = std::min(most, last - row);
     const uint8_t* block = weight + (row - first) * shape.bytes;
-    const uint8_t* next = row + rows < last ? block + rows * shape.bytes : then;
     if (once) {
+      const uint8_t* next = row + rows < last ? block + rows * shape.bytes : then;
       BY[tokens - 1](shape, block, rows, cuts, inputs, next, sums);
-      for (int64_t t = 0; t < tokens; ++t) write(t, row, rows, sums + t * BLOCK);
-      continue;
-    }
-    for (int64_t r = 0; r < rows; ++r)
-      unpack_row(shape, block + r * shape.bytes, unpacked + r * layout.columns);
-    for (int64_t step = 0; step < steps.count; ++step) {
-      const int64_t before = steps.first(step), count = steps.length(step);
+    } else {
+      for (int64_t r = 0; r < rows; ++r)
+        unpack_row(shape, block + r * shape.bytes, unpacked + r * layout.columns);
       ::multiply<float, false>(unpacked, static_cast<const float*>(nullptr), 0, rows,
-                               layout.columns, inputs + before * cuts.width(), count, sums, GROUP,
-                               unpacked);
-      for (int64_t t = 0; t < count; ++t) write(before + t, row, rows, sums + t * GROUP);
+                               layout.columns, inputs, tokens, sums, most, unpacked);
     }
+    for (int64_t t = 0; t < tokens; ++t) write(t, row, rows, sums + t * (once ? BLOCK : most));
   }
 }
 
