@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <array>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -206,8 +205,8 @@ void unpack_row(const RowShape<F>& shape, const uint8_t* row, float* out) {
 
 constexpr int64_t BLOCK = 48;  // the most rows whose sums are kept for all cuts
 
-// Adds the products of units first to last of ROWS rows with TOKENS packed inputs to sums. Prefetches
-// as many bytes at `fetch`, and returns where they end.
+// Adds the products of units first to last of ROWS rows with TOKENS packed inputs to `out`, (TOKENS,
+// BLOCK). Prefetches as many bytes at `fetch`, and returns where they end.
 template <typename F, int ROWS, int TOKENS>
 const uint8_t* add_rows(const RowShape<F>& shape, const uint8_t* row, int64_t first, int64_t last,
                         const float* x, const uint8_t* fetch, float* out) {
@@ -289,7 +288,7 @@ void multiply_rows(const Layout& layout, const uint8_t* weight, int64_t first, i
   const int64_t kept = once ? KEPT / 4 / shape.bytes : KEPT / 4 / layout.columns;
   const int64_t most = std::clamp<int64_t>(kept / 24 * 24, 24, once ? BLOCK : GROUP);
   static thread_local std::vector<float> room, many;
-  room.resize(once ? 0 : most * layout.columns + 16), many.resize(once ? 0 : tokens * most);
+  if (!once) room.resize(most * layout.columns + 16), many.resize(tokens * most);
   float* unpacked = room.data();
   while (reinterpret_cast<uintptr_t>(unpacked) % 64) ++unpacked;
   float few[::MOST<float> * BLOCK], *sums = once ? few : many.data();
