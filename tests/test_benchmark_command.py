@@ -160,11 +160,9 @@ def llama(model, tasks, tmp_path, monkeypatch):
         ids = loaded.tokenizer(prompt["prompt"]).input_ids
         text = loaded.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=NEW)
         texts[str(ids)] = text[0, len(ids) :].tolist()
-    fake = tmp_path / "fake"
-    fake.mkdir()
-    (fake / "llama_cpp.py").write_text(FAKE)
-    (fake / "texts.json").write_text(json.dumps(texts))
-    monkeypatch.syspath_prepend(fake)
+    (tmp_path / "llama_cpp.py").write_text(FAKE)
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FAKE_LLAMA", "")
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path / "cache"))
     (model / "model.gguf").write_bytes(b"4 bits")
@@ -182,8 +180,7 @@ def test_llama_cpp_takes_turns_with_the_others(model, tasks, tmp_path, llama, mo
     output = tmp_path / "run.jsonl"
     assert run(*words(model, output, "--prompts", tasks / "math.jsonl", *LLAMAS)).exit_code == 0
     found = read_run(output)
-    names = ["plain", "llama.cpp", "llama.cpp-flash"]
-    assert [each["name"] for each in found.header["methods"]] == names
+    assert [each["name"] for each in found.header["methods"]] == [*LLAMAS[1::2]]
     assert (llama / "model-F32.gguf").read_bytes() == b"wide"
     assert len(found.records) == 3 * 3
     assert {record["new_tokens"][0] for record in found.records} == {NEW}
@@ -194,19 +191,14 @@ def test_llama_cpp_takes_turns_with_the_others(model, tasks, tmp_path, llama, mo
         assert positions[:1] == ([] if right else [wrong])
 
 
-@pytest.mark.parametrize("fault", ["closed", "crashes at 2"])
-def test_faults_of_llama_cpp_are_one_line(model, tasks, tmp_path, llama, monkeypatch, fault):
-    monkeypatch.setenv("FAKE_LLAMA", fault)
-    flags = ("--prompts", tasks / "math.jsonl", *LLAMAS[:4])
-    line = refused(*words(model, tmp_path / "run.jsonl", *flags))
-    assert ("llama.cpp: no such file" if fault == "closed" else "ended with exit code 3") in line
-
-
 def test_what_llama_cpp_lacks_is_one_line(model, tasks, tmp_path, monkeypatch, llama):
     command = words(model, tmp_path / "run.jsonl", "--prompts", tasks / "math.jsonl", *LLAMAS)
     message = refused(*command, "--dtype", "float64")
     assert "must be one of float32, bfloat16, float16 with llama.cpp, got float64" in message
     assert "greedily; leave --do-sample out" in refused(*command, "--do-sample")
+    for fault, line in (("closed", "no such file"), ("crashes at 2", "ended with exit code 3")):
+        monkeypatch.setenv("FAKE_LLAMA", fault)
+        assert line in refused(*command)
     (model / "model.gguf").unlink()
     assert "one .gguf in the folder of" in refused(*command)
     monkeypatch.setattr("layerskip.bench.llama.importlib.util.find_spec", lambda _: None)
