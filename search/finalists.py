@@ -249,7 +249,9 @@ def confirm(
     prompts: Sequence[Tensor],
     *,
     default: SkipConfig | None,
-    **how: Any,
+    repeats: int,
+    until: float = math.inf,
+    progress: Progress = silent,
 ) -> tuple[float, dict[str, Any]]:
     """Time finalists, the default and plain decoding in turn; sets `confirmed`.
 
@@ -257,7 +259,7 @@ def confirm(
 
     Args:
         default: the default draft, used with lookups; None: lookups only.
-        how: further arguments of `decoded_records`.
+        until: time (of `time.monotonic`) to end at, after whole repeats, at least one.
 
     Returns:
         Plain decoding's tokens per second, and the default's times.
@@ -266,7 +268,9 @@ def confirm(
     for each in finalists:
         lookup = each.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
-    decoded = decoded_records(model, task, methods, prompts, **how)
+    decoded = decoded_records(
+        model, task, methods, prompts, repeats=repeats, until=until, note=progress
+    )
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
     plain = decoding_totals(decoded, "plain")

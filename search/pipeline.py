@@ -288,7 +288,7 @@ class Search:
             default=automatic_draft(self.opened).skip,
             repeats=repeats,
             until=self.until,
-            note=self.progress,
+            progress=self.progress,
         )
         self.seconds["confirm"] = time.perf_counter() - started
 

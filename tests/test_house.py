@@ -17,16 +17,16 @@ ROOMS = {
     "decoding/sources": 1_210,
     "doors": 1_885,
     "serving": 3_541,
-    "bench": 1_972,
+    "bench": 1_984,
     "replay": 1_353,
     "research": 1_093,
-    "training": 2_352,
+    "training": 2_366,
     "cli": 3_236,
-    "search": 2_034,
+    "search": 2_038,
     "analysis": 2_295,
     "scripts": 797,
 }
-WHOLE = 39_763  # everything but tests, with C++
+WHOLE = 39_793  # everything but tests, with C++
 TESTS = 26_410
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)

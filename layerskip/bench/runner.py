@@ -194,15 +194,27 @@ def decoded_records(
     task: Task,
     methods: Sequence[Method],
     prompts: Sequence[Tensor],
-    **how: Any,
+    *,
+    repeats: int,
+    until: float = math.inf,
+    note: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> list[dict[str, Any]]:
     """Measure prompts (1, T) one by one; arguments are those of `benchmark`.
 
     Texts that end with their first token contain no decoding, and have no records.
     """
     records: list[dict[str, Any]] = []
-    batches, write = one_by_one(prompts), records.append
-    benchmark(model, task, methods, batches, write=write, warmup=1, **how)
+    benchmark(
+        model,
+        task,
+        methods,
+        one_by_one(prompts),
+        repeats=repeats,
+        warmup=1,
+        write=records.append,
+        until=until,
+        note=note,
+    )
     return [each for each in records if sum(each["new_tokens"]) > sum(each["first_tokens"])]
 
 

@@ -365,7 +365,10 @@ class ExitTraining(Stages):
         length = min(self.recipe.window, QUESTION)
         count = min(TIMED, (len(tokens) - 1) // length)
         prompts = [token_files.window(tokens, n, length)[None, :-1] for n in range(count)]
-        timed = clock(self, opened, prompts, drafts)
+        temperature = self.recipe.temperature
+        timed = clock(
+            opened, prompts, drafts, temperature, until=self.until, progress=self.progress
+        )
         best_skip, _ = chosen(drafts, timed)
         return best_skip, timed
 

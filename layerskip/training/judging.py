@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from layerskip.replay.trace import Trace, take_trace
 from layerskip.requests import end_tokens
 from layerskip.timing.tables import cost_tables
 from layerskip.training.drafts import TRAINED_FILE, Training
-from layerskip.training.stages import Stages
 
 PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
@@ -93,7 +92,14 @@ def judge(training: Training) -> dict[str, Any]:
         }
         for (name, each), cost in zip(drafts.items(), costs, strict=True)
     }
-    timed = clock(training, opened, prompts, drafts)
+    timed = clock(
+        opened,
+        prompts,
+        drafts,
+        recipe.temperature,
+        until=training.until,
+        progress=training.progress,
+    )
     best, pays = chosen(drafts, timed)
     written = replace(best, model=skip.model, model_hash=skip.model_hash)
     record = {
@@ -141,7 +147,13 @@ def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | N
 
 
 def clock(
-    stages: Stages, opened: Sublayers, prompts: Sequence[Tensor], drafts: Mapping[str, SkipConfig]
+    opened: Sublayers,
+    prompts: Sequence[Tensor],
+    drafts: Mapping[str, SkipConfig],
+    temperature: float,
+    *,
+    until: float,
+    progress: Callable[[str, float], None],
 ) -> dict[str, dict[str, Any]]:
     """Speedups of the draft and of the one before over plain decoding, timed in turn with lookups.
 
@@ -150,8 +162,7 @@ def clock(
     the texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`. Empty
     if every text ended with its first token.
     """
-    temperature, execution = stages.recipe.temperature, opened.execution
-    task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=execution)
+    task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=opened.execution)
     engines = [
         Engine(opened.model, task, name, drafts.get(name), lookup=True)
         for name in (TRAINED, BEFORE)
@@ -163,8 +174,8 @@ def clock(
         [plain, *engines],
         prompts[:TIMED],
         repeats=REPEATS,
-        until=stages.until,
-        note=stages.progress,
+        until=until,
+        note=progress,
     )
     timed: dict[str, dict[str, Any]] = {}
     for engine in engines if decoded else ():
