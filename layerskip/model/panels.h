@@ -44,8 +44,8 @@ struct Format {
   void (*pack)(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                int64_t end, const int32_t* order);
   // The sums of rows first to last with packed inputs. `weight` points to row first, or to the
-  // panel that begins with it. `write(t, row, count, sums)` is called with the sums of one token and some
-  // rows, and `then` points to what is read afterwards.
+  // panel that begins with it. `write(t, row, count, sums)` is called with the sums of one token
+  // and some rows, and `then` points to what is read afterwards.
   void (*multiply)(const Layout&, const uint8_t* weight, int64_t first, int64_t last,
                    const float* inputs, int64_t tokens, const uint8_t* then, Write write);
 };

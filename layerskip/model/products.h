@@ -153,8 +153,8 @@ inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
 #endif
 
 // What to prefetch: after `every` vectors, one line of weights for each row of a tile. These lines
-// are `apart` numbers from each other and `on` numbers from the next ones. And at every step, a line
-// of the inputs that are needed next, `inputs_on` numbers behind the last one.
+// are `apart` numbers from each other and `on` numbers from the next ones. And at every step, one
+// line of the inputs that are needed next, `inputs_on` numbers behind the last one.
 template <typename S>
 struct Fetch {
   const S* at;
@@ -210,6 +210,17 @@ template <typename S, bool PAIRS, int ROWS, int TOKENS>
   if (whole < span) step(rest[0], STEP);
 }
 
+// Adds the sums of a tile's vectors to `out`, whose tokens are STRIDE numbers apart.
+template <int64_t STRIDE, int TOKENS, int ROWS>
+[[gnu::always_inline]] inline void add_totals(const Vec (&sums)[TOKENS][ROWS], float* out) {
+  float totals[TOKENS * ROWS];
+  sums_of<TOKENS * ROWS>(&sums[0][0], totals);
+#pragma GCC unroll 8
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) out[t * STRIDE + r] += totals[t * ROWS + r];
+}
+
 // Adds the sums of a tile over `span` columns to sums_out.
 template <typename S, bool PAIRS, int ROWS, int TOKENS>
 inline void tile(const S* weight, int64_t columns, int64_t span, const float* x, Fetch<S> fetch,
@@ -220,12 +231,7 @@ inline void tile(const S* weight, int64_t columns, int64_t span, const float* x,
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) sums[t][r] = Vec(0.0f);
   accumulate<S, PAIRS, ROWS, TOKENS>(weight, columns, span, x, fetch, sums);
-  float totals[TOKENS * ROWS];
-  sums_of<TOKENS * ROWS>(&sums[0][0], totals);
-#pragma GCC unroll 8
-  for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) sums_out[t * GROUP + r] += totals[t * ROWS + r];
+  add_totals<GROUP>(sums, sums_out);
 }
 
 // The most tokens of a step, and the rows of a tile: as many sums as the registers hold.

@@ -205,8 +205,8 @@ void unpack_row(const RowShape<F>& shape, const uint8_t* row, float* out) {
 
 constexpr int64_t BLOCK = 48;  // the most rows whose sums are kept for all cuts
 
-// Adds the products of units first to last of ROWS rows with TOKENS packed inputs to `out`, (TOKENS,
-// BLOCK). Prefetches as many bytes at `fetch`, and returns where they end.
+// Adds the products of units first to last of ROWS rows with TOKENS packed inputs to `out`,
+// (TOKENS, BLOCK). Prefetches as many bytes at `fetch`, and returns where they end.
 template <typename F, int ROWS, int TOKENS>
 const uint8_t* add_rows(const RowShape<F>& shape, const uint8_t* row, int64_t first, int64_t last,
                         const float* x, const uint8_t* fetch, float* out) {
@@ -240,12 +240,7 @@ const uint8_t* add_rows(const RowShape<F>& shape, const uint8_t* row, int64_t fi
         }
     }
   }
-  float totals[TOKENS * ROWS];
-  sums_of<TOKENS * ROWS>(&sums[0][0], totals);
-#pragma GCC unroll 8
-  for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) out[t * BLOCK + r] += totals[t * ROWS + r];
+  add_totals<BLOCK>(sums, out);
   return fetch;
 }
 
