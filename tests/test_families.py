@@ -49,8 +49,8 @@ def test_the_table_is_of_the_pinned_version():
     assert levels == {*DRAFTS}
 
 
-def test_the_readme_says_what_the_table_says():
-    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+def test_the_page_of_models_says_what_the_table_says():
+    page = " ".join((ROOT / "docs" / "models.md").read_text(encoding="utf-8").split())
     groups = {how: [kind for kind, own in SERVED.items() if own == how] for how in DRAFTS}
     refused = sum(how.startswith("refused: ") for how in SERVED.values())
     assert f"transformers {TRANSFORMERS}" in page

@@ -1,4 +1,4 @@
-"""The README's programs run as printed, and its links lead somewhere."""
+"""Programs of the README and the guides run as printed, and all links lead somewhere."""
 
 import inspect
 import json
@@ -18,71 +18,73 @@ from layerskip.checkpoints import load
 from layerskip.search import SearchResult, search
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 EXAMPLE = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
+
+
+def program(page, words):
+    """The program on a page that contains the words."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return next(code for code in programs if words in code)
 
 
 def test_the_program_runs(monkeypatch, capsys, tmp_path):
     """With a shipped model instead of one from the Hub."""
     monkeypatch.chdir(tmp_path)  # as with an installed wheel, outside a checkout
-    assert PROGRAMS[0].count(EXAMPLE) == 1
-    program = PROGRAMS[0].replace(EXAMPLE, repr(str(layerskip.shipped("demo-llama"))))
-    exec(compile(program, "README.md", "exec"), {})
+    code = program("README.md", EXAMPLE)
+    exec(code.replace(EXAMPLE, repr(str(layerskip.shipped("demo-llama")))), {})
     printed = capsys.readouterr().out
     assert "drafts: " in printed
     assert re.search(r"^[01]\.\d+ [1-9]\d*\.\d+$", printed, re.MULTILINE)  # the two rates
 
 
 def test_the_controller_decodes():
-    names = {}
-    exec(compile(PROGRAMS[1], "README.md", "exec"), names)
+    own = {}
+    exec(program("docs/sources.md", "class Careful"), own)
     model, ids = lively_model("llama"), prompt(7)
     how = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
-    out = model.generate(
-        ids, custom_generate=names["decoding"], return_dict_in_generate=True, **how
-    )
+    out = model.generate(ids, custom_generate=own["decoding"], return_dict_in_generate=True, **how)
     assert out.sequences.tolist() == model.generate(ids, **how).tolist()
     assert 0 < out.stats.num_draft_tokens < 6 * out.stats.num_rounds
 
 
 def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
     """The program that searches, without the search itself, which would take minutes."""
-    searching = search
 
     def found(*arguments, **settings):
-        inspect.signature(searching).bind(*arguments, **settings)
+        inspect.signature(search).bind(*arguments, **settings)
         skip = SkipConfig(num_layers=6, notes={"confirmed": {"speedup": 1.5}})
         return SearchResult(skip, None, (), None, {})
 
     monkeypatch.setattr("layerskip.search.pipeline.search", found)
     monkeypatch.chdir(tmp_path)
-    assert len(PROGRAMS) == 3
-    given = {"model": object(), "prompts": [], "others": []}
-    exec(compile(PROGRAMS[2], "README.md", "exec"), given)
+    exec(program("docs/searching.md", "import search"), {"model": 0, "prompts": [], "others": []})
     assert "1.5" in capsys.readouterr().out
     assert SkipConfig.load(tmp_path / "skip.json").num_layers == 6
 
 
-LINK = r"\]\((?!http)([^)#]+)|^\[[^\]]+\]: (\S+)"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = r"\]\((?!http)([^)#]*)#?([^)]*)\)|^\[[^\]]+\]: ([^\s#]+)"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    found = re.findall(LINK, page.read_text(encoding="utf-8"), re.MULTILINE)
-    targets = [inline or reference for inline, reference in found]
-    assert targets or page.name == "sources.md"
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def anchors(page):
+    headings = re.findall(r"^#+ (.*)", page.read_text().lower(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings]
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        found = re.findall(LINK, page.read_text(), re.MULTILINE)
+        assert found, page
+        for inline, anchor, reference in found:
+            target = page.parent / (inline or reference or page.name)
+            assert target.exists(), (page, target)
+            assert not anchor or anchor in anchors(target), (page, target, anchor)
 
 
 def test_figures_are_those_of_records():
     """Every ratio in README names a record; `make figures` stores records and updates README."""
-    stored = json.loads(figures.STORED.read_text()) if figures.STORED.exists() else {}
-    _, lines = figures.told(README, stored)
-    assert [line for line in lines if stored or "names no record" in line] == []
+    readme, stored = (ROOT / "README.md").read_text(), json.loads(figures.STORED.read_text())
+    assert figures.told(readme, stored) == (readme, [])
 
 
 def test_figures_that_no_record_has_are_told_and_put_right(tmp_path):

@@ -89,7 +89,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
-    help="Lossless self-speculative decoding: a model drafts with some of its own sublayers.",
+    help="Faster generation with the same text: a model drafts with cheaper versions of itself.",
 )
 
 
