@@ -153,8 +153,10 @@ def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkey
     assert all(torch.equal(one[name], other[name]) for name in one)
     timeless = {"seconds": None}
     assert again | timeless == whole | timeless
-    assert not (tmp_path / "parts" / "work").exists()
+    assert [file.name for file in (tmp_path / "parts" / "work").iterdir()] == ["recipe.json"]
     assert training(tmp_path / "parts", texts).run() == again  # nothing is done again
+    with pytest.raises(ValueError, match=r"another steps \(12, now 13\); name another folder"):
+        training(tmp_path / "parts", texts, steps=13)
 
 
 def test_training_makes_exits_right_more_often_and_keeps_the_model(tmp_path, texts):
@@ -238,6 +240,7 @@ def test_random_weights_learn_the_text(tmp_path, texts):
     record = ExitTraining(model, Letters(), None, texts, recipe, tmp_path / "out").run()
     assert rise(record) < -0.5
     assert record["recipe"]["exits"] == [1]
+    assert random_model(None, tiny_model("llama").to("meta"), 0).device.type == "meta"
     config.vocab_size += 1
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="the tokenizer of this model has"):
@@ -258,11 +261,14 @@ def test_random_weights_learn_the_text(tmp_path, texts):
         ("--config c.json", "--config needs --init random; leave it out"),
         ("--init random --loss kl", "random weights are trained towards the text: loss ce"),
         ("--init random --config short.txt", "--config short.txt is not a configuration: "),
+        ("--init random --prompts long.txt", "random weights cannot answer prompts; give --texts"),
+        ("--draft heads", "--draft needs --recipe draft; leave it out"),
+        ("--execution fused", "--execution needs --recipe draft; leave it out"),
         ("--recipe draft --lora 4", "--lora needs --recipe exits; leave it out"),
         ("--texts none.txt", "cannot read texts none.txt: No such file or directory"),
         ("--texts bad.jsonl", 'texts bad.jsonl, line 1: a line must be an object with "text"'),
         ("--texts short.txt", "tokens, too few for 4 windows of 256 to train on and one to judge"),
-        ("--output full", "--output full is not empty, and holds no training; name another"),
+        ("--output full", "full is not empty, and holds no training; name another folder"),
         ("--output short.txt", "--output short.txt is a file; give a folder"),
         ("--lora 4", "--lora needs peft, which is not installed: pip install peft"),
     ],

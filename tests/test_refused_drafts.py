@@ -162,7 +162,10 @@ def test_a_full_disk_ends_every_stage_and_training_goes_on_behind_it(checkpoint,
         assert line == f"[Errno 27] File too large: '{tmp_path / 'parts' / file}'"
         assert not (tmp_path / "parts" / file).exists()
         assert not list((tmp_path / "parts").rglob(".*.tmp"))
+        if (work / "recipe.json").exists():
+            (work / ".checkpoint.pt.1.tmp").write_bytes(b"left by a process that was killed")
     assert train(checkpoint, tmp_path / "parts", *flags) == "trained"
+    assert not list(work.rglob(".*.tmp"))
     files = [tmp_path / each / "draft.safetensors" for each in ("parts", "whole")]
     ours, whole = (file.read_bytes() for file in files)
     assert ours == whole
@@ -191,15 +194,21 @@ def test_trainings_that_do_not_begin(checkpoint, prompts, tmp_path, monkeypatch)
     for text, words in (
         ("", "given.txt are empty"),
         ("\n \n", "given.txt are empty"),
-        ("w5 w6\n", "training needs at least 2 prompts or texts"),
+        ("w5 w6\n", "training needs at least 2 prompts, one of them held out"),
         ('{"prompt": 3}', "given.txt, line 1: prompt must be a string"),
     ):
         path.write_text(text)
-        for flag in ("--prompts", "--texts"):
-            assert words in train(checkpoint, output, flag, path)
-    path.write_text("w5 w6\nw7 w8\n")
-    assert "too few for a step" in train(checkpoint, output, "--texts", path)
-    assert "cannot read prompts" in train(checkpoint, output, "--texts", tmp_path / "none")
+        assert words in train(checkpoint, output, "--prompts", path)
+    texts = tmp_path / "texts.jsonl"
+    for text, words in (
+        ("", "at least 2 texts (64 lines of plain text are one), one of them held out to judge by"),
+        ('{"text": 3}', "texts.jsonl, line 1: text must be a string"),
+        ('{"prompt": "w5"}', 'texts.jsonl, line 1: a line must be an object with "text"'),
+        ('{"text": "w5 w6"}\n{"text": "w7 w8"}', "too few for a step"),
+    ):
+        texts.write_text(text)
+        assert words in train(checkpoint, output, "--texts", texts)
+    assert "cannot read texts" in train(checkpoint, output, "--texts", tmp_path / "none")
     other = save_checkpoint(tmp_path / "other", tiny_model("llama", dtype=torch.float32, seed=1))
     skip, _ = trained_draft("healed, 8 bits", other, tmp_path)
     foreign = ("--prompts", prompts, "--skip", skip)

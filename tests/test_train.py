@@ -156,8 +156,10 @@ def stop_at(words, share):
     [("healed", "texts", 0.3), ("exit-block", "features", 0.3), ("streams", "training", 0.5)],
 )
 def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path, monkeypatch):
-    """Once for each kind of file that a stage leaves."""
+    """Once for each kind of file that a stage leaves; the last with two optimizers."""
     how = {"kind": kind, "skip": BITS if kind == "healed" else None}
+    if kind == "streams" and hasattr(torch.optim, "Muon"):
+        how["optimizer"] = "muon"
     whole = training(tmp_path / "whole", **how)
     whole.run()
     monkeypatch.setattr("layerskip.training.stages.SAVE_SECONDS", 0.0)
@@ -289,6 +291,19 @@ def test_features_are_the_targets_own_states(tmp_path):
             torch.testing.assert_close(logits, whole.logits, rtol=1e-4, atol=1e-4)
         nbytes = sum(file.stat().st_size for file in folder.iterdir())
         assert 0 <= nbytes - features.nbytes(opened, ids.numel(), tap) < 1000 * len(done)
+
+
+def test_given_texts_are_read_only_as_far_as_needed(tmp_path, monkeypatch):
+    """A batch of them may be far longer than the tokens or the time to train on."""
+    given = [Prompt(id=str(i), text="all that there is to read " * 40) for i in range(5)]
+    long = source(lively_model("llama"), given=given, answer=False)
+    monkeypatch.setattr(sys.modules[__name__], "source", lambda _: long)
+    few = training(tmp_path / "few", tokens=320, kind="heads", skip=None)
+    monkeypatch.setattr(drafts, "FOR_FEATURES", 1e-9)
+    late = training(tmp_path / "late", tokens=None, minutes=0.1, kind="heads", skip=None)
+    for made, windows in ((few, 320 // 2 // 16 + drafts.APART), (late, features.CHUNK)):
+        made.run()
+        assert made.facts["text_tokens"] == 16 * windows
 
 
 def test_the_forward_pass_is_the_drafts(tmp_path):
@@ -423,9 +438,11 @@ def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkey
     """Loading took 60 of 300 seconds, an earlier start 30; judging gets a third, or a minute."""
     monkeypatch.setattr(drafts.time, "monotonic", lambda: 1000.0)
     how = {"tokens": None, "minutes": 5.0, "started": 940.0}
-    for folder in (tmp_path / "draft", tmp_path / "assistant"):
-        (folder / "work").mkdir(parents=True)
-        (folder / "work" / "seconds.json").write_text('{"texts": 20.0, "training": 10.0}')
+    training(tmp_path / "draft", **how)
+    assistant_training(tmp_path / "assistant", started, **how)
+    for name in ("draft", "assistant"):
+        file = tmp_path / name / "work" / "seconds.json"
+        file.write_text('{"texts": 20.0, "training": 10.0}')
     going = training(tmp_path / "draft", **how)
     assert going.until == 940 + 300 - 30
     assert going.budget(60) == 210 + 10 - 60
@@ -470,9 +487,9 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     plain = generate(model, ids, enabled=False, **how).sequences
     for pays in (True, False):
         monkeypatch.setattr(judging, "_pays", lambda _, pays=pays: pays)
-        record = judging.judge(made)
+        record = judging.judge(made, skip)
         assert record["pays"] == pays
-        assert record == judging.read_record(tmp_path)
+        assert record == json.loads((tmp_path / "train.json").read_text())
         of = record["drafts"]["trained"]
         assert of["bytes"] > 0
         assert "untrained" in record["drafts"]
@@ -487,13 +504,14 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
             before = record["timed"]["before"]["speedup"] > 1
             assert written.decoding.enabled is (None if before else False)
         # the trained weights are kept either way
-        assert SkipConfig.load(tmp_path / "trained.json") == judging.trained_skip(tmp_path) == skip
+        assert SkipConfig.load(tmp_path / "trained.json") == skip
         for name in ("skip.json", "trained.json"):
             got = generate(model, ids, skip=tmp_path / name, controller="fixed", **how)
             assert torch.equal(got.sequences, plain)
     assert got.stats is not None
     assert got.stats.num_accepted_tokens
-    assert not (tmp_path / "work" / "features").exists()
+    assert [file.name for file in (tmp_path / "work").iterdir()] == ["recipe.json"]
+    assert training(tmp_path, model).finished("train.json") == record
 
 
 # ---- What is refused ----
@@ -525,8 +543,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
             training(tmp_path / "none", model, kind=kind, skip=skip)
     assert not (tmp_path / "none").exists()
     training(tmp_path / "a", model)
-    with pytest.raises(ValueError, match="a has no finished training"):
-        judging.trained_skip(tmp_path / "a")
+    with pytest.raises(ValueError, match=f"{tmp_path} is not empty, and holds no training; name"):
+        training(tmp_path, model)
     with pytest.raises(ValueError, match=r"holds a training with another seed \(0, now 1\)"):
         training(tmp_path / "a", model, seed=1)
 
@@ -537,7 +555,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         (["--prompts", "a", "--texts", "b"], "give --prompts or --texts, not both"),
         (["--prompts", "empty.txt"], "prompts empty.txt are empty"),
         (["--output", "empty.txt"], "--output empty.txt is a file; give a folder"),
-        (["--output", "empty.txt/x"], "--output empty.txt/x cannot be made"),
+        (["--output", "empty.txt/x"], "--output empty.txt/x cannot be made: "),
         (["--tokens", "0"], "should be greater than or equal to 1"),
         (["--minutes", "-1"], "--minutes must be more than 0 minutes and finite, got -1"),
         (["--minutes", "1", "--timeout", "60"], "give --timeout SECONDS or --minutes M, not both"),

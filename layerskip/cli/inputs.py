@@ -15,16 +15,14 @@ from layerskip.pictures import read_picture
 from layerskip.prompts import Prompt, by_category, read_prompts
 
 
-def make_folder(folder: Path) -> None:
-    """Make the --output folder. Raise a ValueError before loading if it cannot be written to."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output {folder} is a file; give a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output {folder} cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--output {folder} cannot be written to")
+def check_folder(folder: Path) -> None:
+    """Reject an --output folder that cannot be made or written to. Called before a model loads."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        words = "is a file" if there == folder else f"cannot be made: {there} is a file"
+        raise ValueError(f"--output {folder} {words}; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {folder} cannot be made or written to: {there} is read-only")
 
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:

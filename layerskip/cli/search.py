@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from layerskip.cli import flags
 from layerskip.cli.flags import flag, load_skips, seconds_given, switch, warn_idle
-from layerskip.cli.inputs import given_prompts, in_turn, make_folder, spoken
+from layerskip.cli.inputs import check_folder, given_prompts, in_turn, spoken
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.files.records import redacted
@@ -121,7 +121,8 @@ def search(
     started = time.monotonic()
     first = load_skips(skip, entry)
     chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
-    make_folder(output)
+    check_folder(output)
+    output.mkdir(parents=True, exist_ok=True)
     talk = Talk(quiet)
     if storage is not None:
         talk.progress("opening the storage")

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerskip.cli.flags import AsJson, Flags, Loading, Quiet, Seed, flag, seconds_given
-from layerskip.cli.inputs import make_folder, read_given
+from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
 from layerskip.config import SkipConfig
-from layerskip.files.trainings import LARGEST_RISE, rise
+from layerskip.files.trainings import LARGEST_RISE, check_record, rise
+from layerskip.prompts import Prompt
 from layerskip.registry import LossName, OptimizerName, StudentName
 
 MINUTES = 30.0
-_BAR = 20  # width in characters
 DRAFT_COLUMNS = (
     "share of first draft tokens that the model accepts, greedy and sampled; of 2nd and 4th ones, "
     "sampled; time of a draft step, in steps of the model; speedup over plain decoding, expected "
@@ -95,12 +95,12 @@ def train(
         "early layers draft well, and write a new checkpoint.",
         default="draft",
     ),
-    draft: StudentName = flag(
+    draft: StudentName | None = flag(
         "Kind of draft. healed: corrections of low precision; exit-block: a layer after an early "
         "exit; feature-block: a layer over the last hidden state and the token; heads: four tokens "
         "at once from these; streams: likewise, by a layer that looks ahead; assistant: further "
-        "training of a Gemma 4 assistant; eagle3: an EAGLE-3 head in vLLM's speculators format.",
-        default="healed",
+        "training of a Gemma 4 assistant; eagle3: an EAGLE-3 head in vLLM's speculators format.  "
+        "[default: healed]"
     ),
     skip: str | None = flag(
         "Skip config of the draft to heal. Training resumes from healed weights.  [default: "
@@ -143,21 +143,21 @@ def train(
     started = time.monotonic()
     seconds = seconds_given(timeout, minutes)
     minutes = None if seconds is None else seconds / 60
+    check_folder(output)
     if recipe == "exits":
-        given: dict[str, Any] = {"skip": skip, "exit_layer": exit_layer, "start": start}
-        given |= {"rank": rank, "tokens": tokens}
+        given: dict[str, Any] = {"draft": draft, "skip": skip, "exit_layer": exit_layer}
+        given |= {"start": start, "rank": rank, "tokens": tokens}
+        given["execution"] = None if loading.execution == "auto" else loading.execution
         for name, value in given.items():
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --recipe draft; leave it out")
         shared: dict[str, Any] = {"loss": loss, "rate": rate, "minutes": minutes}
         shared |= {"optimizer": optimizer, "temperature": temperature, "seed": seed}
-        train_exits(
-            output, prompts, texts, of_exits, shared, loading, Talk(quiet), started, as_json
-        )
+        train_exits(output, prompts, texts, of_exits, shared, loading, quiet, started, as_json)
         return
     for name in of_exits.settings:
         raise ValueError(f"--{name} needs --recipe exits; leave it out")
-    loss = loss or "lk"
+    draft, loss = draft or "healed", loss or "lk"
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
     for option, value, kind in (
@@ -172,14 +172,12 @@ def train(
         raise ValueError("--draft assistant needs --start NAME and --loss lk")
     if draft == "eagle3" and loss != "lk":
         raise ValueError("--draft eagle3 needs --loss lk")
-    file = prompts or texts
-    asked = None if file is None else read_given(file)
+    asked = None if prompts is None else read_given(prompts)
     base = None if skip is None else SkipConfig.load(skip)
     if exit_layer is not None:
         base = SkipConfig.early_exit(exit_layer)
     if tokens is None and minutes is None:
         minutes = MINUTES
-    make_folder(output)
     import torch
 
     from layerskip.checkpoints import load_official
@@ -188,8 +186,12 @@ def train(
     from layerskip.training.data import Corpus
     from layerskip.training.drafts import RANK, Recipe, Training
     from layerskip.training.eagle import EagleTraining
-    from layerskip.training.judging import judge, read_record
+    from layerskip.training.judging import judge
+    from layerskip.training.stages import RECORD
+    from layerskip.training.token_files import documents
 
+    if texts is not None:
+        asked = [Prompt(id=str(n), text=each) for n, each in enumerate(documents(texts), 1)]
     with processes.process_group():
         talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
@@ -216,39 +218,45 @@ def train(
             seed=seed,
         )
         with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
-            said: dict[str, Any] = {
-                "progress": lambda what, share: talk.progress(f"{what} ({share:.0%})"),
-                "say": talk.say,
-                "started": started,
-            }
+            said = _said(talk, started)
             if draft in ("assistant", "eagle3"):
                 official = None if start is None else load_official(start, loaded)
                 if start is not None and official is None:
                     raise ValueError(f"--start must name a head or an assistant, got {start}")
                 place = None if official is None else str(official.folder or start)
                 training_of = EagleTraining if draft == "eagle3" else AssistantTraining
-                trained = training_of(place, opened, corpus, settings, output, **said).further()
-                talk.progress("")
-                if processes.first():
-                    print(_overlaps(trained))
-                    with_it = f"--assistant {output / draft}"
-                    talk.say(f"next: layerskip generate {loaded.name} --prompt TEXT {with_it}")
-                    if as_json:
-                        print(to_json(trained))
-                return
-            training = Training(opened, corpus, settings, output, **said)
-            record = read_record(output)
-            if record is None:
-                training.run()
-                record = judge(training) if processes.first() else None
+                record = training_of(place, opened, corpus, settings, output, **said).further()
             else:
-                talk.say(f"this training is finished; its results are in {output / 'train.json'}")
-            if record is None or not processes.first():
-                return
+                training = Training(opened, corpus, settings, output, **said)
+                found = training.finished(RECORD, check_record)
+                if found is None:
+                    made = training.run()
+                    found = judge(training, made) if processes.first() else {}
+                record = found
+        if not processes.first():
+            return
+    command = f"generate {loaded.name} --prompt TEXT"
+    if draft in ("assistant", "eagle3"):
+        words, with_it = _overlaps(record), f" --assistant {output / draft}"
+    else:
+        words, with_it = _table(record), f" --skip {output / 'skip.json'}" if record["pays"] else ""
+    _show(talk, words, f"{command}{with_it}", record, as_json)
+
+
+def _said(talk: Talk, started: float) -> dict[str, Any]:
+    """Arguments of a training: where its messages go, and when the command began."""
+    return {
+        "progress": lambda what, share: talk.progress(f"{what} ({share:.0%})"),
+        "say": talk.say,
+        "started": started,
+    }
+
+
+def _show(talk: Talk, words: str, following: str, record: dict[str, Any], as_json: bool) -> None:
+    """Print the results of a training, and the command that uses them."""
     talk.progress("")
-    print(_table(record))
-    with_it = f" --skip {output / 'skip.json'}" if record["pays"] else ""
-    talk.say(f"next: layerskip generate {loaded.name} --prompt TEXT{with_it}")
+    print(words)
+    talk.say(f"next: layerskip {following}")
     if as_json:
         print(to_json(record))
 
@@ -260,7 +268,7 @@ def train_exits(
     flags: ExitFlags,
     shared: dict[str, Any],
     loading: Loading,
-    talk: Talk,
+    quiet: bool,
     started: float,
     as_json: bool,
 ) -> None:
@@ -270,55 +278,36 @@ def train_exits(
     random = settings.get("init") == "random"
     if config is not None and not random:
         raise ValueError("--config needs --init random; leave it out")
-    if random and texts is None:
-        raise ValueError("random weights cannot answer prompts; give --texts FILE")
+    if random and (texts is None or prompts is not None):
+        raise ValueError("random weights cannot answer prompts; give --texts FILE alone")
     if random:
         settings = {"loss": "ce", "keep": 0.0, "rate": 3e-3} | settings
     if "steps" not in settings and "minutes" not in settings:
         settings["minutes"] = MINUTES
     asked = None if prompts is None else read_given(prompts)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"--output {output} is a file; give a folder")
 
+    from layerskip.timing.threads import cpu_threads
     from layerskip.training import processes
     from layerskip.training.data import Corpus
     from layerskip.training.exit_training import ExitRecipe, ExitTraining
     from layerskip.training.exits import random_model
 
     recipe = ExitRecipe(**settings)
-    with processes.process_group():
-        talk = talk if processes.first() else Talk(True)
+    with processes.process_group(), cpu_threads(loading.threads):
+        talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
-        model, corpus = loaded.model, None
+        model, tokenizer, corpus = loaded.model, loaded.tokenizer, None
         if random:
-            model = random_model(config, loaded.model, recipe.seed)
-        if texts is None or asked is not None:
+            model = random_model(config, model, recipe.seed)
+        elif texts is None or asked is not None:
             corpus = Corpus(
-                model, loaded.tokenizer, asked, temperature=recipe.temperature, seed=recipe.seed
+                model, tokenizer, asked, temperature=recipe.temperature, seed=recipe.seed
             )
-
-        def progress(what: str, share: float) -> None:
-            talk.progress(f"[{'#' * int(_BAR * share):<{_BAR}}] {what}")
-
-        training = ExitTraining(
-            model,
-            loaded.tokenizer,
-            corpus,
-            texts,
-            recipe,
-            output,
-            progress=progress,
-            say=talk.say,
-            started=started,
-        )
-        record = training.run()
+        said = _said(talk, started)
+        record = ExitTraining(model, tokenizer, corpus, texts, recipe, output, **said).run()
         if not processes.first():
             return
-    talk.progress("")
-    print(_exits(record))
-    talk.say(f"next: layerskip benchmark {output} --prompts FILE")
-    if as_json:
-        print(to_json(record))
+    _show(talk, _exits(record), f"benchmark {output} --prompts FILE", record, as_json)
 
 
 def _exits(record: dict[str, Any]) -> str:

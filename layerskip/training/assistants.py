@@ -8,7 +8,6 @@ Shapes: B texts, T tokens of one, S steps, P = T - S places, H the target's widt
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass, replace
@@ -20,8 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from layerskip.decoding.sources.official import Official
-from layerskip.files.schema import parse
-from layerskip.files.writing import replace_folder, write_text
+from layerskip.files.writing import replace_folder
 from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
 from layerskip.model.sublayers import Sublayers
@@ -178,15 +176,11 @@ class AssistantTraining(Training):
         return super()._identity() | {"start": self.start}
 
     def further(self) -> dict[str, Any]:
-        """Run all stages, and return the record."""
-        path = self.folder / f"{self.kind}.json"
-        if not path.exists():
-            self._train_further(*self._windows(), path)
-            processes.wait()
-        record: dict[str, Any] = parse(path.read_bytes())
-        return record
+        """Run all stages; only the first process returns the record as long as it is new."""
+        done = self.finished(f"{self.kind}.json")
+        return done or self._train_further(*self._windows())
 
-    def _train_further(self, ids: Tensor, texts: list[data.TrainingText], path: Path) -> None:
+    def _train_further(self, ids: Tensor, texts: list[data.TrainingText]) -> dict[str, Any]:
         """Train on windows (N, T), and write the assistant and its record."""
         temperature, ids = self.recipe.temperature, ids.to(self.opened.device)
         assistant = self.begun(texts).to(self.opened.device)
@@ -203,7 +197,7 @@ class AssistantTraining(Training):
             pass
         after = self._judged(assistant, ids)
         if not processes.first():
-            return
+            return {}
         self.save(assistant.to(dtype), self.folder / self.kind)
         record = {
             "recipe": self.recipe.to_dict(),
@@ -214,8 +208,7 @@ class AssistantTraining(Training):
             "seconds": self.seconds,
             "overlap": {"before": before, "after": after},
         }
-        write_text(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
-        self.clear()
+        return self.finish(f"{self.kind}.json", record)
 
     @torch.no_grad()
     def _judged(self, assistant: Any, ids: Tensor) -> list[float]:

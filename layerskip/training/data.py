@@ -25,6 +25,7 @@ from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
 from layerskip.generation import decode
 from layerskip.prompts import Prompt
+from layerskip.training.token_files import LINES
 
 BATCH = 48
 """Texts decoded together."""
@@ -72,8 +73,9 @@ class Corpus:
         seed: int = 0,
     ) -> None:
         if given is not None and len(given) < 2:
+            what = "prompts" if answer else f"texts ({LINES} lines of plain text are one)"
             raise ValueError(
-                f"training needs at least 2 prompts or texts, one of them held out to judge by; "
+                f"training needs at least 2 {what}, one of them held out to judge by; "
                 f"got {len(given)}"
             )
         self.model, self.tokenizer = model, tokenizer

@@ -34,7 +34,7 @@ TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether or not it pays."""
 RANK = 16
 PASSES = 2  # over the texts, if a number of tokens is requested
-FOR_TEXTS, FOR_JUDGING = 0.2, 0.1  # shares of the requested minutes
+FOR_TEXTS, FOR_FEATURES, FOR_JUDGING = 0.2, 0.25, 0.1  # shares of the requested minutes
 LEAST_JUDGING = 60.0
 """Minimum seconds for judging, but at most a third of the total."""
 FOR_TEXTS_OF_MODULES = 0.4  # modules train three times as fast, so they see texts about as often
@@ -132,6 +132,7 @@ class Training(Stages):
         if processes.first():
             self._make_features(ids)
         processes.wait()
+        ids = ids[: features.stored(self.work / "features")]
         self._train(ids, self._frequent(texts))
         processes.wait()
         return SkipConfig.load(self.folder / TRAINED_FILE)
@@ -143,6 +144,9 @@ class Training(Stages):
         processes.wait()
         texts, recipe = data.all_texts(self.work / "texts"), self.recipe
         ids = features.windows([text.ids for text in texts], recipe.window)
+        if recipe.tokens is not None and not self.corpus.answers:  # texts may be of any length
+            enough = math.ceil(recipe.tokens / PASSES / recipe.window)
+            ids = ids[: max(recipe.rows, enough) + APART]
         if len(ids) <= recipe.rows:
             raise ValueError(
                 f"the texts hold {sum(len(text.ids) for text in texts)} tokens, too few for a "
@@ -150,11 +154,6 @@ class Training(Stages):
                 "more prompts or texts"
             )
         return ids, texts
-
-    def clear(self) -> None:
-        """Remove the files that only training needs; texts and times stay."""
-        shutil.rmtree(self.work / "features", ignore_errors=True)
-        self.checkpoint.unlink(missing_ok=True)
 
     def _make_texts(self) -> None:
         recipe = self.recipe
@@ -188,10 +187,15 @@ class Training(Stages):
         folder, tokens = self.work / "features", ids.numel()
         there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         self._need(features.nbytes(self.opened, tokens, self.tap) - there, "features")
-        made = features.compute(self.opened, ids, folder, tap=self.tap)
+        limit, read = FOR_FEATURES * 60 * (self.recipe.minutes or math.inf), 0
+        made = features.compute(
+            self.opened, ids, folder, tap=self.tap, more=lambda: self.seconds["features"] < limit
+        )
         for done in self.timed("features", made):
             read = done * ids.shape[1]
             self.progress(f"features: {read:,} of {tokens:,} tokens", read / tokens)
+        if read < tokens:
+            self.say(f"the first {read:,} of {tokens:,} tokens are used: there is no time for more")
 
     def _need(self, nbytes: int, what: str) -> None:
         free = shutil.disk_usage(self.work).free

@@ -34,9 +34,8 @@ from layerskip.training.exit_results import best_exit, card, curve, judged_exits
 from layerskip.training.exits import ExitModel, enabled, exit_table, exit_weights, kept_layers
 from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock
 from layerskip.training.losses import divergences
-from layerskip.training.stages import BaseRecipe, Stages, StepLoss
+from layerskip.training.stages import RECORD, BaseRecipe, Stages, StepLoss
 
-RECORD = "train.json"
 APART = 16
 """Number of windows held out to judge by."""
 FEW = 80_000
@@ -141,7 +140,6 @@ class ExitTraining(Stages):
             )
         if corpus is None:
             token_files.check_length(self._given(), recipe.rows, recipe.window)
-        check_empty(folder)
         self.dtype, self.base = model.dtype, fingerprint(model)
         stages = ("texts", "training", "judging")
         super().__init__(folder, self._identity(), stages, model.device, **said)
@@ -162,15 +160,13 @@ class ExitTraining(Stages):
         return token_files.tokenised(token_files.documents(self.texts), self.tokenizer)
 
     def run(self) -> dict[str, Any]:
-        """Run all stages; returns the record, which is kept together with the checkpoint."""
-        path = self.folder / RECORD
-        if not path.exists():
-            self._run()
-            processes.wait()
-        record: dict[str, Any] = parse(path.read_bytes())
-        return record
+        """Run all stages; returns the record, which is kept together with the checkpoint.
 
-    def _run(self) -> None:
+        Only the first process returns it as long as it is new.
+        """
+        return self.finished(RECORD, check_exit_record) or self._run()
+
+    def _run(self) -> dict[str, Any]:
         recipe = self.recipe
         if processes.first():
             self._make_texts()
@@ -198,7 +194,7 @@ class ExitTraining(Stages):
         self._train(tokens, frozen, adapted)
         if adapted is not None:
             adapted.merge_and_unload()
-        self._finish(before, len(tokens))
+        return self._finish(before, len(tokens))
 
     def _make_texts(self) -> None:
         """Write missing token files."""
@@ -312,14 +308,14 @@ class ExitTraining(Stages):
             f"tokens, {steps * a_step / text_tokens:.0%} of the texts.{few}"
         )
 
-    def _finish(self, before: list[dict[str, float]], text_tokens: int) -> None:
-        """Write the checkpoint and its results."""
+    def _finish(self, before: list[dict[str, float]], text_tokens: int) -> dict[str, Any]:
+        """Write the checkpoint and its results; returns these."""
         if processes.count() == 1:
             self.model.to(self.dtype).float()  # judge the weights as they will be written
         after = self._judged("after")
         state = _whole_state(self.module)
         if not processes.first():
-            return
+            return {}
         recipe, base = self.recipe, self.model.name_or_path or None
         partial = self.folder / ".checkpoint.tmp"
         shutil.rmtree(partial, ignore_errors=True)
@@ -352,37 +348,26 @@ class ExitTraining(Stages):
             file.chmod(0o644)  # the library makes weight files readable by their owner only
             file.replace(self.folder / file.name)  # last the config, which completes a checkpoint
         partial.rmdir()
-        write_text(self.folder / RECORD, json.dumps(record, indent=2, allow_nan=False) + "\n")
-        shutil.rmtree(self.work)
+        return self.finish(RECORD, record)
 
     def _timed(self, folder: Path, best: int) -> tuple[SkipConfig, dict[str, Any]]:
         """The skip config for a checkpoint after timing its exit, and the timings."""
-        opened = open_model(type(self.model).from_pretrained(folder, dtype=self.dtype).eval())
+        written = type(self.model).from_pretrained(folder, dtype=self.dtype)
+        opened = open_model(written.to(self.device).eval())
         drafts, usual = {TRAINED: SkipConfig.early_exit(best)}, automatic_draft(opened).skip
         if usual is not None:
             drafts[BEFORE] = usual
         tokens = token_files.token_file(self.work / token_files.APART)
         length = min(self.recipe.window, QUESTION)
         count = min(TIMED, (len(tokens) - 1) // length)
-        prompts = [token_files.window(tokens, n, length)[None, :-1] for n in range(count)]
+        windows = (token_files.window(tokens, n, length) for n in range(count))
+        prompts = [window[None, :-1].to(self.device) for window in windows]
         temperature = self.recipe.temperature
         timed = clock(
             opened, prompts, drafts, temperature, until=self.until, progress=self.progress
         )
         best_skip, _ = chosen(drafts, timed)
         return best_skip, timed
-
-
-def check_empty(folder: Path) -> None:
-    """Reject a folder that contains something other than a training.
-
-    Raises:
-        ValueError: it does.
-    """
-    if folder.is_dir() and any(folder.iterdir()):
-        known = (folder / "work" / "recipe.json").exists() or (folder / RECORD).exists()
-        if not known:
-            raise ValueError(f"--output {folder} is not empty, and holds no training; name another")
 
 
 def _adapted(model: Any, recipe: ExitRecipe) -> Any:

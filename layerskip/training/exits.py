@@ -137,7 +137,8 @@ class ExitModel(nn.Module):
 
 
 def random_model(config: Path | None, like: Any, seed: int) -> Any:
-    """A model with random weights in float32, with the shape in a file or of another model.
+    """A model with random weights in float32, with the shape in a file or of another model, and on
+    its device.
 
     Raises:
         ValueError: the file does not contain the configuration of a causal language model, or its
@@ -155,7 +156,7 @@ def random_model(config: Path | None, like: Any, seed: int) -> Any:
                 f"{like.config.vocab_size}; name a model with the same tokenizer"
             )
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).to(like.device).eval()
     model.generation_config = like.generation_config
     return model
 

@@ -8,7 +8,7 @@ Shapes: N windows, B of a batch, T tokens of one, H hidden width, n tokens of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -52,12 +52,19 @@ def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tens
 
 @torch.no_grad()
 def compute(
-    model: Sublayers, ids: Tensor, folder: Path, *, tap: int | None = None, rows: int = 4
+    model: Sublayers,
+    ids: Tensor,
+    folder: Path,
+    *,
+    tap: int | None = None,
+    rows: int = 4,
+    more: Callable[[], bool] = lambda: True,
 ) -> Iterator[int]:
     """Write the features of windows (N, T) to a folder, file by file; existing files are kept.
 
     Args:
         tap: as for `run`.
+        more: whether to compute another missing file; the first is always computed.
 
     Yields:
         The number of windows done so far.
@@ -66,6 +73,8 @@ def compute(
     for first in range(0, len(ids), CHUNK):
         some, path = ids[first : first + CHUNK], _path(folder, first)
         if not path.exists():
+            if first and not more():
+                return
             parts, tensors = [run(model, part, tap) for part in some.split(rows)], {}
             for name in parts[0]:
                 states = torch.cat([part[name].float() for part in parts])  # (N, T, H)
@@ -75,6 +84,11 @@ def compute(
             with replacing(path) as partial:
                 partial.write_bytes(save(tensors))  # so that a full disk raises OSError
         yield first + len(some)
+
+
+def stored(folder: Path) -> int:
+    """How many windows the files of a folder have room for; the last may have fewer."""
+    return CHUNK * len([*folder.glob("*.safetensors")])
 
 
 def states_of(folder: Path, numbers: list[int], name: str = LAST) -> Tensor:

@@ -8,12 +8,10 @@ prompts were not used in training.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,7 @@ from layerskip.costs.speculation import best_length
 from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
 from layerskip.drafts import automatic_draft
-from layerskip.files.trainings import SCHEMA, check_record, read_training
-from layerskip.files.writing import write_text
+from layerskip.files.trainings import SCHEMA, check_record
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
@@ -37,7 +34,8 @@ from layerskip.replay.exits import law_of
 from layerskip.replay.trace import Trace, take_trace
 from layerskip.requests import end_tokens
 from layerskip.timing.tables import cost_tables
-from layerskip.training.drafts import TRAINED_FILE, Training
+from layerskip.training.drafts import Training
+from layerskip.training.stages import RECORD
 
 PROMPTS, NEW_TOKENS = 12, 64
 TIMED, REPEATS = 6, 3
@@ -47,14 +45,13 @@ DEEPEST = 4
 BEFORE, TRAINED = "before", "trained"
 
 
-def judge(training: Training) -> dict[str, Any]:
-    """Judge a trained draft, write `skip.json` and `train.json`, and remove large files.
+def judge(training: Training, skip: SkipConfig) -> dict[str, Any]:
+    """Judge a trained draft, and write `skip.json` and `train.json`; returns the latter's record.
 
-    Returns:
-        The record in `train.json`.
+    Args:
+        skip: the trained draft, as `training.run` returns it.
     """
-    opened, recipe, folder = training.opened, training.recipe, training.folder
-    skip = trained_skip(folder)
+    opened, recipe = training.opened, training.recipe
     began = time.monotonic()
     with training.corpus.short_after(began + FOR_QUESTIONS * (training.until - began)):
         held = training.corpus.held_out(PROMPTS)
@@ -114,10 +111,8 @@ def judge(training: Training) -> dict[str, Any]:
         "pays": pays,
     }
     check_record(record)
-    written.save(folder / "skip.json")
-    write_text(folder / "train.json", json.dumps(record, indent=2, allow_nan=False) + "\n")
-    training.clear()
-    return record
+    written.save(training.folder / "skip.json")
+    return training.finish(RECORD, record)
 
 
 def _replayed(
@@ -175,7 +170,7 @@ def clock(
         prompts[:TIMED],
         repeats=REPEATS,
         until=until,
-        note=progress,
+        note=lambda what, share: progress(f"judging: timing text {what}", share),
     )
     timed: dict[str, dict[str, Any]] = {}
     for engine in engines if decoded else ():
@@ -221,23 +216,3 @@ def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:
 def _totals(timed: Mapping[str, Any]) -> ratios.Totals:
     tokens = np.array(timed["tokens"])
     return ratios.Totals(tokens, tokens * np.array(timed["seconds_per_token"]))
-
-
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """The record of a finished training, if there is one."""
-    path = folder / "train.json"
-    return read_training(path) if path.exists() else None
-
-
-def trained_skip(folder: Path) -> SkipConfig:
-    """The draft made by a training, whether or not it pays.
-
-    Raises:
-        ValueError: the folder has none.
-    """
-    if not (folder / TRAINED_FILE).exists():
-        raise ValueError(
-            f"{folder} has no finished training: it has no {TRAINED_FILE}; run `layerskip train "
-            f"--output {folder}` again, which resumes it"
-        )
-    return SkipConfig.load(folder / TRAINED_FILE)

@@ -66,8 +66,6 @@ def train(
     log = [] if log is None else log
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step, before = 0, 0.0
-    for half in checkpoint.parent.glob(f".{checkpoint.name}.*.tmp") if first() else ():
-        half.unlink()  # left by a run that was killed while writing
     shards = any(isinstance(each, DTensor) for each in model.parameters())
     if checkpoint.exists():
         read = _read_shards if shards else _read_checkpoint
@@ -84,7 +82,7 @@ def train(
         loss = step_loss(step, share)
         found = average(loss).item()
         if not math.isfinite(found):
-            raise FloatingPointError(f"the loss is {found} at step {step}; lower the rates")
+            raise FloatingPointError(f"the loss is {found} at step {step}; lower the rate")
         torch.autograd.backward(loss)
         if not shards:
             average_gradients(model.parameters())

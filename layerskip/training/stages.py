@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from layerskip.files.documents import read
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
 from layerskip.registry import OPTIMIZERS, named
@@ -26,6 +28,9 @@ T = TypeVar("T")
 StepLoss = Callable[[int, float], Tensor]
 """Computes the loss of a step from its number and the completed share of the training."""
 SAVE_SECONDS = 60.0
+RECORD = "train.json"
+IDENTITY = "recipe.json"
+"""The file in the work folder that says which training it is; it stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ class Stages:
         until: time (of `time.monotonic`) when everything should be done.
 
     Raises:
-        ValueError: the folder holds another training.
+        ValueError: the folder holds another training, or something else.
     """
 
     recipe: BaseRecipe
@@ -114,11 +119,16 @@ class Stages:
             self.until = started + 60 * self.recipe.minutes - sum(self.seconds.values())
 
     def _check_same(self, identity: dict[str, Any]) -> None:
-        path, now = self.work / "recipe.json", json.loads(json.dumps(identity))
+        if not processes.first():
+            return
+        path, now = self.work / IDENTITY, json.loads(json.dumps(identity))
         if not path.exists():
-            if processes.first():
-                self.work.mkdir(parents=True, exist_ok=True)
-                write_text(path, json.dumps(identity, indent=2) + "\n")
+            if {*self.folder.glob("*"), *self.work.glob("*")} - {self.work}:
+                raise ValueError(
+                    f"{self.folder} is not empty, and holds no training; name another folder"
+                )
+            self.work.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(identity, indent=2) + "\n")
             return
         before = parse(path.read_bytes())
         other = [name for name in now if before.get(name) != now[name]]
@@ -127,6 +137,34 @@ class Stages:
                 f"{self.folder} holds a training with another {other[0]} "
                 f"({before.get(other[0])}, now {now[other[0]]}); name another folder"
             )
+        for half in self.work.rglob(".*.tmp"):  # left by a run that was killed while writing
+            half.unlink()
+
+    def finished(
+        self, name: str, check: Callable[[Any], None] = lambda _: None
+    ) -> dict[str, Any] | None:
+        """The record in the folder's file of this name; None if the training is not finished.
+
+        Args:
+            check: raises an error for a wrong record.
+        """
+        path = self.folder / name
+        if not path.exists():
+            return None
+        self.say(f"this training is finished; its results are in {path}")
+        return read(path, "training", check)
+
+    def finish(self, name: str, record: dict[str, Any]) -> dict[str, Any]:
+        """Write the record, and remove files that only training needs; returns it as written."""
+        text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+        write_text(self.folder / name, text)
+        for each in self.work.iterdir():
+            if each.is_dir():
+                shutil.rmtree(each)
+            elif each.name != IDENTITY:
+                each.unlink()
+        written: dict[str, Any] = json.loads(text)
+        return written
 
     def timed(self, stage: str, parts: Iterable[T]) -> Iterator[T]:
         """Iterate over a stage's parts, adding their seconds to those of earlier starts."""

@@ -24,12 +24,13 @@ TRAIN, APART = "train.bin", "apart.bin"
 """Training token ids, and held-out ones; 4 bytes each."""
 EVERY = 16
 """One of this many documents is held out."""
-_LINES = 64  # lines of plain text per document
+LINES = 64
+"""Lines of plain text that count as one document."""
 _TOGETHER = 32  # documents tokenised in one call
 
 
 def documents(path: Path) -> Iterator[str]:
-    """Yield the texts of a file: the `text` of each JSON line, otherwise groups of lines.
+    """Yield the texts of a file: the `text` of each JSON line, otherwise every LINES lines.
 
     Raises:
         ValueError: the file cannot be read, or a line is wrong.
@@ -41,7 +42,7 @@ def documents(path: Path) -> Iterator[str]:
                     if line.strip():
                         yield _text_of(line, path, number)
                 return
-            while lines := "".join(islice(file, _LINES)):
+            while lines := "".join(islice(file, LINES)):
                 yield lines
     except OSError as error:
         raise ValueError(f"cannot read texts {path}: {error.strerror}") from error
