@@ -59,7 +59,7 @@ DrawnSeed = Annotated[
 MaxRows = Annotated[int, typer.Option(min=1, metavar="N", help="Decode at most N texts at once.")]
 Memory = Annotated[
     float | None,
-    typer.Option(min=0, metavar="GB", help="Memory for the KV caches of texts in progress."),
+    typer.Option(min=0, metavar="GB", help="Memory of KV caches.  [default: half of what is free]"),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print only results, warnings and errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document as the last line.")]

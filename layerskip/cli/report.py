@@ -15,7 +15,7 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE|FOLDER...",
+            metavar="FILE|FOLDER",
             help="Run records (.jsonl), search.json, train.json, or folders that hold them.",
         ),
     ],

@@ -78,7 +78,7 @@ def search(
         "(tpe) or random.",
         default="ours",
     ),
-    trials: int | None = flag("Number of trials.  [default: as many as time allows]", min=1),
+    trials: int | None = flag("Number of trials.  [default: as many as time allows]", "N", min=1),
     timeout: float | None = flag(
         "Time limit of the whole command, later stages included.  [default: 540; none with "
         "--trials]",
@@ -100,7 +100,7 @@ def search(
         "N",
         min=1,
     ),
-    repeats: int = flag("Timed calls of each finalist per prompt.", default=2, min=1),
+    repeats: int = flag("Timed calls of each finalist per prompt.", "N", default=2, min=1),
     no_confirm: bool = switch("--no-confirm", "Trust the predictions; do not time the finalists."),
     max_new_tokens: flags.MaxNewTokens = 64,
     sampling: flags.Sampling,
