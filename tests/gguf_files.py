@@ -80,6 +80,7 @@ def write(path, kind="llama", forms=FORMATS, seed=0, tied=True, **overrides):
     """
     rng = np.random.default_rng(seed)
     shape = SHAPE | ({"sliding_window": 8} if kind in GEMMA else {}) | overrides
+    shape |= {"query_pre_attn_scalar": shape["head_dim"]} if kind in GEMMA else {}
     config = AutoConfig.for_model(KINDS.get(kind, kind), **shape, tie_word_embeddings=tied)
     config._attn_implementation = "eager" if kind == "gemma2" else "sdpa"
     model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from commands import document, refused, run
-from gguf_files import raw, write
+from gguf_files import write
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
@@ -114,16 +114,58 @@ def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path):
     assert torch.equal(made, plain.model.rotary_emb.inv_freq / torch.from_numpy(factors))
 
 
-def rewritten(path, more, *left_out):
-    """A copy of the file with other tensors, and without some."""
+def test_factors_that_fit_no_frequencies_are_refused(file, tmp_path):
+    for factors in (np.ones(5), np.zeros(32)):
+        changed = rewritten(file, {"rope_freqs.weight": factors.astype(np.float32)})
+        with pytest.raises(ValueError, match="must hold a positive number for each frequency"):
+            load(str(changed))
+    write(tmp_path / "model.gguf", "gemma3", num_hidden_layers=1)
+    changed = rewritten(tmp_path / "model.gguf", {"rope_freqs.weight": np.ones(32, np.float32)})
+    with pytest.raises(ValueError, match="no weight is rope_freqs"):
+        load(str(changed))
+
+
+def test_the_gemma_of_27b_scales_its_scores_by_the_width_of_its_states(tmp_path):
+    shape = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 32, "intermediate_size": 32}
+    write(tmp_path / "model.gguf", "gemma2", ("Q8_0",), num_hidden_layers=46, **shape)
+    assert load(str(tmp_path / "model.gguf")).model.config.query_pre_attn_scalar == 64
+
+
+POSITIVE = "must be a positive number, got "
+NO_MODELS = [
+    ("embedding_length", 10**9, "embeddings of 1000000000 numbers"),
+    ("attention.key_length", 10**9, "4 heads of 1000000000, but its tensors"),
+    ("attention.head_count_kv", 0, f"{POSITIVE}0"),
+    ("rope.freq_base", "x", f"{POSITIVE}'x'"),
+    ("rope.freq_base", float("nan"), f"{POSITIVE}nan"),
+    ("rope.scaling.type", "linear", "does not describe a model: "),  # without a factor
+    ("rope.scaling.type", "yarn", "rotary scaling 'yarn' in GGUF"),
+    ("rope.dimension_count", 32, "rope.dimension_count other than the width"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), NO_MODELS)
+def test_numbers_that_describe_no_model_are_refused(tmp_path, key, value, words):
+    write(tmp_path / "model.gguf", "gemma3", num_hidden_layers=1)
+    changed = rewritten(tmp_path / "model.gguf", {}, **{f"gemma3.{key}": value})
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        load(str(changed))
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def rewritten(path, more, *left_out, **metadata):
+    """A copy of the file with other tensors and metadata, and without some tensors."""
     made = path.with_name("changed.gguf")
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
+        if not key.startswith("GGUF.") and key not in {"general.architecture", *metadata}:
             kind = field.types[0]
             of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), kind, sub_type=of)
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor in reader.tensors:
         if tensor.name not in {*more, *left_out}:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
@@ -219,7 +261,7 @@ def test_scales_that_are_not_finite_are_refused(tmp_path, form, value):
         load(str(path))
 
 
-def test_files_of_other_models_are_refused(file, tmp_path):
+def test_files_of_other_models_are_refused(file):
     for named, words in (
         ("blk.2.ffn_up.weight", r"model.layers.2.mlp.up_proj.weight has no tensor"),
         ("token_embd.weight", "has no matrix token_embd.weight"),
@@ -230,15 +272,9 @@ def test_files_of_other_models_are_refused(file, tmp_path):
     more = {"blk.0.attn_gate.weight": np.ones((4, 4), dtype=np.float32)}
     with pytest.raises(ValueError, match=r"no weight is blk.0.attn_gate.weight"):
         load(str(rewritten(file, more)))
-    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
-    writer.add_block_count(1)
-    writer.add_tensor("a", raw(np.random.default_rng(0), "F32", 2, 2).view(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    other = rewritten(file, {}, **{"general.architecture": "mamba"})
     with pytest.raises(ValueError, match="'mamba' in GGUF is not supported; supported are llama"):
-        load(str(tmp_path / "other.gguf"))
+        load(str(other))
 
 
 def test_a_weight_whose_rows_are_no_units_is_unpacked(tmp_path):

@@ -94,10 +94,6 @@ class Stored(Tensor):
                 held.file.madvise(mmap.MADV_DONTNEED)  # its pages are hardly read any more
         return held.panels
 
-    @property
-    def _layout(self) -> tuple[str, int, int]:
-        return self.format, self.shape[1], self.group
-
     def matrix(self, bias: Tensor | None = None) -> Any:
         """Return the matrix that native passes read."""
         if self.format == "BF16":
@@ -111,10 +107,16 @@ class Stored(Tensor):
         if self.format == "BF16":
             return self.bytes.view(torch.bfloat16).to(self.dtype)
         if refusal() is None:
-            made: Tensor = extension().unpacked(self.bytes, *self._layout, self.order)
+            layout = self.format, self.shape[1], self.group
+            made: Tensor = extension().unpacked(self.bytes, *layout, self.order)
             return made.to(self.dtype)
-        from gguf import GGMLQuantizationType, dequantize
-
+        try:
+            from gguf import GGMLQuantizationType, dequantize
+        except ImportError as error:
+            raise ValueError(
+                f"weights in {self.format} are unpacked by native passes ({refusal()}) or by the "
+                "package gguf: pip install gguf"
+            ) from error
         kind = GGMLQuantizationType[self.format]
         return torch.from_numpy(dequantize(self.bytes.numpy(), kind)).to(self.dtype)
 
@@ -122,12 +124,6 @@ class Stored(Tensor):
         """Copy plain numbers that lie across cache lines in a file."""
         if self.format in ("BF16", "F16", "F32") and self.bytes.data_ptr() % 64:
             self._held.rows = self.bytes.clone()
-
-    def finite(self) -> bool:
-        """Whether no number is NaN or infinite. Reads all numbers."""
-        if self.format == "BF16" or refusal() is not None:
-            return bool(self.unpacked().isfinite().all())
-        return bool(extension().all_finite(self.bytes, *self._layout))
 
     def as_parameter(self) -> nn.Parameter:
         return nn.Parameter(self, requires_grad=False)

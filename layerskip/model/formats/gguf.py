@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from layerskip.files.gguf import Contents, Entry, read_gguf
+from layerskip.files.gguf import BLOCKS, Contents, Entry, read_gguf
 from layerskip.model.formats.building import put, unfilled
 from layerskip.model.stored import UNIT, Stored
 
@@ -30,7 +31,8 @@ MODELS = {
 }
 """The `model_type` of each supported architecture."""
 
-_GEMMAS = ("gemma2", "gemma3")
+_GEMMAS = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27B, which scale scores by another number than the others do."""
 _NUMBERS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -70,6 +72,12 @@ _GEMMA_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SCALES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), slice(0, 2)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
+    "Q6_K": slice(208, 210),
+}
+"""The bytes of a block that are float16: if they are finite, so are all its numbers."""
 _FACTORS = "rope_freqs.weight"
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")
 """Kinds of tokenizers that split off each digit, which the library's conversion omits."""
@@ -86,9 +94,14 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
         ValueError: as for `read_gguf`, or the model is not supported or not complete.
     """
     contents = read_gguf(path)
-    config = _config(contents)
-    model = unfilled(config, dtype)
-    names, lacking = dict(_named(contents)), []
+    kind = str(contents.metadata.get("general.architecture"))
+    values = _values(contents, kind)
+    try:
+        model = unfilled(AutoConfig.for_model(MODELS[kind], **values), dtype)
+    except Exception as error:  # the library may raise anything for malicious numbers
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(f"{path}: its metadata does not describe a model: {reason}") from error
+    names, lacking = dict(_named(contents, kind)), []
     for name, parameter in model.named_parameters():  # yields shared ones once
         entry = names.pop(name, None)
         if entry is None:
@@ -99,7 +112,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
                 f"{path}: {entry.name} has shape {entry.shape}, and the model that its metadata "
                 f"describes needs {tuple(parameter.shape)}"
             )
-        weight = _weight(contents, entry, dtype, packed and "norm" not in name)
+        weight = _weight(contents, kind, entry, dtype, packed and "norm" not in name)
         put(model, name, weight)
     if lacking or names:
         raise ValueError(
@@ -107,9 +120,11 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
             + (f"{lacking[0]} has no tensor" if lacking else f"no weight is {next(iter(names))}")
         )
     if _FACTORS in contents.tensors:
-        factors = _numbers(contents, contents.tensors[_FACTORS])  # of Llama 3
-        for name in ("inv_freq", "original_inv_freq"):
-            getattr(model.model.rotary_emb, name).div_(factors)
+        factors, rotary = _numbers(contents, contents.tensors[_FACTORS]), model.model.rotary_emb
+        if factors.shape != rotary.inv_freq.shape or not (factors > 0).all():
+            raise ValueError(f"{path}: {_FACTORS} must hold a positive number for each frequency")
+        for frequencies in (rotary.inv_freq, rotary.original_inv_freq):
+            frequencies.div_(factors)
     model.tie_weights()
     model.name_or_path = str(path)
     return model.eval()  # type: ignore[no-any-return]
@@ -128,10 +143,10 @@ def gguf_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def _config(contents: Contents) -> Any:
-    metadata, path = contents.metadata, contents.path
-    kind = metadata.get("general.architecture")
-    if kind not in MODELS or any("_exps." in name for name in contents.tensors):
+def _values(contents: Contents, kind: str) -> dict[str, Any]:
+    """The values of the model's configuration."""
+    metadata, tensors, path = contents.metadata, contents.tensors, contents.path
+    if kind not in MODELS or any("_exps." in name for name in tensors):
         words = f"architecture {kind!r}" if kind not in MODELS else "a mixture of experts"
         raise ValueError(
             f"{path}: {words} in GGUF is not supported; supported are {', '.join(MODELS)}; convert "
@@ -140,58 +155,71 @@ def _config(contents: Contents) -> Any:
     given = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
     values: dict[str, Any] = {}
     for key, name in (_NUMBERS | (_GEMMA_NUMBERS if kind in _GEMMAS else {})).items():
-        if key in given:
-            values[name] = given[key]
-    if kind == "llama" and "head_dim" not in values and "rope.dimension_count" in given:
-        values["head_dim"] = given["rope.dimension_count"]
-    if given.get("attention.value_length", values.get("head_dim")) != values.get("head_dim"):
-        raise ValueError(f"{path}: keys and values of different widths are not supported")
-    layers = {name.split(".")[1] for name in contents.tensors if name.startswith("blk.")}
+        if key not in given:
+            continue
+        values[name] = number = given[key]
+        if type(number) not in (int, float) or not 0 < number < math.inf:
+            raise ValueError(f"{path}: {kind}.{key} must be a positive number, got {number!r}")
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if len(layers) != values.get("num_hidden_layers"):
         raise ValueError(
             f"{path} is incomplete: its metadata says {values.get('num_hidden_layers')} layers, "
             f"but it has tensors of {len(layers)}"
         )
+    # The shapes of other tensors are compared later. These sizes could take memory before.
+    shapes = []
+    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
+        entry = tensors.get(name)
+        if entry is None or len(entry.shape) != 2:
+            raise ValueError(f"{path} has no matrix {name}")
+        shapes.append(entry.shape)
+    (values["vocab_size"], width), (queries, _) = shapes
+    heads = values.get("num_attention_heads", 1)
+    values.setdefault("head_dim", given.get("rope.dimension_count", width // heads))
+    head = values["head_dim"]
+    if values.get("hidden_size") != width or queries != heads * head:
+        raise ValueError(
+            f"{path}: its metadata says embeddings of {values.get('hidden_size')} numbers and "
+            f"{heads} heads of {head}, but its tensors have {width} and {queries} in all"
+        )
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if given.get(key, head) != head:
+            raise ValueError(f"{path}: {kind}.{key} other than the width of keys is not supported")
     for key, name in _TOKENS.items():
         if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             values[f"{name}_token_id"] = token
-    embedding = contents.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ValueError(f"{path} has no matrix token_embd.weight")
-    values["vocab_size"] = embedding.shape[0]
-    values["tie_word_embeddings"] = "output.weight" not in contents.tensors
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    if kind in _GEMMAS:  # a file does not say how scores are scaled
+        largest = len(layers) == _GEMMAS[kind]
+        values["query_pre_attn_scalar"] = width // heads if largest else head
     scaling = given.get("rope.scaling.type", "none")
-    try:
-        config = AutoConfig.for_model(MODELS[kind], **values)
-    except Exception as error:  # the library may raise anything for malicious numbers
-        raise ValueError(f"{path}: its metadata does not describe a model: {error}") from error
     if scaling == "linear" and kind == "gemma3":
-        full = config.rope_parameters["full_attention"]
-        full |= {"rope_type": "linear", "factor": float(given["rope.scaling.factor"])}
+        factor = given.get("rope.scaling.factor")
+        values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif scaling != "none":
         raise ValueError(
             f"{path}: rotary scaling {scaling!r} in GGUF is not supported; load the model's folder"
         )
-    return config
+    return values
 
 
-def _named(contents: Contents) -> Iterator[tuple[str, Entry]]:
-    """Yield the model's weights by name, without factors of frequencies."""
-    gemma = contents.metadata["general.architecture"] in _GEMMAS
-    names = _NAMES | _GEMMA_NAMES if gemma else _NAMES
+def _named(contents: Contents, kind: str) -> Iterator[tuple[str, Entry]]:
+    """Yield the model's weights by name, without factors of Llama's frequencies."""
+    names = _NAMES | _GEMMA_NAMES if kind in _GEMMAS else _NAMES
     for name, entry in contents.tensors.items():
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-        layer, part, kind = match.groups() if match else (None, "", "")
+        layer, part, end = match.groups() if match else (None, "", "")
         if part in names:
             within = names[part] if layer is None else f"model.layers.{int(layer)}.{names[part]}"
-            yield f"{within}.{kind}", entry
-        elif name != _FACTORS:
+            yield f"{within}.{end}", entry
+        elif name != _FACTORS or kind != "llama":
             yield name, entry  # a name that no weight has
 
 
-def _weight(contents: Contents, entry: Entry, dtype: torch.dtype, packed: bool) -> Tensor:
+def _weight(
+    contents: Contents, kind: str, entry: Entry, dtype: torch.dtype, packed: bool
+) -> Tensor:
     """A tensor as data of a parameter."""
-    kind = contents.metadata["general.architecture"]
     part = entry.name.rpartition(".")[0].rpartition(".")[2]
     if packed and len(entry.shape) == 2 and entry.shape[1] % UNIT == 0:
         stored = _stored(contents, entry, dtype)
@@ -208,33 +236,31 @@ def _weight(contents: Contents, entry: Entry, dtype: torch.dtype, packed: bool) 
 
 
 def _stored(contents: Contents, entry: Entry, dtype: torch.dtype = torch.float32) -> Stored:
-    """A tensor as the file stores it, if its numbers are finite; a vector becomes a row."""
+    """A tensor as the file stores it; a vector becomes a row."""
     *rows, columns = entry.shape
-    data = _bytes(contents, entry).view(math.prod(rows), -1)
-    stored = Stored(data, entry.format, columns, dtype, file=contents.data)
-    if not stored.finite():
-        raise _not_finite(contents, entry)
-    return stored
+    data = _blocks(contents, entry).view(math.prod(rows), -1)
+    return Stored(data, entry.format, columns, dtype, file=contents.data)
 
 
 def _numbers(contents: Contents, entry: Entry) -> Tensor:
     """The numbers of a tensor in float32."""
     if entry.format not in _TORCH:
         return _stored(contents, entry).unpacked().view(entry.shape)
-    numbers = _bytes(contents, entry).clone().view(_TORCH[entry.format]).float()
-    if not numbers.isfinite().all():
-        raise _not_finite(contents, entry)
-    return numbers.view(entry.shape)
+    data = _blocks(contents, entry).clone()
+    return data.view(_TORCH[entry.format]).float().view(entry.shape)
 
 
-def _bytes(contents: Contents, entry: Entry) -> Tensor:
-    return torch.frombuffer(
-        contents.data, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset
-    )
-
-
-def _not_finite(contents: Contents, entry: Entry) -> ValueError:
-    return ValueError(f"{contents.path}: {entry.name} holds numbers that are not finite")
+def _blocks(contents: Contents, entry: Entry) -> Tensor:
+    """The blocks of a tensor whose numbers are all finite, (N, bytes of a block), uint8."""
+    count, offset = entry.nbytes, entry.offset
+    data = torch.frombuffer(contents.data, dtype=torch.uint8, count=count, offset=offset)
+    blocks = data.view(-1, BLOCKS[entry.format][1])
+    scales, dtype = _SCALES.get(entry.format, slice(None)), _TORCH.get(entry.format, torch.float16)
+    for some in blocks.split(1 << 20):
+        numbers = some[:, scales].clone(memory_format=torch.contiguous_format).view(dtype)
+        if not numbers.isfinite().all():
+            raise ValueError(f"{contents.path}: {entry.name} holds numbers that are not finite")
+    return blocks
 
 
 def _turned(rows: Tensor, metadata: Mapping[str, Any], part: str) -> Tensor:
