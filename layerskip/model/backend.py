@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from layerskip.model.architecture import Architecture, device_of
 from layerskip.model.deltas import Deltas
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.family import LayerParts, part_named
-from layerskip.model.products import Function
+from layerskip.model.products import Function, Linear, plain
 from layerskip.model.rounded import copies_of
 
 Tables = dict[str, tuple[Tensor, Tensor]]
@@ -118,7 +118,6 @@ class Backend(ABC):
     def blocks(self) -> Sequence[Block]:
         return tuple(map(self.sublayer, range(self.model.num_sublayers)))
 
-    @abstractmethod
     def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
         """Return a sublayer with norms, residual add and tail, as the model or a draft runs it.
 
@@ -126,6 +125,16 @@ class Backend(ABC):
             ValueError: its weights could only be rounded by changing the model's modules, or it has
                 fewer experts than requested.
         """
+        part = self.model.parts[number // 2].narrowed(variant.window)
+        return self.mlp(part, variant) if number % 2 else self.attention(part, variant)
+
+    @abstractmethod
+    def attention(self, part: LayerParts, variant: Variant) -> Block:
+        """Make the attention sublayer of one of the model's layers, or of one built like them."""
+
+    @abstractmethod
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        """Make the MLP sublayer of such a layer, with its tail."""
 
     def tail(self, layer: int) -> Block:
         """What follows a layer's MLP, for drafts that skip the MLP (see `LayerParts.tail`)."""
@@ -198,9 +207,9 @@ class Backend(ABC):
         `rows` contains the embeddings of their ids for every layer, (B, T, L, P).
         """
 
-    @abstractmethod
-    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        """Make attention and MLP of an additional layer that is built like the model's."""
+    def linear(self, variant: Variant) -> Linear:
+        """Return what makes linear layers of exact or rounded weights."""
+        return plain if variant.bits is None else partial(self.product, variant=variant)
 
     def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
         """A linear layer with rounded weights: inputs (..., C) to (..., R)."""

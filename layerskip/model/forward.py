@@ -12,28 +12,25 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from layerskip.model.backend import EXACT, Backend, Block, Step, Variant
+from layerskip.model.backend import EXACT, Block, Step, Variant
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.library_cache import LibraryCache
-from layerskip.model.modules import with_products
-from layerskip.model.products import Function
+from layerskip.model.modules import Modules
 from layerskip.model.recurrent import ONE_BY_ONE, RecurrentCache
-from layerskip.model.rounded import copies_of
 
 if TYPE_CHECKING:
     from layerskip.model.whole import Whole
 
 
-class Forward(Backend):
+class Forward(Modules):
     """The "whole" backend: the library's forward as one block."""
 
     name = "whole"
     model: Any
 
     def __init__(self, model: Whole) -> None:
-        self.model = model
-        self.copies = copies_of(model.model)
+        super().__init__(model)
         self.blocks = (self.sublayer(0),)
 
     def _block(self, base: Any, draft: bool = False) -> Block:
@@ -94,16 +91,8 @@ class Forward(Backend):
         return block
 
     def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
-        base = self.model.base
-        if variant.bits is not None:
-            base = self._rounded(base, variant, "the decoder")
+        base = self.rounded(self.model.base, variant, "the decoder")
         return self._block(base, draft=variant.bits is not None)
-
-    def _rounded(self, module: Any, variant: Variant, name: str) -> Any:
-        def product(linear: Any) -> Function:
-            return self.product(linear.weight, linear.bias, variant)
-
-        return with_products(module, product, name)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         """The library's own forward, given the decoder's states instead of tokens."""
@@ -112,9 +101,8 @@ class Forward(Backend):
             name: _Handing(self.model.base.config, part) if part is self.model.inner else part
             for name, part in whole._modules.items()
         }
-        if bits is not None:
-            for name, part in self.model.head_parts().items():
-                parts[name] = self._rounded(part, Variant(bits), name)
+        for name, part in self.model.head_parts().items():
+            parts[name] = self.rounded(part, Variant(bits), name)
         made = copy(whole)
         made._modules = parts
         forward, device, encoder = type(whole).forward, self.model.device, self.model.encoder
@@ -133,7 +121,7 @@ class Forward(Backend):
     def _refused(self, *_: Any, **__: Any) -> Any:
         raise ValueError(self.model.refusal("nothing inside can be computed alone"))
 
-    tail = inputs = extra_layer = rotary = norm_of = linear_of = activation_of = _refused
+    tail = inputs = attention = mlp = rotary = norm_of = linear_of = activation_of = _refused
 
 
 class _Handing:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.model import backend
-from layerskip.model.backend import EXACT, Backend, Block, Step, Tables, Variant, adding, in_turn
+from layerskip.model.backend import Backend, Block, Step, Tables, Variant, adding, in_turn
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, exact, low, mixing, routing, summed
 from layerskip.model.family import LayerParts
@@ -39,11 +39,6 @@ class Fused(Backend):
     """The blocks of a plain-weight model, in few kernels."""
 
     name = "fused"
-    linear: Linear = staticmethod(plain)
-
-    def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
-        part = self.model.parts[number // 2].narrowed(variant.window)
-        return self._mlp(part, variant) if number % 2 else self._attention(part, variant)
 
     def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return self._inputs(hidden, rows)
@@ -51,7 +46,7 @@ class Fused(Backend):
     @cached_property
     def _inputs(self) -> Callable[[Tensor, Tensor], Tensor]:
         decoder = self.model.decoder
-        project = self.linear(decoder.per_layer_model_projection.weight, None)
+        project = plain(decoder.per_layer_model_projection.weight, None)
         norm = rms_norm(decoder.per_layer_projection_norm, self.model.family.norm)
         by = decoder.per_layer_model_projection_scale
         scale = decoder.per_layer_input_scale
@@ -67,32 +62,24 @@ class Fused(Backend):
         return None if module is None else rms_norm(module, self.model.family.norm)
 
     def linear_of(self, module: Any) -> Function:
-        return self.linear(module.weight, module.bias)
+        return plain(module.weight, module.bias)
 
     def activation_of(self, module: Any) -> Function:
         return activation(module)
 
-    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        return self._attention(layer, Variant(bits)), self._mlp(layer, Variant(bits))
-
-    def _linear(self, variant: Variant) -> Linear:
-        return self.linear if variant.bits is None else partial(self.product, variant=variant)
-
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, after = self.norm_of(self.model.decoder.norm), backend.finishing(self.model)
-        linear = self._linear(Variant(bits))
-        if rows is not None:
-            return in_turn(norm, linear(rows.weight, rows.bias), after, rows.spread)
-        whole = self.model.unembedding
-        return in_turn(norm, linear(whole.weight, whole.bias), after)
+        head = self.model.unembedding if rows is None else rows
+        product = self.linear(Variant(bits))(head.weight, head.bias)
+        return in_turn(norm, product, after, None if rows is None else rows.spread)
 
-    def _attention(self, part: LayerParts, variant: Variant) -> Any:
+    def attention(self, part: LayerParts, variant: Variant) -> Any:
         norm, eager = self.model.family.norm, self.model.eager
-        return attention(part, norm, eager=eager, linear=self._linear(variant))
+        return attention(part, norm, eager=eager, linear=self.linear(variant))
 
-    def _mlp(self, part: LayerParts, variant: Variant) -> Block:
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
         mixed = self._mixed(part.mixture, variant)
-        run = gated(part, self._linear(variant)) if part.dense else mixed
+        run = gated(part, self.linear(variant)) if part.dense else mixed
         assert run is not None
         return self.mlp_block(part, run, mixed)
 

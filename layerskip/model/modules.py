@@ -17,17 +17,14 @@ from torch import Tensor, nn
 
 from layerskip.model import backend
 from layerskip.model.architecture import Architecture, device_of
-from layerskip.model.backend import EXACT, Backend, Block, Step, Tables, Variant
+from layerskip.model.backend import Backend, Block, Step, Tables, Variant
 from layerskip.model.cache import RowCache
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.experts import Mixture, fewer, low, mixing, summed
 from layerskip.model.family import LayerParts
 from layerskip.model.norms import TableRotary
-from layerskip.model.products import Function, plain
+from layerskip.model.products import Function
 from layerskip.model.rounded import linears
-
-LinearOf = Callable[[nn.Linear], Function]
-"""Makes the function that replaces a linear layer."""
 
 
 class Modules(Backend):
@@ -39,29 +36,6 @@ class Modules(Backend):
         super().__init__(model)
         self.bool_masks = not model.eager  # the library's eager attention adds its mask
 
-    def sublayer(
-        self, number: int, variant: Variant = EXACT, linear: LinearOf | None = None
-    ) -> Block:
-        """Return a sublayer; if given, `linear` makes its products instead of the variant."""
-        part, second = self.model.parts[number // 2].narrowed(variant.window), number % 2
-        module = part.mlp if second else part.attention
-        if variant.bits is not None:
-            name = f"layer {part.number} {'mlp' if second else 'self_attn'}"
-            module = with_products(module, linear or self._rounded(variant), name)
-        if second:
-            return self._mlp(part, module, variant)
-        block = self._attention(part, module)
-        if not part.cross:
-            return block
-        cross, *norms = part.cross
-        if variant.bits is not None:
-            name = f"layer {part.number} cross_attn"
-            cross = with_products(cross, linear or self._rounded(variant), name)
-        return _with_cross(block, cross, *norms)
-
-    def _rounded(self, variant: Variant) -> LinearOf:
-        return lambda linear: self.product(linear.weight, linear.bias, variant)
-
     def norm_of(self, module: Any) -> Any:
         return module
 
@@ -71,22 +45,13 @@ class Modules(Backend):
         made: Tensor = self.model.decoder.project_per_layer_inputs(hidden, rows)  # (B, T, L, P)
         return made
 
-    def extra_layer(self, layer: LayerParts, bits: int | None = None) -> tuple[Block, Block]:
-        attend, mlp, variant = layer.attention, layer.mlp, Variant(bits)
-        if bits is not None:
-            linear = self._rounded(variant)
-            attend, mlp = (with_products(each, linear, "a trained layer") for each in (attend, mlp))
-        return self._attention(layer, attend), self._mlp(layer, mlp, variant)
-
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         norm, whole = self.model.decoder.norm, self.model.unembedding
-        project, scatter = whole, None
-        if rows is not None and bits is not None:
-            project, scatter = self.product(rows.weight, rows.bias, Variant(bits)), rows.spread
-        elif rows is not None:
-            project, scatter = plain(rows.weight, rows.bias), rows.spread
-        elif bits is not None:
-            project = with_products(whole, self._rounded(Variant(bits)), "lm_head")
+        variant, scatter = Variant(bits), None
+        if rows is None:
+            project = self.rounded(whole, variant, "lm_head")
+        else:
+            project, scatter = self.linear(variant)(rows.weight, rows.bias), rows.spread
         chain = [norm, project, backend.finishing(self.model), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
@@ -97,7 +62,14 @@ class Modules(Backend):
     def rotary(self, tables: Tables) -> TableRotary:
         return TableRotary(tables)
 
-    def _mlp(self, part: LayerParts, mlp: Any, variant: Variant) -> Block:
+    def rounded(self, module: Any, variant: Variant, name: str) -> Any:
+        """A module with its linear layers rounded, if the variant says so."""
+        if variant.bits is None:
+            return module
+        return with_products(module, lambda x: self.product(x.weight, x.bias, variant), name)
+
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        mlp = self.rounded(part.mlp, variant, f"layer {part.number} mlp")
         mixed = self._mixed(part.mixture, variant)
         return self.mlp_block(part, mlp if part.dense or mixed is None else mixed, mixed)
 
@@ -119,7 +91,8 @@ class Modules(Backend):
             experts_sum = summed(expand, shrink, mixture.experts.act_fn)
         return mixing(router, experts_sum, mixture.before, mixture.after)
 
-    def _attention(self, part: LayerParts, attend: Any) -> Block:
+    def attention(self, part: LayerParts, variant: Variant) -> Block:
+        attend = self.rounded(part.attention, variant, f"layer {part.number} self_attn")
         before, kind, window, sink = part.before, part.kind, part.window, part.sink
         add = backend.adding(part, part.after)
         device = device_of(before or part.after) if self.model.spread else None
@@ -152,7 +125,11 @@ class Modules(Backend):
             )[0]  # (B, T, H)
             return add(hidden, out)
 
-        return block
+        if not part.cross:
+            return block
+        cross, *norms = part.cross
+        cross = self.rounded(cross, variant, f"layer {part.number} cross_attn")
+        return _with_cross(block, cross, *norms)
 
 
 def _with_cross(block: Block, attend: Any, before: Any, after: Any) -> Block:
@@ -196,7 +173,7 @@ def _on(device: torch.device, function: Function | None = None) -> Function:
     return lambda x: x.to(device) if function is None else function(x.to(device))
 
 
-def with_products(module: Any, linear: LinearOf, name: str) -> Any:
+def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: str) -> Any:
     """A shallow copy of a module whose linear layers use other products.
 
     Replacing them in the module itself would change what other threads compute.

@@ -79,10 +79,6 @@ def warn_refusal(reason: str) -> None:
     warnings.warn(f"passes take the fused path: {reason}", stacklevel=2)
 
 
-Matrix = Callable[[Any], Any]
-"""Prepares a linear layer, or anything with a weight, for native passes: exact or rounded."""
-
-
 @dataclass(frozen=True, eq=False)
 class NativeBlock:
     """A sublayer or a head, both for native passes and for the fused path.
@@ -124,12 +120,12 @@ class Native(Fused):
         self.plan = self.extension.Plan()
         self._fresh: list[Tensor] = []  # weights that have not been moved to huge pages yet
 
-    def _attention(self, part: LayerParts, variant: Variant) -> Block:
-        fused, number = super()._attention(part, variant), self._plan_attention(part, variant)
+    def attention(self, part: LayerParts, variant: Variant) -> Block:
+        fused, number = super().attention(part, variant), self._plan_attention(part, variant)
         return NativeBlock(self, number, fused, part.keys, part.heads)
 
-    def _mlp(self, part: LayerParts, variant: Variant) -> Block:
-        fused = super()._mlp(part, variant)
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        fused = super().mlp(part, variant)
         if variant.bits is not None and not _in_blocks(part):
             return fused
         return NativeBlock(self, self._plan_mlp(part, variant), fused)
@@ -340,7 +336,8 @@ class Native(Fused):
         self._fresh.append(module.weight)
         return self.extension.Matrix(module.weight, module.bias)
 
-    def _matrix(self, variant: Variant) -> Matrix:
+    def _matrix(self, variant: Variant) -> Callable[[Any], Any]:
+        """Return what prepares a linear layer, or anything with a weight: exact or rounded."""
         if variant.bits is None:
             return self._exact
         return lambda module: self._rounded(module.weight, module.bias, variant)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.model.architecture import Architecture
-from layerskip.model.backend import Backend, Block
+from layerskip.model.backend import Backend, Block, Variant
 from layerskip.model.blocks import DraftModule, linear_of, scaled
 from layerskip.model.cache import additive, causal
 from layerskip.model.modules import Modules
@@ -47,7 +47,7 @@ class _WholeTexts:
         self.rope = model.angles(hidden, places[None])
         text = (ahead == 0) & (tokens <= tokens[:, None])  # (T K, T K)
         same = tokens == tokens[:, None]
-        seen = {w: causal(places[None], places, w) & (text | same) for w in model.distinct_windows}
+        seen = {w: causal(places[None], places, w) & (text | same) for w in {*model.windows}}
         self._masks: dict[int | None, Tensor | None] = {
             window: additive(mask, hidden.dtype) if model.eager else mask  # (1, 1, T K, T K)
             for window, mask in seen.items()
@@ -89,8 +89,8 @@ class Layer(nn.Module):
 
     def sublayers(self, backend: Any, bits: int | None = None) -> tuple[Block, Block]:
         """Its attention and its MLP, as a backend computes them, rounded or exact."""
-        blocks: tuple[Block, Block] = backend.extra_layer(self.parts, bits)
-        return blocks
+        variant = Variant(bits)
+        return backend.attention(self.parts, variant), backend.mlp(self.parts, variant)
 
     def forward(self, hidden: Tensor, streams: int = 1) -> Tensor:
         """Map hidden states (B, T, H) of whole texts; tokens see those before them.

@@ -6,7 +6,6 @@ Shapes: B windows, T tokens of one, H hidden width, R rows and C columns of a we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.model.backend import Variant
 from layerskip.model.blocks import DraftModule
 from layerskip.model.modules import Modules
+from layerskip.model.products import Function, Linear
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Sublayers
 from layerskip.research.blocks import ExitBlock, FeatureBlock, Streams
@@ -25,6 +25,17 @@ from layerskip.training.students import AHEAD, BlockStudent, HeadsStudent, Stude
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 ROLLOUTS = 3
 """Number of steps that a feature block runs ahead of the target in training."""
+
+
+class _Corrected(Modules):
+    """The library's modules, with other products of rounded weights."""
+
+    def __init__(self, model: Sublayers, linear: Linear) -> None:
+        super().__init__(model)
+        self._linear = linear
+
+    def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
+        return self._linear(weight, bias)
 
 
 class Healing(Student):
@@ -59,7 +70,7 @@ class Healing(Student):
     ) -> None:
         super().__init__()
         model = Sublayers(model.model, "modules")
-        assert isinstance(model.backend, Modules)
+        backend = _Corrected(model, self._linear)
         assert skip.low is not None
         self.opened = [model]  # in a list, so that its weights are not this module's
         begun = {} if skip.trained is None else model.weights.deltas(skip.trained).by_weight
@@ -82,10 +93,10 @@ class Healing(Student):
         for index in skip.kept():
             bits = skip.low.bits if index in low else None
             variant = Variant(bits, experts=skip.experts, window=skip.window)
-            self.blocks.append(model.backend.sublayer(index, variant, self._linear))
+            self.blocks.append(backend.sublayer(index, variant))
 
-    def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        key, bias = self._names[id(module.weight)], module.bias
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Function:
+        key = self._names[id(weight)]
 
         def apply(x: Tensor) -> Tensor:
             out = F.linear(x.to(self._weights[key]), self._weights[key])
