@@ -298,6 +298,11 @@ def test_heads_of_other_models_are_refused(head, tmp_path):
     (tmp_path / "speculators" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no model\.safetensors"):
         load_eagle(folder)
+    save_file({"fc.weight": torch.ones(2)}, tmp_path / "speculators" / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(weights_of("speculators"), "part.safetensors")}
+    (tmp_path / "speculators" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"cannot read .* in .*part.safetensors: File does not"):
+        load_eagle(folder)
     (tmp_path / "trained.json").write_text("{}")
     with pytest.raises(ValueError, match="name it by --skip"):
         eagle_config(tmp_path)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from layerskip.files.writing import replace_folder, write_text
-from layerskip.model.formats.tensors import opener, tensor_files
+from layerskip.model.formats.tensors import Tensors
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
 """The library's classes, by type of the head's layers."""
@@ -191,13 +191,13 @@ def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = No
             f"{source}/config.json describes no EAGLE-3 head of llama or qwen3 layers: "
             f"{type(error).__name__}: {reason}"
         ) from error
-    files, opened = tensor_files(str(source), fetch=True), opener()
-    if not files:
+    tensors = Tensors(os.fspath(source), fetch=True)
+    if not tensors.files:
         raise ValueError(
             f"{source} holds no model.safetensors; a head stored as pytorch_model.bin must be "
             "converted (torch.load with weights_only=True, then safetensors.torch.save_file)"
         )
-    there = {name.removeprefix("model.").replace("midlayer.", "layers.0."): name for name in files}
+    there = {n.removeprefix("model.").replace("midlayer.", "layers.0."): n for n in tensors.files}
     whole = head.shape.vocab_size == len(head.d2t)
     if "embed_tokens.weight" not in there:
         head.embed_tokens = None
@@ -211,7 +211,7 @@ def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = No
             continue
         if name not in there:
             raise ValueError(f"the head in {source} is incomplete: {name} is missing")
-        weights[name] = value = opened(files[there[name]]).get_tensor(there[name])
+        weights[name] = value = tensors.tensor(there[name])
         if value.shape != like.shape or value.is_floating_point() != like.is_floating_point():
             raise ValueError(
                 f"{name} of the head in {source} has shape {[*value.shape]} and is "

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.model.formats.tensors import opener, tensor_files
+from layerskip.model.formats.tensors import Tensors
 
 if TYPE_CHECKING:
     from layerskip.model.whole import Whole
@@ -89,13 +88,13 @@ class Found(NamedTuple):
 
     Attributes:
         head: the head, without weights yet.
-        files: the file of each of the checkpoint's tensors.
+        tensors: the checkpoint's tensors.
         parts: for each of the head's tensors, the checkpoint's tensors that form it: one, or a list
             for each of its rows, which are concatenated.
     """
 
     head: Head
-    files: dict[str, Path]
+    tensors: Tensors
     parts: dict[str, list[Sequence[str]]]
 
     @property
@@ -112,57 +111,54 @@ def find(model: Whole) -> Found | str | None:
     """
     kind, layers = model.config.model_type, model.num_layers
     revision = getattr(model.model.config, "_commit_hash", None)
-    files = tensor_files(getattr(model.model, "name_or_path", ""), revision)
-    beyond = (_HEADS.search(name) for name in files)
+    tensors = Tensors(getattr(model.model, "name_or_path", ""), revision)
+    beyond = (_HEADS.search(name) for name in tensors.files)
     if not any(each and (each[1] is None or int(each[1]) >= layers) for each in beyond):
         return None
     if kind not in LAYOUTS:
         return f"the head of a {kind} is not supported; supported are those of {', '.join(LAYOUTS)}"
     layout = LAYOUTS[kind]
     prefix = layout.prefix.format(layers)
-    head, parts, opened = Head(model), {}, opener()
+    head, parts = Head(model), {}
     for name, wanted in head.state_dict().items():
         part, _, rest = name.partition(".")
         stored = layout.layer + rest if part == "layer" else f"{getattr(layout, part)}.{rest}"
-        parts[name] = [*_parts(prefix + stored, len(wanted), files)]
+        parts[name] = [*_parts(prefix + stored, len(wanted), tensors)]
         shape = list(wanted.shape)
         if len(parts[name]) > 1 or len(parts[name][0]) > 1:  # a row of experts' weights
             shape = [shape[1] // len(parts[name][0]), *shape[2:]]
         for each in (each for row in parts[name] for each in row):
-            if each not in files:
+            if each not in tensors:
                 raise ValueError(
                     f"the checkpoint's head for drafts is incomplete: {each} is missing; draft "
                     "without it (draft_memory=0), or load a complete checkpoint"
                 )
-            there = opened(files[each]).get_slice(each)
+            there = tensors.slice(each)
             if there.get_dtype() not in _FLOATS:
                 return f"{each} is stored as {there.get_dtype()}, not as plain floats"
             if there.get_shape() != shape:
                 raise ValueError(
-                    f"{each} in {files[each]} has shape {there.get_shape()}, the model's head "
-                    f"for drafts needs {shape}; draft without it (draft_memory=0)"
+                    f"{each} in {tensors.files[each]} has shape {there.get_shape()}, the model's "
+                    f"head for drafts needs {shape}; draft without it (draft_memory=0)"
                 )
-    return Found(head, files, parts)
+    return Found(head, tensors, parts)
 
 
 def read(found: Found, like: Tensor) -> Head:
     """Load the head's weights in the dtype and on the device of a tensor."""
-    weights, opened = {}, opener()
-
-    def tensor(name: str) -> Tensor:
-        return opened(found.files[name]).get_tensor(name).to(like.device, like.dtype)  # type: ignore[no-any-return]
-
+    weights = {}
     for name, rows in found.parts.items():
-        joined = [torch.cat([tensor(each) for each in row]) for row in rows]
+        parts = [[found.tensors.tensor(each).to(like) for each in row] for row in rows]
+        joined = [torch.cat(row) for row in parts]
         weights[name] = joined[0] if len(rows) == 1 else torch.stack(joined)
     found.head.load_state_dict(weights, assign=True)
     return found.head.requires_grad_(False)
 
 
-def _parts(name: str, count: int, files: dict[str, Path]) -> Iterator[Sequence[str]]:
+def _parts(name: str, count: int, tensors: Tensors) -> Iterator[Sequence[str]]:
     """Yield the checkpoint's tensors that form one of the head's; experts may be separate."""
     match = _EXPERTS.match(name)
-    if match is None or name in files:
+    if match is None or name in tensors:
         yield [name]
         return
     halves = ("gate", "up") if match[2] == "gate_up" else ("down",)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,39 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tensors:
-    """The tensors of a folder's safetensors files, each mapped when requested."""
+    """The tensors of a checkpoint's safetensors files, each mapped when requested.
 
-    def __init__(self, folder: Path) -> None:
-        self._files, self._opened = tensor_files(str(folder)), opener()
+    Args:
+        source: a folder, or a Hub repository, read from its cache, or downloaded with `fetch`.
+
+    Attributes:
+        files: the file of each tensor; empty if there are none.
+
+    Raises:
+        ValueError: the files cannot be read.
+    """
+
+    def __init__(
+        self, source: str | Path, revision: str | None = None, *, fetch: bool = False
+    ) -> None:
+        self.files = _files(str(source), revision, fetch)
+        self._opened = functools.cache(_opened)  # thousands of experts would take a while
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self.files
+
+    def tensor(self, name: str) -> Tensor:
+        return self._found(name, "get_tensor")  # type: ignore[no-any-return]
+
+    def slice(self, name: str) -> Any:
+        """A tensor's shape and dtype, in the library's words."""
+        return self._found(name, "get_slice")
+
+    def _found(self, name: str, how: str) -> Any:
+        try:
+            return getattr(self._opened(self.files[name]), how)(name)
+        except SafetensorError as error:  # an index may name the wrong file
+            raise ValueError(f"cannot read {name} in {self.files[name]}: {error}") from error
 
     def take(self, name: str, shape: tuple[int | None, ...] | None, *dtypes: torch.dtype) -> Tensor:
         """Return a tensor in one of some dtypes.
@@ -38,9 +63,9 @@ class Tensors:
         Raises:
             ValueError: it is missing, or has another shape or dtype.
         """
-        if name not in self._files:
+        if name not in self:
             raise ValueError(f"{name} is missing")
-        tensor: Tensor = self._opened(self._files[name]).get_tensor(name)
+        tensor = self.tensor(name)
         there = tuple(tensor.shape)
         wanted = there if shape is None else shape
         fits = len(wanted) == len(there)
@@ -54,30 +79,14 @@ class Tensors:
         return tensor
 
 
-def opener() -> Callable[[Path], Any]:
-    """Return a function that opens each file once, since thousands of experts take a while."""
-
-    @functools.cache
-    def opened(path: Path) -> Any:
-        try:
-            return safe_open(path, "pt")
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
-
-    return opened
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def tensor_files(
-    source: str, revision: str | None = None, *, fetch: bool = False
-) -> dict[str, Path]:
-    """The file of each tensor in a checkpoint's safetensors files; empty if there are none.
-
-    Args:
-        source: a folder, or a Hub repository, read from its cache, or downloaded with `fetch`.
-
-    Raises:
-        ValueError: the files cannot be read.
-    """
+def _files(source: str, revision: str | None, fetch: bool) -> dict[str, Path]:
     index, single = (_file(source, name, revision, fetch) for name in (_INDEX, _FILE))
     try:
         if index is not None:
@@ -87,7 +96,7 @@ def tensor_files(
                 _file(source, part, revision, fetch)
             return {name: index.parent / Path(file).name for name, file in inside}
         if single is not None:
-            return dict.fromkeys(opener()(single).keys(), single)
+            return dict.fromkeys(_opened(single).keys(), single)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot read {index or single}: {error}") from error
     return {}
