@@ -49,15 +49,6 @@ def test_queries_side_by_side_agree_with_the_module_path(family, matched, spied,
     assert bool(grouped) == (family != "gemma2")
 
 
-def test_a_wrong_norm_would_be_seen():
-    """Negative control of the bound: Gemma's 1 + w in place of w."""
-    model, wrong = tiny_model("gemma"), tiny_model("gemma")
-    with torch.no_grad():
-        wrong.model.layers[4].input_layernorm.weight.sub_(1)
-    with pytest.raises(AssertionError):
-        assert_agree(Sublayers(model, "modules"), Sublayers(wrong, "fused"))
-
-
 def test_a_cast_in_another_place_would_be_seen():
     """Negative control of the counts: Llama's norm with its weight applied in float32."""
     model = tiny_model("llama", dtype=torch.bfloat16)

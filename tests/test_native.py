@@ -44,14 +44,8 @@ from layerskip.requests import warpers
 DTYPES = (torch.float32, torch.bfloat16)
 SERVED = [family for family in EVERY if family not in models.MODULES_ONLY]
 MIXTURES = ("gemma4_mixture", "mixtral", "qwen3_moe")
-COUSINS = (
-    "gemma4",
-    "gemma4_mixture",
-    "olmo3",
-    "smollm3",
-    "granite",
-    "mixtral",
-)  # wired unlike the others
+# wired unlike the others
+COUSINS = ("gemma4", "gemma4_mixture", "olmo3", "smollm3", "granite", "mixtral")
 MAPS = Path("/proc/self/maps")
 
 
@@ -238,8 +232,9 @@ def test_the_comparison_can_fail(built, change):
     """`test_fused.py` shows that a cast in the wrong place would be noticed, too."""
     model, wrong = (tiny_model("gemma3", dtype=torch.float32) for _ in range(2))
     change(wrong)
-    with pytest.raises(AssertionError):
-        assert_agree(Sublayers(model, "modules"), Sublayers(wrong, "native"))
+    for execution in ("fused", "native"):
+        with pytest.raises(AssertionError):
+            assert_agree(Sublayers(model, "modules"), Sublayers(wrong, execution))
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="libraries are listed on Linux only")
@@ -351,10 +346,11 @@ def test_what_native_passes_cannot_do_the_lean_path_does(built, calls):
 @torch.no_grad()
 def test_weights_are_read_at_every_call(built):
     model = tiny_model("qwen2", dtype=torch.float32)
-    modules, opened = both(model)
-    for weight in model.parameters():
-        weight.mul_(1.1)
-    assert_agree(modules, opened)
+    modules, *others = [Sublayers(model, each) for each in ("modules", "fused", "native")]
+    for opened in others:
+        for weight in model.parameters():
+            weight.mul_(1.1)
+        assert_agree(modules, opened)
     for weight in model.parameters():
         weight.data = weight.data.clone() * 0.9
     assert_agree(modules, opened)

@@ -12,15 +12,10 @@ from torch import nn
 from layerskip import LowPrecision, SkipConfig
 from layerskip.generation import generate
 from layerskip.model import extension
-from layerskip.model.extension import refusal
 from layerskip.model.rounded import copies_of, rounded, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 
 BITS = (8, 4)
-EXECUTIONS = [
-    *("modules", "fused"),
-    pytest.param("native", marks=pytest.mark.skipif(bool(refusal()), reason="no native passes")),
-]
 
 
 # ---- Numbers ----

@@ -91,7 +91,6 @@ class Architecture:
             config.sliding_window if kind == "sliding_attention" else None
             for kind in self.layer_types
         )
-        self.distinct_windows = tuple(dict.fromkeys(self.windows))
         self.parts = tuple(self._parts())
         self.kinds = tuple(dict.fromkeys(part.kind for part in self.parts))
         self.placeholders = [] if wrapper is None else wrapper.placeholders(outer)
@@ -304,9 +303,8 @@ def _bytes(weight: Tensor, bits: int | None = None) -> int:
 
 def _experts_bytes(mixture: Mixture, bits: int | None) -> int:
     """Bytes of all experts, as for `_bytes`."""
-    whole = read_bytes(mixture.experts, None)
-    weights = list(mixture.experts.parameters())
-    if bits is None or any(type(weight) is not nn.Parameter for weight in weights):
+    whole, weights = read_bytes(mixture.experts, None), mixture.weights
+    if bits is None or not weights:
         return whole
     return min(whole, sum(rounded_bytes(weight, bits) for weight in weights))
 

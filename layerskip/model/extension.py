@@ -278,6 +278,9 @@ def _check_tools() -> None:
 
 def _build(folder: Path, again: bool) -> None:
     """Build the library, and move its folder into place atomically."""
+    import ninja
+
+    path = os.environ.get("PATH", os.defpath)
     failed = folder.with_suffix(".failed")
     if not again:
         _check_failed(folder)
@@ -287,7 +290,7 @@ def _build(folder: Path, again: bool) -> None:
     with TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
         done = subprocess.run(
             [sys.executable, "-m", __name__, scratch, *flags()],
-            env={**os.environ, "PATH": _path()},
+            env={**os.environ, "PATH": f"{ninja.BIN_DIR}{os.pathsep}{path}"},
             capture_output=True,
             text=True,
         )
@@ -304,13 +307,6 @@ def _build(folder: Path, again: bool) -> None:
             folder.rename(Path(scratch, "before"))
         made.rename(folder)
     failed.unlink(missing_ok=True)
-
-
-def _path() -> str:
-    """The PATH, preceded by the ninja package."""
-    import ninja
-
-    return os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:

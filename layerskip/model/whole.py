@@ -287,19 +287,18 @@ class _Weights(DraftWeights):
         return [*([self._sublayer(0, Variant(bits))] if bits else []), self.head(skip)]
 
     def _check(self, skip: SkipConfig) -> None:
-        if skip.trained is not None:
-            raise ValueError(self.model.refusal("it cannot draft with trained weights"))
-        if skip.experts is not None:
-            raise ValueError(self.model.refusal("it cannot take fewer experts"))
-        if skip.window is not None:
-            raise ValueError(self.model.refusal("its drafts cannot have a window"))
-        if skip.skipped():
-            raise ValueError(self.model.refusal("it cannot leave sublayers out or exit early"))
         low = len(skip.rounded())
-        if low not in (0, self.model.num_sublayers):
-            raise ValueError(self.model.refusal("it cannot round some sublayers and not others"))
-        if low and not [*linears(self.model.base)]:
-            raise ValueError(self.model.refusal("none of its linears is an ordinary one to round"))
+        cases = {
+            "it cannot draft with trained weights": skip.trained is not None,
+            "it cannot take fewer experts": skip.experts is not None,
+            "its drafts cannot have a window": skip.window is not None,
+            "it cannot leave sublayers out or exit early": skip.skipped(),
+            "it cannot round some sublayers and not others": 0 < low < self.model.num_sublayers,
+            "none of its linears is an ordinary one to round": low and not [*self.linears()],
+        }
+        for what, wrong in cases.items():
+            if wrong:
+                raise ValueError(self.model.refusal(what))
 
     def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
         if sublayers is None or len(sublayers):
