@@ -386,6 +386,7 @@ def test_commands_train_and_draft_with_heads(folder, tmp_path):
     )
     record = json.loads((out / "eagle3.json").read_text())
     assert sum(record["overlap"]["after"]) > sum(record["overlap"]["before"])
+    assert {file.stat().st_mode & 0o777 for file in (out / "eagle3").iterdir()} == {0o644}
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--no-lookup")
     result = run("generate", folder, *flags, "--assistant", out / "eagle3")
     assert result.exit_code == 0, result.output

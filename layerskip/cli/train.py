@@ -360,7 +360,7 @@ def _table(record: dict[str, Any]) -> str:
     spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
     notes = [
         ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
-        ("it pays", "yes" if record["pays"] else "no: keep the default, which is as fast"),
+        ("it pays", "yes" if record["pays"] else "no: the default is at least as fast"),
         ("the columns", DRAFT_COLUMNS),
     ]
     return f"{aligned(lines)}\n{two_columns(notes)}"

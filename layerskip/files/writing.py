@@ -80,3 +80,23 @@ def replace_folder(built: Path, output: Path) -> None:
             os.replace(old, output)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def replacing_folder(output: Path) -> Iterator[Path]:
+    """A temporary folder to write files to; at the end it replaces `output`, `readable`."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        partial.mkdir()
+        yield partial
+        readable(partial)
+        replace_folder(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def readable(folder: Path) -> None:
+    """Let everybody read the files of a folder; some libraries write weights for the owner only."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o644)

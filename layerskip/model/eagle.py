@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from layerskip.files.writing import replace_folder, write_text
+from layerskip.files.writing import replacing_folder, write_text
 from layerskip.model.formats.tensors import Tensors
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
@@ -235,8 +235,6 @@ def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = No
 
 def save_eagle(head: Any, output: Path) -> None:
     """Write a head to a folder atomically, in the format of `speculators`."""
-    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    partial.mkdir()
     reached = torch.zeros(head.shape.vocab_size, dtype=torch.bool)
     reached[head.tokens.cpu()] = True
     weights = {name: weight.contiguous().cpu() for name, weight in head.state_dict().items()}
@@ -244,7 +242,8 @@ def save_eagle(head: Any, output: Path) -> None:
         del weights["d2t"]
     else:
         weights["t2d"] = reached
-    save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(dict(head.config), indent=2, allow_nan=False)
-    write_text(partial / "config.json", text + "\n")
-    replace_folder(partial, output)
+    with replacing_folder(output) as partial:
+        data = save(weights, metadata={"format": "pt"})
+        (partial / "model.safetensors").write_bytes(data)  # so that a full disk raises OSError
+        write_text(partial / "config.json", text + "\n")

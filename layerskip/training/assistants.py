@@ -8,7 +8,6 @@ Shapes: B texts, T tokens of one, S steps, P = T - S places, H the target's widt
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from layerskip.decoding.sources.official import Official
-from layerskip.files.writing import replace_folder
+from layerskip.files.writing import replacing_folder
 from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
 from layerskip.model.sublayers import Sublayers
@@ -162,15 +161,12 @@ class AssistantTraining(Training):
         Raises:
             ValueError: the loaded weights differ.
         """
-        partial = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        assistant.save_pretrained(partial)
-        for file in partial.iterdir():  # the library lets only their owner read weight files
-            file.chmod(0o644)
-        loaded = load_assistant(partial).state_dict()
-        for name, weight in assistant.state_dict().items():
-            if not torch.equal(weight.cpu(), loaded[name]):
-                raise ValueError(f"{name} of the assistant in {partial} is not what was saved")
-        replace_folder(partial, folder)
+        with replacing_folder(folder) as partial:
+            assistant.save_pretrained(partial)
+            loaded = load_assistant(partial).state_dict()
+            for name, weight in assistant.state_dict().items():
+                if not torch.equal(weight.cpu(), loaded[name]):
+                    raise ValueError(f"{name} of the assistant in {partial} is not what was saved")
 
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"start": self.start}

@@ -204,7 +204,7 @@ class Training(Stages):
                 f"{what} need {nbytes / 1e9:.1f} GB in {self.folder}, but {free / 1e9:.1f} GB are "
                 "free; free some, or train on fewer tokens or for fewer minutes"
             )
-        if nbytes > 0:
+        if nbytes >= 1e6:
             self.say(f"{what} take {nbytes / 1e6:.0f} MB on disk during training")
 
     def _frequent(self, texts: list[data.TrainingText]) -> Tensor:

@@ -24,7 +24,7 @@ from layerskip.config import SkipConfig
 from layerskip.drafts import automatic_draft
 from layerskip.files.schema import parse
 from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
-from layerskip.files.writing import write_text
+from layerskip.files.writing import readable, write_text
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
 from layerskip.model.wrappers import peft
@@ -344,8 +344,8 @@ class ExitTraining(Stages):
         check_exit_record(record)
         skip.save(partial / "layerskip.json")
         write_text(partial / "README.md", card(record))
+        readable(partial)
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-            file.chmod(0o644)  # the library makes weight files readable by their owner only
             file.replace(self.folder / file.name)  # last the config, which completes a checkpoint
         partial.rmdir()
         return self.finish(RECORD, record)
