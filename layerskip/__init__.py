@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.named import shipped as shipped
     from layerskip.research.logit_lookup import LogitLookup as LogitLookup
-    from layerskip.research.stored_logits import Laws as Laws
     from layerskip.research.stored_logits import StoredLogits as StoredLogits
     from layerskip.session import Session as Session
     from layerskip.vocabulary import check_vocabularies as check_vocabularies
@@ -38,7 +37,6 @@ _HOME = {
     "DecodingOptions": "layerskip.config",
     "DecodingStats": "layerskip.decoding.rounds",
     "GenerationOutput": "layerskip.generation",
-    "Laws": "layerskip.research.stored_logits",
     "LayerSkipDecoding": "layerskip.generation",
     "LogitLookup": "layerskip.research.logit_lookup",
     "Lookup": "layerskip.decoding.sources.lookup",

@@ -272,7 +272,3 @@ def largest_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     held = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)  # (N, 64 M)
     largest, at = held.topk(count)  # (N, K) each
     return largest, best.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
-
-
-Laws = StoredLogits
-"""The name until 0.1."""

@@ -164,7 +164,7 @@ class Training(Stages):
         if recipe.minutes is not None and self.corpus.answers:
             self._foresee(limit)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
-        if self.half:  # faster, and close to the model's law
+        if self.half and self.corpus.answers:  # faster, and close to the model's law
             self.corpus.drawn_by = deepcopy(self.opened.model).bfloat16()
         self.collect(self.corpus, enough, limit)
         self.corpus.drawn_by = self.opened.model
