@@ -475,7 +475,7 @@ def test_the_verdict_is_the_clocks(trained, before, faster):
 
 def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     model = lively_model("llama", dtype=torch.float32)
-    costs = [CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6))] * 2
+    costs = [CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6))] * 3
     monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
     for name, value in {"PROMPTS": 4, "TIMED": 1, "REPEATS": 1}.items():
         monkeypatch.setattr(judging, name, value)
@@ -487,12 +487,13 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     plain = generate(model, ids, enabled=False, **how).sequences
     for pays in (True, False):
         monkeypatch.setattr(judging, "_pays", lambda _, pays=pays: pays)
-        record = judging.judge(made, skip)
+        stored = None if pays else SkipConfig.early_exit(3)  # stored with the checkpoint
+        record = judging.judge(made, skip, stored)
         assert record["pays"] == pays
+        assert record["drafts"].keys() >= ({"untrained"} if pays else {"untrained", "before"})
         assert record == json.loads((tmp_path / "train.json").read_text())
         of = record["drafts"]["trained"]
         assert of["bytes"] > 0
-        assert "untrained" in record["drafts"]
         speedups = [  # one option is to draft nothing
             (1 + sum(of["coupled"][:n])) / (0.3 * n + costs[0].verify_cost(n + 1)) for n in range(5)
         ]
@@ -500,7 +501,8 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
         written = SkipConfig.load(tmp_path / "skip.json")
         assert written.decoding is not None
         assert (written.trained == skip.trained) == pays
-        if not pays:  # lookups, the earlier draft, may beat plain decoding
+        if not pays:  # lookups and the stored draft may beat plain decoding
+            assert written.exit_layer == 3
             before = record["timed"]["before"]["speedup"] > 1
             assert written.decoding.enabled is (None if before else False)
         # the trained weights are kept either way

@@ -231,7 +231,8 @@ def train(
                 found = training.finished(RECORD, check_record)
                 if found is None:
                     made = training.run()
-                    found = judge(training, made) if processes.first() else {}
+                    usual = loaded.skip_config()
+                    found = judge(training, made, usual) if processes.first() else {}
                 record = found
         if not processes.first():
             return

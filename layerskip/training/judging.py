@@ -45,18 +45,19 @@ DEEPEST = 4
 BEFORE, TRAINED = "before", "trained"
 
 
-def judge(training: Training, skip: SkipConfig) -> dict[str, Any]:
+def judge(training: Training, skip: SkipConfig, usual: SkipConfig | None = None) -> dict[str, Any]:
     """Judge a trained draft, and write `skip.json` and `train.json`; returns the latter's record.
 
     Args:
         skip: the trained draft, as `training.run` returns it.
+        usual: the draft stored with the checkpoint, which commands use so far; None: there is none.
     """
     opened, recipe = training.opened, training.recipe
     began = time.monotonic()
     with training.corpus.short_after(began + FOR_QUESTIONS * (training.until - began)):
         held = training.corpus.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
-    base, usual = replace(training.skip, num_layers=None), automatic_draft(opened).skip
+    base, usual = replace(training.skip, num_layers=None), usual or automatic_draft(opened).skip
     drafts = {TRAINED: skip}
     if training.skip.shared_prefix() < opened.num_sublayers:  # otherwise it is the whole model
         drafts["untrained" if base.trained is None else "begun with"] = base
