@@ -375,8 +375,7 @@ def folder(tmp_path):
 
 def test_commands_train_and_draft_with_heads(folder, tmp_path):
     texts = (" ".join(f"w{2 + i * j % 60}" for j in range(50)) for i in range(30))
-    lines = [json.dumps({"text": text}) for text in texts]
-    (folder / "texts.jsonl").write_text("\n".join(lines))
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": each}) for each in texts))
     out = folder / "out"
     made = ("train", folder, "--draft", "eagle3", "--texts", folder / "texts.jsonl")
     result = run(*made, "--tokens", 1024, "--output", out)

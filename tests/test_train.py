@@ -441,8 +441,7 @@ def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkey
     training(tmp_path / "draft", **how)
     assistant_training(tmp_path / "assistant", started, **how)
     for name in ("draft", "assistant"):
-        file = tmp_path / name / "work" / "seconds.json"
-        file.write_text('{"texts": 20.0, "training": 10.0}')
+        (tmp_path / name / "work/seconds.json").write_text('{"texts": 20.0, "training": 10.0}')
     going = training(tmp_path / "draft", **how)
     assert going.until == 940 + 300 - 30
     assert going.budget(60) == 210 + 10 - 60
@@ -490,7 +489,7 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
         stored = None if pays else SkipConfig.early_exit(3)  # stored with the checkpoint
         record = judging.judge(made, skip, stored)
         assert record["pays"] == pays
-        assert record["drafts"].keys() >= ({"untrained"} if pays else {"untrained", "before"})
+        assert "untrained" in record["drafts"]
         assert record == json.loads((tmp_path / "train.json").read_text())
         of = record["drafts"]["trained"]
         assert of["bytes"] > 0

@@ -37,6 +37,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         lambda step, share: sum(p.sum() for p in model.parameters()) * math.nan,
         3,
         checkpoint=tmp_path / "checkpoint.pt",
+        log=[],
     )
     with pytest.raises(FloatingPointError, match="at step 0"):
         next(bad)

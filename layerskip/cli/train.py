@@ -228,12 +228,11 @@ def train(
                 record = training_of(place, opened, corpus, settings, output, **said).further()
             else:
                 training = Training(opened, corpus, settings, output, **said)
-                found = training.finished(RECORD, check_record)
-                if found is None:
+                record = training.finished(RECORD, check_record) or {}
+                if not record:
                     made = training.run()
-                    usual = loaded.skip_config()
-                    found = judge(training, made, usual) if processes.first() else {}
-                record = found
+                    if processes.first():
+                        record = judge(training, made, loaded.skip_config())
         if not processes.first():
             return
     command = f"generate {loaded.name} --prompt TEXT"

@@ -135,9 +135,7 @@ class StreamsState(FeatureState):
                 self.catch_up()
             starts, _, tokens = self.latest(self.missing())
             features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
-            ahead = self.block.streams(features, hidden)[
-                :, 0, : self.count - 1
-            ]  # (R, up to K - 1, H)
+            ahead = self.block.streams(features, hidden)[:, 0, : self.count - 1]
             inputs = torch.cat([self.inputs(starts, tokens), ahead], 1)
             out = self.advance(inputs, starts, self.blocks)
             self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)

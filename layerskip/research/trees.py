@@ -36,10 +36,6 @@ class Place:
     rates: Sequence[float]
     behind: dict[int, Place] = field(default_factory=dict)
 
-    @property
-    def pairs(self) -> Iterable[tuple[int, float]]:
-        return zip(self.tokens, self.rates, strict=False)
-
 
 class Node(NamedTuple):
     """A token to verify: its chance, its parent, and the token itself."""
@@ -89,7 +85,8 @@ def grown(
     def behind(
         node: int, chance: float, place: Place | None
     ) -> Iterator[tuple[bool, float, int, Place | None]]:
-        for rank, (token, rate) in enumerate(place.pairs if place else ()):
+        likeliest = zip(place.tokens, place.rates, strict=False) if place else ()
+        for rank, (token, rate) in enumerate(likeliest):
             beside, there = rank > 0 or node >= chain, place and place.behind.get(token)
             if token >= 0 and (not beside or there is not None or chance * rate >= LEAST):
                 yield beside, chance * rate, token, None if token in ends else there

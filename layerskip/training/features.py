@@ -86,11 +86,6 @@ def compute(
         yield first + len(some)
 
 
-def stored(folder: Path) -> int:
-    """How many windows the files of a folder have room for; the last may have fewer."""
-    return CHUNK * len([*folder.glob("*.safetensors")])
-
-
 def states_of(folder: Path, numbers: list[int], name: str = LAST) -> Tensor:
     """Hidden states of the windows with these numbers, float32, (B, T, H).
 

@@ -45,7 +45,7 @@ def train(
     checkpoint: Path,
     total_seconds: float = math.inf,
     save_seconds: float = 60.0,
-    log: list[Any] | None = None,
+    log: list[Any],
 ) -> Iterator[tuple[int, float, float]]:
     """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss, share done).
 
@@ -63,7 +63,6 @@ def train(
         OSError: the checkpoint cannot be written.
         ValueError: an existing checkpoint cannot be read.
     """
-    log = [] if log is None else log
     base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     step, before = 0, 0.0
     shards = any(isinstance(each, DTensor) for each in model.parameters())

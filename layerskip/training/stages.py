@@ -143,11 +143,7 @@ class Stages:
     def finished(
         self, name: str, check: Callable[[Any], None] = lambda _: None
     ) -> dict[str, Any] | None:
-        """The record in the folder's file of this name; None if the training is not finished.
-
-        Args:
-            check: raises an error for a wrong record.
-        """
+        """The record in the folder's file of this name, checked; None: the training is not done."""
         path = self.folder / name
         if not path.exists():
             return None

@@ -110,19 +110,20 @@ def write_tokens(
         The number of training tokens so far, now and then.
     """
     counts = {TRAIN: 0, APART: 0}
-    with replacing(folder / TRAIN) as train, replacing(folder / APART) as kept:
-        files = {TRAIN: train.open("wb"), APART: kept.open("wb")}
-        try:
-            for number, (name, ids) in enumerate(split(texts, apart, length)):
-                files[name].write(np.asarray(ids, np.uint32).tobytes())
-                counts[name] += len(ids)
-                if number % _TOGETHER == 0:
-                    yield counts[TRAIN]
-                if counts[TRAIN] >= tokens:
-                    break
-        finally:
-            for file in files.values():
-                file.close()
+    with (
+        replacing(folder / TRAIN) as train,
+        replacing(folder / APART) as kept,
+        train.open("wb") as train_file,
+        kept.open("wb") as kept_file,
+    ):
+        files = {TRAIN: train_file, APART: kept_file}
+        for number, (name, ids) in enumerate(split(texts, apart, length)):
+            files[name].write(np.asarray(ids, np.uint32).tobytes())
+            counts[name] += len(ids)
+            if number % _TOGETHER == 0:
+                yield counts[TRAIN]
+            if counts[TRAIN] >= tokens:
+                break
     write_text(folder / "tokens.json", json.dumps(counts))
 
 
