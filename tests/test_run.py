@@ -20,7 +20,6 @@ from small import small_model
 import layerskip
 from layerskip.checkpoints import encode, load
 from layerskip.cli.run import _device
-from layerskip.files.writing import naming
 from layerskip.prompts import read_prompts
 from layerskip.serving.files import open_answers
 from layerskip.text import decode_text
@@ -228,10 +227,16 @@ class TestParts:
         better = row_of("a3", "better", fingerprint="1-2-3")
         assert list(rows(output).values()) == [other, row_of("b"), better]
 
-    def test_a_full_disk_is_told_by_the_name_of_the_file(self):
-        words = "No space left on device: '/dev/full'"
-        with pytest.raises(OSError, match=words), naming(Path("/dev/full")):
-            Path("/dev/full").write_bytes(b"a")
+    def test_a_full_disk_ends_the_run_and_is_told_by_the_name_of_the_file(
+        self, given, tmp_path, monkeypatch
+    ):
+        def full(file, lines):
+            Path("/dev/full").write_bytes(lines)
+
+        monkeypatch.setattr("layerskip.serving.files.add_lines", full)
+        result = run(given, tmp_path / "out")
+        assert result.exit_code == 2
+        assert f"No space left on device: '{tmp_path / 'out'}'" in result.stderr
 
 
 def test_rows_that_came_from_something_else_are_refused_before_a_model_is_loaded(

@@ -285,31 +285,31 @@ def answer_all(
     Args:
         told: called after each step.
     """
-    progress, going = answers.progress, set[str]()
+    progress, going, ended = answers.progress, 0, list[Row]()
     left = (each for each in asked if each[1].id not in answers.done)
 
-    def submit(task: Task) -> None:
-        def tell(new: int, row: Row | None) -> None:
-            progress.tokens += new
-            if row is not None:
-                going.discard(task.prompt.id)
-                answers.add(row)
-
-        going.add(task.prompt.id)
-        answering.submit(task, tell)
+    def tell(new: int, row: Row | None) -> None:
+        progress.tokens += new
+        if row is not None:  # written below, where an error ends the run
+            ended.append(row)
 
     more = True
     while more or going:
-        if more and len(going) <= answering.ahead // 2:  # refill before the batch runs out
+        if more and going <= answering.ahead // 2:  # refill before the batch runs out
             taken = list(islice(left, answering.ahead))
             more = bool(taken)
+            going += len(taken)
             tasks: list[Task] = []
             for number, prompt in taken:
                 try:
                     tasks.append(answering.task_of(number, prompt))
                 except ValueError as error:
-                    answers.add(error_row(prompt, error))
+                    tell(0, error_row(prompt, error))
             for task in sorted(tasks, key=lambda each: each.request.num_prompt):
-                submit(task)
+                answering.submit(task, tell)
         answering.serving.step()
+        for row in ended:
+            answers.add(row)
+        going -= len(ended)
+        ended.clear()
         told(progress)

@@ -334,5 +334,6 @@ class Serving:
         text.news, text.logprobs, text.prompt_logprobs = [], [], []
         try:
             text.tell(piece)
-        except Exception:  # the listener is gone
+        except Exception:
+            _log.exception("a listener has failed; its text is cancelled")
             text.cancelled = True
