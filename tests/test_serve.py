@@ -558,6 +558,11 @@ class TestRefusals:
             ),
             ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
             ("chat/completions", {"max_completion_tokens": 2}, "max_tokens", "give one"),
+            *(
+                (path, {"chat_template_kwargs": more}, "chat_template_kwargs", "not for the templ")
+                for path in ("chat/completions", "../tokenize")
+                for more in ({"padding": "max_length"}, {"chat_template": "{{ 1 / 0 }}"})
+            ),
             (
                 "chat/completions",
                 {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -567,9 +572,12 @@ class TestRefusals:
         ],
     )
     def test_by_name(self, place, path, changed, param, words):
-        body = {"messages": [{"role": "user", "content": "a"}]}
-        body = body if path.startswith("chat") else {"prompt": "a"}
-        got = place.post(path, {**GREEDY, **body, **changed})
+        body = GREEDY | {"messages": [{"role": "user", "content": "a"}]}
+        if path == "../tokenize":
+            body = {"messages": body["messages"]}
+        elif not path.startswith("chat"):
+            body = GREEDY | {"prompt": "a"}
+        got = place.post(path, {**body, **changed})
         assert got.status_code == 400
         error = got.json()["error"]
         assert error["param"] == param

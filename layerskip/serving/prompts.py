@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from layerskip.model.pictures import Pictures
 from layerskip.pictures import pictures_in
@@ -15,13 +18,19 @@ if TYPE_CHECKING:
     from layerskip.serving.api import Served
 
 Encoded = Mapping[str, Any]
+# Arguments that the library takes itself, among them another template, and padding of any length.
+_RESERVED = {
+    name
+    for kind in (PreTrainedTokenizerBase, ProcessorMixin)
+    for name in signature(kind.apply_chat_template).parameters
+} - {"add_generation_prompt", "continue_final_message", "documents"}
 
 
 def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded | None]:
     """Token ids of each prompt; for a chat with pictures, also the processor's whole output."""
     seen: Encoded | None = None
     if isinstance(asked, ChatAsked):
-        also = dict(asked.chat_template_kwargs)
+        also = _for_template(asked.chat_template_kwargs)
         if asked.tools and asked.choice != "none":
             also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
         if asked.reasoning_effort is not None:
@@ -62,6 +71,14 @@ def _check_length(characters: int, param: str, served: Served) -> None:
         raise Refusal(400, message, param=param, code="context_length_exceeded")
 
 
+def _for_template(given: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `chat_template_kwargs`; refuses those that the template would not get."""
+    if reserved := sorted(_RESERVED & given.keys()):
+        message = f"chat_template_kwargs: {reserved[0]} is not for the template; leave it out"
+        raise Refusal(400, message, param="chat_template_kwargs")
+    return dict(given)
+
+
 def _templated(
     messages: Sequence[fields.Message], also: Mapping[str, Any], served: Served
 ) -> tuple[list[int], Encoded | None]:
@@ -82,7 +99,7 @@ def _templated(
             spoken, **{"add_generation_prompt": True, **also, "return_dict": True}
         )["input_ids"]
     except Exception as error:  # templates raise errors of any kind
-        message = f"the model's chat template rejects these messages: {error}"
+        message = f"the model's chat template rejects this conversation: {error}"
         raise Refusal(400, message, param="messages") from error
     return ids, None
 
@@ -106,7 +123,8 @@ def tokenized(asked: fields.Tokenize, served: Served) -> dict[str, Any]:
         special = asked.add_special_tokens
         ids = served.tokenizer(asked.prompt, add_special_tokens=special)["input_ids"]
     else:
-        also = {"add_generation_prompt": asked.add_generation_prompt, **asked.chat_template_kwargs}
+        also = {"add_generation_prompt": asked.add_generation_prompt}
+        also |= _for_template(asked.chat_template_kwargs)
         ids, _ = _templated(asked.messages, also, served)
     told = served.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
     return {"count": len(ids), "max_model_len": served.context, "tokens": ids, "token_strs": told}
