@@ -526,7 +526,9 @@ class TestRefusals:
             ("completions", {"temperature": 1e-9}, "temperature", "0 or at least"),
             ("completions", {"temperature": 3}, "temperature", "less than or equal"),
             ("completions", {"stop": [""]}, "stop.0", "at least 1 character"),
-            ("completions", {"logit_bias": {"100000000": 1}}, "logit_bias", "tokens are"),
+            ("completions", {"stop": ["a"] * 17}, "stop", "at most 16 items"),
+            ("completions", {"prompt": 5}, "prompt", "valid string or a valid array, got 5"),
+            ("completions", {"logit_bias": {"100000000": 1}}, "logit_bias", "token ids must"),
             ("completions", {"logit_bias": {"1" * 5000: 1}}, "logit_bias", "111...'"),
             (
                 "completions",

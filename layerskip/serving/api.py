@@ -276,11 +276,11 @@ def _limit(asked: Asked, prompt: int, served: Served) -> int:
     # An encoder-decoder's own decoder begins with one token.
     room = served.context - (1 if served.encoder and prompt <= served.context else prompt)
     if room < 1 or (wanted or 1) > room:
-        more = f" and {wanted} of {name}" if wanted and room > 0 else " and at least one new one"
+        more = f"{name} asks for {wanted} more" if wanted and room > 0 else "one more is needed"
         raise Refusal(
             400,
-            f"this model's texts have at most {served.context} tokens; the prompt has {prompt}"
-            f"{more}; make it shorter",
+            f"this model's texts have at most {served.context} tokens; the prompt has {prompt}, "
+            f"and {more}; make it shorter",
             param=name if room > 0 else "messages" if isinstance(asked, ChatAsked) else "prompt",
             code="context_length_exceeded",
         )
@@ -298,12 +298,12 @@ def _grammar(asked: Asked, served: Served) -> list[Any]:
 
 def _bias(asked: Asked, served: Served) -> list[Any]:
     """`repetition_penalty` and `logit_bias` as the library's processors."""
-    bias: list[Any] = []
+    bias, most = list[Any](), served.vocabulary - 1
     for token, value in asked.logit_bias.items():
         number = int(token) if token.isdecimal() and len(token) < 12 else -1
-        if not 0 <= number < served.vocabulary:
+        if not 0 <= number <= most:
             shown = token if len(token) < 40 else f"{token[:40]}..."
-            message = f"logit_bias: tokens are 0 to {served.vocabulary - 1}, got {shown!r}"
+            message = f"logit_bias: token ids must be from 0 to {most}, got {shown!r}"
             raise Refusal(400, message, param="logit_bias")
         bias.append([[number], value])
     penalty = asked.repetition_penalty

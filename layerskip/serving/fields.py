@@ -376,16 +376,23 @@ def read(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as failure:
+        places = [
+            (tuple(str(part) for part in each["loc"] if not _is_kind(part)), each)
+            for each in failure.errors(include_url=False)
+        ]
         # Of a union's kinds, the one that fits best fails at the deepest place.
-        error = max(failure.errors(include_url=False), key=lambda each: len(each["loc"]))
-        place = [str(part) for part in error["loc"] if not _is_kind(part)]
+        place, error = max(places, key=lambda each: (len(each[0]), each[1]["type"] != "missing"))
         param = ".".join(place) or None
+        wanted = [each["msg"].removeprefix("Value error, ") for at, each in places if at == place]
+        message = " or ".join(dict.fromkeys(wanted)).replace(" or Input should be", " or")
         if error["type"] == "extra_forbidden":
             message = f"{param} is not supported; leave it out"
         elif param is None:
-            message = f"the body is not what is expected here: {error['msg']}"
+            message = f"the body is not what is expected here: {message}"
         else:
-            message = f"{param}: {error['msg']}"
+            given = error["input"]
+            simple = isinstance(given, str | int | float) and error["type"] != "value_error"
+            message = f"{param}: {message}" + (f", got {json.dumps(given)[:40]}" if simple else "")
         raise Refusal(400, message, param=param) from failure
 
 
