@@ -218,7 +218,7 @@ def test_pictures_that_are_none_are_refused_by_name(content, param, words, seein
         got = httpx.post(f"{seeing}/v1/{path}", json=body)
         assert got.status_code == 400
         error = got.json()["error"]
-        assert error["param"] == param
+        assert error["param"] == param.replace("messages", name)
         assert words in error["message"]
         assert "\n" not in error["message"]
 

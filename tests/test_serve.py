@@ -369,6 +369,7 @@ class TestResponses:
         prompt = f"system: Be kind.\nuser: {STORY}\nassistant:"
         assert got.output_text == place.text(prompt, 12)
         assert (got.status, got.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert got.output[0].status == "incomplete"
         assert got.usage.output_tokens == 12
         events = list(place.client.responses.create(**INPUT, instructions="Be kind.", stream=True))
         assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -411,6 +412,17 @@ class TestResponses:
         calls = f'assistant: <tool_call>f {{"x": {x}}}'
         assert told == f"user: {STORY}\n{calls}\ntool: seven\nassistant:"
 
+    def test_reasoning_and_what_follows_it_are_one_turn(self):
+        thought = {"type": "reasoning", "id": "r", "summary": []}
+        thought["content"] = [{"type": "reasoning_text", "text": "Hm."}]
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        said = {"role": "assistant", "content": "Yes."}
+        body = ResponseAsked(**{**INPUT, "input": [thought, said, thought, call, said]}).chat()
+        told = [message.spoken() for message in body.messages]
+        assert [each["content"] for each in told] == ["Yes.", "", "Yes."]
+        assert [each.get("reasoning_content") for each in told] == ["Hm.", "Hm.", None]
+        assert ["tool_calls" in each for each in told] == [False, True, False]
+
     def test_forms_and_refusals(self, place):
         form = {"type": "json_schema", "name": "n", "schema": {"enum": [17]}}
         got = place.client.responses.create(**INPUT, text={"format": form})
@@ -418,7 +430,11 @@ class TestResponses:
         for wrong, words in (
             ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
             ({"input": []}, "input: "),
+            ({"input": [{"role": "user"}]}, "input.0.content: Field required"),
+            ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0: type must be message,"),
             ({"temperature": 7}, "less than or equal to 2"),
+            ({"max_output_tokens": 512}, "max_output_tokens asks for 512 more; make it shorter"),
+            ({"store": True}, "store is not supported"),
         ):
             answer = place.post("responses", {**INPUT, **wrong})
             assert answer.status_code == 400
@@ -723,6 +739,9 @@ class TestEnds:
             assert got.status_code == 504
             body = {**GREEDY, "prompt": "a", "stream": True}
             assert '"code":"timeout"' in httpx.post(f"{url}/v1/completions", json=body).text
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+                *_, last = client.responses.create(**INPUT, stream=True)
+            assert (last.type, last.code, last.sequence_number) == ("error", "timeout", 2)
 
     def test_health_tells_of_a_thread_that_has_ended(self, place):
         serving = Serving(place.model, execution="fused", controller="fixed", draft_memory=0)

@@ -26,11 +26,12 @@ from layerskip.serving.metrics import Metrics
 from layerskip.serving.prompts import detokenized, tokenized, tokenizer_info
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
 from layerskip.serving.responses import Response as AsResponse
-from layerskip.serving.responses import ResponseAsked
+from layerskip.serving.responses import ResponseAsked, renamed
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+RESPONSES = "/v1/responses"
 BODY_SECONDS = 30.0  # time limit for a client to send the body of a request
 _log = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ def make_app(
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
+        if request.url.path == RESPONSES:
+            refusal = renamed(refusal)
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
         status = refusal.status
         return JSONResponse(refusal.body(), status, headers=headers.get(status))
@@ -161,18 +164,21 @@ def make_app(
                 running = _Running(serving, metrics.told)
                 await running.submit([choice.task for choice in answer.choices])
                 told = AsResponse(given, answer) if isinstance(given, ResponseAsked) else None
+                if asked.stream and told is not None:
+                    events = _response_events(running, answer, told)
+                    return _Events(
+                        running, events, lambda each: _typed(told.failed(each)), deadline
+                    )
                 if asked.stream:
                     events = _chunks(running, answer, asked)
-                    if told is not None:
-                        events = _response_events(running, answer, told)
-                    return _Events(running, events, deadline)
+                    return _Events(running, events, lambda each: _event(each.body()), deadline)
                 with running.cancelled_at_last():
                     await _unless_gone(request, running, answer, deadline)
                 return JSONResponse(answer.whole() if told is None else told.whole())
 
     answering("/v1/chat/completions", ChatAsked)
     answering("/v1/completions", fields.CompletionAsked)
-    answering("/v1/responses", ResponseAsked)
+    answering(RESPONSES, ResponseAsked)
     return app
 
 
@@ -264,7 +270,8 @@ async def _body(request: Request, most: int) -> bytes:
         Refusal: it is too large or too slow, or is not declared as JSON (a page of another site
             that acts without its reader's knowledge cannot declare it so).
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    declared = request.headers.get("content-type", "").partition(";")[0]
+    if declared.strip().lower() != "application/json":
         raise Refusal(415, "send Content-Type: application/json")
     large = Refusal(413, f"a request may have at most {most} bytes", code="request_too_large")
     length = request.headers.get("content-length", "")
@@ -317,22 +324,18 @@ def _too_late() -> Refusal:
 
 async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncIterator[str]:
     """Yield the events of a stream for a client."""
-    try:
-        if isinstance(asked, ChatAsked):
-            for index in range(len(answer.choices)):
-                yield _event(answer.role(index))
-        open_choices = len(answer.choices)
-        async for index, piece in running.pieces():
-            chunk = answer.add(index, piece)
-            open_choices -= piece.reason is not None
-            if chunk is None:
-                continue
-            if not open_choices and not asked.include_usage:
-                chunk["timings"] = answer.timings()
-            yield _event(chunk)
-    except Refusal as refusal:
-        yield _event(refusal.body())
-        return
+    if isinstance(asked, ChatAsked):
+        for index in range(len(answer.choices)):
+            yield _event(answer.role(index))
+    open_choices = len(answer.choices)
+    async for index, piece in running.pieces():
+        chunk = answer.add(index, piece)
+        open_choices -= piece.reason is not None
+        if chunk is None:
+            continue
+        if not open_choices and not asked.include_usage:
+            chunk["timings"] = answer.timings()
+        yield _event(chunk)
     if asked.include_usage:
         yield _event(answer.last())
     yield "data: [DONE]\n\n"
@@ -342,17 +345,14 @@ async def _response_events(
     running: _Running, answer: Answer, told: AsResponse
 ) -> AsyncIterator[str]:
     """Yield the events of `/v1/responses` for a client."""
-    try:
-        for event in told.begin():
-            yield _typed(event)
-        async for index, piece in running.pieces():
-            if (chunk := answer.add(index, piece)) is not None:
-                for event in told.add(chunk["choices"][0]["delta"]):
-                    yield _typed(event)
-        for event in told.end():
-            yield _typed(event)
-    except Refusal as refusal:
-        yield _typed({"type": "error", **refusal.body()["error"]})
+    for event in told.begin():
+        yield _typed(event)
+    async for index, piece in running.pieces():
+        if (chunk := answer.add(index, piece)) is not None:
+            for event in told.add(chunk["choices"][0]["delta"]):
+                yield _typed(event)
+    for event in told.end():
+        yield _typed(event)
 
 
 def _typed(event: dict[str, Any]) -> str:
@@ -364,12 +364,29 @@ def _event(document: dict[str, Any]) -> str:
 
 
 class _Events(StreamingResponse):
-    """A stream of events. Its tasks are cancelled if the client leaves or runs out of time."""
+    """A stream of events. Its tasks are cancelled if the client leaves or runs out of time.
 
-    def __init__(self, running: _Running, events: AsyncIterator[str], until: float) -> None:
+    Args:
+        failed: makes the last event if the answer cannot be finished.
+    """
+
+    def __init__(
+        self,
+        running: _Running,
+        events: AsyncIterator[str],
+        failed: Callable[[Refusal], str],
+        until: float,
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._running, self._until = running, until
+        self._running, self._failed, self._until = running, failed, until
+        super().__init__(self._told(events), media_type="text/event-stream", headers=headers)
+
+    async def _told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                yield event
+        except Refusal as refusal:
+            yield self._failed(refusal)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._running.cancelled_at_last():
@@ -378,5 +395,5 @@ class _Events(StreamingResponse):
                     await super().__call__(scope, receive, send)
             except TimeoutError:  # half an answer is sent: add an event to report it, or break off
                 async with asyncio.timeout(1):
-                    body = (_event(_too_late().body())).encode()
+                    body = self._failed(_too_late()).encode()
                     await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -11,10 +11,24 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from layerskip.serving.answers import Answer
-from layerskip.serving.fields import ChatAsked, Fields, Share, ToolFunction, ToolName, read
+from layerskip.serving.fields import (
+    ChatAsked,
+    Fields,
+    Refusal,
+    Share,
+    ToolFunction,
+    ToolName,
+    read,
+)
+
+_NAMES = {  # of a chat's fields in this API
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 
 
 class Part(Fields):
@@ -83,11 +97,27 @@ class Effort(Fields):
     summary: str | None = None
 
 
-Item = Said | FunctionCall | FunctionOutput | Reasoning
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    return f"{kind}".title()
+
+
+Item = Annotated[
+    Annotated[Said, Tag("Message")]
+    | Annotated[FunctionCall, Tag("Function_Call")]
+    | Annotated[FunctionOutput, Tag("Function_Call_Output")]
+    | Annotated[Reasoning, Tag("Reasoning")],
+    Discriminator(
+        _kind,
+        custom_error_type="kind",
+        custom_error_message="type must be message, function_call, function_call_output or "
+        "reasoning",
+    ),
+]
 
 
 class ResponseAsked(Fields):
-    """A request; `seed`, `top_k` and `min_p` are not OpenAI's, and `store` stores nothing."""
+    """A request; `seed`, `top_k` and `min_p` are not OpenAI's."""
 
     model: str
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -104,13 +134,12 @@ class ResponseAsked(Fields):
     tool_choice: Literal["none", "auto", "required"] | NamedFlatTool | None = None
     parallel_tool_calls: bool = True
     reasoning: Effort = Effort()
-    store: bool = False
 
     def chat(self) -> ChatAsked:
         """Convert to a chat request.
 
         Raises:
-            Refusal: a field is wrong; it is named as the chat's field.
+            Refusal: a field is wrong; it is named as the chat's field, see `renamed`.
         """
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
@@ -140,22 +169,36 @@ class ResponseAsked(Fields):
         return read(ChatAsked, json.dumps(body).encode())
 
 
+def renamed(refusal: Refusal) -> Refusal:
+    """A refusal of a chat's field, with this API's name for the field."""
+    message, param = str(refusal), refusal.param or ""
+    for chat, ours in _NAMES.items():
+        if param.partition(".")[0] == chat:
+            message, param = message.replace(chat, ours), param.replace(chat, ours)
+    return Refusal(refusal.status, message, param=param or None, code=refusal.code)
+
+
 def _say(item: Item, messages: list[dict[str, Any]]) -> None:
     """Append an input item as a message, or as a part of the message before it."""
     match item:
         case Said():
-            messages.append({"role": item.role, "content": _said(item.content)})
+            said = {"role": item.role, "content": _said(item.content)}
+            thought = bool(messages) and messages[-1].keys() == {"role", "reasoning_content"}
+            if item.role == "assistant" and thought:
+                messages[-1] |= said
+            else:
+                messages.append(said)
         case FunctionOutput():
-            said = _said(item.output)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": said})
+            told = _said(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": told})
         case Reasoning():
             text = "".join(part.text or "" for part in item.content)
-            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+            messages.append({"role": "assistant", "reasoning_content": text})
         case FunctionCall():
             called = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": called}
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": ""})
+                messages.append({"role": "assistant"})
             messages[-1].setdefault("tool_calls", []).append(call)
 
 
@@ -239,9 +282,14 @@ class Response:
 
     def end(self) -> Iterator[dict[str, Any]]:
         """The last events."""
-        yield from self._close()
         status = "incomplete" if self._answer.choices[0].reason == "length" else "completed"
+        yield from self._close(status)
         yield self._event(f"response.{status}", response=self.document(status))
+
+    def failed(self, refusal: Refusal) -> dict[str, Any]:
+        """The last event if the answer cannot be finished."""
+        error = refusal.body()["error"]
+        return self._event("error", **{name: error[name] for name in ("code", "message", "param")})
 
     def _more(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         """Append text to a message or to reasoning."""
@@ -262,12 +310,12 @@ class Response:
             "response.output_item.added", item=self._items[-1], output_index=self._last
         )
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
         """End the current item."""
         if not self._items:
             return
         item = self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "function_call":
             kind = "response.function_call_arguments.done"
             yield self._of_item(kind, arguments=item["arguments"], name=item["name"])
