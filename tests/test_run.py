@@ -131,12 +131,15 @@ def test_batch_files_of_openai_are_answered_in_their_shape(given, tmp_path):
         text | {"temperature": 1.0, "seed": 9, "response_format": {"type": "json_object"}},
         text | {"colour": 1},
         text | {"n": 2},
+        text | {"temperature": 1.0},
     ]
     lines = [{"custom_id": f"c{n}", "body": body} for n, body in enumerate(bodies)]
     given.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run(given, output).exit_code == 1
     found = rows(output)
     assert all(row["custom_id"] == id_ for id_, row in found.items())
+    words = "has 1 rows with another origin; the first is that of prompt c5, from another prompt"
+    assert words in run(given, output, "--seed", "6").stderr
     given.write_text(json.dumps({"id": "a", "prompt": text["prompt"]}))
     assert run(given, plain).exit_code == 0
     answers = [found[f"c{n}"]["response"] for n in range(3)]

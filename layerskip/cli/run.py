@@ -165,7 +165,9 @@ class _Model:
 
     def fingerprint(self, number: int, prompt: Prompt) -> str:
         """A hash of what an answer depends on: the model, the settings and the prompt."""
-        seed = self.limits.seed + number if self.sampling.do_sample else None
+        body = prompt.body or {}
+        sampled = body.get("temperature", self.sampling.do_sample) != 0
+        seed = body.get("seed", self.limits.seed + number) if sampled else None
         return f"{self._of_model}-{self._of_settings}-{_hash(prompt.asked, seed)}"
 
     @cached_property
