@@ -23,13 +23,8 @@ from layerskip.cli import main as cli
 from layerskip.cli.chat import pieces, typed_lines
 from layerskip.cli.terminal import two_columns, unsplit
 from layerskip.decoding.rounds import Round
-from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.eagle import EagleHead
-from layerskip.decoding.sources.lookup import Lookup
-from layerskip.decoding.sources.mtp import CheckpointHead
-from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.prompts import read_prompts
-from layerskip.research.logit_lookup import LogitLookup
 from layerskip.session import Session
 
 DRAFT = ("--exit-layer", "3", "--controller", "fixed", "--execution", "fused")
@@ -227,8 +222,7 @@ def test_drafts_are_shown_with_what_they_gained(folder, outputs):
     assert "[drafted], the rest comes from the model" in legend
     assert f"{stats.num_new_tokens} tokens in {len(output.rounds)} passes" in gain
     assert f"{stats.tokens_per_round:.2f} tokens per pass" in gain
-    for source in (Assistant, CheckpointHead, EagleHead, LogitLookup, Lookup, SublayerDraft):
-        assert source.name in chatting._SHOWN
+    assert chatting._shown(EagleHead.name)[1] == "drafted by the EAGLE-3 head"
 
 
 @pytest.fixture(scope="module")

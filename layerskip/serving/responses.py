@@ -307,7 +307,7 @@ class Response:
         id_ = f"{kind[:3]}_{secrets.token_hex(12)}"
         self._items.append({"type": kind, "id": id_, "status": "in_progress", **values})
         yield self._event(
-            "response.output_item.added", item=self._items[-1], output_index=self._last
+            "response.output_item.added", item=self._items[-1], output_index=len(self._items) - 1
         )
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
@@ -323,14 +323,12 @@ class Response:
             [part], (name, _, _, also) = item["content"], _KINDS[item["type"]]
             yield self._of_item(f"response.{name}.done", text=part["text"], content_index=0, **also)
             yield self._of_item("response.content_part.done", part=part, content_index=0)
-        yield self._event("response.output_item.done", item=item, output_index=self._last)
-
-    @property
-    def _last(self) -> int:
-        return len(self._items) - 1
+        yield self._event("response.output_item.done", item=item, output_index=len(self._items) - 1)
 
     def _of_item(self, kind: str, **values: Any) -> dict[str, Any]:
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=self._last, **values)
+        return self._event(
+            kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **values
+        )
 
     def _event(self, kind: str, **values: Any) -> dict[str, Any]:
         # A copy, since items grow.
