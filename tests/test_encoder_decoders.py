@@ -274,7 +274,7 @@ def test_commands_take_them_or_refuse_by_name(family, tmp_path):
     assert [row["prompt_tokens"] for row in rows] == [4, 3]
     assert sum(row["drafted"] for row in rows) > 0
     loaded = load(str(folder), reads=True)
-    served = Served.of(loaded, "reads", context=64)
+    served = Served(loaded, "reads", context=64)
     with running(make_app(Serving(loaded.model, enabled=False), served)) as url:
         body = {"model": "reads", "prompt": [PROMPT, "w8 w8 w9"], "temperature": 0}
         body["max_tokens"] = NEW_TOKENS

@@ -117,7 +117,7 @@ def test_our_own_server():
     model = lively_model("llama", dtype=torch.float32)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    served = Served.of(Loaded("tiny", model, tokenizer, None))
+    served = Served(Loaded("tiny", model, tokenizer, None))
     serving = Serving(model, execution="fused", enabled=False, session_memory=0)
     serving.start()
     try:

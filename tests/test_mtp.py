@@ -373,7 +373,7 @@ def test_commands_draft_with_heads(folder):
 def test_a_server_drafts_with_heads_over_http(made):
     """The tensors are named `mtp.*`, and the model has recurrent layers."""
     loaded = Loaded("heads", made("qwen3_5_text")[0], tiny_tokenizer(), None)
-    served = Served.of(loaded, "heads", context=100)
+    served = Served(loaded, "heads", context=100)
     serving = Serving(loaded.model, controller="fixed", **HEAD)
     body = {"model": "heads", "prompt": PROMPT, "temperature": 0, "max_tokens": NEW_TOKENS}
     with running(make_app(serving, served)) as url:

@@ -114,7 +114,7 @@ def asked(text, *images):
 
 def answers(loaded, serving, *conversations):
     """A server's answers to conversations that arrive at the same time."""
-    served = Served.of(loaded, "sees", context=200)
+    served = Served(loaded, "sees", context=200)
     how = {"model": "sees", "temperature": 0, "max_tokens": NEW}
     told = [answer_of(ChatAsked(messages=each, **how), served) for each in conversations]
     for answer in told:
@@ -158,7 +158,7 @@ class TestServer:
             assert (told[0].choices[0].counts.cached > 3) is known
 
     def test_over_http(self, loaded):
-        served = Served.of(loaded, "sees", context=200)
+        served = Served(loaded, "sees", context=200)
         serving = Serving(loaded.model, **DRAFTS)
         with running(make_app(serving, served)) as address:
             how = {"model": "sees", "temperature": 0}
@@ -227,7 +227,7 @@ def test_pictures_that_are_none_are_refused_by_name(content, param, words, seein
 def seeing(tmp_path_factory):
     loaded = load(str(save_seeing(tmp_path_factory.mktemp("seeing"))))
     serving = Serving(loaded.model, enabled=False)
-    with running(make_app(serving, Served.of(loaded, "sees", context=200))) as address:
+    with running(make_app(serving, Served(loaded, "sees", context=200))) as address:
         yield address
 
 

@@ -233,10 +233,8 @@ class TestParts:
     def test_a_full_disk_ends_the_run_and_is_told_by_the_name_of_the_file(
         self, given, tmp_path, monkeypatch
     ):
-        def full(file, lines):
-            Path("/dev/full").write_bytes(lines)
-
-        monkeypatch.setattr("layerskip.serving.files.add_lines", full)
+        full = Path("/dev/full").write_bytes
+        monkeypatch.setattr("layerskip.serving.files.add_lines", lambda file, lines: full(lines))
         result = run(given, tmp_path / "out")
         assert result.exit_code == 2
         assert f"No space left on device: '{tmp_path / 'out'}'" in result.stderr

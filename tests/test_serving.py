@@ -590,8 +590,7 @@ def test_the_cache_after_many_tasks_is_as_after_few(model):
         for seed in range(12):
             task = TextRequest([1, 2, seed], max_new_tokens=3, do_sample=True, seed=seed)
             serving.submit(task, lambda piece: None)
-        while serving.step():
-            pass
+        drain(serving)
         cache = serving._batch.passes.cache
         used.append((serving.stats.used, sum(each.nbytes for each in cache.keys.values())))
     assert used[0] == used[1]
@@ -609,8 +608,7 @@ def test_memory_after_2000_tasks_is_as_after_200(model):
         while len(serving._waiting) > 8 and serving.step():
             pass
         if done in (200, 2000):
-            while serving.step():
-                pass
+            drain(serving)
             gc.collect()
             held.append((tracemalloc.get_traced_memory()[0], resident(), serving.stats.used))
     tracemalloc.stop()

@@ -26,8 +26,10 @@ from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
+    from layerskip.serving.answers import Answer
     from layerskip.serving.api import Served
-    from layerskip.serving.files import Answering, Progress, Task
+    from layerskip.serving.files import Answering, Progress
+    from layerskip.serving.requests import TextRequest
 
 _AHEAD = 4  # prompts sorted by length, as a multiple of those that run at once
 _READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # checkpoint files to hash
@@ -102,11 +104,11 @@ def run(
     decoding.refuse_keeping("run")
     talk = Talk(quiet or rank > 0)
 
-    from layerskip.serving.files import answer_all, open_answers, shard_of
+    from layerskip.serving.files import answer_all, open_answers
 
     templated = next((each for each in chosen if each.messages is not None), None)
     model = _Model(limits, wording, form, sampling, decoding, loading, templated)
-    asked = shard_of(chosen, *part)
+    asked = list(enumerate(chosen))[part[0] :: part[1]]
     prints = {each.id: model.fingerprint(number, each) for number, each in asked}
     with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
         left = sum(each.id not in answers.done for _, each in asked)
@@ -209,8 +211,9 @@ class _Model:
 
             from layerskip.checkpoints import encode
             from layerskip.grammars import response_format
-            from layerskip.requests import end_tokens, read_text
-            from layerskip.serving.files import Answering, Task
+            from layerskip.requests import read_text
+            from layerskip.serving.api import Served
+            from layerskip.serving.files import Answering
             from layerskip.serving.history import StopStrings
             from layerskip.serving.requests import TextRequest
             from layerskip.serving.scheduler import Serving
@@ -230,22 +233,16 @@ class _Model:
                 max_queue=2 * _AHEAD * max_rows,
                 **settings,
             )
-            ends = sorted(end_tokens(loaded.model)) or None
-
-            @lru_cache(1)
-            def served() -> Served:
-                from layerskip.serving.api import Served
-
-                most = limits.max_new_tokens
-                return Served.of(loaded, context=serving.max_tokens, max_new_tokens=most)
+            most = limits.max_new_tokens
+            served = Served(loaded, context=serving.max_tokens, max_new_tokens=most)
 
             @lru_cache(16)
             def kept(form: str) -> Sequence[Any]:
-                return response_format(json.loads(form), loaded.tokenizer, eos=ends)
+                return response_format(json.loads(form), loaded.tokenizer, eos=served.eos)
 
-            def task_of(number: int, prompt: Prompt) -> Task:
+            def task_of(number: int, prompt: Prompt) -> tuple[TextRequest, Answer | None]:
                 if prompt.body is not None:
-                    return self._batched(number, prompt, served(), processors)
+                    return self._batched(number, prompt, served, processors)
                 ids = encode(loaded.tokenizer, prompt)[0].tolist()
                 ids, encoded, also = read_text(loaded.model, ids, limits.max_new_tokens)
                 penalty, stop = self.wording.repetition_penalty, self.wording.stop
@@ -265,17 +262,16 @@ class _Model:
                     stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
                     **law,
                 )
-                return Task(prompt, request)
+                return request, None
 
             yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
 
     def _batched(
         self, number: int, prompt: Prompt, served: Served, processors: Sequence[Any]
-    ) -> Task:
-        """The task of a line of an OpenAI batch file. Flags set what the line does not."""
+    ) -> tuple[TextRequest, Answer]:
+        """As `task_of`, for a line of an OpenAI batch file. Flags set what the line does not."""
         from layerskip.serving.api import answer_of
         from layerskip.serving.fields import ChatAsked, CompletionAsked, read
-        from layerskip.serving.files import Task
 
         sampling, wording = self.sampling, self.wording
         given: dict[str, Any] = {"seed": self.limits.seed + number, "stop": wording.stop}
@@ -291,7 +287,7 @@ class _Model:
         request = answer.choices[0].task
         if not {"response_format", "tools"} & body.keys():
             request = replace(request, processors=[*request.processors, *processors])
-        return Task(prompt, request, answer)
+        return request, answer
 
 
 def _hash(*parts: Any) -> str:

@@ -84,7 +84,7 @@ def serve(
         if adapter is not None:
             merge_adapter(loaded.model, adapter[1])
         described_as.append(
-            Served.of(
+            Served(
                 loaded,
                 name,
                 context=context,
@@ -96,9 +96,9 @@ def serve(
 
     with _listening(host, port) as listener:  # before loading the model, so that errors come early
         try:
-            import fastapi  # noqa: F401
-            import prometheus_client  # noqa: F401
             import uvicorn
+
+            from layerskip.serving.http import make_app
         except ImportError as missing:
             raise ValueError(
                 f"serve needs {missing.name}: pip install 'layerskip[serve]'"
@@ -111,7 +111,6 @@ def serve(
             decoding, flags.Sampling(), loading, talk, described, reads=True
         ) as opened:
             from layerskip.serving.connections import configured
-            from layerskip.serving.http import make_app
             from layerskip.serving.scheduler import Serving
 
             settings = opened.settings

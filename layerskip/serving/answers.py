@@ -175,10 +175,6 @@ class Answer:
             return "tool_calls"
         return choice.reason
 
-    def role(self, index: int) -> dict[str, Any]:
-        """The first chunk of a choice of a chat."""
-        return self.chunk(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
-
     def chunk(
         self, index: int, content: dict[str, Any], told: list[dict[str, Any]], reason: str | None
     ) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsPro
 
 from layerskip.checkpoints import Loaded
 from layerskip.grammars import lark, response_format
-from layerskip.requests import end_tokens, read_text
+from layerskip.requests import end_tokens, look, read_text
 from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Refusal, refusing
 from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
-from layerskip.serving.prompts import check_tokens, prompts_of, seen_in
+from layerskip.serving.prompts import check_tokens, prompts_of
 from layerskip.serving.requests import TextRequest
 from layerskip.text import decode_text
 
@@ -28,38 +27,24 @@ COLDEST = 0.001  # lower temperatures give scores beyond float32
 _PREDICTED = 16  # maximum characters of a prediction per token of the context
 
 
-@dataclass(frozen=True)
 class Served:
-    """The model as clients see it.
+    """A loaded model as clients see it, described by its own configuration.
+
+    Args:
+        name: by default the model's own name, without the path of its folder.
+        tool_parser, reasoning_parser: names of formats; "auto": found from the chat template.
 
     Attributes:
         context: maximum number of tokens of a prompt and its text together.
-        max_new_tokens: default of requests.
-        temperature, top_k, top_p: likewise.
+        max_new_tokens, temperature, top_k, top_p: defaults of requests.
         format: the format of the model's tool calls, if known.
         reasoning: the marks around its reasoning, if any.
         longest_token: maximum number of characters in a token.
         added: tokens that a tokenizer adds to its model's, by their text.
     """
 
-    name: str
-    loaded: Loaded
-    tokenizer: Any
-    vocabulary: int
-    context: int
-    max_new_tokens: int = 1024
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    ends: frozenset[int] = frozenset()
-    format: Format | None = None
-    reasoning: tuple[str, str] | None = None
-    longest_token: int = 256
-    added: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         loaded: Loaded,
         name: str | None = None,
         *,
@@ -67,39 +52,27 @@ class Served:
         max_new_tokens: int = 1024,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
-    ) -> Served:
-        """Describe a loaded model by its own configuration.
-
-        Args:
-            name: by default the model's own name, without the path of its folder.
-            tool_parser, reasoning_parser: names of formats; "auto": found from the chat template.
-        """
-        model, tokenizer = loaded.model, loaded.tokenizer
-        text, config = model.config.get_text_config(decoder=True), model.generation_config
+    ) -> None:
+        text = loaded.model.config.get_text_config(decoder=True)
         longest = getattr(text, "max_position_embeddings", None)
         limits = [limit for limit in (context, longest) if limit is not None]
         if not limits:
             raise ValueError("this model does not limit the length of its texts; give --context N")
         local = loaded.folder is not None or Path(loaded.name).is_file()
-        plain = Path(loaded.name).resolve().name if local else loaded.name
-        template = tokenizer.chat_template
+        self.name = name or (Path(loaded.name).resolve().name if local else loaded.name)
+        self.loaded, self.tokenizer, self.vocabulary = loaded, loaded.tokenizer, text.vocab_size
+        self.context, self.max_new_tokens = min(limits), max_new_tokens
+        config = loaded.model.generation_config
+        self.temperature, self.top_k = config.temperature or 1.0, config.top_k or 0
+        self.top_p = 1.0 if config.top_p is None else config.top_p
+        self.ends = end_tokens(loaded.model)
+        self.eos = sorted(self.ends) or None
+        template = self.tokenizer.chat_template
         template = template if isinstance(template, str) else json.dumps(template or "")
-        return cls(
-            name or plain,
-            loaded,
-            tokenizer,
-            text.vocab_size,
-            min(limits),
-            max_new_tokens,
-            temperature=config.temperature or 1.0,
-            top_k=config.top_k or 0,
-            top_p=1.0 if config.top_p is None else config.top_p,
-            ends=end_tokens(model),
-            format=format_of(tool_parser, template),
-            reasoning=reasoning_of(reasoning_parser, template),
-            longest_token=max(map(len, tokenizer.get_vocab())),
-            added=tokenizer.get_added_vocab(),
-        )
+        self.format = format_of(tool_parser, template)
+        self.reasoning = reasoning_of(reasoning_parser, template)
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()))
+        self.added: Mapping[str, int] = self.tokenizer.get_added_vocab()
 
     @property
     def encoder(self) -> bool:
@@ -137,7 +110,9 @@ def answer_of(asked: Asked, served: Served) -> Answer:
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
     check_tokens(asked.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(asked, served)
-    reader = _Readers(asked, served)
+    format_ = _format(asked, served)
+    marks = [*(served.reasoning or () if chat else ()), *(format_.marks if format_ else ())]
+    keep = served.marks([mark.strip() for mark in marks])
     shared = {
         **_sampling(asked, served),
         "eos": frozenset() if asked.ignore_eos else served.ends | {*asked.stop_token_ids},
@@ -145,14 +120,15 @@ def answer_of(asked: Asked, served: Served) -> Answer:
         "top_logprobs": told,
         "prompt_logprobs": int(echo and told is not None),
     }
-    before, grammar = _bias(asked, served), reader.grammar() or _grammar(asked, served)
+    grammar = _calls(asked, served, format_) or _grammar(asked, served)
     choices = list[Choice]()
-    for text in prompts:
+    for index, text in enumerate(prompts):
         limit = _limit(asked, len(text), served)
         with refusing("prompt"):
             prompt, encoded, also = read_text(served.loaded.model, text, max(1, limit))
-        pictures = None if seen is None else seen_in(seen, served)
-        penalties = Penalties(len(prompt), asked.frequency_penalty, asked.presence_penalty)
+        with refusing("messages"):
+            pictures = None if seen is None else look(served.loaded.model, seen)
+        before = [*also, *_bias(asked, len(prompt), served), *grammar]
         stop = StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None
         for number in range(asked.n):
             task = TextRequest(
@@ -160,7 +136,7 @@ def answer_of(asked: Asked, served: Served) -> Answer:
                 max(1, limit),
                 seed=seed + (number if asked.same_seed else len(choices)),
                 stop=stop,
-                processors=[*also, *before, *([penalties] if penalties else []), *grammar],
+                processors=before,
                 pictures=pictures,
                 encoded=encoded,
                 **shared,
@@ -169,13 +145,13 @@ def answer_of(asked: Asked, served: Served) -> Answer:
                 served.tokenizer,
                 task,
                 asked.stops,
-                reader=reader(text),
-                keep=reader.keep,
-                echo=_echoed(asked, text, served) if echo else None,
+                reader=_reader(asked, text, served, format_),
+                keep=keep,
+                echo=_echoed(asked, index, text, served) if echo else None,
                 hidden=limit == 0,
             )
             choices.append(choice)
-    return Answer(chat, served.name, choices, called=reader.named)
+    return Answer(chat, served.name, choices, called=isinstance(asked, ChatAsked) and asked.named)
 
 
 def _sampling(asked: Asked, served: Served) -> dict[str, Any]:
@@ -204,70 +180,58 @@ def _predicted(asked: Asked, served: Served) -> list[int]:
     return tokens[: served.context]
 
 
-def _echoed(asked: Asked, prompt: list[int], served: Served) -> str:
-    """The prompt, to be returned before the text."""
-    assert isinstance(asked, CompletionAsked)
-    given = asked.prompts[0] if len(asked.prompts) == 1 else None
+def _echoed(asked: Asked, index: int, prompt: list[int], served: Served) -> str | None:
+    """The prompt with this index, if it is to be returned before the text."""
+    if not isinstance(asked, CompletionAsked) or not asked.echo:
+        return None
+    given = asked.prompts[index]
     return given if isinstance(given, str) else decode_text(served.tokenizer, prompt)
 
 
-class _Readers:
-    """Makes readers for the texts of a request: of tool calls and reasoning, if it is a chat.
+def _format(asked: Asked, served: Served) -> Format | None:
+    """The format of the answer's tool calls; None if there may be none."""
+    if not isinstance(asked, ChatAsked) or asked.choice == "none":
+        return None
+    if served.format is None:
+        raise Refusal(
+            400,
+            "the format of tool calls in this model's chat template is not known; leave out tools, "
+            "or start the server with --tool-parser",
+            param="tools",
+        )
+    return served.format
 
-    Attributes:
-        keep: special tokens whose text is read.
-        named: whether one tool is required by name.
-    """
 
-    def __init__(self, asked: Asked, served: Served) -> None:
-        self._asked, self._served = asked, served
-        self._format: Format | None = None
-        self._inside = False
-        self._reasoning = served.reasoning if isinstance(asked, ChatAsked) else None
-        self.named = False
-        marks = list(self._reasoning or ())
-        if isinstance(asked, ChatAsked) and asked.choice != "none":
-            self._format, self.named = served.format, asked.choice not in ("auto", "required")
-            if self._format is None:
-                raise Refusal(
-                    400,
-                    "the format of tool calls in this model's chat template is not known; "
-                    "leave out tools, or start the server with --tool-parser",
-                    param="tools",
-                )
-            marks += self._format.marks
-        self.keep = served.marks([mark.strip() for mark in marks])
+def _reader(
+    asked: Asked, prompt: list[int], served: Served, format_: Format | None
+) -> Reader | None:
+    """What takes a chat's answer apart into content, reasoning and tool calls."""
+    if not isinstance(asked, ChatAsked):
+        return None
+    inside = False
+    if served.reasoning is not None:  # the template may have started it
+        text: str = served.tokenizer.decode(prompt[-16:]).rstrip()
+        inside = text.endswith(served.reasoning[0].rstrip())
+    return Reader(format_, served.reasoning, inside=inside, several=asked.several)
 
-    def __call__(self, prompt: list[int]) -> Reader | None:
-        if not isinstance(self._asked, ChatAsked):
-            return None
-        several = self._asked.parallel_tool_calls and not self.named
-        inside = False
-        if self._reasoning is not None:  # the template may have started it
-            text: str = self._served.tokenizer.decode(prompt[-16:]).rstrip()
-            inside = text.endswith(self._reasoning[0].rstrip())
-        return Reader(self._format, self._reasoning, inside=inside, several=several)
 
-    def grammar(self) -> list[Any]:
-        """A processor that enforces calls which are required, or required by name."""
-        asked, served = self._asked, self._served
-        if not isinstance(asked, ChatAsked) or self._format is None or asked.choice == "auto":
-            return []
-        tools = [
-            each.function.model_dump()
-            for each in asked.tools
-            if not self.named or each.function.name == asked.choice
-        ]
+def _calls(asked: Asked, served: Served, format_: Format | None) -> list[Any]:
+    """A processor that enforces calls which are required, or required by name."""
+    if not isinstance(asked, ChatAsked) or format_ is None or asked.choice == "auto":
+        return []
+    tools = [
+        each.function.model_dump()
+        for each in asked.tools
+        if asked.choice in ("required", each.function.name)
+    ]
 
-        def mark(text: str) -> str:
-            tokens = served.marks([text])
-            return f"<[{next(iter(tokens))}]>" if tokens else json.dumps(text)
+    def mark(text: str) -> str:
+        tokens = served.marks([text])
+        return f"<[{next(iter(tokens))}]>" if tokens else json.dumps(text)
 
-        several = asked.parallel_tool_calls and not self.named
-        ends = sorted(served.ends) or None
-        with refusing("tools"):
-            rules = self._format.grammar(tools, several, mark)
-            return [lark(f"start: calls\n{rules}", served.tokenizer, eos=ends)]
+    with refusing("tools"):
+        rules = format_.grammar(tools, asked.several, mark)
+        return [lark(f"start: calls\n{rules}", served.tokenizer, eos=served.eos)]
 
 
 def _limit(asked: Asked, prompt: int, served: Served) -> int:
@@ -291,14 +255,13 @@ def _grammar(asked: Asked, served: Served) -> list[Any]:
     """`response_format` as a processor, which serves any number of texts."""
     if asked.response_format is None:
         return []
-    ends = sorted(served.ends) or None
     with refusing("response_format"):
-        return [*response_format(asked.response_format, served.tokenizer, eos=ends)]
+        return [*response_format(asked.response_format, served.tokenizer, eos=served.eos)]
 
 
-def _bias(asked: Asked, served: Served) -> list[Any]:
-    """`repetition_penalty` and `logit_bias` as the library's processors."""
-    bias, most = list[Any](), served.vocabulary - 1
+def _bias(asked: Asked, width: int, served: Served) -> list[Any]:
+    """`repetition_penalty`, `logit_bias` and penalties as processors, for a prompt's length."""
+    processors, bias, most = list[Any](), list[Any](), served.vocabulary - 1
     for token, value in asked.logit_bias.items():
         number = int(token) if token.isdecimal() and len(token) < 12 else -1
         if not 0 <= number <= most:
@@ -306,6 +269,10 @@ def _bias(asked: Asked, served: Served) -> list[Any]:
             message = f"logit_bias: token ids must be from 0 to {most}, got {shown!r}"
             raise Refusal(400, message, param="logit_bias")
         bias.append([[number], value])
-    penalty = asked.repetition_penalty
-    processors = [] if penalty == 1 else [RepetitionPenaltyLogitsProcessor(penalty)]
-    return processors + ([SequenceBiasLogitsProcessor(bias)] if bias else [])
+    if asked.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(asked.repetition_penalty))
+    if bias:
+        processors.append(SequenceBiasLogitsProcessor(bias))
+    if asked.frequency_penalty or asked.presence_penalty:
+        processors.append(Penalties(width, asked.frequency_penalty, asked.presence_penalty))
+    return processors

@@ -106,7 +106,6 @@ class Batch:
         self.controller.reset(seats)
         self._weights: object = None  # identifies the weights of the keys and values
         self._free = list(range(seats))
-        self.rounds = 0
 
     def _controller(self, decoding: LayerSkipDecoding) -> Controller:
         """Make the controller; costs are measured here, before any text is waited for."""
@@ -232,7 +231,6 @@ class Batch:
         """Run a round of the texts that have begun."""
         if all(text.finished for text in self.texts):
             return
-        self.rounds += 1
         with self.model.disturbed():
             outcome = self._speculator.round()
         for row, emitted in outcome.emitted.items():

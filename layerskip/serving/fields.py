@@ -311,6 +311,16 @@ class ChatAsked(Asked):
             raise Refusal(400, message, param="response_format")
 
     @property
+    def named(self) -> bool:
+        """Whether one tool is required by name."""
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def several(self) -> bool:
+        """Whether several tools may be called."""
+        return self.parallel_tool_calls and not self.named
+
+    @property
     def choice(self) -> str:
         """Which tools may be called: none, auto, required, or the name of one."""
         if isinstance(self.tool_choice, NamedTool):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -59,9 +59,8 @@ class Answers:
         """Append a row."""
         if (fingerprint := self._fingerprints.get(row["id"])) is not None:
             row = row | {"fingerprint": fingerprint}
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         with _locked(self._path), naming(self._path), self._path.open("a+b") as file:
-            add_lines(file, line)
+            add_lines(file, _line(row))
             os.fsync(file.fileno())
         self.done.add(row["id"])
         self.progress.rows += 1
@@ -101,7 +100,11 @@ def open_answers(
             if retry_errors:
                 gone |= {id_ for id_, row in rows.items() if id_ in fingerprints and _failed(row)}
             if gone:
-                _write(path, [row for id_, row in rows.items() if id_ not in gone])
+                kept = (row for id_, row in rows.items() if id_ not in gone)
+                with replacing(path) as partial, partial.open("wb") as file:
+                    file.writelines(_line(row) for row in kept)
+                    file.flush()
+                    os.fsync(file.fileno())
         yield Answers(path, fingerprints, rows.keys() - gone)
 
 
@@ -137,15 +140,12 @@ def _read_rows(path: Path) -> dict[str, Row]:
     return rows
 
 
+def _line(row: Row) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
 def _failed(row: Row) -> bool:
     return row.get("error") is not None
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    with replacing(path) as partial, partial.open("wb") as file:
-        file.writelines(json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager
@@ -191,70 +191,53 @@ def _locked(path: Path) -> AbstractContextManager[None]:
     return _held(path.with_name(f".{path.name}.lock"), path, _WAIT)
 
 
-def shard_of(prompts: Sequence[Prompt], index: int, count: int) -> list[Asked]:
-    """Every `count`-th prompt from `index` on, with its number among all."""
-    return list(enumerate(prompts))[index::count]
-
-
-@dataclass(frozen=True)
-class Task:
-    """The task for a prompt.
-
-    Attributes:
-        answer: builds the answer, for a line of OpenAI's batch format.
-    """
-
-    prompt: Prompt
-    request: TextRequest
-    answer: Answer | None = None
-
-
 @dataclass(frozen=True)
 class Answering:
     """A model that answers prompts.
 
     Attributes:
-        task_of: makes the task of a prompt; its ValueError becomes a row.
-        ahead: number of prompts encoded and sorted at once; `serving` queues up to twice as many.
+        task_of: makes the text to write for a prompt and its number, and the answer to build for a
+            line of OpenAI's batch format; its ValueError becomes a row.
+        ahead: number of prompts sorted at once; `serving` queues up to twice as many.
     """
 
     serving: Serving
     tokenizer: Any
-    task_of: Callable[[int, Prompt], Task]
+    task_of: Callable[[int, Prompt], tuple[TextRequest, Answer | None]]
     ahead: int
 
-    def submit(self, task: Task, tell: Callable[[int, Row | None], None]) -> None:
-        """Submit a task.
+    def submit(self, asked: Asked, tell: Callable[[int, Row | None], None]) -> None:
+        """Submit a prompt.
 
         Args:
             tell: called with the number of new tokens, and finally with the row; on the thread that
-                decodes, or at once if the task is refused.
+                decodes, or at once if the prompt is refused.
         """
-        tokens: list[int] = []
+        prompt, tokens = asked[1], list[int]()
 
         def told(piece: Piece) -> None:
             tokens.extend(piece.tokens)
-            if task.answer is not None:
-                task.answer.add(0, piece)
+            if answer is not None:
+                answer.add(0, piece)
             row: Row | None = None
-            if piece.reason == "error":
-                row = error_row(task.prompt, piece.error)
+            if piece.reason in ("error", "cancelled"):
+                row = error_row(prompt, piece.error or piece.reason)
+            elif piece.reason is not None and answer is not None:
+                response = {"status_code": 200, "request_id": prompt.id, "body": answer.whole()}
+                row = _batch_row(prompt, response, None)
             elif piece.reason is not None:
-                row = self._row(task, tokens, piece)
+                row = self._row(prompt, request, tokens, piece)
             tell(len(piece.tokens), row)
 
         try:
-            self.serving.submit(task.request, told)
+            request, answer = self.task_of(*asked)
+            self.serving.submit(request, told)
         except ValueError as error:
-            tell(0, error_row(task.prompt, error))
+            tell(0, error_row(prompt, error))
 
-    def _row(self, task: Task, tokens: list[int], last: Piece) -> Row:
-        id_, request = task.prompt.id, task.request
-        if task.answer is not None:
-            response = {"status_code": 200, "request_id": id_, "body": task.answer.whole()}
-            return {"id": id_, "custom_id": id_, "response": response, "error": None}
+    def _row(self, prompt: Prompt, request: TextRequest, tokens: list[int], last: Piece) -> Row:
         return {
-            "id": id_,
+            "id": prompt.id,
             "text": decode_text(self.tokenizer, tokens),
             "token_ids": tokens,
             "finish_reason": last.reason,
@@ -268,10 +251,19 @@ class Answering:
 
 def error_row(prompt: Prompt, reason: object) -> Row:
     """The row of a prompt without a text."""
-    id_, message = prompt.id, " ".join(str(reason).split())
+    message = " ".join(str(reason).split())
     if prompt.body is None:
-        return {"id": id_, "error": message}
-    return {"id": id_, "custom_id": id_, "response": None, "error": {"message": message}}
+        return {"id": prompt.id, "error": message}
+    return _batch_row(prompt, None, {"message": message})
+
+
+def _batch_row(prompt: Prompt, response: Row | None, error: Row | None) -> Row:
+    return {"id": prompt.id, "custom_id": prompt.id, "response": response, "error": error}
+
+
+def length(asked: Asked) -> int:
+    """The approximate length of a prompt, by which prompts are grouped."""
+    return len(asked[1].text or str(asked[1].messages))
 
 
 def answer_all(
@@ -299,14 +291,8 @@ def answer_all(
             taken = list(islice(left, answering.ahead))
             more = bool(taken)
             going += len(taken)
-            tasks: list[Task] = []
-            for number, prompt in taken:
-                try:
-                    tasks.append(answering.task_of(number, prompt))
-                except ValueError as error:
-                    tell(0, error_row(prompt, error))
-            for task in sorted(tasks, key=lambda each: each.request.num_prompt):
-                answering.submit(task, tell)
+            for each in sorted(taken, key=length):
+                answering.submit(each, tell)
         answering.serving.step()
         for row in ended:
             answers.add(row)

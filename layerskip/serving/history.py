@@ -19,9 +19,6 @@ class Penalties:
     def __init__(self, width: int, frequency: float, presence: float) -> None:
         self._width, self._frequency, self._presence = width, frequency, presence
 
-    def __bool__(self) -> bool:
-        return bool(self._frequency or self._presence)
-
     def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
         """Adjust scores (B, V) that follow the tokens so far (B, n)."""
         new = history[:, self._width :]  # (B, n - prompt)

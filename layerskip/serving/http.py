@@ -249,18 +249,15 @@ class _Running:
                 self._texts.pop(index, None)
             yield index, piece
 
-    def cancel(self) -> None:
-        for text in self._texts.values():
-            self._serving.cancel(text)
-        self._texts.clear()
-
     @contextmanager
     def cancelled_at_last(self) -> Iterator[None]:
         """Cancel the tasks on exit, however it happens, so that none runs without a reader."""
         try:
             yield
         finally:
-            self.cancel()
+            for text in self._texts.values():
+                self._serving.cancel(text)
+            self._texts.clear()
 
 
 async def _body(request: Request, most: int) -> bytes:
@@ -274,9 +271,6 @@ async def _body(request: Request, most: int) -> bytes:
     if declared.strip().lower() != "application/json":
         raise Refusal(415, "send Content-Type: application/json")
     large = Refusal(413, f"a request may have at most {most} bytes", code="request_too_large")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
-        raise large
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -326,7 +320,8 @@ async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncItera
     """Yield the events of a stream for a client."""
     if isinstance(asked, ChatAsked):
         for index in range(len(answer.choices)):
-            yield _event(answer.role(index))
+            begun = {"delta": {"role": "assistant", "content": ""}}
+            yield _event(answer.chunk(index, begun, [], None))
     open_choices = len(answer.choices)
     async for index, piece in running.pieces():
         chunk = answer.add(index, piece)

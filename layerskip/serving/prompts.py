@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from layerskip.model.pictures import Pictures
 from layerskip.pictures import pictures_in
-from layerskip.requests import look
 from layerskip.serving import fields
 from layerskip.serving.fields import Asked, ChatAsked, Refusal, refusing
 
@@ -30,7 +28,7 @@ def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded |
     """Token ids of each prompt; for a chat with pictures, also the processor's whole output."""
     seen: Encoded | None = None
     if isinstance(asked, ChatAsked):
-        also = _for_template(asked.chat_template_kwargs)
+        also = _for_template(asked)
         if asked.tools and asked.choice != "none":
             also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
         if asked.reasoning_effort is not None:
@@ -71,12 +69,12 @@ def _check_length(characters: int, param: str, served: Served) -> None:
         raise Refusal(400, message, param=param, code="context_length_exceeded")
 
 
-def _for_template(given: dict[str, Any]) -> dict[str, Any]:
+def _for_template(asked: ChatAsked | fields.Tokenize) -> dict[str, Any]:
     """A copy of `chat_template_kwargs`; refuses those that the template would not get."""
-    if reserved := sorted(_RESERVED & given.keys()):
+    if reserved := sorted(_RESERVED & asked.chat_template_kwargs.keys()):
         message = f"chat_template_kwargs: {reserved[0]} is not for the template; leave it out"
         raise Refusal(400, message, param="chat_template_kwargs")
-    return dict(given)
+    return dict(asked.chat_template_kwargs)
 
 
 def _templated(
@@ -104,12 +102,6 @@ def _templated(
     return ids, None
 
 
-def seen_in(seen: Encoded, served: Served) -> Pictures | None:
-    """The features of the pictures in a prompt, from the model's vision tower."""
-    with refusing("messages"):
-        return look(served.loaded.model, seen)
-
-
 def tokenized(asked: fields.Tokenize, served: Served) -> dict[str, Any]:
     """Token ids of a text or a chat, in vLLM's format.
 
@@ -123,8 +115,7 @@ def tokenized(asked: fields.Tokenize, served: Served) -> dict[str, Any]:
         special = asked.add_special_tokens
         ids = served.tokenizer(asked.prompt, add_special_tokens=special)["input_ids"]
     else:
-        also = {"add_generation_prompt": asked.add_generation_prompt}
-        also |= _for_template(asked.chat_template_kwargs)
+        also = {"add_generation_prompt": asked.add_generation_prompt, **_for_template(asked)}
         ids, _ = _templated(asked.messages, also, served)
     told = served.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
     return {"count": len(ids), "max_model_len": served.context, "tokens": ids, "token_strs": told}

@@ -6,10 +6,10 @@ import json
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 try:
@@ -20,7 +20,7 @@ except ImportError as missing:
     raise ValueError("Ray is not installed: pip install 'layerskip[ray]'") from missing
 
 from layerskip.environment import cores
-from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, error_row
+from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, length
 
 Opening = Callable[..., AbstractContextManager[Answering]]
 """Opens a model that answers, with the number of models on its machine; can be pickled."""
@@ -94,7 +94,7 @@ def answer_by_ray(
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     left = [each for each in asked if each[1].id not in answers.done]
-    left.sort(key=lambda each: len(each[1].text or str(each[1].messages)))  # similar lengths
+    left.sort(key=length)
     items = [{"asked": pickle.dumps(each)} for each in left]
     rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
         _Worker,
@@ -135,26 +135,19 @@ class _Worker:
             self._refused = str(error)
 
     def __call__(self, given: dict[str, Any]) -> dict[str, Any]:
-        number, prompt = pickle.loads(given["asked"])
-        return {"row": json.dumps(self._row(number, prompt))}
+        return {"row": json.dumps(self._row(pickle.loads(given["asked"])))}
 
-    def _row(self, number: int, prompt: Any) -> Row:
+    def _row(self, asked: Asked) -> Row:
         if self._refused:
             return {"refused": self._refused}
-        ended, rows = threading.Event(), list[Row]()
+        rows = SimpleQueue[Row]()
 
         def tell(new: int, row: Row | None) -> None:
             if row is not None:
-                rows.append(row)
-                ended.set()
+                rows.put(row)
 
-        try:
-            task = self._answering.task_of(number, prompt)
-        except ValueError as error:
-            return error_row(prompt, error)
-        self._answering.submit(task, tell)
-        ended.wait()
-        return rows[0]
+        self._answering.submit(asked, tell)
+        return rows.get()
 
 
 def deployment(
@@ -181,7 +174,7 @@ def deployment(
         model, device, dtype: as for `layerskip.checkpoints.load`.
         cpus, gpus: per replica, which uses as many threads as CPUs.
         name: name of the model for clients; by default its own.
-        context, api_key: as for `Served.of` and `make_app`.
+        context, api_key: as for `Served` and `make_app`.
         max_rows, max_queue: per replica, as for `Serving`.
         **settings: as for `LayerSkipDecoding`.
     """
@@ -194,7 +187,7 @@ def deployment(
         from layerskip.serving.scheduler import Serving
 
         loaded = load(model, device=device, dtype=dtype)
-        served = Served.of(loaded, name, context=context)
+        served = Served(loaded, name, context=context)
         serving = Serving(
             loaded.model,
             max_rows=max_rows,

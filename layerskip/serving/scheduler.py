@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,15 +29,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ServingStats:
-    """The current state, and the totals so far.
+    """The current state.
 
     Attributes:
         rows, waiting: requests in the batch, and in the queue.
         memory, used: limit and present bytes of the batch's keys and values.
         known_memory, known_used: the same for earlier texts.
         drafts_used: approximate bytes kept by draft sources, including those from a file.
-        tokens, rounds, drafted, accepted: reported tokens, rounds of the batch, drafted tokens, and
-            those that were emitted, over all requests so far.
     """
 
     rows: int = 0
@@ -47,10 +45,6 @@ class ServingStats:
     known_memory: int = 0
     known_used: int = 0
     drafts_used: int = 0
-    tokens: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 class Serving:
@@ -101,7 +95,6 @@ class Serving:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._dead = False  # whether the thread ended with an error
-        self._done = ServingStats()
 
     @property
     def max_tokens(self) -> int:
@@ -114,18 +107,14 @@ class Serving:
     @property
     def stats(self) -> ServingStats:
         passes = self._batch.passes
-        used = passes.nbytes(passes.cache.rows, passes.slots, passes.heard)
-        cached = self._cached
-        return replace(
-            self._done,
+        return ServingStats(
             rows=len(self._going),
             waiting=len(self._waiting),
             memory=self.memory,
-            used=used,
-            known_memory=cached.memory,
-            known_used=cached.nbytes,
+            used=passes.nbytes(passes.cache.rows, passes.slots, passes.heard),
+            known_memory=self._cached.memory,
+            known_used=self._cached.nbytes,
             drafts_used=sum(state.nbytes for state in passes.states),
-            rounds=self._batch.rounds,
         )
 
     def submit(self, request: TextRequest, tell: Tell) -> Text:
@@ -154,7 +143,7 @@ class Serving:
                     "a text needs encoder states where, and only where, the model is "
                     "an encoder-decoder; see layerskip.requests.read_text"
                 )
-            text = Text.of(request, batch.model.model, batch.max_tokens, batch.longest, tell)
+            text = Text(request, batch.model.model, batch.max_tokens, batch.longest, tell)
             longest = 0 if request.pictures is None else request.pictures.longest
             if longest > batch.passes.piece:
                 raise ValueError(
@@ -221,15 +210,8 @@ class Serving:
             self._tell()
         return True
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Step until `until` is true; sleeps while there is nothing to do."""
-        while not until():
-            if not self.step():
-                with self._changed:
-                    self._changed.wait_for(lambda: bool(self._waiting), timeout=0.1)
-
     def start(self) -> None:
-        """Call `run` on a new thread."""
+        """Decode on a new thread, which sleeps while there is nothing to do."""
         if self._thread is not None:
             raise ValueError("serving has been started already; stop it first")
         self._stopping = self._dead = False
@@ -238,7 +220,10 @@ class Serving:
 
     def _work(self) -> None:
         try:
-            self.run(lambda: self._stopping)
+            while not self._stopping:
+                if not self.step():
+                    with self._changed:
+                        self._changed.wait_for(lambda: bool(self._waiting) or self._stopping)
         except BaseException as error:
             _log.exception("the thread that decodes has ended")
             with self._changed:
@@ -253,8 +238,9 @@ class Serving:
 
     def stop(self) -> None:
         """End the thread; all tasks are cancelled."""
-        thread, self._stopping, self._thread = self._thread, True, None
+        thread, self._thread = self._thread, None
         with self._changed:
+            self._stopping = True
             self._changed.notify_all()
         if thread is not None:
             thread.join()
@@ -319,10 +305,6 @@ class Serving:
         counts, now = text.counts, time.perf_counter() - text.submitted
         if text.news:
             counts.first, counts.seconds = counts.first or now, now
-        self._done.tokens += len(text.news)
-        if reason is not None:
-            self._done.drafted += counts.drafted
-            self._done.accepted += counts.accepted
         piece = Piece(
             tuple(text.news),
             tuple(text.logprobs),

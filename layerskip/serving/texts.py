@@ -33,7 +33,12 @@ _BELIEVED = 8  # number of such marks, which count as a match of that many token
 
 
 class Text(Seat):
-    """The text of a request.
+    """The text of a request whose tokens are checked.
+
+    Args:
+        most: maximum number of tokens of its prompt and its text.
+        longest: maximum number of tokens of a draft.
+        tell: called with its pieces.
 
     Attributes:
         row: its seat; -1 if it has none.
@@ -45,12 +50,34 @@ class Text(Seat):
     """
 
     def __init__(
-        self, request: TextRequest, law: Law, eos: frozenset[int], slots: int, tell: Tell
+        self, request: TextRequest, model: Any, most: int, longest: int, tell: Tell
     ) -> None:
-        key, stop = stream_key(request.seed, 0), request.stop
-        limit = request.max_new_tokens
-        super().__init__([], len(request.prompt), limit, key=key, eos=eos, stop=stop)
-        self.request, self.law, self.slots, self.tell = request, law, slots, tell
+        prompt, limit = len(request.prompt), request.max_new_tokens
+        if not prompt:
+            raise ValueError("a prompt is empty; it needs at least one token")
+        if limit < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {limit}")
+        if prompt + limit > most:
+            raise ValueError(
+                f"prompt plus new tokens must be at most {most}, got {prompt} + {limit}; shorten "
+                "one of them"
+            )
+        eos = end_tokens(model) if request.eos is None else request.eos
+        key = stream_key(request.seed, 0)
+        super().__init__([], prompt, limit, key=key, eos=eos, stop=request.stop)
+        self.law = law_of(
+            model,
+            1,
+            request.processors,
+            do_sample=request.do_sample,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+        )
+        if request.do_sample and request.min_p is not None:
+            warper: Any = MinPLogitsWarper(request.min_p)
+            self.law = Law([*self.law.processors, warper], do_sample=True, rows=1)
+        self.request, self.slots, self.tell = request, prompt + limit + longest + 1, tell
         self.submitted, self.cancelled = time.perf_counter(), False
         self.counts = Counts()
         self.index: Lookup | None = None
@@ -61,35 +88,6 @@ class Text(Seat):
         self.logprobs: list[dict[int, float]] = []
         self.prompt_logprobs: list[dict[int, float]] = []
         self.error: str | None = None
-
-    @classmethod
-    def of(cls, request: TextRequest, model: Any, most: int, longest: int, tell: Tell) -> Text:
-        """Make the text of a request whose tokens are checked.
-
-        Args:
-            most: maximum number of tokens of its prompt and its text.
-            longest: maximum number of tokens of a draft.
-            tell: called with its pieces.
-        """
-        if not request.prompt:
-            raise ValueError("a prompt is empty; it needs at least one token")
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {request.max_new_tokens}")
-        total = len(request.prompt) + request.max_new_tokens
-        if total > most:
-            raise ValueError(
-                f"prompt plus new tokens must be at most {most}, got {len(request.prompt)} + "
-                f"{request.max_new_tokens}; shorten one of them"
-            )
-        sampled = request.do_sample
-        names = ("temperature", "top_k", "top_p")
-        sampling = {name: getattr(request, name) for name in names}
-        law = law_of(model, 1, request.processors, do_sample=sampled, **sampling)
-        if sampled and request.min_p is not None:
-            warper: Any = MinPLogitsWarper(request.min_p)
-            law = Law([*law.processors, warper], do_sample=True, rows=1)
-        eos = end_tokens(model) if request.eos is None else request.eos
-        return cls(request, law, eos, total + longest + 1, tell)
 
     def open(self, row: int, seats: Sequence[Seat], emitted: list[int], model: Any) -> Draws:
         """Take a seat; returns the text's draws."""
