@@ -30,7 +30,7 @@ _TOGETHER = 32  # documents tokenised in one call
 
 
 def documents(path: Path) -> Iterator[str]:
-    """Yield the texts of a file: the `text` of each JSON line, otherwise every LINES lines.
+    """Yield the texts of a file, but no empty ones: of each JSON line, otherwise of LINES lines.
 
     Raises:
         ValueError: the file cannot be read, or a line is wrong.
@@ -39,8 +39,8 @@ def documents(path: Path) -> Iterator[str]:
         with path.open(encoding="utf-8-sig") as file:
             if path.suffix in JSON_SUFFIXES:
                 for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield _text_of(line, path, number)
+                    if line.strip() and (document := _text_of(line, path, number)).strip():
+                        yield document
                 return
             while lines := "".join(islice(file, LINES)):
                 yield lines
