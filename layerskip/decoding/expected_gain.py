@@ -261,8 +261,10 @@ class ExpectedGain(Controller):
     def _decide(self, offers: Sequence[Offer]) -> int | None:
         """Choose the source with the highest expected gain, or one that is due for a probe.
 
-        Sets `judges`, `cut` and `lookups`.
+        Sets `judges`, `cut` and `lookups`, unless there is nothing to draft.
         """
+        if not any(any(offer.lengths.values()) for offer in offers):
+            return None
         round_ = self._round
         losses = {row: sum(self._rows[row].losses) for row in round_.rows}
         last = max(round_.rows, key=losses.__getitem__)

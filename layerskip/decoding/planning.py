@@ -35,18 +35,10 @@ def offer_of(proposals: Mapping[int, Proposal]) -> Offer:
 
 
 def usable(
-    proposal: Proposal,
-    allowed: Callable[[Sequence[int]], int],
-    *,
-    eos: frozenset[int],
-    branches: bool = False,
+    proposal: Proposal, allowed: Callable[[Sequence[int]], int], *, eos: frozenset[int]
 ) -> Proposal:
-    """Cut a proposal at an end of text, and before the first token that a grammar forbids."""
-    tokens, parents = proposal.tokens, proposal.parents
-    if not tokens:
-        return proposal
-    if parents is not None and not branches:
-        return usable(proposal.some(trunk(parents)), allowed, eos=eos)
+    """Cut proposed tokens at an end of text, and before the first one that a grammar forbids."""
+    tokens, parents = proposal.tokens or (), proposal.parents
     if parents is None:
         end = next((i for i, token in enumerate(tokens, 1) if token in eos), len(tokens))
         end = min(end, allowed(tokens[:end]))

@@ -13,7 +13,7 @@ from layerskip.decoding.planning import Plan, chained, offer_of, trunk_first, us
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
 from layerskip.decoding.target import Ask, Target, Verdict
-from layerskip.model.branches import along
+from layerskip.model.branches import along, trunk
 from layerskip.text import in_common
 
 
@@ -54,7 +54,6 @@ class Speculator:
             self.signal = "probability" if rejection else signal_of(controller)
         self._chooser = controller if isinstance(controller, Chooser) else None
         self._proposals: Sequence[Mapping[int, Proposal]] = ()
-        self._branches = False  # whether this round's drafts may branch
 
     def compact(self) -> bool:
         """Drop finished rows as soon as the others fit into half of a pass (see `remaining`)."""
@@ -75,9 +74,10 @@ class Speculator:
             mark: called after drafting, and after the target's pass.
         """
         target, seats = self.target, self.seats
-        self._branches = target.branches
         plans = self._plan([row for row in target.rows if not seats[row].finished])
-        trees = self.controller.trees if self.signal == "margin" and self._branches else None
+        trees = self.controller.trees if self.signal == "margin" else None
+        if trees is not None and not target.branches:
+            trees = None
         drafts = self._draft(plans, trees)
         mark()
         rows = [row for row in plans if not seats[row].finished]  # an error may have ended some
@@ -129,12 +129,12 @@ class Speculator:
     def _proposal(self, source: int, row: int) -> Proposal:
         target, seat = self.target, self.seats[row]
         most = draft_limit(self.longest, seat.left, target.room(row))
-        return usable(
-            target.offer(source, row, most),
-            partial(target.allowed, row),
-            eos=seat.eos,
-            branches=self._branches,
-        )
+        proposal = target.offer(source, row, most)
+        if not proposal.tokens:
+            return proposal
+        if proposal.parents is not None and not target.branches:
+            proposal = proposal.some(trunk(proposal.parents))
+        return usable(proposal, partial(target.allowed, row), eos=seat.eos)
 
     def _draft(self, plans: Mapping[int, Plan], trees: Any) -> DraftedTokens:
         """Collect tokens that need no step, up to each row's limit, and take steps for the rest."""
