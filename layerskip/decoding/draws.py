@@ -194,7 +194,7 @@ class Draws:
                 raw = raw.scatter(1, best_two.clamp_min(0), -math.inf)
                 token, _, second = self._drawn(self.native, raw, positions)
                 ranked += [token, second]
-            return Drawn(tokens, sure, torch.stack(ranked[1 : max(2, best)], 1), [])
+            return Drawn(tokens, sure, torch.stack(ranked[1:best], 1) if best > 1 else None, [])
         drawn: list[Tensor] = []
         others: list[Tensor] = []
         margins: list[Tensor] = []
@@ -254,7 +254,7 @@ class Draws:
         If processors read the text, positions that the text does not reach stay undecided, since
         processors may fail there: those after a rejected token or an end of text.
         """
-        if drafts is not None and any(drafts.lengths) and self.reads_history:
+        if self.reads_history and drafts is not None and any(drafts.lengths):
             return self._judge_in_turn(raw, positions, drafts, keep)
         return self._judge(raw, positions, drafts, keep)
 
@@ -318,7 +318,7 @@ class Draws:
     ) -> Iterator[tuple[Tensor, Sequence[Position]]]:
         """Yield processed scores (n, V) of raw logits (N, V) for a few positions at a time."""
         # Processors that read the history get all rows at once: one call per length.
-        count = len(positions) if self.law.reads_history else noise.at_once(raw)
+        count = len(positions) if self.reads_history else noise.at_once(raw)
         for first in range(0, len(positions), count):
             some = positions[first : first + count]
             seats = [self.seats[row] for row, _ in some]

@@ -99,19 +99,18 @@ class LiveTarget:
         if not drafts.num_steps:
             self._begin(drafts)
         places, step = self.passes.rows, drafts.num_steps
-        last = self._feed[:, 0]  # (R,)
-        raw = self.passes.draft_step(last, step, ask.source)  # (R, V)
+        raw = self.passes.draft_step(self._feed[:, 0], step, ask.source)  # (R, V)
         here = None
         if len(rows) < len(places):
             # Processors cannot be called for the other rows: their histories are shorter.
             here = on_device([places[row] for row in rows], raw.device)  # (N,)
-            raw, last = raw[here], last[here]  # (N, V), (N,)
+            raw = raw[here]  # (N, V)
         positions = [(row, step) for row in rows]
         drawn = self._drawn(raw, positions, ask)
         drafts.steps.append((positions, drawn.tokens))
         drafts.laws.extend(drawn.laws)
-        # The processors may forbid every token, and half precision may overflow.
-        fed = torch.where(drawn.tokens < 0, last, drawn.tokens)  # (N,)
+        # There may be no token (-1): processors may forbid all, and half precision may overflow.
+        fed = drawn.tokens.clamp_min(0)  # (N,)
         if here is not None:
             fed = self._feed[:, 0].index_copy(0, here, fed)  # (R,)
         self._feed = fed[:, None]
@@ -155,8 +154,7 @@ class LiveTarget:
             values += drawn.others.unbind(1)[: ask.best - 1]
         tokens, *more = on_host(*values)
         sure = more.pop(0) if ask.signal is not None else []
-        best = [[int(each) for each in ranked] for ranked in zip(tokens, *more, strict=True)]
-        return Said(best, sure)
+        return Said([*zip(tokens, *more, strict=True)], sure)
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False

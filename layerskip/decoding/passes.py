@@ -394,7 +394,8 @@ class Passes(Batch):
             if not self.fed_tokens:  # once for all rows, since this waits for the device
                 self.fed_tokens = torch.stack(self.fed, 1).tolist()
             steps = 1 + in_common(self.fed_tokens[place][1:], emitted[:-1])
-        self._keep_path(place, self.lengths[row], path[: len(emitted) - 1])
+        if path:
+            self._keep_path(place, self.lengths[row], path[: len(emitted) - 1])
         self.tell(row, emitted, steps)
         self.lengths[row] += len(emitted)
 

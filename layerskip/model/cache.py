@@ -225,7 +225,7 @@ class RowCache:
         """The slots that the next pass writes, (B, T)."""
         if self.in_step:
             slots = torch.arange(self.start, self.end, device=device)  # (T,)
-            return slots.repeat(len(self.firsts), 1)
+            return slots.expand(len(self.firsts), -1)
         if device not in self._index:
             self._index[device] = self._index["cpu"].to(device, non_blocking=True)
         return self._index[device]
