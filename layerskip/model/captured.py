@@ -110,11 +110,11 @@ class Captured(Fused):
 
         run = partial(_pass, blocks, used, pairs, tables)
         with self._lock:  # all graphs share memory for what they compute
-            if key not in self._graphs:
-                any_other = next(iter(self._graphs.values()), None)
-                self._graphs[key] = _captured(run, inputs, any_other)
-            self._graphs.move_to_end(key)
-            out = self._graphs[key].replay(inputs)[:, :count].clone()  # replays overwrite it
+            graph = self._graphs.pop(key, None)
+            if graph is None:
+                graph = _captured(run, inputs, next(iter(self._graphs.values()), None))
+            self._graphs[key] = graph  # the last one used is the last one dropped
+            out = graph.replay(inputs)[:, :count].clone()  # replays overwrite it
             if len(self._graphs) > _GRAPHS:
                 self._graphs.popitem(last=False)
         return out

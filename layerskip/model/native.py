@@ -203,8 +203,8 @@ class Native(Fused):
             for block in blocks:
                 hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
-        for native, some in groupby(blocks, lambda block: isinstance(block, NativeBlock)):
-            if native:
+        for kind, some in groupby(blocks, type):
+            if kind is NativeBlock:
                 hidden = self._run(hidden, step, list(some))
             else:
                 for block in some:
