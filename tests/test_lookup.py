@@ -1,19 +1,21 @@
 """Looked-up drafts, and several drafts in one decoding: the index, the text, the law."""
 
 import random
+from functools import partial
 from itertools import cycle
 
 import pytest
 import torch
 from looped import decoded, traced
-from models import Fickle
+from models import VOCABULARY, Fickle, lively_model, prompt
 from sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, p_value, sample_texts
 
+import layerskip
 from layerskip import Lookup, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import draws
 from layerskip.decoding.controller import Offer
-from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rules import residual, without
@@ -212,7 +214,7 @@ class PeekingRow(LookupRow):
         del self.left[: len(tokens)]
 
     def find(self, longest):
-        return Proposal.of(self.left[:longest], 2)
+        return Proposal.of(self.left, 2)
 
 
 @pytest.mark.thorough
@@ -242,6 +244,15 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
     monkeypatch.setattr(draws.noise, "accept_uniform", lambda keys, *_: torch.zeros(len(keys)))
     texts, _ = texts_of(Peeking([likely]))
     assert p_value(texts, "none") < LEVEL
+
+
+def test_what_a_source_proposes_is_cut_or_refused():
+    how = {"controller": Controller(), "lookup": False, "draft_memory": 0, "max_new_tokens": 4}
+    ask = partial(layerskip.decode, lively_model("llama"), prompt(6), **how)
+    assert [*ask(sources=[Peeking([[5] * 99])])][1].drafted == (2,)
+    for token in (-1, VOCABULARY):
+        with pytest.raises(ValueError, match=rf"the source lookup must .* 0\.\.96.*\[{token}\]"):
+            [*ask(sources=[Peeking([[5, token]])])]
 
 
 # ---- Replays ----

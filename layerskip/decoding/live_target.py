@@ -55,7 +55,13 @@ class LiveTarget:
         return self.passes.cache.slots - self.passes.lengths[row]
 
     def offer(self, source: int, row: int, most: int) -> Proposal:
-        return self.passes.states[source].offer(row, most)
+        proposal, size = self.passes.states[source].offer(row, most), self.passes.model.vocabulary
+        if proposal.tokens and not 0 <= min(proposal.tokens) <= max(proposal.tokens) < size:
+            raise ValueError(
+                f"the source {self.passes.sources[source].name} must propose token ids in 0.."
+                f"{size - 1}, the model's vocabulary; got {[*proposal.tokens]}"
+            )
+        return proposal
 
     def allowed(self, row: int, tokens: Sequence[int]) -> int:
         count, draws = 0, self.draws[row]

@@ -134,6 +134,8 @@ class Speculator:
             return proposal
         if proposal.parents is not None and not target.branches:
             proposal = proposal.some(trunk(proposal.parents))
+        if proposal.length > most:
+            proposal = proposal.some(range(1, most + 1))
         return usable(proposal, partial(target.allowed, row), eos=seat.eos)
 
     def _draft(self, plans: Mapping[int, Plan], trees: Any) -> DraftedTokens:

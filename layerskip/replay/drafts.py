@@ -132,7 +132,7 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             state.commit(0, [token], 0)
             row.commit(0)
             proposal = state.offer(0, length)
-            offers.append((list(proposal.tokens or ()), proposal.match or 0))
+            offers.append((list(proposal.tokens or ())[:length], proposal.match or 0))
     tokens = [offered + [NOTHING] * (length - len(offered)) for offered, _ in offers]
     sure = torch.zeros(len(offers), length)  # confidences are not used
     played = _assembled(trace, source, Drawn(torch.tensor(tokens), sure, sure))
