@@ -166,9 +166,11 @@ def test_token_ids_outside_of_the_vocabulary(token):
     ):
         with pytest.raises(ValueError, match=words):
             ask()
-    texts = Lookup([[3, 4]]), Lookup([[3, 96]])
-    for lookup in texts:
+    for lookup in (Lookup([[3, 4]]), Lookup([[3, 96]])):
         layerskip.generate(model, prompt(5), lookup=lookup, max_new_tokens=2)
+    for texts in ("words", ["words"], [3, 4], [[1.5]]):
+        with pytest.raises(TypeError, match="must be a list of token ids, got"):
+            Lookup(texts)
     with pytest.raises(ValueError, match=rf"token ids.*, got {token}"):
         layerskip.generate(model, prompt(5), lookup=Lookup([[3, token]]), max_new_tokens=2)
     with pytest.raises(TypeError, match=r"must be integers, got a tensor of torch\.float"):

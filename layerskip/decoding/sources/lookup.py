@@ -7,6 +7,7 @@ is found with suffix automata (Blumer et al. 1985), in microseconds per token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import index
 
 from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
 
@@ -80,16 +81,24 @@ class Lookup(Source):
             wins; the row's own wins a tie. The index takes about half a kilobyte per token.
 
     Raises:
+        TypeError: a text is not a sequence of integers.
         ValueError: a token id is negative, or, when decoding begins, outside the vocabulary.
     """
 
     def __init__(self, texts: Iterable[Sequence[int]] = ()) -> None:
         self.others = Automaton()
         for text in texts:
-            for i, token in enumerate(text, 1):
+            try:
+                tokens = [index(token) for token in text]
+            except TypeError:
+                raise TypeError(
+                    f"each text to look drafts up in must be a list of token ids, got {text!r}; "
+                    "encode texts with the model's tokenizer"
+                ) from None
+            for i, token in enumerate(tokens, 1):
                 if token < 0:
                     raise ValueError(f"texts to look drafts up in hold token ids, got {token}")
-                self.others.append(int(token), last=i == len(text))
+                self.others.append(token, last=i == len(tokens))
             self.others.append(_END)
         self._largest = max(self.others.tokens, default=_END)
 
