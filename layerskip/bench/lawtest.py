@@ -49,7 +49,7 @@ class LawTest:
 class Recorded:
     """Replaces the `Passes` of rows; returns recorded raw logits of target and draft, (V,) each."""
 
-    reads_logits, fed = False, ()
+    fed = ()
 
     def __init__(self, target: Tensor, draft: Tensor, rows: int) -> None:
         self.target, self.draft = target, draft

@@ -235,9 +235,10 @@ class LiveTarget:
                 token, here[row] = (proposed, node + 1) if stays else (token, -1)
             tokens[row].append(token)
             read[row].append(i)
-        if self.passes.reads_logits:
-            seen = [(r, () if drafts is None else drafts.before(r, node)) for r, node in positions]
-            self.passes.read(raw, seen)
+        for state in self.states:
+            if state.reads_logits:
+                before = drafts.before if drafts is not None else lambda *_: ()
+                state.read(raw, [(row, before(row, node)) for row, node in positions])
         return Verdict(tokens, read, raw, verified.scores)
 
     def _verified(

@@ -373,15 +373,6 @@ class Passes(Batch):
         for state in self.states:
             state.commit(row, emitted, steps if state is self._drafting else 0)
 
-    @property
-    def reads_logits(self) -> bool:
-        return any(state.reads_logits for state in self.states)
-
-    def read(self, raw: Tensor, seen: Sequence[tuple[int, Sequence[int]]]) -> None:
-        for state in self.states:
-            if state.reads_logits:
-                state.read(raw, seen)
-
     def scores(
         self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
     ) -> Sequence[float]:

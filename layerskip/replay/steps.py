@@ -99,12 +99,13 @@ class Walk:
             max_draft_length=trace.draft_length,
             emitted=self.emitted,
         )
-        if self.passes.reads_logits:
+        state = self.passes.states[0]
+        if state.reads_logits:
             raise TypeError(
                 f"a {type(source).__name__} cannot be replayed, as it learns from the target's "
                 "logits in every round; time it by decoding"
             )
-        self.longest = self.passes.states[0].longest
+        self.longest = state.longest
         self.passes.prefill()
         for row in self.passes.rows:
             self.passes.tell(row, self._next(row))
