@@ -203,9 +203,9 @@ def _what_to_type(search: searches.Search) -> str:
     over = timed["over_default"]
     low, high = (searches.number(over[end]) for end in ("low", "high"))
     return (
-        f"{with_it}: it is {over['speedup']:.2f} times as fast as without{has}"
-        f"{'' if math.isnan(low) else f', {low:.2f} to {high:.2f}'}, and {timed['speedup']:.2f} "
-        "times as fast as plain decoding."
+        f"{with_it}: it is {timed['speedup']:.2f} times as fast as plain decoding, and "
+        f"{over['speedup']:.2f} times{'' if math.isnan(low) else f' ({low:.2f} to {high:.2f})'} "
+        f"as fast as without --skip{has}."
     )
 
 

@@ -221,7 +221,7 @@ UNTIMED = made.made_up(confirm=False)
     ("document", "facts", "absent"),
     [
         (made.made_up(),
-         ["Run `layerskip generate tiny --prompt TEXT --skip ", "without (1.02 times plain",
+         ["Run `layerskip generate tiny --prompt TEXT --skip ", "without --skip (1.02 times",
           "sublayers of tiny", ", n = 6;", "c = 0.", "119 trials finished, 103 of them guided (1 ",
           "2,097,151", "skip.json", "6 leave the"], "--no-draft"),
         (changed(rounded=LOW | {"attention": [*range(12)]}, trained="healed"),
