@@ -269,7 +269,10 @@ def confirm(
         lookup = each.decoding.lookup is True
         methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
     decoded = decoded_records(
-        model, task, methods, prompts, repeats=repeats, until=until, note=progress
+        *(model, task, methods, prompts),
+        repeats=repeats,
+        until=until,
+        note=lambda what, share: progress(f"timing prompt {what}", share),
     )
     if not decoded:
         raise ValueError("every held-out text ends with its first token; give other prompts")
