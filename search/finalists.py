@@ -221,7 +221,7 @@ def choose(
     for number, mask in within(chosen, until):
         progress("replaying the best drafts in full", number / len(chosen))
         trial, size = trials[mask], space.number("vocabulary", mask)
-        skip, costs = space.skip_config(mask), objective.costs(mask)
+        skip, costs = space.skip_config(mask), objective.prices.table(mask)
         drafts = replay(trace, skip, allowed=objective.allowed(size))
         ways = choices(drafts, costs, looked_up, all_controllers="controller" in parts)
         decoding, predicted = best_choice(ways)

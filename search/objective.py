@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.costs.speculation import CostTable, best_length
+from layerskip.costs.speculation import best_length
 from layerskip.replay.drafts import all_starts, follow
 from layerskip.replay.trace import Trace
 from layerskip.search.prices import LONGEST, Prices
@@ -94,10 +94,6 @@ class Objective:
         self.parts = [sorted(each, key=lambda s: (s[0].number, s[1])) for each in parts]
         self._evaluated: dict[int, Evaluation] = {}
 
-    def costs(self, mask: int) -> CostTable:
-        """c and v of a set at the trace's typical context."""
-        return self.prices.table(mask)
-
     def vocabulary(self, size: int) -> tuple[int, ...]:
         """The most frequent tokens of all texts, for other texts."""
         tokens = [text.tokens for text in self.trace.texts]
@@ -133,7 +129,7 @@ class Objective:
         return self._evaluated[mask]
 
     def _evaluate(self, mask: int, losing: Losing) -> Evaluation:
-        costs = self.costs(mask)
+        costs = self.prices.table(mask)
         if not mask:  # equals plain decoding, whatever the clock says
             return Evaluation(
                 value=1.0, acceptance=1.0, draft_cost=costs.draft, draft_length=1, positions=0

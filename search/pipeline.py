@@ -230,7 +230,7 @@ class Search:
         masks = [shallow, *([space.low_mask(shallow)] if space.bits else [])]
         for bits in space.numbers.values():
             masks = [mask | each for mask in masks for each in (0, *bits.values())]
-        return speedup_bound(min(self.objective.costs(mask).draft for mask in masks))
+        return speedup_bound(min(self.objective.prices.table(mask).draft for mask in masks))
 
     def run(
         self,

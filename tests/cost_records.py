@@ -50,14 +50,12 @@ def cost_record(
     rest=5e-4,
     growth=0.03,
     keys=0.0,
-    head_sizes=(),
 ):
     """Seconds of sublayers, head and rest; each further token of a pass adds `growth` times these.
 
     Args:
         attention, mlp: seconds of each layer: one number for all, or a list.
         keys: seconds per layer and token of context.
-        head_sizes: draft vocabularies with a head of their own.
     """
     weights = {
         name: [value] * layers if isinstance(value, float) else list(value)
@@ -75,7 +73,6 @@ def cost_record(
         "growth": [[1, 1.0], [9, 1 + 8 * growth]],
         "key_growth": [[1, 1.0], [9, 1 + 8 * growth]],
         "repeated": [[1.0, 1.0]],
-        **({"vocabulary": 97, "head_sizes": list(head_sizes)} if head_sizes else {}),
     }
 
 
@@ -84,7 +81,7 @@ MACHINES = {
     "free verification": cost_record(growth=0.0, rest=1e-5, head=1e-5),
     "dear verification": cost_record(growth=0.4),
     "dear heads": cost_record(head=6e-3),
-    "trimmed heads": cost_record(head=6e-3, head_sizes=(6, 12, 24, 48)),
+    "trimmed heads": cost_record(head=6e-3) | {"vocabulary": 97},
     "dear rest": cost_record(rest=2e-2),
     "cheap ends": cost_record(attention=[1e-4, 2e-3, 3e-3, 1e-3, 5e-4, 1e-4], mlp=4e-4, growth=0.1),
     "long contexts": cost_record(keys=5e-5, growth=0.06),

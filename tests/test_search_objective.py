@@ -65,7 +65,7 @@ def test_a_value_is_that_of_the_best_fixed_length(case):
         found, survival = objective(mask), whole.survival
         assert found.acceptance == pytest.approx(survival[0])
         assert found.positions == traced(case).starts
-        costs = objective.costs(mask)
+        costs = objective.prices.table(mask)
         rate = of_the_second(whole, objective)
         expected, emitted = 0.0, 1.0
         for length in range(1, LONGEST + 1):

@@ -35,7 +35,6 @@ from layerskip.timing.tables import machine, traffic_of
 
 LOW_FACTS = ("low_bits", "low_head_bits", "healed")
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
-TRIMMED = (16, 8, 4, 2)  # divisors of the vocabulary for draft vocabularies
 DISTURBED = 0.25  # a gap that no quiet machine shows; .01 to .09 were seen
 BUDGET = 6.0  # approximate seconds of a measurement
 LEAST = 1e-15  # seconds per byte, if a model is so small that only the constant is visible
@@ -147,7 +146,7 @@ def measure(
         **_parts(opened, sources, times),
         **low_facts(low),
         **({"experts": _read_of_experts(opened)} if opened.mixtures else {}),
-        **_vocabularies(opened),
+        **({} if head_refusal(opened.unembedding) else {"vocabulary": opened.vocabulary}),
     }
 
 
@@ -242,14 +241,6 @@ def _longer(
         "keys": [place.rows * rates.key_byte * read for _, read in keys],
         "windows": [window for window, _ in keys],
     }
-
-
-def _vocabularies(model: Sublayers) -> dict[str, Any]:
-    """The draft vocabularies to consider; none if the head cannot be trimmed."""
-    if head_refusal(model.unembedding) is not None:
-        return {}
-    sizes = [model.vocabulary // part for part in TRIMMED]
-    return {"vocabulary": model.vocabulary, "head_sizes": [size for size in sizes if size]}
 
 
 def _read_of_experts(model: Sublayers) -> dict[str, list[float]]:
