@@ -45,9 +45,6 @@ class Script(Controller):
         self.round[row] += 1
         return self.lengths[(self.round[row] - 1) % len(self.lengths)]
 
-    def keep_drafting(self, row, confidence):
-        return True
-
     def update(self, row, drafted, accepted):
         self.updates.append((row, drafted, accepted))
 
