@@ -21,7 +21,9 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
 from layerskip.drafts import Drafts, choose_drafts
+from layerskip.environment import free_memory
 from layerskip.model.opening import open_model
+from layerskip.model.stored import unpacked_model
 
 LEVEL = 1e-6
 """Probability that the tests of sampled distributions together reject a correct engine."""
@@ -168,7 +170,7 @@ def compare(model: Any, batches: Sequence[PromptBatch], drafting: Engine) -> dic
     """
     task = drafting.task
     references: list[Method] = [Engine(model, task)]
-    references += [] if task.do_sample else [Peer(model, task)]
+    references += [] if task.do_sample else [Peer(unpacked_model(model, free_memory() or 0), task)]
     judge = Judge(model, task, [*references, drafting])
     texts = [(batch, drafting.decode(batch, 0, perf_counter).tokens) for batch in batches]
     comparisons = {}

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from layerskip.bench.batches import PromptBatch
-from layerskip.bench.methods import Method, Task
+from layerskip.bench.methods import Method, Peer, Task
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.model.opening import open_model
@@ -272,9 +272,10 @@ class Judge:
     """
 
     def __init__(self, model: Any, task: Task, methods: Sequence[Method]) -> None:
-        self.model = model
         self.task = task
         kinds = {method.kind: method for method in reversed(methods)}
+        peer = kinds.get("generate")  # its model may be an unpacked copy, which the library needs
+        self.model = peer.model if isinstance(peer, Peer) else model
         self.plain = kinds["plain"]
         self.greedy = self.plain if task.do_sample else kinds.get("generate", self.plain)
         self._batch: PromptBatch | None = None

@@ -9,6 +9,7 @@ Letters: R rows, C columns, G groups of columns.
 from __future__ import annotations
 
 import copy
+import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,10 +114,7 @@ class Stored(Tensor):
         try:
             from gguf import GGMLQuantizationType, dequantize
         except ImportError as error:
-            raise ValueError(
-                f"weights in {self.format} are unpacked by native passes ({refusal()}) or by the "
-                "package gguf: pip install gguf"
-            ) from error
+            raise ValueError(f"{refusal()}; without native passes: pip install gguf") from error
         kind = GGMLQuantizationType[self.format]
         return torch.from_numpy(dequantize(self.bytes.numpy(), kind)).to(self.dtype)
 
@@ -195,13 +193,13 @@ def _holds_halves(module: nn.Module, weight: Any) -> bool:
     return not any(bool((each & 0xFFFF).any()) for each in some)
 
 
-def unpacked_model(model: nn.Module) -> nn.Module:
-    """A copy of a model with its stored weights unpacked; the model itself if it has none."""
-    plain: dict[int, Any] = {
-        id(each): nn.Parameter(each.unpacked(), requires_grad=False)
-        for each in stored_weights(model)
-    }
-    return copy.deepcopy(model, plain) if plain else model
+def unpacked_model(model: nn.Module, most: float = math.inf) -> nn.Module:
+    """A copy with stored weights unpacked; the model itself if they would exceed `most` bytes."""
+    stored = stored_weights(model)
+    if not stored or sum(each.numel() * each.itemsize for each in stored) > most:
+        return model
+    made = {id(each): nn.Parameter(each.unpacked(), requires_grad=False) for each in stored}
+    return copy.deepcopy(model, dict[int, Any](made))
 
 
 def _plain(value: Any) -> Any:

@@ -48,6 +48,7 @@ _GEMMA_NUMBERS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "rope.scaling.factor": "rope_scaling",
 }
 _TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad"}
 _NAMES = {
@@ -112,7 +113,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
                 f"{path}: {entry.name} has shape {entry.shape}, and the model that its metadata "
                 f"describes needs {tuple(parameter.shape)}"
             )
-        weight = _weight(contents, kind, entry, dtype, packed and "norm" not in name)
+        weight = _weight(contents, kind, entry, dtype, packed)
         put(model, name, weight)
     if lacking or names:
         raise ValueError(
@@ -192,9 +193,8 @@ def _values(contents: Contents, kind: str) -> dict[str, Any]:
     if kind in _GEMMAS:  # a file does not say how scores are scaled
         largest = len(layers) == _GEMMAS[kind]
         values["query_pre_attn_scalar"] = width // heads if largest else head
-    scaling = given.get("rope.scaling.type", "none")
-    if scaling == "linear" and kind == "gemma3":
-        factor = given.get("rope.scaling.factor")
+    scaling, factor = given.get("rope.scaling.type", "none"), values.pop("rope_scaling", None)
+    if scaling == "linear" and kind == "gemma3" and factor is not None:
         values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     elif scaling != "none":
         raise ValueError(
@@ -237,17 +237,15 @@ def _weight(
 
 def _stored(contents: Contents, entry: Entry, dtype: torch.dtype = torch.float32) -> Stored:
     """A tensor as the file stores it; a vector becomes a row."""
-    *rows, columns = entry.shape
-    data = _blocks(contents, entry).view(math.prod(rows), -1)
-    return Stored(data, entry.format, columns, dtype, file=contents.data)
+    data = _blocks(contents, entry).view(math.prod(entry.shape[:-1]), -1)
+    return Stored(data, entry.format, entry.shape[-1], dtype, file=contents.data)
 
 
 def _numbers(contents: Contents, entry: Entry) -> Tensor:
     """The numbers of a tensor in float32."""
     if entry.format not in _TORCH:
         return _stored(contents, entry).unpacked().view(entry.shape)
-    data = _blocks(contents, entry).clone()
-    return data.view(_TORCH[entry.format]).float().view(entry.shape)
+    return _blocks(contents, entry).clone().view(_TORCH[entry.format]).float().view(entry.shape)
 
 
 def _blocks(contents: Contents, entry: Entry) -> Tensor:
