@@ -91,6 +91,8 @@ def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
 def contexts(run: Run, batch_size: int) -> drawing.Plot | None:
     """Speed after the first tokens by context length, with slowest and fastest calls."""
     table = tables.decoding(run)
+    if not len(table):
+        return None  # every text ended with its first token
     table = table[(table["batch_size"] == batch_size) & table["context"].notna()]
     if table["context"].nunique() < 2:
         return None
@@ -211,9 +213,9 @@ def heat_map(table: pd.DataFrame, name: str) -> drawing.Plot:
 
 def run_skip_map(run: Run) -> drawing.Plot | None:
     table = tables.comparison([run])
-    fastest = table.groupby("method")["speedup"].max()
-    rows = [(name, run.methods[name], fastest.get(name, np.nan)) for name in run.drafting]
-    return skip_map("skip-map", rows, run.num_layers) if rows else None
+    first = table[table["batch_size"] == run.batch_sizes[0]].set_index("method")["speedup"]
+    rows = [(name, run.methods[name], first.get(name, np.nan)) for name in run.drafting]
+    return skip_map("skip-map", rows, run.header["model"]["num_layers"]) if rows else None
 
 
 def skip_map(
@@ -259,7 +261,7 @@ def skip_map(
     axes.grid(visible=False)
     alt = f"{len(rows)} drafts, among them: {'; '.join(draft_words(*row) for row in rows[:5])}."
     title = "What the drafts leave out" + " or round" * bool(bits)
-    return drawing.finished(axes, name, title, alt, "layer (right: speedup, measured where it was)")
+    return drawing.finished(axes, name, title, alt, "layer (right: speedup, predicted if untimed)")
 
 
 def draft_words(name: str, draft: Mapping[str, Any], speedup: float) -> str:

@@ -105,10 +105,6 @@ class Run:
         }
         return dict(sorted(by_category.items(), key=lambda item: item[1])) or {ALL: None}
 
-    @property
-    def num_layers(self) -> int:
-        return int(self.header["model"]["num_layers"])
-
     def cost_table(
         self, method: str, batch_size: int, context: int | None = None
     ) -> CostTable | None:

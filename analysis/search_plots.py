@@ -149,5 +149,6 @@ def search_skip_map(search: searches.Search) -> drawing.Plot | None:
     table = searches.finalists(search)
     speedups = table["measured"].fillna(table["predicted"]) if len(table) else ()
     names = map(_name, table.to_dict("records"))
-    rows = [*zip(names, search.finalists, speedups, strict=True)]
-    return skip_map("search-skip-map", rows, search.num_layers) if rows else None
+    document = search.document
+    rows = [*zip(names, document["finalists"], speedups, strict=True)]
+    return skip_map("search-skip-map", rows, document["model"]["num_layers"]) if rows else None

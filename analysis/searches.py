@@ -22,7 +22,7 @@ from layerskip.files.searches import read_search
 PAYS = 1.005
 """Maximum predicted speedup of a draft that counts as not paying."""
 GUIDED = ("ours", "gp", "tpe")
-"""Proposers of trials that use a model of the other trials."""
+"""Proposers that use a model of the other trials."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,6 @@ class Search:
     beside: tuple[Mapping[str, Any], ...] = ()
     """Other searches of the same model, law and space in the report."""
 
-    @property
-    def num_layers(self) -> int:
-        return int(self.document["model"]["num_layers"])
-
-    @property
-    def finalists(self) -> list[dict[str, Any]]:
-        return list(self.document["finalists"])
-
     @cached_property
     def trials(self) -> pd.DataFrame:
         return trials(self)
@@ -53,11 +45,6 @@ class Search:
     def complete(self) -> pd.DataFrame:
         """The lines of successful trials."""
         return self.trials[self.trials["state"] == "complete"]
-
-    @property
-    def guided(self) -> int:
-        """How many of these were proposed by a model of the others."""
-        return int(self.complete["origin"].isin(GUIDED).sum())
 
 
 def load_searches(files: Sequence[Path]) -> list[Search]:
@@ -130,13 +117,9 @@ def front(costs: NDArray[np.float64], acceptances: NDArray[np.float64]) -> NDArr
 
     Points with a NaN are never on the front; equal points are all on it or all off it.
     """
-    best, held, on = -np.inf, np.nan, np.zeros(len(costs), dtype=bool)
-    for index in np.lexsort((-acceptances, costs)):  # by cost, then highest acceptance first
-        cost, accepted = costs[index], acceptances[index]
-        if np.isnan(cost) or np.isnan(accepted):
-            continue
-        if accepted > best or (accepted == best and cost == held):
-            best, held, on[index] = accepted, cost, True
+    cost, accepted = costs[:, None], acceptances[:, None]  # of the point that may be better
+    better = (cost < costs) & (accepted >= acceptances) | (cost <= costs) & (accepted > acceptances)
+    on: NDArray[np.bool_] = ~better.any(0) & ~np.isnan(costs + acceptances)
     return on
 
 
@@ -152,7 +135,7 @@ def finalists(search: Search) -> pd.DataFrame:
     `efficiency` = measured / predicted.
     """
     rows = []
-    for finalist in search.finalists:
+    for finalist in search.document["finalists"]:
         done = finalist["confirmed"] or {}
         measured = number(done.get("speedup"))
         roles = {"winner": "winner", "best_exit": "best exit"}
@@ -185,17 +168,16 @@ def _controller(controller: str, adaptive: dict[str, float] | None = None, **_: 
 
 def _sets(draft: Mapping[str, Any]) -> dict[str, Any]:
     skipped, low = draft["skipped"], draft.get("low")
+    rounded = low and (
+        f"{low['bits']} bits: attention {ranges(low['attention'])}, MLP {ranges(low['mlp'])}"
+        f"{', head' if low['head'] else ''}"
+    )
     return {
         "left_out": len(skipped["attention"]) + len(skipped["mlp"]),
         "attention": ranges(skipped["attention"]),
         "mlp": ranges(skipped["mlp"]),
-        "rounded": _low_words(low) if low else float("nan"),
+        "rounded": rounded,
     }
-
-
-def _low_words(low: Mapping[str, Any]) -> str:
-    sets = f"attention {ranges(low['attention'])}, MLP {ranges(low['mlp'])}"
-    return f"{low['bits']} bits: {sets}{', head' if low['head'] else ''}"
 
 
 def number(value: float | None) -> float:

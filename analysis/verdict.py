@@ -171,9 +171,10 @@ def judge_search(search: searches.Search) -> Verdict:
     verdict.lines.append(
         f"No draft of this space can be more than {document['bound']:.1f} times as fast as plain."
     )
+    guided = search.complete["origin"].isin(searches.GUIDED).sum()
     failed = int((search.trials["state"] != "complete").sum())
     verdict.lines.append(
-        f"{len(search.complete)} trials finished, {search.guided} of them guided"
+        f"{len(search.complete)} trials finished, {guided} of them guided"
         f"{f' ({failed} more failed)' if failed else ''}, in the {document['space']['kind']} space "
         f"of {document['space']['size']:,} sets."
     )
@@ -191,7 +192,8 @@ def _what_to_type(search: searches.Search) -> str:
             f"Run `{plain}`, without --skip: its default drafts{has} are as fast as anything "
             "found, as far as these prompts show."
         )
-    best = next((each for each in search.finalists if each["name"] == document["winner"]), None)
+    drafts, winner = document["finalists"], document["winner"]
+    best = next((each for each in drafts if each["name"] == winner), None)
     if best is None:
         if not len(search.complete):
             return "No trial finished in time: search again with a longer --timeout."
@@ -211,8 +213,8 @@ def _what_to_type(search: searches.Search) -> str:
 
 def _draft(search: searches.Search, row: Any) -> str:
     """What a finalist's draft does with the model's sublayers."""
-    finalist = next(each for each in search.finalists if each["name"] == row["name"])
-    low, count = finalist.get("low"), 2 * search.num_layers
+    finalist = next(each for each in search.document["finalists"] if each["name"] == row["name"])
+    low, count = finalist.get("low"), 2 * search.document["model"]["num_layers"]
     words = (
         f"skips {row['left_out']} of {count} sublayers"
         if row["left_out"]

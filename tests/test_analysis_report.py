@@ -285,16 +285,27 @@ def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path, quick):
 
 def test_an_answer_that_ended_at_its_first_token_is_reported(tmp_path, quick):
     lines = made.made_up(prompts=2)
-    none = made.rounds()
-    short = [line for line in lines if line.get("prompts") == ["code-1"]]
-    for line in short:
-        line |= {"new_tokens": [1], "seconds": made.seconds(0.002, 0.002)}
-        line |= {"rounds": line["rounds"] and none}
+    ended_at_once([line for line in lines if line.get("prompts") == ["code-1"]])
     assert "self made tiny" in write_report(
         [made.write(tmp_path / "run.jsonl", lines)], tmp_path / "report"
     )
     table = pd.read_csv(tmp_path / "report" / "tables" / "predictions.csv")
     assert table[table["method"] == "self"]["predicted"].between(0.5, 2).all()
+
+
+def test_a_run_of_first_tokens_only_is_drawn(tmp_path):
+    lines = made.made_up(prompts=1)
+    ended_at_once(lines[1:])
+    told = write_report([made.write(tmp_path / "run.jsonl", lines)], tmp_path / "report")
+    assert "every text ended with its first token" in told
+    drawn = {path.stem for path in (tmp_path / "report" / "plots").iterdir()}
+    assert drawn == {"speedup", "phases", "skip-map"}
+
+
+def ended_at_once(records):
+    for line in records:
+        line |= {"new_tokens": [1], "seconds": made.seconds(0.002, 0.002)}
+        line |= {"rounds": line["rounds"] and made.rounds()}
 
 
 def test_missing_and_repeated_files_are_refused(tmp_path):
