@@ -33,30 +33,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "DecodingOptions": "layerskip.config",
-    "DecodingStats": "layerskip.decoding.rounds",
-    "GenerationOutput": "layerskip.generation",
-    "LayerSkipDecoding": "layerskip.generation",
-    "LogitLookup": "layerskip.research.logit_lookup",
-    "Lookup": "layerskip.decoding.sources.lookup",
-    "LowPrecision": "layerskip.config",
-    "Proposal": "layerskip.decoding.sources.base",
-    "Session": "layerskip.session",
-    "SkipConfig": "layerskip.config",
-    "Source": "layerskip.decoding.sources.base",
-    "State": "layerskip.decoding.sources.base",
-    "Trained": "layerskip.config",
-    "StoredLogits": "layerskip.research.stored_logits",
-    "UnsupportedModelError": "layerskip.model.wrappers",
-    "check_vocabularies": "layerskip.vocabulary",
-    "decode": "layerskip.generation",
-    "fingerprint": "layerskip.model.fingerprint",
-    "generate": "layerskip.generation",
-    "load": "layerskip.checkpoints",
-    "release": "layerskip.model.opening",
-    "shipped": "layerskip.named",
+_NAMES = {
+    "checkpoints": "load",
+    "config": "DecodingOptions LowPrecision SkipConfig Trained",
+    "decoding.rounds": "DecodingStats",
+    "decoding.sources.base": "Proposal Source State",
+    "decoding.sources.lookup": "Lookup",
+    "generation": "GenerationOutput LayerSkipDecoding decode generate",
+    "model.fingerprint": "fingerprint",
+    "model.opening": "release",
+    "model.wrappers": "UnsupportedModelError",
+    "named": "shipped",
+    "research.logit_lookup": "LogitLookup",
+    "research.stored_logits": "StoredLogits",
+    "session": "Session",
+    "vocabulary": "check_vocabularies",
 }
+"""By module."""
+_HOME = {name: f"layerskip.{module}" for module in _NAMES for name in _NAMES[module].split()}
 
 __all__ = sorted(_HOME)
 

@@ -151,12 +151,6 @@ class SkipConfig:
         return cls(exit_layer=exit_layer)
 
     @classmethod
-    def layers(cls, indices: Iterable[int]) -> SkipConfig:
-        """The draft skips whole layers: the attention and the MLP of each index."""
-        indices = schema.index_set(indices, "layers")
-        return cls(attention=indices, mlp=indices)
-
-    @classmethod
     def low_precision(cls, bits: Literal[8, 4] = 8) -> SkipConfig:
         """The draft runs everything, including the head, with weights rounded to `bits` bits."""
         return cls(low=LowPrecision(bits=bits))

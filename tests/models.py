@@ -22,7 +22,7 @@ WINDOW = 8
 
 SKIPS = {
     "early exit": SkipConfig.early_exit(4),
-    "whole layers": SkipConfig.layers((2, 4)),
+    "whole layers": SkipConfig(attention=(2, 4), mlp=(2, 4)),
     "scattered": SkipConfig(attention=(0, 3), mlp=(2, 5)),  # also the first and the last
 }
 

@@ -111,8 +111,8 @@ def test_early_exit():
     assert repr(config) == "SkipConfig(exit_layer=8)"
     assert config.shared_prefix(16) == 16
     assert config.kept(16) == tuple(range(16))
-    assert config.resolve(16) == SkipConfig.layers(range(8, 16))
-    assert hash(config.resolve(16)) == hash(SkipConfig.layers(range(8, 16)))
+    assert config.resolve(16) == SkipConfig(attention=range(8, 16), mlp=range(8, 16))
+    assert hash(config.resolve(16)) == hash(SkipConfig(attention=range(8, 16), mlp=range(8, 16)))
     assert config != SkipConfig.early_exit(7)
 
 
@@ -142,7 +142,6 @@ def test_sets_are_sorted_and_readable():
     assert config.attention == (3, 9)
     assert repr(config) == "SkipConfig(attention=(3, 9), mlp=(4,))"
     assert repr(SkipConfig()) == "SkipConfig()"
-    assert SkipConfig.layers((5, 6)).skipped(8) == (10, 11, 12, 13)
 
 
 def test_only_the_sets_count_for_equality():

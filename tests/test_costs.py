@@ -42,7 +42,7 @@ SKIPS = [
         SkipConfig.early_exit(4),
         SkipConfig(attention=(1, 4), mlp=(3,)),
         SkipConfig(attention=(0, 3)),
-        SkipConfig.layers((2, 3)),
+        SkipConfig(attention=(2, 3), mlp=(2, 3)),
     )
 ]
 
@@ -171,7 +171,7 @@ def test_costs_are_measured_once_for_each_model_and_kind_of_law():
     assert spent(of) > 0
     # nothing new: another prompt, an equal config, another temperature, lookups
     assert spent(of, asked=request((9,))) == 0
-    assert spent(of, SkipConfig.layers((2, 3, 4, 5)).resolve(LAYERS)) == 0
+    assert spent(of, SkipConfig(attention=(2, 3, 4, 5), mlp=(2, 3, 4, 5)).resolve(LAYERS)) == 0
     assert spent(of, asked=request(processors=(warm,))) == 0
     assert spent(of, Lookup(), SKIP) == 0
     for asked in (request(sample=True), request(processors=(repeating,)), request((4, 4))):

@@ -61,7 +61,7 @@ def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded):
     ids, mask = ragged(tuple(map(len, rows)))  # (3, W) each
     for row, tokens in enumerate(rows):
         ids[row, mask[row].bool()] = tokens
-    skip = SkipConfig.layers([LEAST_LAYER[loaded.name]])
+    skip = SkipConfig(attention=[LEAST_LAYER[loaded.name]], mlp=[LEAST_LAYER[loaded.name]])
     how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}
 
     def decode(sample, settings):

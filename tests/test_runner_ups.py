@@ -25,7 +25,7 @@ STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
 SKIPS = {
     "no prefix": SkipConfig.low_precision(4),
     "a window": replace(SkipConfig.low_precision(8), window=5),
-    "a prefix": SkipConfig.layers((3,)),
+    "a prefix": SkipConfig(attention=(3,), mlp=(3,)),
     "an exit": SkipConfig.early_exit(4),
 }
 
