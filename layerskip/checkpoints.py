@@ -123,7 +123,7 @@ class Loaded:
 
 
 def load(
-    name: str,
+    name: str | Path,
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -153,6 +153,7 @@ def load(
             is unknown, or the device does not exist.
         UnsupportedModelError: this library does not support the architecture.
     """
+    name = str(name)
     chatter.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not bars:

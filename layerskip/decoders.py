@@ -126,5 +126,5 @@ def law_of(
     model: Any, rows: int, processors: Sequence[Any], *, do_sample: bool, **sampling: Any
 ) -> Law:
     """Build the target distribution of processors and sampling arguments, as `generate()` does."""
-    sampled = warpers(**sampling_of(model, **sampling)) if do_sample else ()
-    return Law([*processors, *sampled], do_sample=do_sample, rows=rows)
+    asked = warpers(**sampling_of(model, **sampling))
+    return Law([*processors, *(asked if do_sample else ())], do_sample=do_sample, rows=rows)

@@ -79,6 +79,8 @@ def checked_mask(
         )
     mask = model_kwargs.pop("attention_mask", None)
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask needs shape {[*input_ids.shape]}, got {[*mask.shape]}")
     unknown = sorted(
         name
         for name, value in model_kwargs.items()

@@ -15,6 +15,7 @@ from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.files import schema
 
 Skips = SkipConfig | str | os.PathLike[str]
 """A skip config, or the path of its file."""
@@ -80,14 +81,13 @@ class Settings:
         default = self.controller == DEFAULT_CONTROLLER and stored.branches
         self.branches = bool(default if branches is None else branches)
         wanted = stored.enabled if enabled is None else enabled
-        looks_up = stored.lookup if lookup is None else lookup
-        self.lookup = Lookup() if looks_up is True else looks_up or None
         self.enabled = wanted is not False
+        self.automatic = not self.skips
+        looks_up = (self.automatic or stored.lookup) if lookup is None else lookup
+        self.lookup = Lookup() if looks_up is True else looks_up or None
         self.assistant = assistant
         self.sources = tuple(sources)
-        self.automatic = not self.skips
-        if self.automatic and lookup is None:
-            self.lookup = Lookup()
+        schema.optional(schema.number(0))(draft_memory, "draft_memory")
         if draft_memory is not None and not self.automatic:
             warnings.warn("draft_memory has no effect where drafts are named", stacklevel=2)
         self.draft_memory = draft_memory
@@ -120,7 +120,10 @@ def _loaded(skip: Skips | Sequence[Skips] | None) -> tuple[SkipConfig, ...]:
     """Return the given skip configs, read from their files where they are paths."""
     if skip is None:
         return ()
-    several = [skip] if isinstance(skip, SkipConfig | str | os.PathLike) else [*skip]
+    several = [*skip] if isinstance(skip, Sequence) and not isinstance(skip, str) else [skip]
+    for each in several:
+        if not isinstance(each, SkipConfig | str | os.PathLike):
+            raise TypeError(f"skip must be a SkipConfig, its file, or several, got {each!r}")
     if not several:
         raise ValueError("skip must hold at least one skip config, got none; None for the default")
     skips = [each if isinstance(each, SkipConfig) else SkipConfig.load(each) for each in several]

@@ -512,7 +512,7 @@ def test_what_is_not_served_is_refused_by_name(llama):
     settings = [
         ({"skip": SkipConfig.early_exit(6)}, r"exit_layer must be in 1\.\.5"),
         ({"skip": SkipConfig(attention=(6,))}, r"attention indices must be in 0\.\.5"),
-        ({"skip": SkipConfig.layers(range(6))}, "must keep at least one sublayer"),
+        ({"skip": SkipConfig(attention=range(6), mlp=range(6))}, "must keep at least one sublayer"),
         ({"controller": "greedy"}, "controller must be one of"),
     ]
     cases += [({"custom_generate": decoding(**wrong)}, match) for wrong, match in settings]
@@ -537,6 +537,12 @@ def test_prompts_that_are_none(llama):
         refused(llama, match, inputs=ids, attention_mask=wrong)
         with pytest.raises(ValueError, match=match):
             next(layerskip.decode(llama, ids, wrong, skip=SKIP))
+    with pytest.raises(ValueError, match="attention_mask needs shape"):
+        next(layerskip.decode(llama, ids, mask[:, 1:], skip=SKIP))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'top'"):
+        decoding().prepare(llama, top=3)
+    with pytest.warns(UserWarning, match="top_k has no effect without do_sample=True"):
+        next(layerskip.decode(llama, ids, mask, skip=SKIP, top_k=3))
     for shape in ((9,), (1, 0), (0, 4)):
         wrong = torch.ones(shape, dtype=torch.long)
         with pytest.raises(ValueError, match="input_ids must be"):
@@ -546,9 +552,7 @@ def test_prompts_that_are_none(llama):
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
         next(layerskip.decode(llama, ids, mask, skip=SKIP, max_new_tokens=0))
     for text in ("text", ["text"], [1, 2], {"input_ids": [[1, 2]]}):
-        with pytest.raises(
-            TypeError, match=r"must be a tensor .*: tokenizer\(text, return_tensors"
-        ):
+        with pytest.raises(TypeError, match=r"must be a tensor .*: tokenizer\(text, return"):
             layerskip.generate(llama, text, skip=SKIP)
     with pytest.raises(TypeError, match="must be a tensor of token ids, got str"):
         next(layerskip.decode(llama, "text", skip=SKIP))

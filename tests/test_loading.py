@@ -84,7 +84,7 @@ def test_an_adapter_is_merged(tmp_path, folder):
 
 def test_unknown_dtypes_and_devices(folder):
     with pytest.raises(ValueError, match=r"dtype must be one of auto, .*, got 'float8'"):
-        load(str(folder), dtype="float8")
+        load(folder, dtype="float8")  # a path, not a string
     for device in ("tpu", "cuda:99", "cpu:x", "meta"):
         with pytest.raises(ValueError, match=f"device must be auto or one .* got '{device}'"):
             load(str(folder), device=device)
