@@ -37,6 +37,7 @@ def environment() -> dict[str, Any]:
         devices.append({"type": "cuda", "name": properties.name, "memory": properties.total_memory})
     if torch.backends.mps.is_available():
         devices.append({"type": "mps", "name": platform.machine(), "memory": None})
+    usual = "clang++" if platform.system() == "Darwin" else "g++"
     return {
         "layerskip": __version__,
         "python": platform.python_version(),
@@ -48,7 +49,7 @@ def environment() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
         },
-        "compiler": _compiler(),
+        "compiler": shutil.which(os.environ.get("CXX", usual)),  # as `torch.compile` finds it
         "devices": devices,
         "git": git_revision(Path(__file__).parents[1]),
     }
@@ -122,12 +123,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _compiler() -> str | None:
-    """The path of the C++ compiler, found as `torch.compile` finds it."""
-    usual = "clang++" if platform.system() == "Darwin" else "g++"
-    return shutil.which(os.environ.get("CXX", usual))
 
 
 def cores() -> int:

@@ -97,8 +97,9 @@ def model_folder(name: str) -> Path | None:
         return folder
     if folder.exists():
         raise ValueError(f"model {name} is a file; give a GGUF file, or a folder")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"there is no folder {name}{suggestion(name)}")
+    what = "file" if name.endswith(".gguf") else "folder"
+    if what == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"there is no {what} {name}{suggestion(name)}")
     return None
 
 

@@ -643,6 +643,9 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     assert warned(bench(folder, two_prompts, output, *flags, *draw, "--assistant", folder)) == [
         "--assistant has no effect without --method self-assistant or generate-assistant"
     ]
+    idle = ("--draft-memory", 1, "--exit-layer", 2, "--lookup", "--controller", "fixed")
+    told = warned(bench(folder, two_prompts, tmp_path / "plain", "--method", "plain", *idle))
+    assert [line.split()[0] for line in told] == [*idle[:4:2], "--lookup", "--controller"]
 
 
 def test_a_skip_config_asks_for_branches(folder, save_skip):
@@ -785,7 +788,8 @@ REFUSED = {  # by command
         ("--max-new-tokens 0", "'--max-new-tokens' / '-n': "),
         ("--max-new-tokens 1000", "at most 256 tokens for this model, got 1001"),
         ("--controller magic", "'magic' is not one of 'fixed', 'confidence', "),
-        ("--threshold 1.5 --controller confidence", "'--threshold': "),
+        ("--threshold 1.5 --controller confidence", "'--threshold': .*to 1, got '1.5'"),
+        ("--skip six.json --skip six.json", "--skip names a file twice"),
         ("--adaptive alpha", "--adaptive must be like alpha=0.85,epsilon=0.02; got 'alpha'"),
         ("--adaptive gamma=1", "adaptive may have alpha, epsilon, beta1, beta2; got 'gamma'"),
         ("--temperature 0 --do-sample", "--temperature must be positive and finite, got 0"),
@@ -797,10 +801,7 @@ REFUSED = {  # by command
         ("--lookup-file empty", "is empty"),
         ("--lookup-file bytes", "is not UTF-8"),
         ("--lookup-file none", "No such file"),
-        (
-            "--low-precision 8 --draft-memory 0.00001",
-            r"--low-precision 8 needs .*, but --draft-memory allows 0 MB",
-        ),
+        ("--low-precision 8 --draft-memory 0.00001", "8 needs .*, but --draft-memory allows 0 MB"),
         ("--colour", "No such option"),
     ],
     "generate MODEL ": [
@@ -812,6 +813,7 @@ REFUSED = {  # by command
     ],
     "check ": [
         ("MODEL --exit-layer 2 --prompts torn.jsonl", "torn.jsonl, line 1"),
+        ("missing.gguf", "there is no file missing.gguf"),
         ("MODEL --low-precision none --no-lookup", "give a skip config"),
         ("./missing", "there is no folder"),
     ],
@@ -832,12 +834,14 @@ REFUSED = {  # by command
     "benchmark MODEL ": [
         ("--prompts two.txt --output diary --exit-layer 3", "not a file of records"),
         ("--output other.jsonl", "a model of your own needs --prompts FILE"),
+        ("--prompts two.txt --output .", "--output . is a folder; give a file"),
         ("", "Missing option"),
     ],
     "report ": [
         ("none.jsonl --output report", "cannot read records"),
         ("diary --output report", "not a file of records"),
     ],
+    "laws MODEL --text some --output ": [(".", "--output . is a folder; give a file")],
     "answer ": [("", "No such (command|option)")],
 }
 

@@ -552,10 +552,7 @@ class TestRefusals:
             ({"held_out": [prompt(240)[0]]}, "must be at most 256 tokens for this model"),
             ({"held_out": [torch.zeros(0, dtype=torch.long)]}, "at least one token"),
             ({"first": {"mine": SkipConfig(attention=(0,))}}, "skip config mine is not in the"),
-            (
-                {"first": {"mine": SkipConfig(attention=(9,))}},
-                "skip config mine: attention indices",
-            ),
+            ({"first": {"mine": SkipConfig(attention=(9,))}}, "config mine: attention indices"),
             ({"execution": "magic"}, "execution"),
             ({"storage": "sqlite:////no/such/folder/x.db"}, "cannot open the study 'layerskip'"),
         ],

@@ -74,9 +74,7 @@ class CheckReport:
     def to_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
-            "greedy": self.greedy.to_dict(),
-            "plain": self.plain.to_dict(),
-            "coupled": self.coupled.to_dict(),
+            **{name: getattr(self, name).to_dict() for name in ("greedy", "plain", "coupled")},
             "laws": {
                 "passed": self.laws_passed,
                 "level": LEVEL,

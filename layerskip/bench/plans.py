@@ -160,7 +160,7 @@ class Plan:
             drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         if "self-together" in kinds:
             skips = [self._checked(skip) for _, skip in given]
-            drafts.append(("self-together", "together", {"skip": skips, "lookup": bool(lookup)}))
+            drafts.append(("self-together", "together", {"skip": skips, "lookup": lookup or False}))
         if "self-8bit" in kinds:
             drafts.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerskip.cli import flags, opening
+from layerskip.cli import flags, inputs, opening
 from layerskip.cli.flags import flag, load_skips, switch, warn_idle
-from layerskip.cli.inputs import first_in_turn, first_of_each, given_prompts, read_tasks, spoken
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.config import SkipConfig
-from layerskip.files.records import Run, RunWriter, key_of, read_unfinished
+from layerskip.files.records import RunWriter, key_of, read_unfinished
 from layerskip.registry import CONTROLLERS
 from layerskip.text import decode_text
 
 if TYPE_CHECKING:
-    from layerskip.bench.batches import PromptBatch
-    from layerskip.bench.methods import Method, Task
+    from layerskip.bench.methods import Method
+    from layerskip.bench.plans import Plan
 
 DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
@@ -100,20 +99,27 @@ def benchmark(
             "--method self-together drafts with several skip configs in one decoding; give --skip "
             "or --exit-layer more than once"
         )
-    if not kinds & {"self", "self-together"}:
-        idle = {} if "self-lookup" in kinds else sources.idle | {"assistant": None}
-        warn_idle({"skip": skip, "exit_layer": exit_layer, **idle}, "without --method self")
+    if "self" not in kinds:
+        idle: dict[str, Any] = {"laws": sources.laws, "draft_memory": sources.draft_memory}
+        if "self-together" not in kinds:
+            idle |= {"skip": skip, "exit_layer": exit_layer, **sources.idle, "assistant": None}
+        if "self-lookup" in kinds:
+            idle["lookup_file"] = None
+        warn_idle(idle, "without --method self")
+    if not any(kind.startswith("self") for kind in kinds):
+        warn_idle({"controller": controller, **how}, "without a method that drafts")
     if sources.keep_laws:
         raise ValueError("--keep-laws would let calls learn from each other's texts; leave it out")
     text, laws = sources.text(), opening.kept_laws(sources)
     sizes = sorted(set(batch_size or [1]))
+    inputs.check_file(output)
     earlier = read_unfinished(output)
     if earlier is not None and not (earlier.records or earlier.sweeps):
         earlier = None  # it stopped before any measurement, so its settings bind nothing
-    read = read_tasks(tasks) if tasks else given_prompts(prompts, loading.model)
-    chosen = spoken(read, chat)
+    read = inputs.read_tasks(tasks) if tasks else inputs.given_prompts(prompts, loading.model)
+    chosen = inputs.spoken(read, chat)
     if not context:
-        chosen = first_in_turn(first_of_each(chosen, per_category), limit)
+        chosen = inputs.first_in_turn(inputs.first_of_each(chosen, per_category), limit)
     talk = Talk(quiet)
     loaded = opening.open_model(loading, talk)
     second = opening.second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
@@ -159,6 +165,8 @@ def benchmark(
             if reason is not None:
                 drafting = "drafts are only looked up" if head is None else "no drafts in 8 bits"
                 talk.say(f"{drafting}: {reason}")
+        elif "self" in kinds:
+            warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
         engines = plan.engines(
             kinds,
             [(name, sources.changed(each)) for name, each in given],
@@ -188,11 +196,8 @@ def benchmark(
         if earlier is None:
             talk.progress("trying every method")
             try_out(methods, batches)
-        decoded = partial(decode_text, loaded.tokenizer) if save_text else None
         lines = lines if earlier is None or not earlier.sweeps else []
-        summary = _record(
-            output, header, loaded.model, task, methods, batches, talk, earlier, lines, decoded
-        )
+        summary = _record(plan, output, header, methods, lines, talk, save_text)
     if as_json:
         print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
     if any(row["faults"] for row in summary if row["kind"] in ("plain", "self")):
@@ -213,16 +218,13 @@ def _grid(text: str, layers: int) -> tuple[range, range]:
 
 
 def _record(
+    plan: Plan,
     output: Path,
     header: dict[str, Any],
-    model: Any,
-    task: Task,
     methods: Sequence[Method],
-    batches: Sequence[PromptBatch],
-    talk: Talk,
-    earlier: Run | None,
     lines: Sequence[dict[str, Any]],
-    text: Callable[[Sequence[int]], str] | None,
+    talk: Talk,
+    save_text: bool,
 ) -> list[dict[str, Any]]:
     """Write `lines`, then measurements, to a run file. Prints and returns the table's rows."""
     from layerskip.analysis.runs import load_runs
@@ -232,22 +234,22 @@ def _record(
     from layerskip.model.captured import capture_seconds
     from layerskip.timing.bandwidth import Sweeps
 
-    device = batches[0].input_ids.device
-    done = {key_of(each) for each in earlier.records} if earlier else set()
-    with RunWriter(output, header, earlier) as writer:
+    device = plan.batches[0].input_ids.device
+    done = {key_of(each) for each in plan.earlier.records} if plan.earlier else set()
+    with RunWriter(output, header, plan.earlier) as writer:
         for line in lines:
             writer.write(line)
         try:
             run_benchmark(
-                model,
-                task,
+                plan.loaded.model,
+                plan.task,
                 methods,
-                batches,
+                plan.batches,
                 repeats=header["repeats"],
                 warmup=header["warmup"],
                 write=writer.write,
                 done=done,
-                text=text,
+                text=partial(decode_text, plan.loaded.tokenizer) if save_text else None,
                 bandwidth=Sweeps(device, device_clock(device)),
                 note=partial(_note, talk, time.monotonic()),
             )

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -387,15 +388,16 @@ class Form(Flags):
         """Refuse both flags together, or an unreadable file, before anything is loaded."""
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("give --json-schema or --regex, not both")
-        self.schema()
+        _ = self.schema
 
+    @cached_property
     def schema(self) -> str | None:
-        """The contents of the --json-schema file."""
+        """The contents of the --json-schema file, read once, since it may be a pipe."""
         return None if self.json_schema is None else text_in("--json-schema", self.json_schema)
 
     def processors(self, loaded: Loaded) -> list[Any]:
         """Return the logits processors: at most one."""
-        schema = self.schema()
+        schema = self.schema
         if schema is None and self.regex is None:
             return []
         from layerskip.grammars import json_schema, regex
@@ -422,6 +424,8 @@ def load_skips(paths: Sequence[str] | None, entry: str | None) -> dict[str, Skip
     """Load the --skip files: configs by path. --entry picks one where a file holds several."""
     if not paths:
         warn_idle({"entry": entry}, "without --skip")
+    elif len({*paths}) < len(paths):
+        raise ValueError("--skip names a file twice; give each skip config once")
     return {path: SkipConfig.load(path, entry) for path in paths or ()}
 
 

@@ -25,6 +25,13 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"--output {folder} cannot be made or written to: {there} is read-only")
 
 
+def check_file(file: Path) -> None:
+    """The same for an --output file."""
+    if file.is_dir():
+        raise ValueError(f"--output {file} is a folder; give a file")
+    check_folder(file.absolute().parent)
+
+
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
     """The prompts of a file, or those shipped with the model."""
     if path is not None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from layerskip.cli.flags import AsJson, Loading, Quiet, flag, text_in
+from layerskip.cli.inputs import check_file
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, to_json
 from layerskip.registry import named
@@ -32,6 +33,7 @@ def laws(
     `generate`, `chat`, `run`, `serve` and `benchmark` draft from it. It works for this model only.
     """
     texts = [text_in("--text", each) for each in text]
+    check_file(output)
     talk = Talk(quiet)
     loaded = open_model(loading, talk)
     with open_passes(loaded, loading, talk) as opened:
@@ -41,6 +43,7 @@ def laws(
             kept.learn(opened, tokens, partial(_tell, talk, path))
             read += len(tokens)
     talk.progress("")
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
     kept.save(output)
     size = output.stat().st_size
     talk.say(

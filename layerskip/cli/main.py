@@ -62,6 +62,9 @@ class _Commands(TyperGroup):
             return _PIPE_CLOSED
         except TyperException as error:
             reason = error.format_message().replace("Value error, ", "")
+            if "Input should be" in reason:  # in pydantic's words, which do not repeat the value
+                cause: Any = error.__cause__
+                reason += f", got {cause.errors()[0]['input']!r}"
             return _refuse(f"{reason} (see layerskip --help)")
         except (ValueError, OSError, FloatingPointError) as error:
             return _refuse(str(error))

@@ -184,7 +184,7 @@ class _Model:
         sampling = [self.sampling.do_sample, self.sampling.settings]
         wording = {name: value for name, value in vars(self.wording).items() if name != "system"}
         return _hash(
-            self.limits.max_new_tokens, sampling, wording, self.form.regex, self.form.schema()
+            self.limits.max_new_tokens, sampling, wording, self.form.regex, self.form.schema
         )
 
     @contextmanager
