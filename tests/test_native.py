@@ -517,8 +517,7 @@ def expect_lean(message):
 
     def text(execution):
         how = {"skip": skip, "execution": execution, "max_new_tokens": 8}
-        out = generate(model, prompt(9), return_dict_in_generate=True, **how)
-        return out.sequences
+        return generate(model, prompt(9), return_dict_in_generate=True, **how).sequences
 
     want = text("fused")
     with warnings.catch_warnings(record=True) as caught:
