@@ -540,7 +540,7 @@ def test_prompts_that_are_none(llama):
     with pytest.raises(ValueError, match="attention_mask needs shape"):
         next(layerskip.decode(llama, ids, mask[:, 1:], skip=SKIP))
     with pytest.raises(TypeError, match="unexpected keyword argument 'top'"):
-        decoding().prepare(llama, top=3)
+        LayerSkipDecoding(SKIP).prepare(llama, top=3)
     with pytest.warns(UserWarning, match="top_k has no effect without do_sample=True"):
         next(layerskip.decode(llama, ids, mask, skip=SKIP, top_k=3))
     for shape in ((9,), (1, 0), (0, 4)):
