@@ -894,22 +894,6 @@ def test_sanitizers_find_nothing_in_attention(built, capability, sanitizers, tmp
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_phases_of_a_pass_are_stamped_in_a_build_for_it(built, tmp_path):
-    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
-    script = Path(__file__).parents[1] / "scripts" / "phases.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "--threads", "2", "--passes", "4"],
-        env={**os.environ, "LAYERSKIP_STAMPS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    phases = {line.split()[0] for line in done.stdout.splitlines()}
-    assert {"norm", "queries", "attention", "mixing", "gates", "down", "head"} <= phases
-    assert extension.stamps() == {}
-
-
 WARPS = (
     Warp(),
     Warp(0.8),

@@ -65,8 +65,8 @@ void Pass<S>::run_experts(Worker& me, const Mixture& mixture, const float* x) co
     const Range own = this->mine(me, tokens);
     for (int64_t i = own.first; i < own.last; ++i)
       std::copy_n(x + me.pairs[first + i] / top * width_, width_, me.gathered + i * width_);
-    const Piece gate{&mixture.expand, 2 * e * inner, inner, Phase::experts};
-    const Piece up{&mixture.expand, (2 * e + 1) * inner, inner, Phase::experts};
+    const Piece gate{&mixture.expand, 2 * e * inner, inner};
+    const Piece up{&mixture.expand, (2 * e + 1) * inner, inner};
     float *gates = first_ + first * inner, *ups = second_ + first * inner;
     take(me, mixture.expand, me.gathered, tokens);
     multiply(me, gate, begins(me, up), tokens, gates, inner);
@@ -80,7 +80,7 @@ void Pass<S>::run_experts(Worker& me, const Mixture& mixture, const float* x) co
   for (int64_t e = 0; e < mixture.count(); ++e) {
     const int64_t first = me.begins[e], tokens = me.begins[e + 1] - first;
     if (!tokens) continue;
-    const Piece down{&mixture.shrink, e * width_, width_, Phase::experts};
+    const Piece down{&mixture.shrink, e * width_, width_};
     take(me, mixture.shrink, first_ + first * inner, tokens);
     multiply(me, down, upcoming(me, down), tokens, second_ + first * width_, width_);
     meet_divided(me);

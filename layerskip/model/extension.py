@@ -79,15 +79,6 @@ def extension() -> Any:
     return _opened(again=False)
 
 
-def stamps() -> dict[str, tuple[float, int]]:
-    """Seconds of all threads and bytes of weights read since the last call, by phase (`stamps.h`).
-
-    Empty without `LAYERSKIP_STAMPS=1`, which builds a module that records phases.
-    """
-    taken: dict[str, tuple[float, int]] = extension().stamps()
-    return taken
-
-
 def rebuild() -> None:
     """Build the native module again, whether or not it exists or has failed before.
 
@@ -162,8 +153,7 @@ def flags(capability: str | None = None) -> list[str]:
     """Compiler flags for vectors, by default for those that torch itself uses here."""
     kind = _kind(capability)
     vectors = [f"-DCPU_CAPABILITY={kind}", f"-DCPU_CAPABILITY_{kind}"]
-    stamps = ["-DLAYERSKIP_STAMPS"] if os.environ.get("LAYERSKIP_STAMPS") == "1" else []
-    return ["-O3", "-w", *_openmp(), *vectors, *stamps, *FLAGS[kind]]
+    return ["-O3", "-w", *_openmp(), *vectors, *FLAGS[kind]]
 
 
 def _openmp() -> list[str]:

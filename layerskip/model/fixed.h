@@ -76,9 +76,9 @@ using ForVectors = Split<F::PART, F::ROUGH ? 1 : F::BITS == 8 && !DOTS ? 2 : 3>;
 template <typename F>
 using ForUnit = Split<F::PART, F::ROUGH ? 1 : F::BITS == 4 ? 4 : 3>;
 
-// The inputs of some tokens as integers. For each part in turn, all tokens have: their planes of
-// bytes (PLANES, tokens, WIDTH), their steps, the sums of their inputs, and the sums of their
-// integers: of the last plane, and of what is below it.
+// The inputs of some tokens as integers. Part after part, the room holds for all tokens the planes
+// of bytes (PLANES, tokens, WIDTH), the steps, the sums of the inputs, the sums of the last plane's
+// integers, and the sums of the integers below it.
 template <typename Split>
 struct Fixed {
   int8_t* bytes;
@@ -212,7 +212,7 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t parts, void* r
     for (int p = 0; p < PANELS; ++p) integers::store(totals[t][p], out + (t * PANELS + p) * ROWS);
 }
 
-// Steps of tokens for the matrix unit. All have room for as many, so it is configured once.
+// Steps of tokens for the matrix unit. All steps have the same size, so it is configured once.
 struct Even {
   int64_t tokens, count = std::max<int64_t>(1, (tokens + tiles::MOST - 1) / tiles::MOST);
   int64_t each = (tokens + count - 1) / count;

@@ -7,7 +7,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -170,18 +169,6 @@ Tensor unpacked(const Tensor& rows, const std::string& format, int64_t columns, 
     for (int64_t i = 0; i < columns; ++i) to[row * columns + (order ? order[i] : i)] = made[i];
   });
   return out;
-}
-
-// Whether all numbers of the rows of a file are finite.
-bool all_finite(const Tensor& rows, const std::string& format, int64_t columns, int64_t group) {
-  std::atomic<bool> whole{true};
-  const auto layout = layout_of(rows, format, columns, group);
-  each_row(rows, layout, [&](int64_t, const std::vector<float>& numbers) {
-    float total = 0;  // NaN if any number is not finite
-    for (const float number : numbers) total += number * 0.0f;
-    if (total != 0.0f) whole = false;
-  });
-  return whole;
 }
 
 // The inputs (n, columns) multiplied by a delta's inner part, (n, rank).

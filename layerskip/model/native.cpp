@@ -94,12 +94,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("limit_threads", &limit_threads);
   module.def("move_to_huge_pages", &move_to_huge_pages,
              py::call_guard<py::gil_scoped_release>());
-  module.def("stamps", &taken_stamps);
   module.def("tiles_refusal", &tiles::refusal);
   module.def("arranged", &arranged, py::call_guard<py::gil_scoped_release>());
   module.def("restored", &restored, py::call_guard<py::gil_scoped_release>());
   module.def("unpacked", &unpacked, py::call_guard<py::gil_scoped_release>());
-  module.def("all_finite", &all_finite, py::call_guard<py::gil_scoped_release>());
   module.def("wide_products", &wide_products, py::call_guard<py::gil_scoped_release>());
   module.def("drawn", &draws::drawn, py::call_guard<py::gil_scoped_release>(), py::arg("logits"),
              py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"),

@@ -51,7 +51,8 @@ int64_t block_at(int64_t unit) {
   return unit / (F::NUMBERS / UNIT) * F::BYTES;
 }
 
-// Copies a row's factors and scales of a block to its lane of a head; BACK: the factors from there.
+// Copies a row's factors and scales of a block to its lane of a head. With BACK, copies the factors
+// from the head to the row.
 template <typename F, bool BACK = false>
 void place_head(const Geometry<F>& shape, uint8_t* row, int64_t block, int64_t lane,
                 uint8_t* head) {
@@ -70,7 +71,7 @@ void place_head(const Geometry<F>& shape, uint8_t* row, int64_t block, int64_t l
           F::scale(row + block * F::BYTES, unit, k);
 }
 
-// Copies rows to a panel; BACK: from a panel.
+// Copies rows to a panel, or, with BACK, from a panel to rows.
 template <typename F, bool BACK>
 void copy(const Layout& layout, uint8_t* rows, int64_t count, uint8_t* panel) {
   const Geometry<F> shape(layout);
@@ -136,7 +137,8 @@ int64_t unit_from() {
   return found;
 }
 
-// Whether the matrix unit multiplies so many tokens: the same for all formats of `inputs_of`.
+// Whether the matrix unit multiplies so many tokens: the same for all formats whose inputs are packed
+// alike.
 template <typename F>
 bool on_unit(int64_t tokens) {
   using Wide = std::conditional_t<F::PART < UNIT, Q6_K, Q8_0>;

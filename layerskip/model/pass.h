@@ -28,7 +28,6 @@
 #include "given.h"
 #include "pointwise.h"
 #include "products.h"
-#include "stamps.h"
 #include "team.h"
 
 namespace {
@@ -44,7 +43,7 @@ class Pass : Given {
       int64_t outputs = each->outputs();
       if (each->mixture && each->mixture->top) {
         const Mixture& mixture = *each->mixture;
-        pieces_.push_back({&mixture.router, 0, mixture.count(), Phase::experts});
+        pieces_.push_back({&mixture.router, 0, mixture.count()});
         wide_ = std::max(wide_, mixture.top * std::max(mixture.inner(), width_));
         wide_ = std::max(wide_, mixture.count());
         top_ = std::max(top_, mixture.top);
@@ -52,29 +51,23 @@ class Pass : Given {
       }
       if (each->kind == Kind::mlp && each->inputs.size() == 1) {
         // the rows of gate are followed by those of up
-        pieces_.push_back({&each->inputs[0], 0, outputs / 2, Phase::gates});
-        pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2, Phase::gates});
+        pieces_.push_back({&each->inputs[0], 0, outputs / 2});
+        pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2});
       } else {
-        const Phase phase = each->kind == Kind::attention ? Phase::queries
-                            : each->kind == Kind::mlp     ? Phase::gates
-                            : each->kind == Kind::head    ? Phase::head
-                                                          : Phase::other;
-        for (const Matrix& matrix : each->inputs)
-          pieces_.push_back({&matrix, 0, matrix.rows(), phase});
+        for (const Matrix& matrix : each->inputs) pieces_.push_back({&matrix, 0, matrix.rows()});
       }
       if (each->kind == Kind::attention) outputs = each->projected();
       if (each->kind == Kind::mlp) outputs /= 2;
       if (each->kind != Kind::head) wide_ = std::max(wide_, outputs);
       deep_ = std::max(deep_, width_);
       if (each->output) {
-        pieces_.push_back({&*each->output, 0, width_,
-                           each->kind == Kind::attention ? Phase::mixing : Phase::down});
+        pieces_.push_back({&*each->output, 0, width_});
         deep_ = std::max(deep_, each->output->columns());
       }
       if (each->tail && each->tail->gate) {
         const int64_t inner = each->tail->gate->rows();
-        pieces_.push_back({&*each->tail->gate, 0, inner, Phase::other});
-        pieces_.push_back({&*each->tail->projection, 0, width_, Phase::other});
+        pieces_.push_back({&*each->tail->gate, 0, inner});
+        pieces_.push_back({&*each->tail->projection, 0, width_});
         wide_ = std::max(wide_, inner), deep_ = std::max(deep_, inner);
       }
     }
@@ -144,7 +137,6 @@ class Pass : Given {
   struct Piece {
     const Matrix* matrix;
     int64_t first, rows;
-    Phase phase;
   };
 
   struct Worker {
@@ -162,16 +154,13 @@ class Pass : Given {
     size_t done = 0;         // products finished so far
     std::vector<int64_t> pairs;    // token-expert pairs, sorted by expert
     std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
-    Stamps stamps{};
 
     const uint8_t *soon = nullptr, *until = nullptr;  // next weights not yet fetched
 
     void meet() {
-      const Phase before = stamps.enter(Phase::waiting);
       meeting.wait(of, [this] {
         for (int i = 0; i < 4 && soon < until; ++i, soon += 64) __builtin_prefetch(soon, 0, 2);
       });
-      stamps.enter(before);
     }
     Range share(int64_t rows) const { return ::share(rows, number, of); }
   };
@@ -219,7 +208,6 @@ class Pass : Given {
 
   // Pack x (tokens, columns) as inputs of products with a matrix.
   void take(Worker& me, const Matrix& matrix, const float* x, int64_t tokens) const {
-    me.stamps.enter(Phase::packing);
     me.taken = x, me.taken_for = &matrix;
     const Range own = mine(me, tokens);
     if (matrix.layout) {
@@ -263,7 +251,6 @@ class Pass : Given {
                 int64_t stride) const {
     const Matrix& matrix = *piece.matrix;
     const Range mine = me.share(piece.rows);
-    me.stamps.enter(piece.phase, (mine.last - mine.first) * matrix.row_bytes());
     const int64_t columns = matrix.columns();
     const uint8_t* weight = begins(me, piece);
     const S* bias = numbers<S>(matrix.bias);
@@ -317,7 +304,6 @@ class Pass : Given {
 
   // The norms of the thread's tokens, (n, H).
   void norm_all(Worker& me, const Norm& norm, const float* x, float* out) const {
-    me.stamps.enter(Phase::norm);
     for (int64_t t = me.tokens.first; t < me.tokens.last; ++t)
       normalise<S>(norm, x + t * width_, width_, out + t * width_);
   }
@@ -342,7 +328,6 @@ class Pass : Given {
       norm_all(me, *after, result, me.normed);
       result = me.normed;
     }
-    me.stamps.enter(Phase::residual);
     const int64_t first = me.tokens.first * width_, last = me.tokens.last * width_;
     add_to<S>(me.hidden + first, result + first, static_cast<float>(times), last - first);
   }
@@ -425,7 +410,6 @@ class Pass : Given {
     take(me, x);
     multiply(me, first_, inner);
     multiply(me, second_, inner);
-    me.stamps.enter(Phase::activation);
     for (int64_t t = 0; t < tokens_; ++t)
       activate<S>(layer.gelu, first_ + t * inner + mine.first, second_ + t * inner + mine.first,
                   mine.last - mine.first);
@@ -450,7 +434,6 @@ class Pass : Given {
       offset += matrix.rows();
     }
     me.meet();
-    me.stamps.enter(Phase::rotation);
     const bool q_whole = of_all(layer.q_norm, width), k_whole = of_all(layer.k_norm, width);
     if (q_whole || k_whole) {
       for (int64_t unit = me.number; unit < 2 * tokens_; unit += me.of) {
@@ -490,7 +473,6 @@ class Pass : Given {
       }
     }
     me.meet();
-    me.stamps.enter(Phase::attention);
     attention::Attention<S> attention{layer, cache_.places};
     attention.queries = first_, attention.stride = stride, attention.out = second_;
     attention.keys = key_slots, attention.values = value_slots;

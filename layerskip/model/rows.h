@@ -57,7 +57,7 @@ inline Vec rounded_to(const Vec& x, Half) {
 #endif
 }
 
-// What a group has.
+// The scale and the zero point of a group.
 struct Pair {
   Vec scale, zero;
   Pair(float scale, float zero) : scale(scale), zero(zero) {}
@@ -138,7 +138,7 @@ struct G4 : InRows<16, T, 2> {
     State(float scale, float zero)
         : low(meant<T>(0, scale, zero)), high(meant<T>(8, scale, zero)) {}
   };
-  // Takes codes of 4 bits from behind so many places.
+  // Looks up codes of 4 bits, which begin at bit `places` of each lane.
   static Vec found(const State& by, __m256i codes, int places) {
     const __m256i code = _mm256_srli_epi32(codes, places);
     const __m256i upper = _mm256_slli_epi32(codes, 28 - places);  // a negative number from 8 on

@@ -73,7 +73,7 @@ template <int TILE>
 inline void load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
 }
-// Loads zeros: behind `tilezero`, products wait for one another.
+// Loads zeros: after `tilezero`, products wait for one another.
 template <int TILE>
 inline void zero() {
   alignas(64) static constexpr uint8_t ZEROS[64] = {};
