@@ -18,7 +18,7 @@ from layerskip.files.trainings import read_training
 
 DEPTHS = 4
 """Draft positions whose acceptance the table shows."""
-_TOLD_BY = ("loss", "optimizer", "rank", "rate", "temperature", "tokens", "minutes", "seed")
+_TOLD_BY = ("loss", "rank", "rate", "temperature", "tokens", "minutes", "seed")
 """Settings of a recipe that may distinguish trainings."""
 
 
@@ -46,7 +46,7 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
     for number, recipe in enumerate(recipes):
         setting = {name: values[number] for name, values in differing.items()}
         words = [
-            f"{value}" if name in ("of", "loss", "optimizer") else f"{name} {value}"
+            f"{value}" if name in ("of", "loss") else f"{name} {value}"
             for name, value in setting.items()
             if value not in (None, "")
         ]

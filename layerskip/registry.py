@@ -17,8 +17,6 @@ ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
 """Parameters of `adaptive-threshold`, with the values in Draft & Verify's published code."""
 
 LossName = Literal["lk", "kl", "tvd++", "ce"]
-OptimizerName = Literal["adamw", "muon"]
-OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 TrainedKind = Literal["healed", "exit-block", "feature-block", "heads", "streams"]
 TRAINED: dict[str, str] = {
     "healed": "healed",
@@ -34,7 +32,7 @@ StudentName = Literal[
     "healed", "exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"
 ]
 
-Role = Literal["controller", "loss", "optimizer", "student", "module", "state", "source", "store"]
+Role = Literal["controller", "loss", "student", "module", "state", "source", "store"]
 PLACES: dict[Role, dict[str, str]] = {
     "controller": {
         "fixed": "decoding.controllers:Fixed",
@@ -49,7 +47,6 @@ PLACES: dict[Role, dict[str, str]] = {
         "tvd++": "research.training:tvd_plus",
         "ce": "training.losses:ce",
     },
-    "optimizer": {"adamw": "training.loop:adamw", "muon": "research.training:muon"},
     "student": {
         "healed": "research.students:Healing",
         "exit-block": "research.students:ExitStudent",

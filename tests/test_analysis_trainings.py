@@ -37,8 +37,8 @@ def test_trainings_are_named_by_what_tells_them_apart(tmp_path):
         "healed (kl)",
     ]
     assert labels({"seed": 0}, {"seed": 1}) == ["feature-block (seed 0)", "feature-block (seed 1)"]
-    assert labels({}, {"tokens": None, "optimizer": "muon"}) == [
-        "feature-block (tokens 80000)", "feature-block (muon)",
+    assert labels({}, {"tokens": None, "minutes": 3.0}) == [
+        "feature-block (tokens 80000)", "feature-block (minutes 3.0)",
     ]  # fmt: skip
     assert labels({}, {}) == ["feature-block, file 1", "feature-block, file 2"]
 

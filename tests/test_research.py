@@ -14,7 +14,7 @@ ROOMS = [PACKAGE, *(PACKAGE.parent / room for room in ("search", "analysis"))]
 NAMES = {REGISTRY, PACKAGE / "__init__.py"}  # these may name them
 CORE = {path for room in ROOMS for path in room.rglob("*.py")} - {*NAMES, *RESEARCH}
 WORDS = {
-    "losses and optimisers": '"kl" "tvd++" TVD tvd_plus "muon" Muon',
+    "losses": '"kl" "tvd++" TVD tvd_plus',
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
     "blocks": "ExitBlock FeatureBlock Streams ExitStudent FeatureState ProphetNet",
     "stored logits": "LogitLookup StoredLogits stored_logits logit_lookup",
@@ -43,5 +43,4 @@ def test_every_name_stands_for_something():
         assert all(callable(registry.named(role, name)) for name in names)
     assert registry.PLACES["controller"].keys() >= set(registry.CONTROLLERS)
     assert tuple(registry.PLACES["loss"]) == get_args(registry.LossName)
-    assert tuple(registry.PLACES["optimizer"]) == registry.OPTIMIZERS
     assert tuple(registry.PLACES["student"]) == get_args(registry.StudentName)

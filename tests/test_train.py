@@ -156,10 +156,8 @@ def stop_at(words, share):
     [("healed", "texts", 0.3), ("exit-block", "features", 0.3), ("streams", "training", 0.5)],
 )
 def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path, monkeypatch):
-    """Once for each kind of file that a stage leaves; the last with two optimizers."""
+    """Once for each kind of file that a stage leaves."""
     how = {"kind": kind, "skip": BITS if kind == "healed" else None}
-    if kind == "streams" and hasattr(torch.optim, "Muon"):
-        how["optimizer"] = "muon"
     whole = training(tmp_path / "whole", **how)
     whole.run()
     monkeypatch.setattr("layerskip.training.stages.SAVE_SECONDS", 0.0)
@@ -179,29 +177,6 @@ def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path
     assert whole.facts["tokens"] == 640
     assert [point["tokens"] for point in whole.curve][::4] == [0, 320, 640]
     assert len(whole.curve[0]["overlap"]) == (4 if kind == "streams" else 1)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
-def test_muon_moves_matrices_in_all_directions_alike(tmp_path):
-    steps = {}
-    for name in ("adamw", "muon"):
-        torch.manual_seed(0)
-        module = torch.nn.Linear(12, 8)
-        before = [weight.detach().clone() for weight in module.parameters()]
-        module(torch.randn(32, 12)).square().sum().backward()
-        for optimizer in named("optimizer", name)(module.parameters(), 0.01):
-            optimizer.step()
-        steps[name] = [
-            weight - old for weight, old in zip(module.parameters(), before, strict=True)
-        ]
-    for step in (*steps["adamw"], steps["muon"][1]):  # AdamW's first step only uses signs
-        torch.testing.assert_close(step.abs(), torch.full_like(step, 0.01), rtol=1e-3, atol=0)
-    along = {name: torch.linalg.svdvals(step[0]) for name, step in steps.items()}
-    assert along["muon"].max() < 2 * along["muon"].min()
-    assert along["adamw"].max() > 3 * along["adamw"].min()
-
-    skip = training(tmp_path, optimizer="muon", kind="exit-block", skip=None).run()
-    assert skip.trained is not None
 
 
 THE_OTHER = """
@@ -523,11 +498,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
     model = lively_model("llama", dtype=torch.float32)
     with pytest.raises(ValueError, match="say how long to train"):
         Recipe()
-    with pytest.raises(ValueError, match="must be one of adamw, muon, got 'sgd'"):
-        Recipe(tokens=1, optimizer="sgd")
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    with pytest.raises(ValueError, match=r"muon needs torch 2.9 or newer"):
-        Recipe(tokens=1, optimizer="muon")
     for kind, skip, message in (
         ("healed", SkipConfig(mlp=(1,)), "this one rounds nothing"),
         (

@@ -17,7 +17,7 @@ from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
 from layerskip.config import SkipConfig
 from layerskip.files.trainings import LARGEST_RISE, check_record, rise
 from layerskip.prompts import Prompt
-from layerskip.registry import LossName, OptimizerName, StudentName
+from layerskip.registry import LossName, StudentName
 
 MINUTES = 30.0
 DRAFT_COLUMNS = (
@@ -117,7 +117,6 @@ def train(
         "Loss to minimise; ce is cross-entropy with the text.  [default: lk; ce with random "
         "weights]"
     ),
-    optimizer: OptimizerName = flag("Optimizer.", default="adamw"),
     rate: float | None = flag(
         "Peak learning rate; short trainings need a higher one.  [default: by kind]", "R"
     ),
@@ -152,7 +151,7 @@ def train(
             if value is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --recipe draft; leave it out")
         shared: dict[str, Any] = {"loss": loss, "rate": rate, "minutes": minutes}
-        shared |= {"optimizer": optimizer, "temperature": temperature, "seed": seed}
+        shared |= {"temperature": temperature, "seed": seed}
         train_exits(output, prompts, texts, of_exits, shared, loading, quiet, started, as_json)
         return
     for name in of_exits.settings:
@@ -199,7 +198,6 @@ def train(
         settings = Recipe(
             kind=draft,
             loss=loss,
-            optimizer=optimizer,
             rate=rate,
             skip=base,
             tokens=tokens,

@@ -1,15 +1,10 @@
-"""Published losses for drafts, for comparison with the default, and Muon instead of AdamW."""
+"""Published losses for drafts, for comparison with the default."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from layerskip.training.loop import adamw
 from layerskip.training.losses import divergences
 
 
@@ -30,25 +25,3 @@ def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: floa
     mean = (q * reward).sum(-1, keepdim=True)
     advantage = (reward - mean) / ((mean * (1 - mean)).clamp(min=0).sqrt() + 1e-5)
     return -(q * advantage * log_q).sum(-1).mean()
-
-
-MUON = 5.0
-"""Muon's rate over AdamW's: scaled to AdamW's size, its steps at first learn a fifth as much."""
-
-
-def muon(parameters: Iterable[nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for matrices, and AdamW for the rest.
-
-    Raises:
-        ValueError: this version of torch lacks it.
-    """
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"optimizer muon needs torch 2.9 or newer, this is {torch.__version__}; take adamw"
-        )
-    matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
-    for each in parameters:
-        (matrices if each.dim() == 2 else rest).append(each)
-    how: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}
-    others = adamw(rest, rate) if rest else []
-    return [*others, torch.optim.Muon(matrices, lr=MUON * rate, **how)] if matrices else others

@@ -1,4 +1,4 @@
-"""A training loop that survives a kill, and its optimizer.
+"""A training loop that survives a kill.
 
 Randomness has no state: batches are functions of a seed and the step. So a run resumed from a
 checkpoint equals the uninterrupted run.
@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,19 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 
 from layerskip.files.writing import replace_folder, replacing
 from layerskip.training.processes import agreed, average, average_gradients, first, wait
-
-Optimizers = Sequence[torch.optim.Optimizer]
 
 WARM_UP = 20
 """Number of steps up to the full rate."""
 CLIP_NORM = 1.0
 
 
-def adamw(parameters: Iterable[nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
-    """AdamW for all parameters."""
-    return [torch.optim.AdamW([*parameters], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
-
-
 def train(
     model: nn.Module,
-    optimizers: Optimizers,
+    rate: float,
     step_loss: Callable[[int, float], Tensor],
     total_steps: int,
     *,
@@ -51,8 +45,8 @@ def train(
 
     Training ends after `total_steps`, or after `total_seconds` in total over all starts.
     `step_loss(step, share)` computes the loss of a step from its number, where `share` is the used
-    part of the budget. Learning rates are multiplied by `schedule(step, share)`. Model, optimizers,
-    step and `log` (plain numbers that the caller adds between steps) are written to `checkpoint`
+    part of the budget. The learning rate is `rate * schedule(step, share)`. Model, optimizer, step
+    and `log` (plain numbers that the caller adds between steps) are written to `checkpoint`
     atomically every `save_seconds` and at the end.
 
     With several processes, each has the loss of its own rows, and the first one writes. If a
@@ -63,21 +57,19 @@ def train(
         OSError: the checkpoint cannot be written.
         ValueError: an existing checkpoint cannot be read.
     """
-    base_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    weights = [each for each in model.parameters() if each.requires_grad]
+    optimizer = AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     step, before = 0, 0.0
     shards = any(isinstance(each, DTensor) for each in model.parameters())
     if checkpoint.exists():
         read = _read_shards if shards else _read_checkpoint
-        state = read(model, optimizers, checkpoint)
+        state = read(model, optimizer, checkpoint)
         step, before, log[:] = state["step"], state["seconds"], state["log"]
     start = saved_at = time.monotonic()
     device = next(model.parameters()).device
     share = agreed(max(step / total_steps, before / total_seconds), device)
     while share < 1:
-        factor = schedule(step, share)
-        for optimizer, rates in zip(optimizers, base_rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
+        optimizer.param_groups[0]["lr"] = rate * schedule(step, share)
         loss = step_loss(step, share)
         found = average(loss).item()
         if not math.isfinite(found):
@@ -86,9 +78,8 @@ def train(
         if not shards:
             average_gradients(model.parameters())
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         step += 1
         seconds = before + time.monotonic() - start
         share = agreed(max(step / total_steps, seconds / total_seconds), device)
@@ -97,24 +88,23 @@ def train(
         if late or share >= 1:
             facts = {"step": step, "seconds": seconds, "log": log}
             if shards:
-                _write_shards(model, optimizers, facts, checkpoint)
+                _write_shards(model, optimizer, facts, checkpoint)
             elif first():
-                _write_checkpoint(model, optimizers, facts, checkpoint)
+                _write_checkpoint(model, optimizer, facts, checkpoint)
             saved_at = time.monotonic()
 
 
 def _write_checkpoint(
-    model: nn.Module, optimizers: Optimizers, facts: dict[str, Any], path: Path
+    model: nn.Module, optimizer: AdamW, facts: dict[str, Any], path: Path
 ) -> None:
     weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    states = [optimizer.state_dict() for optimizer in optimizers]
     with replacing(path) as partial:
         buffer = io.BytesIO()  # so that a full disk raises OSError, not torch's own error
-        torch.save(facts | {"model": weights, "optimizers": states}, buffer)
+        torch.save(facts | {"model": weights, "optimizer": optimizer.state_dict()}, buffer)
         partial.write_bytes(buffer.getbuffer())
 
 
-def _read_checkpoint(model: nn.Module, optimizers: Optimizers, path: Path) -> dict[str, Any]:
+def _read_checkpoint(model: nn.Module, optimizer: AdamW, path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -122,33 +112,30 @@ def _read_checkpoint(model: nn.Module, optimizers: Optimizers, path: Path) -> di
             f"the checkpoint {path} is cut off or changed; remove it to train from the start"
         ) from error
     model.load_state_dict(state["model"], strict=False)
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(state["optimizer"])
     return state
 
 
-def _shards_of(model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
-    states = dcp_state.get_state_dict(model, optimizers)
-    return {"model": states[0], "optimizers": states[1]}
+def _shards_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    states = dcp_state.get_state_dict(model, optimizer)
+    return {"model": states[0], "optimizer": states[1]}
 
 
-def _write_shards(
-    model: nn.Module, optimizers: Optimizers, facts: dict[str, Any], path: Path
-) -> None:
+def _write_shards(model: nn.Module, optimizer: AdamW, facts: dict[str, Any], path: Path) -> None:
     """Write each process's own part to a folder, which then replaces the old one."""
     partial = path.with_name(f"{path.name}.new")
-    save(_shards_of(model, optimizers) | facts, checkpoint_id=partial)
+    save(_shards_of(model, optimizer) | facts, checkpoint_id=partial)
     wait()
     if first():
         replace_folder(partial, path)
     wait()
 
 
-def _read_shards(model: nn.Module, optimizers: Optimizers, path: Path) -> dict[str, Any]:
-    state = _shards_of(model, optimizers) | {"step": 0, "seconds": 0.0, "log": []}
+def _read_shards(model: nn.Module, optimizer: AdamW, path: Path) -> dict[str, Any]:
+    state = _shards_of(model, optimizer) | {"step": 0, "seconds": 0.0, "log": []}
     load(state, checkpoint_id=path)
     dcp_state.set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"]
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     return state
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from layerskip.files.documents import read
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
-from layerskip.registry import OPTIMIZERS, named
 from layerskip.training import data, processes
 from layerskip.training.loop import train
 
@@ -38,20 +37,19 @@ class BaseRecipe:
     """The settings of any training.
 
     Attributes:
-        loss, optimizer: names of `layerskip.registry`.
+        loss: a name of `layerskip.registry`.
         minutes: for all stages together; None: as long as they take.
         rate: peak learning rate.
         window: tokens of a sequence; a step has `rows` of them.
 
     Raises:
-        ValueError: a value is out of range, or this torch lacks the optimizer.
+        ValueError: a value is out of range.
     """
 
     loss: str = "lk"
     minutes: float | None = None
     seed: int = 0
     temperature: float = 0.8
-    optimizer: str = "adamw"
     rate: float | None = None
     window: int = 256
     rows: int = 4
@@ -63,11 +61,6 @@ class BaseRecipe:
                 raise ValueError(f"{name} must be positive and finite, got {value}")
         if self.rate is not None and not 0 <= self.rate < math.inf:
             raise ValueError(f"rate must be 0 or more and finite, got {self.rate}")
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}"
-            )
-        named("optimizer", self.optimizer)([nn.Parameter(torch.ones(1, 1))], 0.0)
 
 
 class Stages:
@@ -204,10 +197,11 @@ class Stages:
         Yields:
             After each step, the number of training tokens, the loss, and the completed share.
         """
-        weights = [each for each in module.parameters() if each.requires_grad]
+        rate = self.recipe.rate
+        assert rate is not None  # a None was replaced by the kind's own
         steps = train(
             module,
-            named("optimizer", self.recipe.optimizer)(weights, self.recipe.rate),
+            rate,
             step_loss,
             total,
             checkpoint=self.checkpoint,
