@@ -17,7 +17,7 @@ from layerskip.costs.speculation import best_length
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.replay.drafts import all_starts, follow, replay
+from layerskip.replay.drafts import all_starts, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.search import finalists
@@ -110,33 +110,6 @@ def test_what_loses_is_followed_no_further():
         assert all(part * PIECES <= number < (part + 1) * PIECES
                    for part, pieces in enumerate(told) for number in pieces)  # fmt: skip
     assert len(objective.parts[0]) <= 0.2 * traced("coupled").starts
-
-
-@pytest.mark.parametrize("case", ["greedy", "coupled"])
-def test_sets_that_begin_alike_are_run_from_where_they_part(case, monkeypatch):
-    monkeypatch.setattr("layerskip.replay.beginnings.EVERY", 3)
-    counts = []
-
-    def counted(self, hidden, step, blocks):
-        counts.append(len(blocks))
-        return run(self, hidden, step, blocks)
-
-    trace = replace(traced(case))  # a copy without remembered states
-    backend = type(trace.model.backend)
-    run = backend.run
-    monkeypatch.setattr(backend, "run", counted)
-    ran = []
-    for last in (9, 10, 5, 9):
-        skip = SPACE.skip_config(1 << 1 | 1 << last)
-        alone = follow(replace(trace), skip, 2)
-        counts.clear()
-        assert torch.equal(follow(trace, skip, 2), alone)
-        ran.append(sum(counts))
-    assert ran[3] < ran[1] < ran[0]
-    monkeypatch.setattr("layerskip.replay.beginnings.LIMIT", 1)  # remembers nothing
-    skip = SPACE.skip_config(1 << 1 | 1 << 7)
-    assert torch.equal(follow(trace, skip, 2), follow(replace(trace), skip, 2))
-    assert len(trace.beginnings._kept) <= 1
 
 
 def test_few_positions_are_from_all_texts():

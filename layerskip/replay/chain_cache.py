@@ -55,12 +55,6 @@ class ChainCache(RowCache):
         self.values[layer_idx].narrow(2, self.start, self.group).copy_(values)
         return self.read(layer_idx)
 
-    def own(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies of the chains' own keys and values of this step, (B, H, G, D) each."""
-        keys, values = self.keys[layer], self.values[layer]
-        at = slice(self.start, self.end)
-        return keys[:, :, at].clone(), values[:, :, at].clone()
-
     def read(self, layer: int, window: int | None = None, sink: int = 0) -> tuple[Tensor, Tensor]:
         """All of a layer to attend to, (B, H, end, D) each; windows are masked."""
         if layer not in self.keys:  # a layer that no chain writes

@@ -9,16 +9,12 @@ Shapes: B groups, G chains of a group, P places of all texts, H hidden width, V 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.sublayers import SublayerDraft
-from layerskip.model.backend import Block
 from layerskip.model.sublayers import Pass
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.trace import Trace
@@ -40,7 +36,6 @@ class Wide:
         layers = min([source.prefix // 2, *self.model.read_layers])
         shared = self.model.blocks[2 * layers if follow else 0 : source.prefix]
         self.blocks = [*shared, *self.model.weights.blocks(source.skip)]
-        self.follow, self.shared = follow, layers
         self.before: Tensor | None = None
         if follow and layers:
             self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)
@@ -65,14 +60,8 @@ class Wide:
             inputs = self.model.inputs(tokens, hidden)
         if self.before is not None:
             hidden = self.before[rows]
-        run = partial(self._run, Pass(self.model, self.cache, self.rotary, inputs))
-        if step or not self.follow:
-            return run(hidden, self.blocks)
-        chains = self.shared, str(tokens.tolist())
-        return self.trace.beginnings.run(run, hidden, self.blocks, self.cache, chains)
-
-    def _run(self, pass_: Pass, hidden: Tensor, blocks: Sequence[Block]) -> Tensor:
-        return self.model.backend.run(hidden, pass_, blocks)
+        pass_ = Pass(self.model, self.cache, self.rotary, inputs)
+        return self.model.backend.run(hidden, pass_, self.blocks)
 
     def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
         """Continue with some chains in new groups, as in `ChainCache.regrouped`."""

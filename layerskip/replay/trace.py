@@ -28,7 +28,6 @@ from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.model.cache import RowCache
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.beginnings import Beginnings
 from layerskip.replay.drawing import NOTHING, Histories, scores_at
 from layerskip.requests import check_tokens
 
@@ -83,7 +82,6 @@ class Trace:
         eos: tokens that end a text, and a draft.
         draft_length: maximum draft length for which all places are known.
         rejection: whether drafts are accepted by the rejection rule instead of by shared noise.
-        beginnings: what drafts that are followed share with others that were.
     """
 
     model: Sublayers
@@ -94,7 +92,6 @@ class Trace:
     draft_length: int
     max_new_tokens: int
     rejection: bool = False
-    beginnings: Beginnings = field(default_factory=Beginnings, init=False)
     _noise: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     @property
