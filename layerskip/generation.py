@@ -311,8 +311,8 @@ def decode(
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    for name in () if do_sample else law:
-        if law[name] is not None:
+    for name, off in () if do_sample else (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
+        if law[name] not in (None, off):
             warnings.warn(f"{name} has no effect without do_sample=True", stacklevel=2)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = requests.checked_mask(input_ids, model.generation_config, {"attention_mask": mask})
