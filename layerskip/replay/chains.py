@@ -60,7 +60,7 @@ class Chains:
             if isinstance(source, SublayerDraft)
             else Walk(trace, source)
         )
-        self.steps = min(steps, self.draft.longest or steps)
+        self.length, self.steps = steps, min(steps, self.draft.longest or steps)
         facts = [
             (
                 text.number,
@@ -78,9 +78,12 @@ class Chains:
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
     def drafts(self) -> Drawn:
-        """The drafted tokens, (C, J) each; chains feed their own tokens."""
-        shape = len(self.chains), self.steps
-        made = Drawn(torch.zeros(shape, dtype=torch.long), torch.zeros(shape), torch.zeros(shape))
+        """The drafted tokens, (C, J) each; chains feed their own tokens.
+
+        After the source's longest draft they are `NOTHING`, and confidences are meaningless.
+        """
+        nothing = torch.full((len(self.chains), self.length), NOTHING)  # (C, J)
+        made = Drawn(nothing, nothing.float(), nothing.float())
         fed = self.token[:, None].repeat(1, self.steps + 1)  # (C, J + 1)
         left = self.left.clone()
         for layout in self._layouts():
@@ -176,17 +179,17 @@ class Chains:
         """
         trace, histories = self.trace, at.histories
         if not trace.rejection:
-            if histories is not None:
-                return draw(trace.law, raw, self._noise(at), histories)
             tiles = [
-                draw(trace.law, raw[some], self._noise(at.some(some)), None) for some in _tiles(raw)
+                draw(trace.law, raw[some], self._noise(at.some(some)), histories)
+                for some in _tiles(raw, histories)
             ]
             return Drawn(*map(torch.cat, zip(*tiles, strict=True)))
 
         def target(some: Tensor) -> Tensor:
             rows = some.cpu()
             seen = None if histories is None else [histories[i] for i in rows.tolist()]
-            return trace.target_law(at.rows[rows], seen)
+            states = trace.states[at.rows[rows].to(trace.model.device)]  # (R, H)
+            return softmax_law(scores_at(trace.law, trace.model.logits(states[None])[0], seen))
 
         beside = TextPlaces(
             trace.following[at.rows].to(raw.device),
@@ -208,11 +211,9 @@ class Chains:
             right = accept_uniform(self._keys(at), at.places.tolist(), raw.device) < weights
         else:
             tiles = []
-            for some in [slice(None)] if at.histories is not None else _tiles(raw):
-                scores, noise = (
-                    scores_at(trace.law, raw[some], at.histories),
-                    self._noise(at.some(some)),
-                )
+            for some in _tiles(raw, at.histories):
+                scores = scores_at(trace.law, raw[some], at.histories)
+                noise = self._noise(at.some(some))
                 tiles.append(largest(scores if noise is None else scores + noise))
             right = torch.cat(tiles) == following
         return (right & (following != NOTHING)).cpu()
@@ -258,9 +259,11 @@ class Places(NamedTuple):
         return Places(self.chains[part], self.rows[part], self.places[part], self.histories)
 
 
-def _tiles(raw: Tensor) -> list[slice]:
-    """Parts of logits (N, V) to draw from one by one; a single part unless on a CPU."""
-    size = max(1, _TILE // raw.shape[1]) if raw.device.type == "cpu" else len(raw)
+def _tiles(raw: Tensor, histories: Histories) -> list[slice]:
+    """Parts of logits (N, V) to draw from one by one; one part with histories, or on a GPU."""
+    if histories is not None or raw.device.type != "cpu":
+        return [slice(None)]
+    size = max(1, _TILE // raw.shape[1])
     return [slice(first, first + size) for first in range(0, len(raw), size)]
 
 

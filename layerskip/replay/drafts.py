@@ -86,8 +86,9 @@ def replay(
     source, length = source_of(trace.model, draft), _length(trace, draft_length)
     if source.step_free:
         return _look_up(trace, source, length)
-    drafts = Chains(trace, source, all_starts(trace), length, allowed).drafts()
-    return _assembled(trace, source, drafts, length)
+    chains = Chains(trace, source, all_starts(trace), length, allowed)
+    longest = chains.steps if chains.steps < length else None
+    return replace(_assembled(trace, source, chains.drafts()), longest=longest)
 
 
 @torch.no_grad()
@@ -159,15 +160,9 @@ def all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(trace: Trace, source: Source, drafts: Drawn, longest: int = 0) -> Replay:
-    """The replay of drafts (N, any) from every start, with J tokens where `longest` is J."""
-    most = drafts.tokens.shape[1]
-    length = max(most, longest)
-    if most < length:
-        # After `NOTHING`, confidences are meaningless.
-        rest = (F.pad(each, (0, length - most), value=NOTHING) for each in drafts)
-        drafts = Drawn(*rest)  # (N, J) each
-    texts, wanted, first = [], [], 0
+def _assembled(trace: Trace, source: Source, drafts: Drawn) -> Replay:
+    """The replay of drafts (N, J) from every start."""
+    texts, wanted, first, length = [], [], 0, drafts.tokens.shape[1]
     for text in trace.texts:
         texts.append(slice(first, first + text.starts))
         first += text.starts
@@ -176,13 +171,11 @@ def _assembled(trace: Trace, source: Source, drafts: Drawn, longest: int = 0) ->
     following = torch.cat(wanted)  # (N, J)
     matches = (drafts.tokens == following) & (following != NOTHING)
     ends = torch.isin(drafts.tokens, torch.tensor([NOTHING, *trace.eos]))
-    limit = most if most < length else None
     return Replay(
         trace=trace,
         source=source,
         texts=tuple(texts),
         matches=matches,
         ends=ends,
-        longest=limit,
         **drafts._asdict(),
     )

@@ -19,8 +19,6 @@ from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, chunks, take_trace
 from layerskip.requests import end_tokens, warpers
 
-Progress = Callable[[str, float], None]
-
 
 def law_of(settings: Mapping[str, Any]) -> Law:
     """The law of a record's `law` block for one row: temperature, top-k, top-p, in that order."""
@@ -38,7 +36,7 @@ def exit_sweep(
     *,
     law: Mapping[str, Any],
     max_new_tokens: int = 64,
-    progress: Progress = lambda _what, _share: None,
+    progress: Callable[[str, float], None] = lambda _what, _share: None,
 ) -> dict[str, Any]:
     """Exact counts for decoding texts with every early exit and fixed draft length.
 

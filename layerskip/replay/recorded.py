@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Ask, Mark, Said, Verdict
@@ -21,10 +19,7 @@ class _TextDraft:
     def __init__(self, replay: Replay, text: int) -> None:
         rows = replay.texts[text]
         tokens, ends = replay.tokens[rows], replay.ends[rows]  # (starts, J)
-        eos = torch.tensor([*replay.trace.eos], dtype=torch.long)
-        # After a wrong token a followed draft may have any token; it must not end anything.
-        unlike = ~ends & torch.isin(tokens, eos)
-        self.tokens = tokens.masked_fill(unlike, replay.trace.model.vocabulary).tolist()
+        self.tokens = tokens.tolist()
         self.margins = replay.margins[rows].tolist()
         self.confidences = replay.confidences[rows].tolist()
         self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()

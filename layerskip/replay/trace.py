@@ -28,7 +28,7 @@ from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.model.cache import RowCache
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drawing import NOTHING, Histories, scores_at
+from layerskip.replay.drawing import NOTHING, scores_at
 from layerskip.requests import check_tokens
 
 DRAFT_LENGTH = 8
@@ -125,11 +125,6 @@ class Trace:
         ends = (max(len(t.tokens), t.prompt + self.max_new_tokens) for t in self.texts)
         return self.model.rotary(slots, min(slots, max(ends)))
 
-    def target_law(self, rows: Tensor, histories: Histories) -> Tensor:
-        """The law of the token after each of these numbered places, (N, V)."""
-        raw = self.model.logits(self._states[rows.to(self.model.device)][None])[0]  # (N, V)
-        return softmax_law(scores_at(self.law, raw, histories))
-
     def noise(self, keys: Sequence[int], places: Sequence[int]) -> Tensor:
         """Gumbel noise at places of texts, (N, V) float32; kept, since all drafts use the same.
 
@@ -149,7 +144,7 @@ class Trace:
         return torch.stack([made[pair] for pair in wanted])
 
     @cached_property
-    def _states(self) -> Tensor:
+    def states(self) -> Tensor:
         """The target's hidden states at all places, (P, H)."""
         return torch.cat([text.states[-1] for text in self.texts])
 

@@ -175,13 +175,10 @@ class Batch:
     def leave(self, text: Text) -> None:
         if text.row < 0:  # it never joined
             return
-        self._keep(text, self.passes.lengths[text.row])
+        if length := self.passes.lengths[text.row]:
+            self.cached.keep(text.weights, self.passes, text.row, length)
         self.passes.leave(text.row)
         self._free.append(text.row)
-
-    def _keep(self, text: Text, length: int) -> None:
-        if length:
-            self.cached.keep(text.weights, self.passes, text.row, length)
 
     def left(self, text: Text) -> int:
         return text.prompt_length - self.passes.lengths[text.row]
@@ -217,7 +214,7 @@ class Batch:
             raw = raw[-1:] if passes.lengths[row] == text.prompt_length else None  # (1, V)
         for mark in ahead:
             if mark <= passes.lengths[row]:
-                self._keep(text, mark)
+                self.cached.keep(text.weights, passes, row, mark)
         if raw is not None:
             passes.begin(row)
             verdict = self.target.judge(raw, [(row, 0)])

@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,15 +84,6 @@ class Corpus:
         every = max(2, min(HELD_OUT, len(ids)))
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
-
-    @contextmanager
-    def short_after(self, late: float) -> Iterator[None]:
-        """A context in which texts are cut short after a time (of `time.monotonic`)."""
-        self.late = late
-        try:
-            yield
-        finally:
-            self.late = math.inf
 
     def batch(self, number: int) -> list[TrainingText]:
         """The batch of training texts with this number. Only given texts can run out."""

@@ -54,8 +54,8 @@ def judge(training: Training, skip: SkipConfig, usual: SkipConfig | None = None)
     """
     opened, recipe = training.opened, training.recipe
     began = time.monotonic()
-    with training.corpus.short_after(began + FOR_QUESTIONS * (training.until - began)):
-        held = training.corpus.held_out(PROMPTS)
+    training.corpus.late = began + FOR_QUESTIONS * (training.until - began)
+    held = training.corpus.held_out(PROMPTS)
     prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
     base, usual = replace(training.skip, num_layers=None), usual or automatic_draft(opened).skip
     drafts = {TRAINED: skip}

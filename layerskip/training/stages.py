@@ -171,10 +171,10 @@ class Stages:
         made = data.collect(
             corpus, self.work / "texts", tokens=tokens, more=lambda: self.seconds["texts"] < limit
         )
-        with corpus.short_after(time.monotonic() + limit - self.seconds["texts"]):
-            for total in self.timed("texts", made):
-                share = max(total / tokens, self.seconds["texts"] / limit)
-                self.progress(f"texts: {total:,} tokens", min(1.0, share))
+        corpus.late = time.monotonic() + limit - self.seconds["texts"]
+        for total in self.timed("texts", made):
+            share = max(total / tokens, self.seconds["texts"] / limit)
+            self.progress(f"texts: {total:,} tokens", min(1.0, share))
 
     def precision(self) -> torch.autocast:
         """A context in which products use the training's precision."""

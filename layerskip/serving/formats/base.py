@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -167,37 +166,6 @@ class JsonCall(Call):
             self.values.setdefault(self._key, self.text[self._value : place].strip())
             self.ends.setdefault(self._key, place)
             self._value = None
-
-
-class NamedCall(Call):
-    """A name followed by an object of arguments.
-
-    Args:
-        pattern: matches the text before the object; its first group is the name.
-    """
-
-    def __init__(self, pattern: str) -> None:
-        super().__init__()
-        self._pattern = pattern
-        self._object: JsonCall | None = None
-        self._taken = 0
-
-    def _read(self) -> None:
-        if self._object is None:
-            head, brace, _ = self.text.partition("{")
-            if not brace:
-                return
-            named = re.fullmatch(self._pattern, head)
-            if named is None:
-                self.rest = ""  # not a call
-                return
-            self.name, self._taken, self._object = named[1], len(head), JsonCall()
-            self._object.feed(f'{{"name": "{self.name}", "arguments": ')
-        taken, self._taken = self._taken, len(self.text)
-        self._object.feed(self.text[taken:])
-        self.arguments = self._object.arguments
-        if (end := self._object.ends.get("arguments")) is not None:
-            self.rest = self._object.text[end:]
 
 
 def _loaded(text: str) -> Any:

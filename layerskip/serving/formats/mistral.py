@@ -9,28 +9,37 @@ from collections.abc import Sequence
 from layerskip.grammars import IN_A_LINE
 from layerskip.serving.formats import base
 
+_NAME = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
+
 
 class _Call(base.Call):
-    """A call in either notation, depending on its first character."""
+    """A call in either notation, depending on what comes before its first object."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._inner: base.Call | None = None
+        self._object = base.JsonCall()
+        self._named = False
         self._taken = 0
 
     def _read(self) -> None:
-        if self._inner is None:
-            begun = self.text.lstrip("[ \n") if self.text.lstrip().startswith("[") else self.text
-            if not begun.strip():
+        if not self._taken:
+            head, brace, _ = self.text.partition("{")
+            if not brace:
                 return
-            named = not begun.lstrip().startswith("{")
-            pattern = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
-            self._inner = base.NamedCall(pattern) if named else base.JsonCall()
-            self._taken = len(self.text) - len(begun)
+            begun = head.lstrip("[ \n") if head.lstrip().startswith("[") else head
+            named = re.fullmatch(_NAME, begun)
+            if named is None and begun.strip():
+                self.rest = ""  # not a call
+                return
+            if named is not None:
+                self._object.feed(f'{{"name": "{named[1]}", "arguments": ')
+            self._named, self._taken = named is not None, len(head)
         taken, self._taken = self._taken, len(self.text)
-        self._inner.feed(self.text[taken:])
-        self.name, self.arguments = self._inner.name, self._inner.arguments
-        self.rest = self._inner.rest
+        self._object.feed(self.text[taken:])
+        self.name, self.arguments = self._object.name, self._object.arguments
+        self.rest = self._object.rest
+        if self._named and (end := self._object.ends.get("arguments")) is not None:
+            self.rest = self._object.text[end:]
 
 
 class Mistral(base.Format):
