@@ -43,8 +43,8 @@ PLACES: dict[Role, dict[str, str]] = {
     },
     "loss": {
         "lk": "training.losses:lk",
-        "kl": "research.training:kl",
-        "tvd++": "research.training:tvd_plus",
+        "kl": "research.students:kl",
+        "tvd++": "research.students:tvd_plus",
         "ce": "training.losses:ce",
     },
     "student": {

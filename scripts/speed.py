@@ -21,7 +21,7 @@ from typing import Any
 
 from layerskip.bench.batches import encode_all, make_batches
 from layerskip.bench.methods import Engine, Method, Peer, Task
-from layerskip.bench.reads import bytes_read
+from layerskip.bench.reads import Sweeps, bytes_read
 from layerskip.bench.runner import device_clock, interleaved
 from layerskip.checkpoints import DTYPES, Loaded, load
 from layerskip.config import SkipConfig
@@ -30,7 +30,6 @@ from layerskip.files.writing import write_text
 from layerskip.model.opening import sublayers_of
 from layerskip.model.stored import unpacked_model
 from layerskip.prompts import Prompt
-from layerskip.timing.bandwidth import Sweeps
 from layerskip.timing.threads import cpu_threads
 
 LIMITS = Path(__file__).parent / "floors.json"

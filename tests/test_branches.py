@@ -10,8 +10,8 @@ from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 from layerskip import Lookup
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.passes import Passes
-from layerskip.decoding.planning import trunk_first
 from layerskip.decoding.sources.base import Proposal
+from layerskip.decoding.speculator import trunk_first
 from layerskip.generation import generate
 from layerskip.model.branches import ROOT, along, depths, trunk
 from layerskip.model.sublayers import Sublayers

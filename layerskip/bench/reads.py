@@ -1,13 +1,16 @@
-"""Estimates the bytes that the passes of a call read from memory, ignoring the CPU's caches.
+"""The bytes that the passes of a call read from memory, and how fast a device reads memory.
 
-A pass reads every weight once, and the keys and values that its attentions see of every row.
+A pass reads every weight once, and the keys and values that its attentions see of every row. The
+CPU's caches are ignored. No pass over few tokens can be faster than its bytes are read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
+
+import torch
 
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Decoded, Engine, Method
@@ -16,6 +19,26 @@ from layerskip.drafts import choose_drafts
 from layerskip.model.sublayers import Sublayers
 
 STEPWISE = ("plain", "generate", "llama.cpp")  # methods with one token per row and pass
+SIZE = 256 << 20  # bytes per sweep: more than caches hold, but quick to read in a benchmark
+
+
+class Sweeps:
+    """Sweeps over a buffer; each adds up its float32 numbers on torch's threads.
+
+    Args:
+        now: a clock in seconds that waits for the device's pending work.
+        size: bytes of the buffer, which lives as long as this object.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float], size: int = SIZE) -> None:
+        self.buffer = torch.ones(size // 4, device=device)
+        self.now = now
+
+    def __call__(self) -> float:
+        """Bytes per second of one sweep."""
+        start = self.now()
+        self.buffer.sum()
+        return self.buffer.nbytes / (self.now() - start)
 
 
 def bytes_read(

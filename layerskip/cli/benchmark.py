@@ -229,10 +229,10 @@ def _record(
     """Write `lines`, then measurements, to a run file. Prints and returns the table's rows."""
     from layerskip.analysis.runs import load_runs
     from layerskip.analysis.tables import headlines
+    from layerskip.bench.reads import Sweeps
     from layerskip.bench.runner import benchmark as run_benchmark
     from layerskip.bench.runner import device_clock
     from layerskip.model.captured import capture_seconds
-    from layerskip.timing.bandwidth import Sweeps
 
     device = plan.batches[0].input_ids.device
     done = {key_of(each) for each in plan.earlier.records} if plan.earlier else set()

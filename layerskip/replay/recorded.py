@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Ask, Mark, Said, Verdict
-from layerskip.replay.batch import TextBatch
-from layerskip.replay.drafts import Replay
+from layerskip.replay.drafts import Replay, TextBatch
 from layerskip.replay.drawing import NOTHING
 from layerskip.text import in_common
 

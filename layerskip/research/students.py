@@ -1,4 +1,4 @@
-"""Training of corrected weights, blocks and streams.
+"""Training of corrected weights, blocks and streams, and published losses to compare with.
 
 Shapes: B windows, T tokens of one, H hidden width, R rows and C columns of a weight, r rank.
 """
@@ -19,7 +19,7 @@ from layerskip.model.products import Function, Linear
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Sublayers
 from layerskip.research.blocks import ExitBlock, FeatureBlock, Streams
-from layerskip.training.losses import DraftStates, TrainingBatch
+from layerskip.training.losses import DraftStates, TrainingBatch, divergences
 from layerskip.training.students import AHEAD, BlockStudent, HeadsStudent, Student, shifted
 
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
@@ -171,3 +171,22 @@ class StreamsStudent(HeadsStudent):
 
     def make(self, model: Sublayers) -> DraftModule:
         return Streams(model, AHEAD)
+
+
+def kl(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
+    """KL(p || q)."""
+    return divergences(logits, target_logits, temperature)[0]
+
+
+def tvd_plus(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:
+    """TVD++ (Goel et al. 2024, 2403.00858): TV's policy gradient with normalised advantages.
+
+    TV decreases along E_q[r grad log q] with reward r = 1 where p > q. Here the expectation is
+    taken over all of q, and r is normalised by its mean and deviation under q.
+    """
+    log_q = F.log_softmax(logits / temperature, -1)
+    q = log_q.detach().exp()
+    reward = (F.softmax(target_logits / temperature, -1) > q).to(q.dtype)
+    mean = (q * reward).sum(-1, keepdim=True)
+    advantage = (reward - mean) / ((mean * (1 - mean)).clamp(min=0).sqrt() + 1e-5)
+    return -(q * advantage * log_q).sum(-1).mean()
