@@ -26,6 +26,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.drafts import explain_drafts
+from layerskip.files.schema import integer
 from layerskip.model.wrappers import unwrapped
 from layerskip.settings import Settings, Skips
 from layerskip.vocabulary import check_vocabularies
@@ -303,8 +304,7 @@ def decode(
     Yields:
         Round 0 (the token after the prefill), then each round.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    max_new_tokens = integer(1)(max_new_tokens, "max_new_tokens")
     requests.check_ids(input_ids)
     model = unwrapped(model)
     requests.check_tokens(model, input_ids)

@@ -55,6 +55,14 @@ class Settings:
         main = self.skips[0] if self.skips else None
         if seed is not None and seeds is not None:
             raise ValueError("give seed (one for the batch) or seeds (one per row), not both")
+        if costs is not None and not isinstance(costs, CostTable):
+            raise TypeError(f"costs must be a CostTable (see layerskip.prepare), got {costs!r}")
+        if not isinstance(seeds, Iterable | None):
+            raise TypeError(f"seeds must be a list of integers, one for each row, got {seeds!r}")
+        if not isinstance(sources, Iterable) or not all(isinstance(s, Source) for s in sources):
+            raise TypeError(
+                f"sources must be a list of {Source.__module__}.Source, got {sources!r}"
+            )
         for given_seed in (seed, *(() if seeds is None else seeds)):
             if given_seed is not None and not hasattr(given_seed, "__index__"):
                 raise TypeError(f"a seed must be an integer, got {given_seed!r}")

@@ -549,8 +549,12 @@ def test_prompts_that_are_none(llama):
             layerskip.generate(llama, wrong, skip=SKIP)
         with pytest.raises(ValueError, match="input_ids must be"):
             next(layerskip.decode(llama, wrong, skip=SKIP))
-    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_new_tokens must be 1 or more, got 0"):
         next(layerskip.decode(llama, ids, mask, skip=SKIP, max_new_tokens=0))
+    wrong = {"max_new_tokens": 1.5, "costs": 3, "sources": [5], "seeds": 3, "controller": Fixed}
+    for name, value in wrong.items():
+        with pytest.raises(TypeError, match=rf"{name} must be .*, got"):
+            next(layerskip.decode(llama, ids, mask, **{name: value}))
     for text in ("text", ["text"], [1, 2], {"input_ids": [[1, 2]]}):
         with pytest.raises(TypeError, match=r"must be a tensor .*: tokenizer\(text, return"):
             layerskip.generate(llama, text, skip=SKIP)

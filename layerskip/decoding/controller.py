@@ -112,6 +112,8 @@ def completed(value: Any) -> Controller:
         TypeError: it has none of the parts.
         ValueError: its signal is unknown.
     """
+    if isinstance(value, type):
+        raise TypeError(f"a controller must be an object, got the class: {value.__name__}()")
     controller: Controller = value
     if not isinstance(value, Controller):
         parts = [name for name in vars(Controller) if not name.startswith("_")]
