@@ -163,6 +163,7 @@ class TestAnswers:
         assert reason == whole.choices[0].finish_reason
         assert len(deltas) > 3
         assert chunks[-1].choices == []
+        assert all("usage" in chunk.model_fields_set for chunk in chunks)
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
     def test_a_stream_ends_as_clients_expect(self, place):

@@ -318,10 +318,11 @@ def _too_late() -> Refusal:
 
 async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncIterator[str]:
     """Yield the events of a stream for a client."""
+    usage = {"usage": None} if asked.include_usage else {}  # in all chunks but the last
     if isinstance(asked, ChatAsked):
         for index in range(len(answer.choices)):
             begun = {"delta": {"role": "assistant", "content": ""}}
-            yield _event(answer.chunk(index, begun, [], None))
+            yield _event(answer.chunk(index, begun, [], None) | usage)
     open_choices = len(answer.choices)
     async for index, piece in running.pieces():
         chunk = answer.add(index, piece)
@@ -330,7 +331,7 @@ async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncItera
             continue
         if not open_choices and not asked.include_usage:
             chunk["timings"] = answer.timings()
-        yield _event(chunk)
+        yield _event(chunk | usage)
     if asked.include_usage:
         yield _event(answer.last())
     yield "data: [DONE]\n\n"
