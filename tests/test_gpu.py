@@ -6,7 +6,7 @@ precisions up to near-ties (ties.py).
 """
 
 import warnings
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import ACCEPT, DRAFT, TARGET, gumbel_noise, stream_key
 from layerskip.model import captured
+from layerskip.model.sublayers import Sublayers
 from layerskip.registry import CONTROLLERS
 
 NEW_TOKENS = 20
@@ -137,6 +138,34 @@ def test_trained_drafts_and_second_models(kind, device, tmp_path):
         assert got.stats.num_accepted_tokens > 0
         sampled = ours(model, ids, mask, sample=True, seeds=SEEDS, **drafts)
         assert sampled.sequences.tolist() == plain.sequences.tolist()
+
+
+def decoded(opened, ids, cuts):
+    """Logits after the tokens from the first cut on, decoded in passes from cut to cut."""
+    cache, rotary = opened.new_cache(len(ids), 400), opened.rotary(400, 400)
+    logits = []
+    for first, end in pairwise([0, *cuts]):
+        cache.place([first] * len(ids), end - first)
+        step = opened.feed(ids[:, first:end], cache, rotary)
+        logits.append(opened.finish(*step, range(opened.num_sublayers)))
+        cache.prefilled = True
+    return torch.cat(logits[1:], 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compute_what_fused_blocks_do(family, dtype, error):
+    """In several parts of an attention; a token has the same bits alone and among others."""
+    model = lively_model(family, dtype=dtype).cuda()
+    ids = torch.randint(3, 90, (2, 316), generator=torch.Generator().manual_seed(0)).cuda()
+    own, library = Sublayers(model, "captured"), Sublayers(model, "fused")
+    assert all(block.few is not None for block in own.blocks[::2])
+    with torch.inference_mode():
+        got, want = (decoded(opened, ids, (300, 316)) for opened in (own, library))
+        alone = decoded(own, ids, range(300, 317))
+    assert (got - want).norm() < error * want.norm()
+    assert torch.equal(alone, got)
 
 
 # ---- StoredLogits. ----

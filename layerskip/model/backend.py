@@ -35,28 +35,8 @@ class Rotary(Protocol):
         ...
 
 
-class Step(Protocol):
-    """The parts of a pass that a block needs (`sublayers.Pass`)."""
-
-    @property
-    def cache(self) -> Any: ...
-    @property
-    def rotary(self) -> Any: ...
-    @property
-    def rope(self) -> Mapping[str, Any]: ...
-    @property
-    def slots(self) -> Tensor: ...
-    @property
-    def inputs(self) -> Tensor | None: ...
-    @property
-    def blocks(self) -> Tensor | None: ...
-    @property
-    def cross(self) -> tuple[Tensor, Tensor, Any]: ...
-
-    def mask(self, window: int | None, sink: int = 0) -> Tensor | None:
-        """The mask of layers with this window and sink (see `cache.causal`), or None."""
-        ...
-
+Step = Any
+"""A `sublayers.Pass`, with the cache and the rotary tables that a backend needs."""
 
 Block = Callable[[Tensor, Any], Tensor]
 """A sublayer or head: maps hidden states (B, T, H) and the `Step` to hidden states or logits."""

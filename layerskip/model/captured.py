@@ -1,5 +1,7 @@
 """The "captured" backend: passes over fused blocks, replayed as CUDA graphs.
 
+Passes of one or two rows take kernels of our own where there are some (see `kernels`).
+
 A pass of a few tokens is hundreds of short kernels, which a GPU computes faster than Python can
 launch them. A pass is captured the first time, and replayed in one launch then and later. Passes
 are the same if they have the same blocks, number of rows and tokens, and buffers at the same
@@ -12,6 +14,7 @@ U slots in use, D head width, R rotary width.
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections import OrderedDict
@@ -26,8 +29,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerskip.model.architecture import Architecture
-from layerskip.model.backend import Block, Step, Tables
-from layerskip.model.cache import RowCache, additive, capacity, causal
+from layerskip.model.backend import Block, Step, Tables, Variant, finishing, in_turn
+from layerskip.model.cache import FEW, RowCache, additive, capacity, causal
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.family import LayerParts
 from layerskip.model.fused import Attention, Fused
 from layerskip.model.norms import FusedRotary, for_heads, gathered
 
@@ -71,12 +76,27 @@ class Captured(Fused):
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model)
+        self._kernels = _kernels(model)
         self.zeros = Reused().zeros
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._lock = threading.Lock()
 
     def capacity(self, slots: int) -> int:
         return capacity(slots)
+
+    def attention(self, part: LayerParts, variant: Variant) -> Any:
+        block = super().attention(part, variant)
+        own = self._kernels if variant.bits is None else None
+        return block if own is None else block._replace(few=own.attention(part))
+
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        own = self._kernels if variant.bits is None else None
+        return _either(super().mlp(part, variant), own and own.mlp(part))
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
+        own = self._kernels if rows is None and bits is None else None
+        few = own and in_turn(own.head(self.model), finishing(self.model))
+        return _either(super().head(rows, bits), few)
 
     def rotary(self, tables: Tables) -> FusedRotary:
         rotary = super().rotary(tables)
@@ -93,7 +113,8 @@ class Captured(Fused):
             with sdpa_kernel(_ANY_LENGTH, True):  # in this order
                 return super().run(hidden, step, blocks)
         count = hidden.shape[1]
-        inputs = [hidden, step.slots, *([] if step.inputs is None else [step.inputs])]
+        inputs = [hidden, step.slots.contiguous()]
+        inputs += [] if step.inputs is None else [step.inputs]
         least = _TOKENS // len(hidden) if count > 1 else 1
         padding = max(1 << (count - 1).bit_length(), least) - count
         if padding:  # written to the buffers' last slot, which no token ever has
@@ -118,6 +139,24 @@ class Captured(Fused):
             if len(self._graphs) > _GRAPHS:
                 self._graphs.popitem(last=False)
         return out
+
+
+def _kernels(model: Architecture) -> Any:
+    """The module with kernels for passes of few tokens, or None."""
+    if model.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    if torch.cuda.get_device_capability(model.device) < (8, 0):  # too little shared memory
+        return None
+    from layerskip.model import kernels
+
+    return kernels if model.dtype in kernels.DTYPES else None
+
+
+def _either(block: Block, few: Block | None) -> Block:
+    """A block that takes kernels, if there are some, where few rows are decoded."""
+    if few is None:
+        return block
+    return lambda hidden, step: (few if step is not None and step.few else block)(hidden, step)
 
 
 def _padded(x: Tensor, count: int, value: int) -> Tensor:
@@ -164,13 +203,16 @@ class _Graph(NamedTuple):
 
 
 def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph | None) -> _Graph:
-    """Capture a pass, computing nothing; its memory is that of `beside`.
+    """Capture a pass; its memory is that of `beside`.
+
+    The pass runs once before, as kernels cannot be compiled in a capture.
 
     Raises:
         RuntimeError: the device refuses, for lack of memory or in an operation no graph can hold.
     """
     global _seconds
     start = time.perf_counter()
+    run(*inputs)
     with torch.inference_mode(False):
         held = [torch.empty_like(each) for each in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -190,6 +232,7 @@ class _Step(NamedTuple):
     """The parts of a step that blocks other than attention need."""
 
     inputs: Tensor | None
+    few: bool
 
 
 def _pass(
@@ -203,18 +246,22 @@ def _pass(
 ) -> Tensor:
     rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
     places = torch.arange(used, device=hidden.device)  # (U,)
-    rope = for_heads(gathered(tables, slots))
+    rope: Tables = {}
     masks: dict[tuple[int | None, int], Tensor] = {}
-    step = _Step(inputs)
+    step = _Step(inputs, len(hidden) <= FEW)
     for block in blocks:
         if not isinstance(block, Attention):
             hidden = block(hidden, step)
             continue
+        keys, values = pairs[block.layer]
+        if block.few is not None and step.few:
+            hidden = block.few(hidden, slots, keys, values, used, tables[block.kind])
+            continue
         seen = block.window, block.sink
         if seen not in masks:
             masks[seen] = additive(causal(slots, places, *seen), hidden.dtype)  # (B, 1, T, U)
+        rope = rope or for_heads(gathered(tables, slots))
         q, k, v = block.inputs(hidden, rope[block.kind])
-        keys, values = pairs[block.layer]
         if block.writes:
             keys[rows, :, slots] = k.transpose(1, 2)
             values[rows, :, slots] = v.transpose(1, 2)

@@ -171,6 +171,7 @@ class Attention(NamedTuple):
         layer, kind: the layer in the cache that it reads, and its rotary kind.
         writes: whether that layer is its own.
         window, sink: the slots it sees (see `cache.causal`).
+        few: the same sublayer for captured passes (see `kernels.Attend`), or None.
     """
 
     inputs: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]]
@@ -180,6 +181,7 @@ class Attention(NamedTuple):
     writes: bool
     window: int | None
     sink: int
+    few: Callable[..., Tensor] | None = None
 
     def __call__(self, hidden: Tensor, step: Step) -> Tensor:
         q, k, v = self.inputs(hidden, step.rope[self.kind])

@@ -21,7 +21,7 @@ from layerskip.costs.speculation import keys_read
 from layerskip.model import captured, extension, native, plain
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Backend, Block, Rotary, Tables
-from layerskip.model.cache import RowCache, additive
+from layerskip.model.cache import FEW, RowCache, additive
 from layerskip.model.fused import Fused
 from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.modules import Modules
@@ -85,6 +85,11 @@ class Pass:
         mask = encoded.mask.bool()[:, None, None]
         mask = additive(mask, self.model.dtype) if self.model.eager else mask
         return encoded.states, mask, self.cache.for_library()  # type: ignore[attr-defined]
+
+    @property
+    def few(self) -> bool:
+        """Whether tokens of few rows are decoded (see `captured`)."""
+        return self.cache.prefilled and self.cache.rows <= FEW
 
     @cached_property
     def slots(self) -> Tensor:
