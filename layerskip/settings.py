@@ -60,9 +60,7 @@ class Settings:
         if not isinstance(seeds, Iterable | None):
             raise TypeError(f"seeds must be a list of integers, one for each row, got {seeds!r}")
         if not isinstance(sources, Iterable) or not all(isinstance(s, Source) for s in sources):
-            raise TypeError(
-                f"sources must be a list of {Source.__module__}.Source, got {sources!r}"
-            )
+            raise TypeError(f"sources must be a list of layerskip.Source objects, got {sources!r}")
         for given_seed in (seed, *(() if seeds is None else seeds)):
             if given_seed is not None and not hasattr(given_seed, "__index__"):
                 raise TypeError(f"a seed must be an integer, got {given_seed!r}")

@@ -33,7 +33,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     model = tiny_model("llama", dtype=torch.float32)
     bad = loop.train(
         model,
-        [torch.optim.SGD(model.parameters(), lr=0.1)],
+        0.1,
         lambda step, share: sum(p.sum() for p in model.parameters()) * math.nan,
         3,
         checkpoint=tmp_path / "checkpoint.pt",

@@ -70,11 +70,6 @@ class Batch:
         drafts = choose_drafts(opened, decoding)
         self.model, self._own = drafts.model, drafts.sources
         for source in self._own:
-            if not isinstance(source, Source):
-                raise ValueError(
-                    f"serving does not support drafts by {type(source).__name__}: sources must be "
-                    "of layerskip.Source"
-                )
             if source.keeps_texts:
                 raise ValueError(
                     f"serving keeps texts apart, but this {type(source).__name__} learns from each "
