@@ -18,7 +18,6 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.speculator import Speculator
 from layerskip.drafts import Drafts, choose_drafts
