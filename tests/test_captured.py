@@ -49,6 +49,16 @@ def test_without_a_gpu_there_is_one_notice_and_the_fused_path(monkeypatch):
     assert opened.describe() == "fused: CUDA graphs need a GPU"
 
 
+def test_without_a_compiler_passes_take_torchs_kernels():
+    class Kernels:
+        @staticmethod
+        def product(*_, **__):
+            raise RuntimeError("Failed to find C compiler")
+
+    with pytest.warns(UserWarning, match="torch's kernels: .*Failed to find C compiler"):
+        assert not captured._compiles(Kernels, torch.device("cpu"), torch.float32)
+
+
 def test_what_is_not_plain_is_refused():
     model = tiny_model("llama")
     model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 2)

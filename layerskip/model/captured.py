@@ -1,13 +1,12 @@
 """The "captured" backend: passes over fused blocks, replayed as CUDA graphs.
 
-Passes of one or two rows take kernels of our own where there are some (see `kernels`).
-
 A pass of a few tokens is hundreds of short kernels, which a GPU computes faster than Python can
 launch them. A pass is captured the first time, and replayed in one launch then and later. Passes
 are the same if they have the same blocks, number of rows and tokens, and buffers at the same
 addresses. So that they often are, numbers of tokens are padded (several tokens of a row to at least
 eight, which a GPU computes as fast as two), attention reads the buffers up to one of few lengths (a
 mask hides what is not written yet), and buffers that are no longer used are handed out again.
+Passes of one or two rows take kernels of our own (`kernels`) where there are some.
 Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, S slots of the buffers,
 U slots in use, D head width, R rotary width.
 """
@@ -17,9 +16,10 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -145,11 +145,22 @@ def _kernels(model: Architecture) -> Any:
     """The module with kernels for passes of few tokens, or None."""
     if model.device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    if torch.cuda.get_device_capability(model.device) < (8, 0):  # too little shared memory
-        return None
     from layerskip.model import kernels
 
-    return kernels if model.dtype in kernels.DTYPES else None
+    usable = model.dtype in kernels.DTYPES and _compiles(kernels, model.device, model.dtype)
+    return kernels if usable else None
+
+
+@cache
+def _compiles(kernels: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels run here. They need a C compiler, Python's headers and shared memory."""
+    x = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        kernels.product(x, [(x, None), (x, None)], gate=1)
+    except Exception as error:  # compilers fail in many ways
+        warnings.warn(f"passes take torch's kernels: Triton failed with {error!r}", stacklevel=2)
+        return False
+    return True
 
 
 def _either(block: Block, few: Block | None) -> Block:

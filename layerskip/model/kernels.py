@@ -27,13 +27,11 @@ from layerskip.model.norms import weight_and_epsilon
 DTYPES = (torch.bfloat16, torch.float32)
 _ROWS = 16  # of a weight in one program
 _SPLIT = 128  # slots in one program of an attention; buffers in use are multiples of 256
-_WIDEST = 256  # maximum width of heads
 
 Norm = tuple[Tensor | None, float, float]
 """The weight (H,) of a norm, its epsilon, and what is added to the weight."""
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, tuple[Tensor, Tensor]], Tensor]
-"""An attention sublayer: maps hidden states (B, T, H), slots (B, T), buffers of keys and values
-(B, K, S, D), the number of slots in use, and tables of cosines and signed sines (1, S, R)."""
+"""Maps states (B, T, H), slots (B, T), keys and values (B, K, S, D), U, and angles (1, S, R)."""
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -285,7 +283,8 @@ def attention(part: LayerParts) -> Attend | None:
     held = heads // groups  # K
     modules = _pairs(part.projections)
     usual = sum(len(weight) for weight, _ in modules) == (heads + 2 * held) * width
-    if not usual or v_norm is not None or width > _WIDEST:
+    alike = len({bias is None for _, bias in modules}) == 1
+    if not usual or not alike or v_norm is not None or width > 256:
         return None
     if q_norm is not None and len(q_norm.weight) != width:  # one norm of all heads
         return None
