@@ -72,7 +72,7 @@ def _check_length(characters: int, param: str, served: Served) -> None:
 def _for_template(asked: ChatAsked | fields.Tokenize) -> dict[str, Any]:
     """A copy of `chat_template_kwargs`; refuses those that the template would not get."""
     if reserved := sorted(_RESERVED & asked.chat_template_kwargs.keys()):
-        message = f"chat_template_kwargs: {reserved[0]} is not for the template; leave it out"
+        message = f"chat_template_kwargs: leave out {', '.join(reserved)}: not for the template"
         raise Refusal(400, message, param="chat_template_kwargs")
     return dict(asked.chat_template_kwargs)
 
