@@ -113,7 +113,7 @@ def completed(value: Any) -> Controller:
         ValueError: its signal is unknown.
     """
     if isinstance(value, type):
-        raise TypeError(f"a controller must be an object, got the class: {value.__name__}()")
+        raise TypeError(f"a controller must be an object, got a class: write {value.__name__}()")
     controller: Controller = value
     if not isinstance(value, Controller):
         parts = [name for name in vars(Controller) if not name.startswith("_")]
