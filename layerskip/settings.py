@@ -59,7 +59,8 @@ class Settings:
             raise TypeError(f"costs must be a CostTable (see layerskip.prepare), got {costs!r}")
         if not isinstance(seeds, Iterable | None):
             raise TypeError(f"seeds must be a list of integers, one for each row, got {seeds!r}")
-        if not isinstance(sources, Iterable) or not all(isinstance(s, Source) for s in sources):
+        self.sources = tuple(sources) if isinstance(sources, Iterable) else (sources,)
+        if not all(isinstance(each, Source) for each in self.sources):
             raise TypeError(f"sources must be a list of layerskip.Source objects, got {sources!r}")
         for given_seed in (seed, *(() if seeds is None else seeds)):
             if given_seed is not None and not hasattr(given_seed, "__index__"):
@@ -92,7 +93,6 @@ class Settings:
         looks_up = (self.automatic or stored.lookup) if lookup is None else lookup
         self.lookup = Lookup() if looks_up is True else looks_up or None
         self.assistant = assistant
-        self.sources = tuple(sources)
         schema.optional(schema.number(0))(draft_memory, "draft_memory")
         if draft_memory is not None and not self.automatic:
             warnings.warn("draft_memory has no effect where drafts are named", stacklevel=2)
