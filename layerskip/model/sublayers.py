@@ -301,11 +301,11 @@ class Sublayers(Architecture):
 
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """Pass hidden states (B, T, H) through the given sublayers, in order."""
-        return self.backend.run(hidden, step, [*map(self.blocks.__getitem__, sublayers)])
+        return self.backend.run(hidden, step, [self.blocks[index] for index in sublayers])
 
     def finish(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """`run`, then `logits` of the result: (B, T, H) to (B, T, V)."""
-        return self.backend.run(hidden, step, [*map(self.blocks.__getitem__, sublayers), self.head])
+        return self.backend.run(hidden, step, [*(self.blocks[i] for i in sublayers), self.head])
 
     def logits(self, hidden: Tensor, step: Pass | None = None) -> Tensor:
         """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
