@@ -59,10 +59,11 @@ class Settings:
             raise TypeError(f"costs must be a CostTable (see layerskip.prepare), got {costs!r}")
         if not isinstance(seeds, Iterable | None):
             raise TypeError(f"seeds must be a list of integers, one for each row, got {seeds!r}")
+        self.seed, self.seeds = seed, None if seeds is None else tuple(seeds)
         self.sources = tuple(sources) if isinstance(sources, Iterable) else (sources,)
         if not all(isinstance(each, Source) for each in self.sources):
             raise TypeError(f"sources must be a list of layerskip.Source objects, got {sources!r}")
-        for given_seed in (seed, *(() if seeds is None else seeds)):
+        for given_seed in (seed, *(self.seeds or ())):
             if given_seed is not None and not hasattr(given_seed, "__index__"):
                 raise TypeError(f"a seed must be an integer, got {given_seed!r}")
         stored = (main and main.decoding) or DecodingOptions()
@@ -98,8 +99,6 @@ class Settings:
             warnings.warn("draft_memory has no effect where drafts are named", stacklevel=2)
         self.draft_memory = draft_memory
         self.draft_vocabulary = given.draft_vocabulary or stored.draft_vocabulary
-        self.seed = seed
-        self.seeds = None if seeds is None else tuple(seeds)
         self.costs, self.execution, self.cached = costs, execution, cached
         self.progress, self.clock = progress, clock
 

@@ -396,6 +396,7 @@ def test_without_a_seed_the_librarys_generator_decides_and_the_stats_report(llam
 
 
 def test_seeds_must_be_one_per_row(llama):
+    assert decoding(seeds=(row for row in (5, 6))).seeds == (5, 6)
     for wrong, error, match in (
         ({"seeds": (1, 2)}, ValueError, "one seed per row, 1; got 2"),
         ({"seed": 1, "seeds": (1,)}, ValueError, "not both"),
