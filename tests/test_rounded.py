@@ -1,5 +1,6 @@
 """Low precision: numbers, products, copies that follow changed weights, and unchanged texts."""
 
+import gc
 from itertools import product
 
 import pytest
@@ -289,6 +290,22 @@ def test_copies_of_changed_weights_are_made_anew(execution, change):
     assert torch.equal(new[5](hidden, None), want)
     assert (old[5](hidden, None) - want).abs().max() > 0.01 * want.abs().max()  # the stale one
     assert copies_of(model).of(model.model.layers[1].mlp.up_proj.weight, 8, packed=True) is kept
+
+
+@torch.no_grad()
+def test_copies_of_changed_weights_and_former_draft_vocabularies_are_freed(built):
+    model = tiny("llama", dtype=torch.float32)
+
+    def taken(number, times):
+        for n in range(number, number + times):
+            model.lm_head.weight.mul_(1.01)
+            how = {"skip": SkipConfig.low_precision(8), "draft_vocabulary": range(n, n + 60)}
+            generate(model, prompt(5), **how, max_new_tokens=4, do_sample=False)
+        gc.collect()
+        found = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
+        return sum(each.dtype is torch.uint8 for each in found)
+
+    assert taken(0, 4) == taken(4, 8)
 
 
 def test_a_replaced_parameter_and_another_dtype_are_noticed():

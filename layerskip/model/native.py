@@ -170,15 +170,17 @@ class Native(Fused):
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         linear = self.model.unembedding if rows is None else rows
-        number = self.plan.add(
+        # A plan keeps its sublayers for good, but trimmed heads come and go.
+        owner = self if rows is None else Native(self.model)
+        number = owner.plan.add(
             "head",
-            before=self._norm(self.model.decoder.norm),
-            inputs=[self._matrix(Variant(bits))(linear)],
+            before=owner._norm(self.model.decoder.norm),
+            inputs=[owner._matrix(Variant(bits))(linear)],
             softcap=self.model.softcap or 0.0,
             divisor=self.model.logits_scaling,
         )
         after = None if rows is None else rows.spread
-        return NativeBlock(self, number, super().head(rows, bits), after=after)
+        return NativeBlock(owner, number, Fused.head(owner, rows, bits), after=after)
 
     def rotary(self, tables: Tables) -> NativeRotary:
         return NativeRotary(tables, self.extension.Angles)
@@ -203,9 +205,9 @@ class Native(Fused):
             for block in blocks:
                 hidden = getattr(block, "fused", block)(hidden, step)
             return hidden
-        for kind, some in groupby(blocks, type):
-            if kind is NativeBlock:
-                hidden = self._run(hidden, step, list(some))
+        for owner, some in groupby(blocks, lambda block: getattr(block, "backend", None)):
+            if owner is not None:
+                hidden = owner._run(hidden, step, list(some))
             else:
                 for block in some:
                     hidden = block(hidden, step)

@@ -2,8 +2,8 @@
 
 Every call checks, in a millisecond or two, whether modules, their numbers (such as `scaling`),
 hooks, forwards or the addresses of weights and buffers have changed. Changed numbers at the same
-address need no new opening: passes read weights in place, and copies of weights check for changes
-themselves (see `rounded`).
+address need no new opening, since passes read weights in place, unless copies were made from them
+(see `rounded`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
         opened = open_model(model, execution).let_go()
         with _lock:
             _opened.setdefault(model, {})[execution] = (state, opened)
-    opened.weights.refresh()
     return opened.handle()
 
 
@@ -103,6 +102,7 @@ def release(model: Any) -> int:
 def _state(model: Any) -> list[Any]:
     """Everything on which an opening depends that can be checked cheaply."""
     state: list[Any] = [{**vars(config_of(model).get_text_config(decoder=True))}]
+    state.append(copies_of(model).changes)
     state += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     state.append(tuple(map(len, hooks)))

@@ -226,7 +226,7 @@ class RoundedCopies:
     """The rounded weights of a model, each made when first needed.
 
     Attributes:
-        changes: how often copies were dropped; callers that store results of copies compare it.
+        changes: how often copies were dropped; if it has changed, a model is opened again.
     """
 
     def __init__(self) -> None:

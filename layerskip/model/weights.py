@@ -1,7 +1,7 @@
 """The weights that drafts compute with: rounded, corrected, trained, or fewer rows of the head.
 
 They are made on first use and kept as long as the model stays opened. All openings of a model share
-its rounded copies (see `rounded`).
+its rounded copies (see `rounded`). If a weight changes that was copied, the model is opened again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layerskip.model.deltas import Deltas, paired
 from layerskip.model.draft_head import TrimmedHead, trimmed_head
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.plain import head_refusal
-from layerskip.model.rounded import copies_of, linears, rounded_bytes
+from layerskip.model.rounded import linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 
 
@@ -37,8 +37,6 @@ class DraftWeights:
         self._head = head
         self.vocabulary = model.vocabulary
         self._rows: TrimmedHead | None = None
-        self.copies = copies_of(model.model)
-        self._seen = self.copies.changes
         self._sublayers: dict[tuple[int, Variant], Block] = {}
         # By bits, and by the hash of the module whose tokens the head covers.
         self._heads: dict[tuple[int | None, str | None], Block] = {}
@@ -51,17 +49,6 @@ class DraftWeights:
         if self._hash is None:
             self._hash = fingerprint(self.model.model)
         return self._hash
-
-    def refresh(self) -> None:
-        """Drop everything that was made from weights that have changed since."""
-        self.copies.forget_changed()
-        if self._seen != self.copies.changes:
-            self._seen = self.copies.changes
-            self._sublayers.clear()
-            self._heads.clear()
-            self._deltas.clear()
-            self._modules.clear()
-            self._hash = None
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
         """The same, but drafts read only the head's rows of these tokens, and draw no others.
