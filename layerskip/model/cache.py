@@ -22,7 +22,6 @@ from layerskip.model.branches import Branches
 from layerskip.model.pages import Pages
 
 SPARE = 256  # minimum number of slots by which buffers grow
-FEW = 2  # rows for which kernels of our own are faster than a GPU's library
 LINE = 16  # bases are a multiple of this: native passes sum slots in groups of this size
 
 

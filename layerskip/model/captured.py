@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Block, Step, Tables, Variant, finishing, in_turn
-from layerskip.model.cache import FEW, RowCache, additive, capacity, causal
+from layerskip.model.cache import RowCache, additive, capacity, causal
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.family import LayerParts
 from layerskip.model.fused import Attention, Fused
@@ -129,7 +129,7 @@ class Captured(Fused):
             tuple(each.data_ptr() for pair in (*pairs.values(), *tables.values()) for each in pair),
         )
 
-        run = partial(_pass, blocks, used, pairs, tables)
+        run = partial(_pass, blocks, used, pairs, tables, step.few)
         with self._lock:  # all graphs share memory for what they compute
             graph = self._graphs.pop(key, None)
             if graph is None:
@@ -251,6 +251,7 @@ def _pass(
     used: int,
     pairs: dict[int, tuple[Tensor, Tensor]],  # by layer, keys and values (B, K, S, D)
     tables: Tables,
+    few: bool,
     hidden: Tensor,  # (B, T, H)
     slots: Tensor,  # (B, T)
     inputs: Tensor | None = None,  # (B, T, L, P)
@@ -259,13 +260,13 @@ def _pass(
     places = torch.arange(used, device=hidden.device)  # (U,)
     rope: Tables = {}
     masks: dict[tuple[int | None, int], Tensor] = {}
-    step = _Step(inputs, len(hidden) <= FEW)
+    step = _Step(inputs, few)
     for block in blocks:
         if not isinstance(block, Attention):
             hidden = block(hidden, step)
             continue
         keys, values = pairs[block.layer]
-        if block.few is not None and step.few:
+        if block.few is not None and few:
             hidden = block.few(hidden, slots, keys, values, used, tables[block.kind])
             continue
         seen = block.window, block.sink

@@ -21,7 +21,7 @@ from layerskip.costs.speculation import keys_read
 from layerskip.model import captured, extension, native, plain
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Backend, Block, Rotary, Tables
-from layerskip.model.cache import FEW, RowCache, additive
+from layerskip.model.cache import RowCache, additive
 from layerskip.model.fused import Fused
 from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.modules import Modules
@@ -31,6 +31,7 @@ from layerskip.model.weights import DraftWeights
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "captured", "compiled")
 ASKED = "as asked for"
+FEW = 2  # rows for which kernels of our own are faster than a GPU's library
 
 
 class Pass:
