@@ -846,7 +846,7 @@ def add(panels, form, rows, columns):
         digest.update(native.wide_products(matrix, x).numpy().tobytes())
 for bits, rows, columns in ((8, 40, 200), (4, 40, 200), (8, 16, 64), (4, 100, 30)):
     copy = rounded(torch.randn(rows, columns), bits, packed=True)
-    add(copy.numbers, f"R{bits}", rows, columns)
+    add(copy.data, f"R{bits}", rows, columns)
 rng = numpy.random.default_rng(0)
 for form in (each for each in FORMATS if each[0] == "Q"):
     data = torch.from_numpy(raw(rng, form, 75, 512))

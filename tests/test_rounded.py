@@ -60,10 +60,7 @@ def test_a_large_weight_is_rounded_as_its_parts_are():
     for bits, packed in product(BITS, (False, True)):
         whole = rounded(weight, bits, packed=packed)
         parts = [rounded(part, bits, packed=packed) for part in weight.split(16)]
-        assert torch.equal(whole.numbers, torch.cat([part.numbers for part in parts]))
-        if whole.scales is not None:
-            scales = [part.scales for part in parts if part.scales is not None]
-            assert torch.equal(whole.scales, torch.cat(scales))
+        assert torch.equal(whole.data, torch.cat([part.data for part in parts]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -95,7 +92,7 @@ def rounded_inputs(x):
 def native_matrix(copy, bias):
     rows, columns = copy.shape
     how = {"format": f"R{copy.bits}", "rows": rows, "columns": columns}
-    return extension.extension().Matrix(copy.numbers, bias, **how)
+    return extension.extension().Matrix(copy.data, bias, **how)
 
 
 def native_head(copy, bias, size, signs):
@@ -166,7 +163,7 @@ def test_matrices_that_are_not_packed_are_refused(built):
         ({"group": 32}, "rows of R8 have a multiple of 32 columns, not 70"),
     ):
         with pytest.raises(ValueError, match=message):
-            module.Matrix(copy.numbers, None, **(how | wrong))
+            module.Matrix(copy.data, None, **(how | wrong))
 
 
 # ---- Sublayers and heads ----

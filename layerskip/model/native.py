@@ -348,7 +348,7 @@ class Native(Fused):
         bits, deltas = variant.bits, variant.deltas
         assert bits is not None
         copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
-        self._fresh.append(copy.numbers)
+        self._fresh.append(copy.data)
         delta = None if deltas is None else deltas.added_to(weight, bits)
         inner, outer = (None, None) if delta is None else delta
         rows, columns = copy.shape
@@ -357,7 +357,7 @@ class Native(Fused):
             filled = F.pad(outer.bfloat16(), (0, 0, 0, -len(outer) % ROWS))
             blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)
             how |= {"inner": inner.bfloat16(), "outer": blocks}
-        return self.extension.Matrix(copy.numbers, bias, **how)
+        return self.extension.Matrix(copy.data, bias, **how)
 
 
 def _in_blocks(part: LayerParts) -> bool:

@@ -46,37 +46,28 @@ class Rounded:
     """A rounded weight (R, C); for an expert weight (E, R, C) all experts together, (E R, C).
 
     Attributes:
-        numbers: (R, C), int8. In 4 bits two per byte, (R, G, 16): columns 0 to 15 of a group in the
-            lower halves, with an offset of 8. Packed in panels for native products, (bytes,).
-        scales: (R,), in 4 bits (R, G), bfloat16; None if they are packed with the numbers.
+        data: numbers and scales, uint8: in rows of a format of `codes.h`, (R, bytes of a row), or
+            packed in panels for native products, (bytes,).
     """
 
     bits: int
     shape: tuple[int, int]
-    numbers: Tensor
-    scales: Tensor | None
+    data: Tensor
     packed: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return self.data.nbytes
 
     def parts(self, count: int) -> list[Rounded]:
-        numbers = self.numbers.chunk(count)
-        scales = [None] * count if self.scales is None else self.scales.chunk(count)
         shape = (self.shape[0] // count, self.shape[1])
-        return [
-            Rounded(self.bits, shape, *each, self.packed)
-            for each in zip(numbers, scales, strict=True)
-        ]
+        return [Rounded(self.bits, shape, part, self.packed) for part in self.data.chunk(count)]
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        numbers, scales = self.numbers, self.scales
+        rows = self.data
         if self.packed:
-            rows = extension().restored(self.numbers, *self.shape, f"R{self.bits}")
-            numbers, scales = _split(rows, self.bits)
-        assert scales is not None
-        return _widened(numbers, scales, self.shape[1], dtype)  # (R, C)
+            rows = extension().restored(rows, *self.shape, f"R{self.bits}")
+        return _widened(rows, self.bits, self.shape[1], dtype)  # (R, C)
 
     def linear(self, bias: Tensor | None) -> Function:
         """Multiply inputs (..., C) by the widened weight, (..., R).
@@ -94,23 +85,19 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     # In chunks, each joined to the others at once, so that rounding needs little memory.
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
     length = rounded_bytes(weight, bits, packed=True) if packed else rows
-    scales, numbers, end = [], None, 0
+    data, end = None, 0
     with torch.inference_mode(False), torch.no_grad():
         # Each expert separately, so that in packed numbers it begins with a panel.
         each = weight.detach() if experts else [weight.detach()]
         for some in (some for one in each for some in one.split(step)):
-            codes, by = _rounded(some, bits)
-            codes = _paired(codes) if bits == 4 else codes
+            made = _rounded(some, bits)
             if packed:
-                codes = extension().arranged(_joined(codes, by), f"R{bits}", columns)
-            else:
-                scales.append(by)
-            if numbers is None:
-                numbers = codes.new_empty(length, *codes.shape[1:])
-            numbers[end : (end := end + len(codes))] = codes
-        joined = torch.cat(scales) if scales else None
-    assert numbers is not None
-    return Rounded(bits, (rows, columns), numbers, joined, packed)
+                made = extension().arranged(made, f"R{bits}", columns)
+            if data is None:
+                data = made.new_empty(length, *made.shape[1:])
+            data[end : (end := end + len(made))] = made
+    assert data is not None
+    return Rounded(bits, (rows, columns), data, packed)
 
 
 def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
@@ -118,73 +105,49 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
     if weight.dim() == 3:
         return len(weight) * rounded_bytes(weight[0], bits, packed=packed)
     rows, columns = weight.shape
-    if not packed:
-        groups = -(-columns // GROUP)
-        return rows * (columns + 2 if bits == 8 else groups * (GROUP // 2 + 2))
     width = -(-columns // GROUP) * GROUP
-    scales = 2 * ROWS * (1 if bits == 8 else width // GROUP)
-    return -(-rows // ROWS) * (-(-scales // 64) * 64 + ROWS * width * bits // 8)
+    scales = 2 if bits == 8 else 2 * width // GROUP  # of a row
+    if not packed:
+        return rows * (width * bits // 8 + scales)
+    return -(-rows // ROWS) * (-(-ROWS * scales // 64) * 64 + ROWS * width * bits // 8)
 
 
-def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The numbers, (R, C) or in 4 bits (R, G, 32), and their scales (R,) or (R, G)."""
+def _rounded(weight: Tensor, bits: int) -> Tensor:
+    """The numbers and scales of a weight (R, C) in the rows of a format of `codes.h`, (R, bytes)."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    exact = F.pad(exact, (0, -exact.shape[1] % GROUP))
     if bits == 8:
-        scales = (exact.abs().amax(-1) / 127).bfloat16()  # (R,)
-        return _numbers(exact, scales, -127, 127).to(torch.int8), scales
-    groups = _filled(exact, GROUP).unflatten(1, (-1, GROUP))  # (R, G, 32)
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]  # (R, G)
+        scales = (exact.abs().amax(-1, keepdim=True) / 127).bfloat16()  # (R, 1)
+        numbers = _numbers(exact, scales, -127, 127).to(torch.int8)
+        return torch.cat((numbers.view(torch.uint8), scales.view(torch.uint8)), -1)
+    groups = exact.unflatten(1, (-1, GROUP))  # (R, G, 32)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # (R, G, 1)
     best, least = largest, torch.full_like(largest, float("inf"))
     for number in LARGEST:
         scales = (largest / number).bfloat16()
-        off = _numbers(groups, scales, -8, 7).mul_(scales[..., None].to(groups)).sub_(groups)
-        squares = off.square_().sum(-1)  # (R, G)
+        off = _numbers(groups, scales, -8, 7).mul_(scales.to(groups)).sub_(groups)
+        squares = off.square_().sum(-1, keepdim=True)  # (R, G, 1)
         best, least = torch.where(squares < least, scales, best), torch.minimum(squares, least)
     best = best.bfloat16()
-    return _numbers(groups, best, -8, 7).to(torch.int8), best
+    low, high = (_numbers(groups, best, -8, 7) + 8).to(torch.uint8).chunk(2, -1)
+    return torch.cat((best.view(torch.uint8), low | high << 4), -1).flatten(1)
 
 
 def _numbers(exact: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
-    by = torch.where(scales == 0, 1, scales.to(exact.dtype))[..., None]
+    by = torch.where(scales == 0, 1, scales.to(exact.dtype))
     return (exact / by).round_().clamp_(low, high)
 
 
-def _filled(tensor: Tensor, multiple: int) -> Tensor:
-    """Pad (R, C, ...) with zero columns up to a multiple."""
-    fill = -tensor.shape[1] % multiple
-    return F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, fill)) if fill else tensor
-
-
-def _paired(numbers: Tensor) -> Tensor:
-    """Put two 4-bit numbers into each byte, (R, G, 32) to (R, G, 16)."""
-    low, high = (numbers + 8).to(torch.uint8).chunk(2, -1)
-    return low | high << 4
-
-
-def _widened(numbers: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    if numbers.dim() == 2:
-        return numbers[:, :columns].to(dtype) * scales.to(dtype)[:, None]
-    numbers = torch.cat((numbers & 15, numbers >> 4), -1).to(dtype) - 8  # (R, G, 32)
-    weight: Tensor = (numbers * scales.to(dtype)[..., None]).flatten(1)[:, :columns]
-    return weight
-
-
-def _joined(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Numbers and scales in the rows of a format of `codes.h`, (R, bytes)."""
-    by = scales[..., None].view(torch.uint8)  # (R, 2) or (R, G, 2)
-    if numbers.dim() == 2:
-        return torch.cat((_filled(numbers, GROUP).view(torch.uint8), by), -1)
-    return torch.cat((by, numbers), -1).flatten(1)
-
-
-def _split(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The reverse of `_joined`."""
+def _widened(rows: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """The weight (R, C) of such rows."""
     if bits == 8:
-        numbers, by = rows[:, :-2].view(torch.int8), rows[:, -2:]
-    else:
-        units = rows.unflatten(1, (-1, 2 + GROUP // 2))
-        numbers, by = units[..., 2:], units[..., :2]
-    return numbers, by.contiguous().view(torch.bfloat16)[..., 0]
+        numbers, by = rows[:, :columns].view(torch.int8).to(dtype), rows[:, -2:]
+        return numbers * by.contiguous().view(torch.bfloat16).to(dtype)
+    units = rows.unflatten(1, (-1, 2 + GROUP // 2))
+    by, pairs = units[..., :2].contiguous().view(torch.bfloat16), units[..., 2:]
+    numbers = torch.cat((pairs & 15, pairs >> 4), -1).to(dtype) - 8  # (R, G, 32)
+    weight: Tensor = (numbers * by.to(dtype)).flatten(1)[:, :columns]
+    return weight
 
 
 # ---------------------------------------------------------------------------------------------
