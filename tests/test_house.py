@@ -11,7 +11,7 @@ ROOMS = {
     "files": 1_030,
     "costs": 473,
     "timing": 730,
-    "model": 7_069,
+    "model": 7_040,
     "model/native": 4_601,
     "decoding": 3_279,
     "decoding/sources": 1_219,

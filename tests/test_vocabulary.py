@@ -29,7 +29,8 @@ from layerskip.bench.checks import check, state_of
 from layerskip.bench.methods import Engine, Task
 from layerskip.config import DecodingOptions, LowPrecision
 from layerskip.costs.speculation import CostTable
-from layerskip.model.draft_head import TrimmedHead, trimmed_head
+from layerskip.model.draft_head import TrimmedHead
+from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import place, stored
 from layerskip.vocabulary import ranked
@@ -103,29 +104,28 @@ def test_a_head_with_a_bias():
 
 def test_rows_are_copied_once_and_again_when_the_weight_has_changed():
     head = nn.Linear(8, 11)
-    first = trimmed_head(head, (4, 2))
-    assert trimmed_head(head, (4, 2)) is first
-    assert trimmed_head(nn.Linear(8, 11), (4, 2)) is not first
+    first = copies_of(head).trimmed(head, (4, 2))
+    assert copies_of(head).trimmed(head, (4, 2)) is first
     with torch.no_grad():
         head.weight.mul_(2)
-    again = trimmed_head(head, (4, 2))
+    again = copies_of(head).trimmed(head, (4, 2))
     assert torch.equal(again.weight, head.weight[[2, 4]])
     head.to(torch.float64)
-    assert trimmed_head(head, (4, 2)).weight.dtype == torch.float64
+    assert copies_of(head).trimmed(head, (4, 2)).weight.dtype == torch.float64
 
 
 def test_copies_of_a_head_take_no_more_room_than_it_does():
     head = nn.Linear(8, 11)
     lists = ((0, 1, 2, 3), (4, 5, 6), (7, 8), (9, 10), (1,))
-    first, *others = (trimmed_head(head, tokens) for tokens in lists)
+    first, *others = (copies_of(head).trimmed(head, tokens) for tokens in lists)
     for tokens, copied in zip(lists[1:], others, strict=True):
-        assert trimmed_head(head, tokens) is copied
-    assert trimmed_head(head, lists[0]) is not first
+        assert copies_of(head).trimmed(head, tokens) is copied
+    assert copies_of(head).trimmed(head, lists[0]) is not first
 
 
 def test_copies_go_with_the_model():
     model = lively_model("llama")
-    copied = weakref.ref(trimmed_head(model.lm_head, SOME))
+    copied = weakref.ref(copies_of(model).trimmed(model.lm_head, SOME))
     gc.collect()
     assert copied() is not None
     del model

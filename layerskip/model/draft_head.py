@@ -7,8 +7,6 @@ Shapes: B rows, T tokens of a pass, H hidden width, V vocabulary, n tokens kept.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -41,35 +39,3 @@ class TrimmedHead:
 def _spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
     return whole.scatter_(-1, tokens.expand_as(logits), logits)
-
-
-# Copies by head and tokens, oldest first; they live as long as the head.
-_Copies = dict[tuple[int, ...], tuple[Any, TrimmedHead]]
-_copies: weakref.WeakKeyDictionary[nn.Linear, _Copies] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def trimmed_head(head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
-    """Copy rows of a head, only once unless its weight changes.
-
-    All copies of one head together have at most as many rows as it has; the oldest are dropped. A
-    change through `.data` is not noticed: it makes drafts worse, but never changes the text.
-    """
-    with _lock:
-        kept = _copies.setdefault(head, {})
-        state = _state(head)
-        for stale in [stale for stale, (made_of, _) in kept.items() if made_of != state]:
-            del kept[stale]
-        if tokens not in kept:
-            while kept and sum(map(len, kept)) + len(tokens) > len(head.weight):
-                del kept[next(iter(kept))]
-            kept[tokens] = state, TrimmedHead(head, tokens)
-        return kept[tokens][1]
-
-
-def _state(head: nn.Linear) -> tuple[Any, ...]:
-    """Values that change with a head's numbers, as far as that can be checked for free."""
-    return tuple(
-        (part.data_ptr(), 0 if part.is_inference() else part._version, part.dtype, part.device)
-        for part in head.parameters(recurse=False)
-    )

@@ -1,4 +1,4 @@
-"""Weights rounded to 8 or 4 bits, and products with them.
+"""Weights rounded to 8 or 4 bits, products with them, and the copies of a model's weights.
 
 8 bits: numbers from -127 to 127 with one scale per row. 4 bits: numbers from -8 to 7 with one
 scale, of either sign, per 32 columns of a row. Scales are bfloat16. Copies are made once per model
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from layerskip.model.deltas import Deltas
+from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.products import Function
 from layerskip.model.stored import Stored
@@ -113,7 +114,7 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
 
 
 def _rounded(weight: Tensor, bits: int) -> Tensor:
-    """The numbers and scales of a weight (R, C) in the rows of a format of `codes.h`, (R, bytes)."""
+    """A weight (R, C) in the rows of a format of `codes.h`, (R, bytes of a row)."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
     exact = F.pad(exact, (0, -exact.shape[1] % GROUP))
     if bits == 8:
@@ -155,13 +156,19 @@ def _widened(rows: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Tenso
 
 
 class _Origin:
-    """A weight's state when it was copied, and its copies by bits, layout and deltas."""
+    """A weight's state when it was copied, and its copies.
+
+    Attributes:
+        copies: rounded ones, by bits, layout and deltas.
+        heads: its rows of some tokens, by tokens, oldest first.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.facts = _facts(weight)
         self._look(weight)
         self.before = self.sample.clone()
         self.copies: dict[tuple[int, bool, str | None], Rounded] = {}
+        self.heads: dict[tuple[int, ...], TrimmedHead] = {}
 
     def _look(self, weight: Tensor) -> None:
         flat = (weight.bytes if isinstance(weight, Stored) else weight.detach()).reshape(-1)
@@ -185,8 +192,8 @@ def _facts(weight: Tensor) -> tuple[Any, ...]:
     return version, weight.shape, weight.dtype, weight.device
 
 
-class RoundedCopies:
-    """The rounded weights of a model, each made when first needed.
+class Copies:
+    """The rounded weights and trimmed heads of a model, each made when first needed.
 
     Attributes:
         changes: how often copies were dropped; if it has changed, a model is opened again.
@@ -204,14 +211,30 @@ class RoundedCopies:
         delta = None if deltas is None else deltas.merged_into(weight, bits)
         key = (bits, packed, None if delta is None or deltas is None else deltas.hash)
         with self._lock:
-            if weight not in self._made:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._made[weight] = _Origin(weight)
-            kept = self._made[weight].copies
+            kept = self._origin(weight).copies
             if key not in kept:
                 whole = weight if delta is None else weight.detach() + delta[1] @ delta[0]  # (R, C)
                 kept[key] = rounded(whole, bits, packed=packed)
-            return kept[key]  # type: ignore[no-any-return]
+            return kept[key]
+
+    def trimmed(self, head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
+        """A head with the rows of some tokens.
+
+        All of one head together have at most as many rows as it has; the oldest are dropped.
+        """
+        with self._lock:
+            kept = self._origin(head.weight).heads
+            if tokens not in kept:
+                while kept and sum(map(len, kept)) + len(tokens) > len(head.weight):
+                    del kept[next(iter(kept))]
+                kept[tokens] = TrimmedHead(head, tokens)
+            return kept[tokens]
+
+    def _origin(self, weight: Tensor) -> _Origin:
+        if weight not in self._made:
+            with torch.inference_mode(False), torch.no_grad():
+                self._made[weight] = _Origin(weight)
+        return self._made[weight]  # type: ignore[no-any-return]
 
     def forget_changed(self) -> None:
         with self._lock:
@@ -231,14 +254,14 @@ class RoundedCopies:
             return sum(c.nbytes for origin in self._made.values() for c in origin.copies.values())
 
 
-_copies: WeakKeyDictionary[nn.Module, RoundedCopies] = WeakKeyDictionary()
+_copies: WeakKeyDictionary[nn.Module, Copies] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def copies_of(model: nn.Module) -> RoundedCopies:
+def copies_of(model: nn.Module) -> Copies:
     """The copies of a model, without those of changed weights."""
     with _lock:
-        copies = _copies.setdefault(model, RoundedCopies())
+        copies = _copies.setdefault(model, Copies())
     copies.forget_changed()
     return copies
 

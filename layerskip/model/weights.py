@@ -18,7 +18,7 @@ from layerskip.model.architecture import Architecture, read_bytes
 from layerskip.model.backend import EXACT, Backend, Block, Variant
 from layerskip.model.blocks import OpenBlock, open_block
 from layerskip.model.deltas import Deltas, paired
-from layerskip.model.draft_head import TrimmedHead, trimmed_head
+from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.plain import head_refusal
 from layerskip.model.rounded import linears, rounded_bytes
@@ -77,7 +77,7 @@ class DraftWeights:
             )
             return self
         trimmed = copy(self)
-        trimmed._rows = trimmed_head(head, tuple(tokens))
+        trimmed._rows = self.backend.copies.trimmed(head, tuple(tokens))
         trimmed._heads = {}
         trimmed._head = self.backend.head(trimmed._rows)
         trimmed.vocabulary = len(tokens)
@@ -164,7 +164,9 @@ class DraftWeights:
         tokens = self.module(skip).tokens
         if tokens is not None and self._rows is not None:
             tokens = tuple(sorted({*tokens} & {*self._rows.tokens.tolist()}))
-        return trimmed_head(head, tokens) if tokens and not head_refusal(head) else self._rows
+        if not tokens or head_refusal(head):
+            return self._rows
+        return self.backend.copies.trimmed(head, tokens)
 
     def deltas(self, trained: Trained) -> Deltas:
         """The deltas of the sublayers' linear layers, checked once per opening."""
