@@ -22,7 +22,8 @@ WINDOWS = (WINDOW, None)
 def seen(held, layer, keys, values):
     """Keys and values (B, H, T, D) that a pass sees after an update, and its mask."""
     window = held.windows[layer]
-    all_keys, all_values = held.update(keys, values, layer)
+    held.update(keys, values, layer)
+    all_keys, all_values = held.read(layer)
     mask = held.seen(window, "cpu")[..., -all_keys.shape[2] :]  # (B or 1, 1, T, slots)
     visible = mask.expand(held.rows, -1, -1, -1).any(2)[..., None]  # (B, 1, slots, 1)
     return all_keys * visible, all_values * visible, mask

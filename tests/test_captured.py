@@ -130,7 +130,7 @@ def test_two_decodings_at_once_have_buffers_of_their_own():
         caches = [opened.new_cache(1, 40) for _ in range(count)]
         for cache in caches:
             cache.place([0], 1)
-            cache.buffers(0, (2, 16), torch.zeros(1))
+            cache.buffers(0, (2, 16), (2, 16), torch.zeros(1))
         return {cache.keys[0].data_ptr() for cache in caches}
 
     (first,), both = made(1), made(2)

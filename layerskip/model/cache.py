@@ -44,9 +44,9 @@ def capacity(slots: int) -> int:
 class RowCache:
     """Keys and values of a batch whose rows advance at different rates.
 
-    The attention modules of `transformers` call only `update(keys, values, layer_idx)`. So the
-    place to write is a state, set by `place` before a pass. Slot equals position: each row's first
-    real token is in slot 0, whatever padding preceded it.
+    Attention modules of `transformers` give only keys, values and a layer to write. So the place
+    to write is a state, set by `place` before a pass. Slot equals position: each row's first real
+    token is in slot 0, whatever padding preceded it.
 
     Args:
         slots: maximum number of slots that a row will ever use.
@@ -244,12 +244,11 @@ class RowCache:
         assert self.branches is not None
         return on_device(self.branches.depths, device)  # (B, N)
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write this pass's keys and values (B, H, T, D); returns all that may be attended to."""
-        all_keys, all_values = self.buffers(layer_idx, (keys.shape[1], keys.shape[3]), keys)
-        bases = self.first_slots(layer_idx)
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        """Write this pass's keys and values, (B, H, T, D) each."""
+        shapes = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+        all_keys, all_values = self.buffers(layer, *shapes, keys)
+        bases = self.first_slots(layer)
         if self.in_step:
             base = bases[0]
             all_keys.narrow(2, self.start - base, self.count).copy_(keys)
@@ -259,7 +258,6 @@ class RowCache:
             index = self.placed(keys.device) - on_device(bases, keys.device)[:, None]  # (B, T)
             all_keys[rows, :, index] = keys.transpose(1, 2)
             all_values[rows, :, index] = values.transpose(1, 2)
-        return self.read(layer_idx)
 
     def read(self, layer: int, window: int | None = None, sink: int = 0) -> tuple[Tensor, Tensor]:
         """A layer's keys and values in this pass, with a window and a sink as for `causal`."""
@@ -282,11 +280,16 @@ class RowCache:
         rows = zip(self.firsts, self.first_slots(), strict=True)
         return max(first - base for first, base in rows) + self.count
 
-    def buffers(self, layer: int, heads: tuple[int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's complete keys and values in a pass, (B, H, S, D) each, for heads (H, D)."""
+    def buffers(
+        self, layer: int, keys: tuple[int, int], values: tuple[int, int], like: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's complete keys and values in a pass, (B, H, S, D) each, for heads (H, D).
+
+        Values may be narrower than keys (DeepSeek). `like` has their dtype and device.
+        """
         if layer not in self.keys:
-            for buffers in (self.keys, self.values):
-                self._allocate(buffers, layer, *heads, like)
+            self._allocate(self.keys, layer, *keys, like)
+            self._allocate(self.values, layer, *values, like)
         return self.taking_part(self.keys[layer]), self.taking_part(self.values[layer])
 
     def _allocate(

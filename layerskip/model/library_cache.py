@@ -48,7 +48,7 @@ class Positions:
 
 
 class LibraryCache(RowCache):
-    """Keys and values like `RowCache`, with any widths.
+    """Keys and values of decoders that the library runs.
 
     Args:
         encoded: an encoder's output for the rows' texts.
@@ -125,25 +125,13 @@ class LibraryCache(RowCache):
         active = self._active()
         return slice(active.start, active.stop) if rows is None else [active[row] for row in rows]
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self._make(layer_idx, keys, values)
-        return super().update(keys, values, layer_idx)
-
-    def _make(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate a layer's buffers; values may be narrower than keys (DeepSeek)."""
-        for buffers, like in ((self.keys, keys), (self.values, values)):
-            if layer not in buffers:
-                self._allocate(buffers, layer, like.shape[1], like.shape[3], like)
-
     def write(
         self, rows: list[int], start: int, keys: Tensor, values: Tensor, layer: int
     ) -> tuple[Tensor, Tensor]:
-        """Like `update`, for some rows of the pass that all begin at one slot."""
-        self._make(layer, keys, values)
+        """Like `update`, for rows of the pass that all begin at one slot; returns what they see."""
+        shapes = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+        all_keys, all_values = self.buffers(layer, *shapes, keys)
         end = start + keys.shape[2]
-        all_keys, all_values = map(self.taking_part, (self.keys[layer], self.values[layer]))
         all_keys[rows, :, start:end], all_values[rows, :, start:end] = keys, values
         return all_keys[rows, :, :end], all_values[rows, :, :end]
 
@@ -176,9 +164,10 @@ class AttentionLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        if self.rows is None:
-            return self.cache.update(key_states, value_states, self.layer)
-        return self.cache.write(self.rows, self.start, key_states, value_states, self.layer)
+        if self.rows is not None:
+            return self.cache.write(self.rows, self.start, key_states, value_states, self.layer)
+        self.cache.update(key_states, value_states, self.layer)
+        return self.cache.read(self.layer)
 
     def get_seq_length(self, *_: Any) -> int:
         return self.start

@@ -229,7 +229,7 @@ class Native(Fused):
             firsts, angles = cache.firsts, step.rotary.angles
             for block in blocks:
                 if block.layer is not None:
-                    k, v = cache.buffers(block.layer, block.heads, hidden)
+                    k, v = cache.buffers(block.layer, block.heads, block.heads, hidden)
                     keys.append(k)
                     values.append(v)
                     if cache.trimmed:  # otherwise all rows of all layers begin at slot 0

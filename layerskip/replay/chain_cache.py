@@ -45,15 +45,12 @@ class ChainCache(RowCache):
     def _fed(self) -> int:
         return (self.end - self.places) // self.group
 
-    def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write one step's keys and values (B, H, G, D); returns all to attend to."""
-        if layer_idx not in self.keys:
-            self._open(layer_idx, keys, values)
-        self.keys[layer_idx].narrow(2, self.start, self.group).copy_(keys)
-        self.values[layer_idx].narrow(2, self.start, self.group).copy_(values)
-        return self.read(layer_idx)
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        """Write one step's keys and values, (B, H, G, D) each."""
+        if layer not in self.keys:
+            self._open(layer, keys, values)
+        self.keys[layer].narrow(2, self.start, self.group).copy_(keys)
+        self.values[layer].narrow(2, self.start, self.group).copy_(values)
 
     def read(self, layer: int, window: int | None = None, sink: int = 0) -> tuple[Tensor, Tensor]:
         """All of a layer to attend to, (B, H, end, D) each; windows are masked."""
