@@ -162,5 +162,4 @@ def test_a_model_is_let_go():
     weight = ref(model.model.layers[0].mlp.down_proj.weight)
     del model
     gc.collect()
-    assert gone() is None
-    assert weight() is None
+    assert gone() is weight() is None

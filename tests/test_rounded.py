@@ -299,8 +299,8 @@ def test_copies_of_changed_weights_and_former_draft_vocabularies_are_freed(built
             how = {"skip": SkipConfig.low_precision(8), "draft_vocabulary": range(n, n + 60)}
             generate(model, prompt(5), **how, max_new_tokens=4, do_sample=False)
         gc.collect()
-        found = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
-        return sum(each.dtype is torch.uint8 for each in found)
+        tensors = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
+        return sum(each.dtype is torch.uint8 for each in tensors)
 
     assert taken(0, 4) == taken(4, 8)
 
