@@ -191,13 +191,7 @@ def load(
     except UnsupportedModelError:
         raise
     except Exception as error:  # any error here is about the checkpoint
-        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
-        if folder is not None:
-            raise ValueError(f"cannot load the checkpoint in {folder}: {reason}") from error
-        raise ValueError(
-            f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
-            f"folder, {', '.join(SHIPPED + MADE)}{suggestion(name)}"
-        ) from error
+        raise _unreadable(name, folder, error) from error
     # transformers fills in missing weights with random numbers and only logs that.
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
     if lacking:
@@ -209,6 +203,16 @@ def load(
     if folder is not None and name in SHIPPED + MADE:
         model.name_or_path = name  # as in its skip config, wherever it is installed
     return Loaded(name, model, tokenizer, folder)
+
+
+def _unreadable(name: str, folder: Path | None, error: Exception) -> ValueError:
+    reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+    if folder is not None:
+        return ValueError(f"cannot load the checkpoint in {folder}: {reason}")
+    return ValueError(
+        f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
+        f"folder, {', '.join(SHIPPED + MADE)}{suggestion(name)}"
+    )
 
 
 def _on_lines(model: Any) -> Any:
@@ -269,19 +273,19 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
         The assistant or head with the model's tokenizer; None for another kind of checkpoint.
 
     Raises:
-        ValueError: the checkpoint is not complete.
+        ValueError: there is nothing by that name, or the checkpoint is not complete.
     """
     if Path(name).is_file():
         return None
     folder = model_folder(name)
     source = name if folder is None else str(folder)
+    try:  # once, since a Hub that cannot be reached is asked for half a minute
+        kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
+    except OSError as error:
+        raise _unreadable(name, folder, error) from error
     if eagle_config(source) is not None:
         head = load_eagle(source, dtype=like.model.dtype).to(like.model.device)
         return Loaded(name, head, like.tokenizer, folder)
-    try:
-        kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
-    except OSError:
-        return None  # `load` will report what is wrong
     if kind not in ASSISTANTS:
         return None
     model = load_assistant(source, dtype=like.model.dtype).to(like.model.device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import assistant_config
 from official import KINDS, assistant_of, build_assistant, target_of
+from transformers import PretrainedConfig
 
 import layerskip
 from layerskip.checkpoints import load, load_official
@@ -129,6 +130,20 @@ def test_training_brings_the_laws_nearer():
         optimizer.zero_grad()
     after = assistants.overlaps(drafted, reading, 1.0)
     assert all(new > old + 0.1 for new, old in zip(after, before, strict=True)), (before, after)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
+    asked = []
+
+    def unreachable(name, **_):
+        asked.append(name)
+        raise OSError("no connection")
+
+    loaded = load("demo-llama")
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", unreachable)
+    with pytest.raises(ValueError, match="cannot load model 'nosuch' from the Hub: no connection"):
+        load_official("nosuch", loaded)
+    assert asked == ["nosuch"]
 
 
 def test_the_shipped_assistant_drafts_for_its_model():
