@@ -11,7 +11,7 @@ from gguf_files import write
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.bench import checks
+from layerskip.bench import checks, plans
 from layerskip.checkpoints import load
 from layerskip.drafts import explain_drafts
 from layerskip.files.gguf import read_gguf
@@ -109,6 +109,24 @@ def test_a_check_unpacks_weights_once_if_memory_suffices(file, tmp_path, spied, 
         asked.clear()
         checked = run("check", str(file), *flags)
         assert checked.exit_code == 0, checked.output
+        counts.append(sum(rows > 99 for rows in asked))
+    assert counts[0] > 3 * counts[1]
+
+
+@native
+@pytest.mark.usefixtures("priced")
+def test_a_benchmark_unpacks_weights_for_the_library_if_memory_suffices(
+    file, tmp_path, spied, monkeypatch
+):
+    (tmp_path / "prompts.txt").write_text("abc\n")
+    flags = ("--method", "generate", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 4)
+    asked, counts = spied(Stored, "unpacked", len), []
+    for free in (None, 1 << 40):
+        monkeypatch.setattr(plans, "free_memory", lambda free=free: free)
+        asked.clear()
+        measured = run("benchmark", str(file), *flags, "--output", tmp_path / f"{free}.jsonl")
+        assert measured.exit_code == 0, measured.output
+        assert ("a copy needs more memory" in measured.stderr) is (free is None)
         counts.append(sum(rows > 99 for rows in asked))
     assert counts[0] > 3 * counts[1]
 

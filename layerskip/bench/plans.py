@@ -26,13 +26,13 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.environment import environment
+from layerskip.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.eagle import Eagle
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
-from layerskip.model.stored import unpacked_model
+from layerskip.model.stored import stored_weights, unpacked_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 from layerskip.registry import WITH_THRESHOLD, named
@@ -212,7 +212,9 @@ class Plan:
             self._price(each)
         methods: list[Method] = [Engine(model, task), *engines]
         if any(kind.startswith("generate") for kind in kinds):
-            model = unpacked_model(model)  # otherwise the library would unpack in every product
+            model = unpacked_model(model, free_memory() or 0)
+            if stored_weights(model):
+                self.say("generate() unpacks weights in every product: a copy needs more memory")
         if "generate" in kinds:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds:
