@@ -21,7 +21,7 @@ from layerskip import __version__
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
 from layerskip.cli.flags import Decoding, Loading
-from layerskip.cli.terminal import PATIENCE, Talk, TextStream, reading
+from layerskip.cli.terminal import PATIENCE, Talk, TextStream, aligned, reading
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
@@ -491,6 +491,20 @@ def test_progress_is_replaced_on_a_terminal(monkeypatch):
     clear = "\r\033[K"
     shown = f"{clear}loading {'x' * 21}{clear}loaded, and ready to decode\n  whatever comes\n"
     assert terminal.getvalue() == shown
+
+
+def test_a_table_too_wide_for_a_terminal_is_folded(monkeypatch):
+    lines = [["method", "batch", "tokens/s", "same text"], ["plain", "1", "52.9", "6/6, all"]]
+    one = "method  batch  tokens/s  same text\nplain       1      52.9  6/6, all"
+    monkeypatch.setenv("COLUMNS", "34")
+    assert aligned(lines, 2) == one  # not on a terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert aligned(lines, 2) == one
+    monkeypatch.setenv("COLUMNS", "33")
+    folded = "method  batch  tokens/s\nplain       1      52.9\n\n"
+    assert aligned(lines, 2) == folded + "method  batch  same text\nplain       1  6/6, all"
+    monkeypatch.setenv("COLUMNS", "1")
+    assert aligned(lines, 3) == one
 
 
 def test_streamed_text_waits_for_whole_characters():

@@ -304,4 +304,4 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         rate = row["acceptance_rate"]
         line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
         lines.append([*line, same_texts(row)])
-    return aligned(lines)
+    return aligned(lines, keys=1 + len(told))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -233,13 +234,22 @@ def same_texts(row: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Format columns flush right, except for the first and the last."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index in (0, len(widths) - 1) else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+def aligned(lines: Sequence[Sequence[str]], keys: int = 1) -> str:
+    """Format columns flush right, except for the first and the last.
+
+    If a terminal is too narrow for them, they form several tables, one below the other. Each begins
+    with the first `keys` columns.
+    """
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    columns = []
+    for index, column in enumerate(zip(*lines, strict=True)):
+        flush = str.ljust if index in (0, len(lines[0]) - 1) else str.rjust
+        columns.append([flush(cell, max(map(len, column))) for cell in column])
+    tables = [columns[:keys]]
+    for each in columns[keys:]:
+        wide = len("  ".join(column[0] for column in (*tables[-1], each))) > room
+        if wide and len(tables[-1]) > keys:
+            tables.append(columns[:keys])
+        tables[-1] = [*tables[-1], each]
+    rows = (("  ".join(cells).rstrip() for cells in zip(*table, strict=True)) for table in tables)
+    return "\n\n".join("\n".join(each) for each in rows)
