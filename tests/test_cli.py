@@ -426,6 +426,14 @@ def test_check_passes(folder, two_prompts):
     assert max(map(len, lines[:-1])) <= 60
 
 
+def test_check_takes_one_draft(folder):
+    help_text = run("check", "--help").stdout
+    assert "--skip FILE" in help_text
+    assert "epeatable" not in help_text
+    wanted = "check takes one --skip or --exit-layer; run it once for each"
+    assert refused("check", folder, "--exit-layer", 1, "--exit-layer", 2) == wanted
+
+
 def test_check_fails_and_shows_where(folder, two_prompts, monkeypatch):
     break_verify(monkeypatch)
     flags = ("--exit-layer", 3, "--prompts", two_prompts, "--max-new-tokens", 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,17 @@ if TYPE_CHECKING:
     from layerskip.bench.checks import CheckReport
 
 
+@dataclass(frozen=True)
+class OneDraft(DraftFlags):
+    """The flags that select draft sources, with one skip config at most."""
+
+    skip: list[str] | None = flag("Draft with the skip config in this JSON file.", "FILE")
+    exit_layer: list[int] | None = flag("Draft with layers 0 to E-1 (early exit).", "E")
+
+
 def check(
     *,
-    draft: DraftFlags,
+    draft: OneDraft,
     prompts: Path | None = flag("File of prompts.  [default: some shipped ones]", "FILE"),
     chat: Chat = False,
     max_new_tokens: MaxNewTokens = 64,
