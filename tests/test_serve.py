@@ -337,7 +337,7 @@ class TestTools:
         )
         more = {"tools": [TOOL], "chat_template_kwargs": {"think": True}}
         answer = answer_of(ChatAsked(**ASKED, **more), place.served)
-        chunk = answer.add(0, told)
+        [chunk] = answer.add(0, told)
         [choice] = answer.whole()["choices"]
         assert choice["finish_reason"] == "tool_calls"
         message = choice["message"]
@@ -725,31 +725,25 @@ class TestEnds:
         got = place.client.completions.create(prompt=STORY * 3, **GREEDY)
         after = counted(place)
         more = {name: after[name] - before.get(name, 0) for name in after}
-        told = (got.model_extra or {})["metrics"]["speculative_decoding"]
+        told = (got.model_extra or {})["timings"]
         label = '{model_name="demo-llama"}'
-        assert told["num_draft_tokens"] > 0
-        for name, number in (
-            ("num_drafts", told["num_spec_steps"]),
-            ("num_draft_tokens", told["num_draft_tokens"]),
-            ("num_accepted_tokens", told["num_accepted_draft_tokens"]),
-        ):
-            assert more[f"vllm:spec_decode_{name}_total{label}"] == number
+        assert told["drafted"] > 0
+        drafts, drafted, accepted = (
+            more[f"vllm:spec_decode_num_{name}_total{label}"]
+            for name in ("drafts", "draft_tokens", "accepted_tokens")
+        )
+        assert 0 < drafts <= told["rounds"]
+        assert (drafted, accepted) == (told["drafted"], told["accepted"])
         per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
         at = [number for name, number in more.items() if name.startswith(per_pos)]
-        assert sum(at) == told["num_accepted_draft_tokens"]
+        assert sum(at) == accepted
         assert at == sorted(at, reverse=True)
-        histogram = told["acceptance_histogram"]
-        assert sum(histogram) == told["num_spec_steps"]
-        assert len(histogram) == told["num_spec_tokens"] + 1
-        accepted = sum(count * number for number, count in enumerate(histogram))
-        assert accepted == told["num_accepted_draft_tokens"]
-        length = 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
-        assert told["mean_acceptance_length"] == length
+        assert at[0] <= drafts
         ours = 'layerskip_{}{{model="demo-llama"}}'
         assert more[ours.format("generated_tokens_total")] == 24
         assert more[ours.format("inter_token_seconds_count")] == 23
         assert more[ours.format("first_token_seconds_count")] == 1
-        assert more[ours.format("rounds_total")] == got.model_extra["timings"]["rounds"]
+        assert more[ours.format("rounds_total")] == told["rounds"]
         for name in ("kv_cache_limit_bytes", "kv_cache_bytes", "earlier_texts_bytes"):
             assert after[ours.format(name)] > 0
         asked = 'layerskip_requests_total{model="demo-llama",path="/v1/completions",status="200"}'

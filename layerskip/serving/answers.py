@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from layerskip.serving.fields import Asked, ChatAsked, Refusal
 from layerskip.serving.formats.reading import Delta, Reader, held_back
 from layerskip.serving.requests import Counts, Piece, TextRequest
 from layerskip.text import Detokenizer
@@ -17,7 +18,7 @@ class Choice:
     """One text as it comes, cut before the first stop string.
 
     Args:
-        reader: splits a chat's answer into its parts; None: the text is returned as it is.
+        reader: splits the text into content, reasoning and tool calls.
         keep: special tokens whose text the reader needs.
         echo: the prompt, if it is to be returned before the text.
         hidden: whether to return no text, if the request asks for none.
@@ -26,6 +27,7 @@ class Choice:
         text: the complete text that may be shown so far.
         tokens: number of tokens, including those that are not shown.
         reason: why the text ended, in the client's terms; None while it continues.
+        told: the information on its tokens.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Choice:
         task: TextRequest,
         stops: Sequence[str],
         *,
-        reader: Reader | None = None,
+        reader: Reader,
         keep: AbstractSet[int] = frozenset(),
         echo: str | None = None,
         hidden: bool = False,
@@ -46,13 +48,21 @@ class Choice:
         self.counts = Counts()
         self.reader = reader
         self._tokenizer, self._stops = tokenizer, stops
+        self.told: list[dict[str, Any]] = []
+        self._message: Delta = {}
         self._decoder = Detokenizer(tokenizer, keep)
         self._held = ""  # text that may become a stop string
         self._waiting: list[tuple[int, int, dict[int, float]]] = []  # start of each token's text
         self._echo, self._hidden = echo, hidden
 
-    def add(self, piece: Piece) -> tuple[list[Delta], list[dict[str, Any]]]:
-        """Add a piece; returns what it adds to the text, and the information on its tokens."""
+    def add(self, piece: Piece) -> tuple[Delta, list[dict[str, Any]]]:
+        """Add a piece; returns what it adds to the message, and the information on its tokens."""
+        deltas, told = self._read(piece)
+        self.told += told
+        self._message = merged([self._message, *deltas])
+        return merged(deltas), told
+
+    def _read(self, piece: Piece) -> tuple[list[Delta], list[dict[str, Any]]]:
         deltas, told = list[Delta](), list[dict[str, Any]]()
         if self._echo is not None:
             deltas, told = [{"content": self._echo}], self._prompt(piece)
@@ -80,13 +90,22 @@ class Choice:
             new, self._held = new[: len(new) - held], new[len(new) - held :]
             self.reason = piece.reason
         self.text += new
-        if self.reader is not None:
-            deltas += self.reader.feed(new, self.reason is not None)
-        elif new:
-            deltas.append({"content": new})
+        deltas += self.reader.feed(new, self.reason is not None)
         ready = [each for each in self._waiting if each[0] < len(self.text)]
         self._waiting = self._waiting[len(ready) :]
-        return deltas, told + [self._told(*each) for each in ready]
+        return deltas, told + [self._of_token(*each) for each in ready]
+
+    def whole(self) -> dict[str, Any]:
+        """The complete message, if it is a chat's."""
+        calls = [
+            {name: value for name, value in call.items() if name != "index"}
+            for call in self._message.get("tool_calls", ())
+        ]
+        also = {"tool_calls": calls} if calls else {}
+        if "reasoning_content" in self._message:
+            also["reasoning_content"] = self._message["reasoning_content"]
+        content = self._message.get("content", None if calls else "")
+        return {"role": "assistant", "content": content, "refusal": None, **also}
 
     def _prompt(self, piece: Piece) -> list[dict[str, Any]]:
         """The prompt's tokens if their log-probabilities are requested; the first has none."""
@@ -94,11 +113,11 @@ class Choice:
             return []
         begin, decoder, told = 0, Detokenizer(self._tokenizer), []
         for token, logprobs in zip(self.task.prompt, [{}, *piece.prompt_logprobs], strict=True):
-            told.append(self._told(begin, token, logprobs))
+            told.append(self._of_token(begin, token, logprobs))
             begin += len(decoder.put([token]))
         return told
 
-    def _told(self, begin: int, token: int, logprobs: dict[int, float]) -> dict[str, Any]:
+    def _of_token(self, begin: int, token: int, logprobs: dict[int, float]) -> dict[str, Any]:
         """A token in the format of chats, with the start of its text."""
         most = self.task.top_logprobs or 0
         top = sorted(logprobs.items(), key=lambda each: -each[1])[:most]
@@ -134,83 +153,63 @@ def merged(deltas: Sequence[Delta]) -> Delta:
 
 
 class Answer:
-    """All choices of a request, and the JSON documents for them.
+    """All choices of a request, and the JSON documents for them, whole or as events."""
 
-    Args:
-        called: whether the client requires one tool by name; a call is then no reason to end.
-    """
+    done = "data: [DONE]\n\n"
+    """What clients expect behind the last event."""
 
-    def __init__(
-        self, chat: bool, model: str, choices: Sequence[Choice], called: bool = False
-    ) -> None:
+    def __init__(self, asked: Asked, model: str, choices: Sequence[Choice]) -> None:
         self.choices = choices
         self.created = int(time.time())
-        self._chat, self._called = chat, called
-        self._head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
-            "object": "chat.completion" if chat else "text_completion",
+        self._asked, self._chat = asked, isinstance(asked, ChatAsked)
+        self._head: dict[str, Any] = {
+            "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
+            "object": "chat.completion" if self._chat else "text_completion",
             "created": self.created,
             "model": model,
         }
-        self._of_chunks = self._head | ({"object": "chat.completion.chunk"} if chat else {})
-        self._told: list[list[dict[str, Any]]] = [[] for _ in choices]
-        self._messages: list[Delta] = [{} for _ in choices]
+        self._of_chunks = self._head | ({"object": "chat.completion.chunk"} if self._chat else {})
+        if asked.include_usage:  # null in all chunks but the last
+            self._of_chunks["usage"] = None
 
-    def add(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """Add a piece to a choice; returns the chunk for it, or None if there is nothing to say."""
+    def begin(self) -> list[dict[str, Any]]:
+        """The first events of a stream."""
+        begun = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(index, begun) for index in range(len(self.choices) * self._chat)]
+
+    def add(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Add a piece to a choice; returns the events for it."""
         choice = self.choices[index]
-        ended = choice.reason
-        deltas, told = choice.add(piece)
-        self._told[index] += told
-        self._messages[index] = merged([self._messages[index], *deltas])
-        reason = self._reason(choice) if ended is None else None
-        if not deltas and not told and reason is None:
-            return None
-        delta = merged(deltas)
+        ended = choice.reason is not None
+        delta, told = choice.add(piece)
+        reason = None if ended else self._reason(choice)
+        if not delta and not told and reason is None:
+            return []
         content = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        return self.chunk(index, content, told, reason)
+        chunk = self._chunk(index, content, told, reason)
+        if not self._asked.include_usage and all(each.reason for each in self.choices):
+            chunk["timings"] = self.timings()
+        return [chunk]
 
-    def _reason(self, choice: Choice) -> str | None:
-        if choice.reason == "stop" and choice.reader and choice.reader.calls and not self._called:
-            return "tool_calls"
-        return choice.reason
+    def end(self) -> list[dict[str, Any]]:
+        """The last events of a stream."""
+        last = {**self._of_chunks, "choices": [], **self._counted()}
+        return [last] if self._asked.include_usage else []
 
-    def chunk(
-        self, index: int, content: dict[str, Any], told: list[dict[str, Any]], reason: str | None
-    ) -> dict[str, Any]:
-        return {**self._of_chunks, "choices": [self._choice(index, content, told, reason)]}
-
-    def message(self, index: int) -> dict[str, Any]:
-        """The complete message of a choice of a chat."""
-        whole = self._messages[index]
-        calls = [
-            {name: value for name, value in call.items() if name != "index"}
-            for call in whole.get("tool_calls", ())
-        ]
-        also = {"tool_calls": calls} if calls else {}
-        if "reasoning_content" in whole:
-            also["reasoning_content"] = whole["reasoning_content"]
-        content = whole.get("content", None if calls else "")
-        return {"role": "assistant", "content": content, "refusal": None, **also}
+    def failed(self, refusal: Refusal) -> dict[str, Any]:
+        """The last event of a stream that cannot be finished."""
+        return refusal.body()
 
     def whole(self) -> dict[str, Any]:
         """The answer for a client that does not stream."""
         choices = []
-        for index, (choice, told) in enumerate(zip(self.choices, self._told, strict=True)):
-            content = {"message": self.message(index)} if self._chat else {"text": choice.text}
-            choices.append(self._choice(index, content, told, self._reason(choice)))
-        return {**self._head, "choices": choices, **self.counted()}
+        for index, choice in enumerate(self.choices):
+            content = {"message": choice.whole()} if self._chat else {"text": choice.text}
+            choices.append(self._choice(index, content, choice.told, self._reason(choice)))
+        return {**self._head, "choices": choices, **self._counted()}
 
-    def last(self) -> dict[str, Any]:
-        """The chunk with usage, after all others."""
-        return {**self._of_chunks, "choices": [], **self.counted()}
-
-    def counted(self) -> dict[str, Any]:
-        """Token counts and the results of drafting."""
-        counted = {"usage": self.usage(), "timings": self.timings()}
-        if len(self.choices) == 1:
-            counted["metrics"] = {"speculative_decoding": acceptance(self.choices[0].counts)}
-        return counted
+    def _counted(self) -> dict[str, Any]:
+        return {"usage": self.usage(), "timings": self.timings()}
 
     def usage(self) -> dict[str, Any]:
         prompts = {id(choice.task.prompt): choice.task.num_prompt for choice in self.choices}
@@ -241,27 +240,30 @@ class Answer:
             "seeds": [choice.task.seed for choice in self.choices],
         }
 
+    def _reason(self, choice: Choice) -> str | None:
+        called = choice.reader.calls and not self._asked.named
+        return "tool_calls" if called and choice.reason == "stop" else choice.reason
+
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        told: Sequence[dict[str, Any]] = (),
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        return {**self._of_chunks, "choices": [self._choice(index, content, told, reason)]}
+
     def _choice(
-        self, index: int, content: dict[str, Any], told: list[dict[str, Any]], reason: str | None
+        self,
+        index: int,
+        content: dict[str, Any],
+        told: Sequence[dict[str, Any]],
+        reason: str | None,
     ) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
         if self.choices[index].task.top_logprobs is not None:
             logprobs = _of_chat(told) if self._chat else _of_completion(told)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-
-
-def acceptance(counts: Counts) -> dict[str, Any]:
-    """Acceptance in a text's rounds, with vLLM's names, which AIPerf reads."""
-    steps = sum(counts.accepted_of.values())
-    return {
-        "mean_acceptance_length": 1 + counts.accepted / steps if steps else 1.0,
-        "draft_acceptance_rate": counts.accepted / counts.drafted if counts.drafted else 0.0,
-        "acceptance_histogram": [counts.accepted_of.get(k, 0) for k in range(counts.longest + 1)],
-        "num_accepted_draft_tokens": counts.accepted,
-        "num_draft_tokens": counts.drafted,
-        "num_spec_steps": steps,
-        "num_spec_tokens": counts.longest,
-    }
 
 
 def _of_chat(told: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,29 +99,24 @@ def answer_of(asked: Asked, served: Served) -> Answer:
             fields contradict each other.
     """
     served.check_name(asked.model)
-    if asked.stream_options is not None and not asked.stream:
-        raise Refusal(400, "stream_options needs stream: true", param="stream_options")
-    chat = isinstance(asked, ChatAsked)
-    if isinstance(asked, ChatAsked):
-        asked.check()
-    told, echo = asked.told, isinstance(asked, CompletionAsked) and asked.echo
-    if served.encoder and echo and told is not None:
+    asked.check()
+    chat, told = isinstance(asked, ChatAsked), asked.told
+    prompt_logprobs = int(isinstance(asked, CompletionAsked) and asked.echo and told is not None)
+    if served.encoder and prompt_logprobs:
         message = "this model reads its prompt in an encoder, which gives no log-probabilities"
         raise Refusal(400, message, param="echo")
+    temperature = served.temperature if asked.temperature is None else asked.temperature
+    if 0 < temperature < COLDEST:
+        message = f"temperature must be 0 or at least {COLDEST}, got {temperature}"
+        raise Refusal(400, message, param="temperature")
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
     check_tokens(asked.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(asked, served)
-    format_ = _format(asked, served)
-    marks = [*(served.reasoning or () if chat else ()), *(format_.marks if format_ else ())]
+    format_, reasoning = _format(asked, served), served.reasoning if chat else None
+    marks = [*(reasoning or ()), *(() if format_ is None else format_.marks)]
     keep = served.marks([mark.strip() for mark in marks])
-    shared = {
-        **_sampling(asked, served),
-        "eos": frozenset() if asked.ignore_eos else served.ends | {*asked.stop_token_ids},
-        "predicted": _predicted(asked, served),
-        "top_logprobs": told,
-        "prompt_logprobs": int(echo and told is not None),
-    }
     grammar = _calls(asked, served, format_) or _grammar(asked, served)
+    predicted = _predicted(asked, served)
     choices = list[Choice]()
     for index, text in enumerate(prompts):
         limit = _limit(asked, len(text), served)
@@ -128,47 +124,44 @@ def answer_of(asked: Asked, served: Served) -> Answer:
             prompt, encoded, also = read_text(served.loaded.model, text, max(1, limit))
         with refusing("messages"):
             pictures = None if seen is None else look(served.loaded.model, seen)
-        before = [*also, *_bias(asked, len(prompt), served), *grammar]
-        stop = StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None
+        echo = None
+        if isinstance(asked, CompletionAsked) and asked.echo:
+            given = asked.prompts[index]
+            echo = given if isinstance(given, str) else decode_text(served.tokenizer, text)
+        task = TextRequest(
+            prompt,
+            max(1, limit),
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_k=served.top_k if asked.top_k is None else max(0, asked.top_k),  # -1 also means all
+            top_p=served.top_p if asked.top_p is None else asked.top_p,
+            min_p=asked.min_p,
+            eos=frozenset() if asked.ignore_eos else served.ends | {*asked.stop_token_ids},
+            stop=StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None,
+            processors=[*also, *_bias(asked, len(prompt), served), *grammar],
+            predicted=predicted,
+            top_logprobs=told,
+            prompt_logprobs=prompt_logprobs,
+            pictures=pictures,
+            encoded=encoded,
+        )
+        inside = False  # whether the template has started the reasoning
+        if reasoning is not None:
+            end: str = served.tokenizer.decode(text[-16:])
+            inside = end.rstrip().endswith(reasoning[0].rstrip())
         for number in range(asked.n):
-            task = TextRequest(
-                prompt,
-                max(1, limit),
-                seed=seed + (number if asked.same_seed else len(choices)),
-                stop=stop,
-                processors=before,
-                pictures=pictures,
-                encoded=encoded,
-                **shared,
-            )
+            own = number if asked.same_seed else len(choices)
             choice = Choice(
                 served.tokenizer,
-                task,
+                replace(task, seed=seed + own),
                 asked.stops,
-                reader=_reader(asked, text, served, format_),
+                reader=Reader(format_, reasoning, inside=inside, several=asked.several),
                 keep=keep,
-                echo=_echoed(asked, index, text, served) if echo else None,
+                echo=echo,
                 hidden=limit == 0,
             )
             choices.append(choice)
-    return Answer(chat, served.name, choices, called=isinstance(asked, ChatAsked) and asked.named)
-
-
-def _sampling(asked: Asked, served: Served) -> dict[str, Any]:
-    temperature = served.temperature if asked.temperature is None else asked.temperature
-    if 0 < temperature < COLDEST:
-        message = f"temperature must be 0 or at least {COLDEST}, got {temperature}"
-        raise Refusal(400, message, param="temperature")
-    if not temperature:
-        return {"do_sample": False}
-    top_k = served.top_k if asked.top_k is None else max(0, asked.top_k)  # other servers use -1
-    return {
-        "do_sample": True,
-        "temperature": temperature,
-        "top_k": min(top_k, served.vocabulary),
-        "top_p": served.top_p if asked.top_p is None else asked.top_p,
-        "min_p": asked.min_p,
-    }
+    return Answer(asked, served.name, choices)
 
 
 def _predicted(asked: Asked, served: Served) -> list[int]:
@@ -180,17 +173,9 @@ def _predicted(asked: Asked, served: Served) -> list[int]:
     return tokens[: served.context]
 
 
-def _echoed(asked: Asked, index: int, prompt: list[int], served: Served) -> str | None:
-    """The prompt with this index, if it is to be returned before the text."""
-    if not isinstance(asked, CompletionAsked) or not asked.echo:
-        return None
-    given = asked.prompts[index]
-    return given if isinstance(given, str) else decode_text(served.tokenizer, prompt)
-
-
 def _format(asked: Asked, served: Served) -> Format | None:
     """The format of the answer's tool calls; None if there may be none."""
-    if not isinstance(asked, ChatAsked) or asked.choice == "none":
+    if asked.choice == "none":
         return None
     if served.format is None:
         raise Refusal(
@@ -200,19 +185,6 @@ def _format(asked: Asked, served: Served) -> Format | None:
             param="tools",
         )
     return served.format
-
-
-def _reader(
-    asked: Asked, prompt: list[int], served: Served, format_: Format | None
-) -> Reader | None:
-    """What takes a chat's answer apart into content, reasoning and tool calls."""
-    if not isinstance(asked, ChatAsked):
-        return None
-    inside = False
-    if served.reasoning is not None:  # the template may have started it
-        text: str = served.tokenizer.decode(prompt[-16:]).rstrip()
-        inside = text.endswith(served.reasoning[0].rstrip())
-    return Reader(format_, served.reasoning, inside=inside, several=asked.several)
 
 
 def _calls(asked: Asked, served: Served, format_: Format | None) -> list[Any]:

@@ -286,6 +286,26 @@ class Asked(Fields):
         """How many log-probabilities to report besides each token's own; None: none at all."""
         raise NotImplementedError
 
+    def check(self) -> None:
+        """Refuse fields that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "stream_options needs stream: true", param="stream_options")
+
+    @property
+    def choice(self) -> str:
+        """Which tools may be called: none, auto, required, or the name of one."""
+        return "none"
+
+    @property
+    def named(self) -> bool:
+        """Whether one tool is required by name."""
+        return False
+
+    @property
+    def several(self) -> bool:
+        """Whether several tools may be called."""
+        return True
+
 
 class ChatAsked(Asked):
     messages: list[Message] = Field(min_length=1)
@@ -299,7 +319,7 @@ class ChatAsked(Asked):
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Refuse a choice of tools that do not exist."""
+        super().check()
         names = [each.function.name for each in self.tools]
         if self.choice not in ("none", "auto", "required", *names):
             message = f"tool_choice names {self.choice!r}, tools are {', '.join(names) or 'none'}"
@@ -312,17 +332,14 @@ class ChatAsked(Asked):
 
     @property
     def named(self) -> bool:
-        """Whether one tool is required by name."""
         return isinstance(self.tool_choice, NamedTool)
 
     @property
     def several(self) -> bool:
-        """Whether several tools may be called."""
         return self.parallel_tool_calls and not self.named
 
     @property
     def choice(self) -> str:
-        """Which tools may be called: none, auto, required, or the name of one."""
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.function.name
         if not self.tools and self.tool_choice != "required":

@@ -163,18 +163,12 @@ def make_app(
                 answer = await encoded(answer_of, asked, served)
                 running = _Running(serving, metrics.told)
                 await running.submit([choice.task for choice in answer.choices])
-                told = AsResponse(given, answer) if isinstance(given, ResponseAsked) else None
-                if asked.stream and told is not None:
-                    events = _response_events(running, answer, told)
-                    return _Events(
-                        running, events, lambda each: _typed(told.failed(each)), deadline
-                    )
+                told = AsResponse(given, answer) if isinstance(given, ResponseAsked) else answer
                 if asked.stream:
-                    events = _chunks(running, answer, asked)
-                    return _Events(running, events, lambda each: _event(each.body()), deadline)
+                    return _Events(running, told, deadline)
                 with running.cancelled_at_last():
-                    await _unless_gone(request, running, answer, deadline)
-                return JSONResponse(answer.whole() if told is None else told.whole())
+                    await _unless_gone(request, running, told, deadline)
+                return JSONResponse(told.whole())
 
     answering("/v1/chat/completions", ChatAsked)
     answering("/v1/completions", fields.CompletionAsked)
@@ -287,7 +281,9 @@ async def _body(request: Request, most: int) -> bytes:
         raise Refusal(408, f"the body took more than {BODY_SECONDS:.0f} s to arrive") from late
 
 
-async def _unless_gone(request: Request, running: _Running, answer: Answer, until: float) -> None:
+async def _unless_gone(
+    request: Request, running: _Running, answer: Answer | AsResponse, until: float
+) -> None:
     """Read all pieces as long as the client is connected and has time left."""
 
     async def finish() -> None:
@@ -316,73 +312,33 @@ def _too_late() -> Refusal:
     return Refusal(504, "the request took longer than this server allows", code="timeout")
 
 
-async def _chunks(running: _Running, answer: Answer, asked: Asked) -> AsyncIterator[str]:
-    """Yield the events of a stream for a client."""
-    usage = {"usage": None} if asked.include_usage else {}  # in all chunks but the last
-    if isinstance(asked, ChatAsked):
-        for index in range(len(answer.choices)):
-            begun = {"delta": {"role": "assistant", "content": ""}}
-            yield _event(answer.chunk(index, begun, [], None) | usage)
-    open_choices = len(answer.choices)
-    async for index, piece in running.pieces():
-        chunk = answer.add(index, piece)
-        open_choices -= piece.reason is not None
-        if chunk is None:
-            continue
-        if not open_choices and not asked.include_usage:
-            chunk["timings"] = answer.timings()
-        yield _event(chunk | usage)
-    if asked.include_usage:
-        yield _event(answer.last())
-    yield "data: [DONE]\n\n"
-
-
-async def _response_events(
-    running: _Running, answer: Answer, told: AsResponse
-) -> AsyncIterator[str]:
-    """Yield the events of `/v1/responses` for a client."""
-    for event in told.begin():
-        yield _typed(event)
-    async for index, piece in running.pieces():
-        if (chunk := answer.add(index, piece)) is not None:
-            for event in told.add(chunk["choices"][0]["delta"]):
-                yield _typed(event)
-    for event in told.end():
-        yield _typed(event)
-
-
-def _typed(event: dict[str, Any]) -> str:
-    return f"event: {event['type']}\n{_event(event)}"
-
-
 def _event(document: dict[str, Any]) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    kind = document.get("type")  # only events of `/v1/responses` have one
+    data = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {data}\n\n" if kind is None else f"event: {kind}\ndata: {data}\n\n"
 
 
 class _Events(StreamingResponse):
-    """A stream of events. Its tasks are cancelled if the client leaves or runs out of time.
+    """An answer as a stream. Its tasks are cancelled if the client leaves or runs out of time."""
 
-    Args:
-        failed: makes the last event if the answer cannot be finished.
-    """
-
-    def __init__(
-        self,
-        running: _Running,
-        events: AsyncIterator[str],
-        failed: Callable[[Refusal], str],
-        until: float,
-    ) -> None:
+    def __init__(self, running: _Running, answer: Answer | AsResponse, until: float) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self._running, self._failed, self._until = running, failed, until
-        super().__init__(self._told(events), media_type="text/event-stream", headers=headers)
+        self._running, self._answer, self._until = running, answer, until
+        super().__init__(self._events(), media_type="text/event-stream", headers=headers)
 
-    async def _told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[str]:
+        answer = self._answer
         try:
-            async for event in events:
-                yield event
+            for event in answer.begin():
+                yield _event(event)
+            async for index, piece in self._running.pieces():
+                for event in answer.add(index, piece):
+                    yield _event(event)
+            for event in answer.end():
+                yield _event(event)
+            yield answer.done
         except Refusal as refusal:
-            yield self._failed(refusal)
+            yield _event(answer.failed(refusal))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         with self._running.cancelled_at_last():
@@ -391,5 +347,5 @@ class _Events(StreamingResponse):
                     await super().__call__(scope, receive, send)
             except TimeoutError:  # half an answer is sent: add an event to report it, or break off
                 async with asyncio.timeout(1):
-                    body = self._failed(_too_late()).encode()
+                    body = _event(self._answer.failed(_too_late())).encode()
                     await send({"type": "http.response.body", "body": body, "more_body": False})

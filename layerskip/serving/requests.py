@@ -67,7 +67,6 @@ class Counts:
         drafted, accepted: tokens drafted from any source, and those that were emitted.
         predicted, predicted_accepted: those of them from `TextRequest.predicted`.
         rounds: passes after those over the prompt.
-        longest: tokens of the longest draft.
         accepted_of: number of rounds with a draft, by their number of accepted tokens.
         queued, first, seconds: from the submission to the first pass, the first token and the last
             token.
@@ -79,7 +78,6 @@ class Counts:
     predicted: int = 0
     predicted_accepted: int = 0
     rounds: int = 0
-    longest: int = 0
     accepted_of: dict[int, int] = field(default_factory=dict)
     queued: float = 0.0
     first: float = 0.0

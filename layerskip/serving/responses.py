@@ -23,6 +23,7 @@ from layerskip.serving.fields import (
     ToolName,
     read,
 )
+from layerskip.serving.requests import Piece
 
 _NAMES = {  # of a chat's fields in this API
     "messages": "input",
@@ -207,7 +208,9 @@ def _said(content: str | list[Part]) -> str | list[dict[str, Any]]:
 
 
 class Response:
-    """An answer with one choice, in the format of this API."""
+    """An answer with one choice, in the format of this API; used like an `Answer`."""
+
+    done = ""
 
     def __init__(self, asked: ResponseAsked, answer: Answer) -> None:
         self._asked, self._answer = asked, answer
@@ -215,8 +218,7 @@ class Response:
         self._items: list[dict[str, Any]] = []
         self._number = 0
 
-    def document(self, status: str) -> dict[str, Any]:
-        """The response at this time."""
+    def _document(self, status: str) -> dict[str, Any]:
         asked, answer = self._asked, self._answer
         told: dict[str, Any] = {
             "id": self._id,
@@ -257,16 +259,20 @@ class Response:
 
     def whole(self) -> dict[str, Any]:
         """The complete response."""
-        events = [*self.add(self._answer.message(0)), *self.end()]
-        return dict(events[-1]["response"])
+        *_, last = self.end()
+        return dict(last["response"])
 
-    def begin(self) -> Iterator[dict[str, Any]]:
+    def begin(self) -> list[dict[str, Any]]:
         """The first events."""
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self.document("in_progress"))
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._document("in_progress")) for kind in kinds]
 
-    def add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events for a chat's delta; the iterator must be exhausted."""
+    def add(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """Add a piece; returns the events for it."""
+        chunks = self._answer.add(index, piece)
+        return [each for chunk in chunks for each in self._added(chunk["choices"][0]["delta"])]
+
+    def _added(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if text := delta.get("reasoning_content"):
             yield from self._more("reasoning", text)
         if text := delta.get("content"):
@@ -284,7 +290,7 @@ class Response:
         """The last events."""
         status = "incomplete" if self._answer.choices[0].reason == "length" else "completed"
         yield from self._close(status)
-        yield self._event(f"response.{status}", response=self.document(status))
+        yield self._event(f"response.{status}", response=self._document(status))
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
         """The last event if the answer cannot be finished."""

@@ -130,7 +130,6 @@ class Text(Seat):
         counts.drafted += drafted
         counts.accepted += accepted
         if drafted:
-            counts.longest = max(counts.longest, drafted)
             counts.accepted_of[accepted] = counts.accepted_of.get(accepted, 0) + 1
         if outcome.source(row) == predicted:
             counts.predicted += drafted
