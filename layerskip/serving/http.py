@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -190,9 +191,7 @@ def _refusing() -> Iterator[None]:
 class _Running:
     """The tasks of one request: they report from their thread, and one coroutine reads."""
 
-    def __init__(
-        self, serving: Serving, counted: Callable[[TextRequest, Piece, float], None]
-    ) -> None:
+    def __init__(self, serving: Serving, counted: Callable[[TextRequest, Piece], None]) -> None:
         self._serving, self._counted = serving, counted
         self._loop = asyncio.get_running_loop()
         # By text, the piece not yet sent to the client; a slow reader gets larger pieces.
@@ -202,22 +201,15 @@ class _Running:
 
     async def submit(self, tasks: Sequence[TextRequest]) -> None:
         """Submit all tasks or none."""
-        telling = [(task, self._tell(index, task)) for index, task in enumerate(tasks)]
+        telling = [(task, partial(self._tell, index, task)) for index, task in enumerate(tasks)]
         with _refusing():
             # In a separate thread, since it may wait for the one that decodes.
             texts = await asyncio.to_thread(self._serving.submit_all, telling)
         self._texts = dict(enumerate(texts))
 
-    def _tell(self, index: int, task: TextRequest) -> Callable[[Piece], None]:
-        before = 0.0
-
-        def tell(piece: Piece) -> None:
-            nonlocal before
-            self._counted(task, piece, before)
-            before = piece.counts.seconds
-            self._loop.call_soon_threadsafe(self._put, index, piece)
-
-        return tell
+    def _tell(self, index: int, task: TextRequest, piece: Piece) -> None:
+        self._counted(task, piece)
+        self._loop.call_soon_threadsafe(self._put, index, piece)
 
     def _put(self, index: int, piece: Piece) -> None:
         before = self._told.get(index)
@@ -294,18 +286,19 @@ async def _unless_gone(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    work, leaving = asyncio.ensure_future(finish()), asyncio.ensure_future(gone())
+    both = work, leaving = asyncio.ensure_future(finish()), asyncio.ensure_future(gone())
     try:
-        async with asyncio.timeout_at(until):
-            await asyncio.wait([work, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Refusal(400, "the client went away")
-        work.result()
-    except TimeoutError as late:
-        raise _too_late() from late
+        left = until - asyncio.get_running_loop().time()
+        done, _ = await asyncio.wait(both, timeout=left, return_when=asyncio.FIRST_COMPLETED)
     finally:
         work.cancel()
         leaving.cancel()
+    if work in done:
+        work.result()
+    elif leaving in done:
+        raise Refusal(400, "the client went away")
+    else:
+        raise _too_late()
 
 
 def _too_late() -> Refusal:

@@ -100,16 +100,11 @@ class Metrics(Collector):
         finally:
             self._requests.labels(self._name, path, status).inc()
 
-    def told(self, task: TextRequest, piece: Piece, before: float) -> None:
-        """Count a piece of a text; called on the thread that decodes.
-
-        Args:
-            before: seconds of the text up to the previous piece; 0 if this is the first.
-        """
+    def told(self, task: TextRequest, piece: Piece) -> None:
+        """Count a piece of a text; called on the thread that decodes."""
         counts, new, sums = piece.counts, len(piece.tokens), self._sums
-        if new and before:
-            for _ in range(new):
-                self._between.observe((counts.seconds - before) / new)
+        for _ in range(new if piece.before else 0):
+            self._between.observe((counts.seconds - piece.before) / new)
         sums["generated_tokens"] += new
         if piece.reason is None:
             return

@@ -84,7 +84,7 @@ class Counts:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
     """Progress of a request since its last piece: the tokens of a round, or the end.
 
@@ -92,12 +92,14 @@ class Piece:
         logprobs: per token, its own and the largest as {token: log-probability}, if requested.
         prompt_logprobs: the same for requested prompt tokens; in the first piece.
         reason: why the text has ended; None while it continues.
+        before: seconds of the text up to the previous piece; 0 if this is the first.
     """
 
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[dict[int, float], ...] = ()
-    prompt_logprobs: tuple[dict[int, float], ...] = ()
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     reason: Reason | None = None
+    before: float = 0.0
     error: str | None = None
     counts: Counts = field(default_factory=Counts)
 

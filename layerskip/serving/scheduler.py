@@ -133,7 +133,6 @@ class Serving:
             ValueError: one of the texts can never be decoded here.
         """
         batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
-        self.check_room(len(requests))
         given = [tokens for task, _ in requests for tokens in (task.prompt, task.predicted)]
         for tokens in {id(each): each for each in given}.values():  # many texts may share a list
             check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))
@@ -298,22 +297,16 @@ class Serving:
             if text.reason is not None:
                 self._going.remove(text)
                 self._batch.leave(text)
-            if text.news or text.reason is not None:
+            if text.piece.tokens or text.reason is not None:
                 self._say(text, text.reason)
 
     def _say(self, text: Text, reason: Reason | None) -> None:
-        counts, now = text.counts, time.perf_counter() - text.submitted
-        if text.news:
-            counts.first, counts.seconds = counts.first or now, now
-        piece = Piece(
-            tuple(text.news),
-            tuple(text.logprobs),
-            tuple(text.prompt_logprobs),
-            reason,
-            text.error,
-            replace(counts, accepted_of=dict(counts.accepted_of)),
-        )
-        text.news, text.logprobs, text.prompt_logprobs = [], [], []
+        piece, text.piece, counts = text.piece, Piece(), text.counts
+        piece.reason, piece.before = reason, counts.seconds
+        if piece.tokens:
+            counts.seconds = time.perf_counter() - text.submitted
+            counts.first = counts.first or counts.seconds
+        piece.counts = replace(counts, accepted_of=dict(counts.accepted_of))
         try:
             text.tell(piece)
         except Exception:

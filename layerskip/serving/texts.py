@@ -44,7 +44,7 @@ class Text(Seat):
         row: its seat; -1 if it has none.
         marks: where its prompt is stored for later texts, see `RowCache.marks`.
         index: the index of the request's prediction.
-        news, logprobs: tokens since the last report, see `Piece`.
+        piece: what will be reported next.
         submitted: time of the submission, by `time.perf_counter`.
         cancelled: whether its client no longer wants it.
     """
@@ -84,10 +84,7 @@ class Text(Seat):
         self.row = -1
         self.marks: set[int] = set()
         self.weights: object = None  # identifies the weights of its keys and values
-        self.news: list[int] = []
-        self.logprobs: list[dict[int, float]] = []
-        self.prompt_logprobs: list[dict[int, float]] = []
-        self.error: str | None = None
+        self.piece = Piece()
 
     def open(self, row: int, seats: Sequence[Seat], emitted: list[int], model: Any) -> Draws:
         """Take a seat; returns the text's draws."""
@@ -101,7 +98,7 @@ class Text(Seat):
     def fail(self, error: BaseException) -> None:
         """End only this text because of an error in its processors or stop function."""
         self.reason = "error"
-        self.error = f"{type(error).__name__}: {error}".split("\n")[0]
+        self.piece.error = f"{type(error).__name__}: {error}".split("\n")[0]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -115,7 +112,7 @@ class Text(Seat):
         begin = len(self.emitted)
         with self.alone():
             super().emit(tokens)
-        self.news += self.emitted[begin:]
+        self.piece.tokens += self.emitted[begin:]
         return self.emitted[begin:]
 
     def count(self, outcome: Outcome, predicted: int) -> None:
@@ -147,13 +144,13 @@ class Text(Seat):
         lengths, rows = range(length - len(emitted), length), [0] * len(emitted)
         with self.alone():
             scores = self._unwarped.scores(raw, self.history, rows, lengths, width=self.width)
-            self.logprobs += self._largest(scores, emitted)
+            self.piece.logprobs += self._largest(scores, emitted)
 
     def tell_prompt(self, raw: Tensor, first: int) -> None:
         """Report those of prompt tokens from `first` on, from logits (n, V) that precede them."""
         with self.alone():
             tokens = self.request.prompt[first : first + len(raw)]
-            self.prompt_logprobs += self._largest(raw[: len(tokens)], tokens)
+            self.piece.prompt_logprobs += self._largest(raw[: len(tokens)], tokens)
 
     def _largest(self, scores: Tensor, tokens: Sequence[int]) -> list[dict[int, float]]:
         told, dtype = [], torch.promote_types(scores.dtype, torch.float32)
