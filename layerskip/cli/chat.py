@@ -88,13 +88,13 @@ def chat(
             )
 
     with open_decoding(decoding, sampling, loading, talk, check, form) as opened:
-        loaded, settings = opened.loaded, opened.settings
+        loaded, settings = opened.loaded, opened.settings | opened.law
         opened.model.backend.long_lived = True
         from layerskip.session import Session
 
         session = Session(loaded.model, **settings | wording.settings(loaded.tokenizer))
         conversation = Conversation(
-            loaded, session, talk, max_new_tokens, wording.system, seed, settings["do_sample"]
+            loaded, session, talk, max_new_tokens, wording.system, seed, sampling.do_sample
         )
         conversation.pictures += pictures
         typed = sys.stdin.isatty()

@@ -65,7 +65,7 @@ def generate(
     results: list[dict[str, Any]] = []
     with open_decoding(decoding, sampling, loading, talk, encoded, form, reads=True) as opened:
         loaded, tokenizer = opened.loaded, opened.loaded.tokenizer
-        settings = opened.settings | wording.settings(tokenizer)
+        settings = opened.settings | opened.law | wording.settings(tokenizer)
 
         from layerskip.generation import generate as generate_tokens
         from layerskip.requests import end_tokens

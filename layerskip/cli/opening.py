@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli.flags import Decoding, DraftFlags, Form, Loading, Sampling, Sources, warn_idle
@@ -92,6 +92,7 @@ class Opened:
         settings: settings of `LayerSkipDecoding`, with the choices made here filled in.
         names: the names of the sources in rounds.
         words: the sources, described in words.
+        law: further arguments of `layerskip.generate`: sampling and logits processors.
     """
 
     loaded: Loaded
@@ -99,6 +100,7 @@ class Opened:
     settings: dict[str, Any]
     names: list[str]
     words: str
+    law: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sources(self) -> dict[str, Any]:
@@ -264,7 +266,7 @@ def open_decoding(
     *,
     reads: bool = False,
 ) -> Iterator[Opened]:
-    """Open a model with all settings of `layerskip.generate`, and measure its costs.
+    """Open a model with all arguments of `layerskip.generate`, and measure its costs.
 
     Args:
         check: called with the model before anything is measured, to refuse early.
@@ -296,7 +298,7 @@ def open_decoding(
 
             talk.progress("measuring the costs of drafting")
             LayerSkipDecoding(**settings).prepare(opened.loaded.model, seconds=_MEASURING, **law)
-        if processors:
-            settings["logits_processor"] = processors
-            names = ["forced", *names] if names else []
-        yield replace(opened, settings=settings | law, names=names)
+        law["logits_processor"] = processors
+        if processors and names:
+            names = ["forced", *names]
+        yield replace(opened, settings=settings, names=names, law=law)

@@ -194,7 +194,6 @@ class _Model:
         Args:
             beside: number of models on this machine, including this one.
         """
-        processors: list[Any] = []
         limits, max_rows = self.limits, self.limits.max_rows
 
         def check(loaded: Loaded) -> None:
@@ -202,11 +201,11 @@ class _Model:
 
             if self.templated is not None and not loaded.tokenizer.chat_template:
                 encode(loaded.tokenizer, self.templated)  # raises once, not once per prompt
-            processors.extend(self.form.processors(loaded))
 
         loading = replace(self.loading, device=_device(self.loading.device))
-        how = self.decoding, self.sampling, loading, talk, check
-        with open_decoding(*how, reads=True) as opened:
+        with open_decoding(
+            self.decoding, self.sampling, loading, talk, check, self.form, reads=True
+        ) as opened:
             from transformers import RepetitionPenaltyLogitsProcessor
 
             from layerskip.checkpoints import encode
@@ -219,9 +218,8 @@ class _Model:
             from layerskip.serving.scheduler import Serving
             from layerskip.session import share
 
-            loaded, settings = opened.loaded, opened.settings
-            names = ("do_sample", "temperature", "top_k", "top_p")
-            law = {name: settings.pop(name) for name in names if name in settings}
+            loaded, law = opened.loaded, opened.law
+            processors = law.pop("logits_processor")
             session = share(loaded.model.device)
             if loaded.model.device.type == "cpu":
                 session //= beside
@@ -231,7 +229,7 @@ class _Model:
                 session_memory=session,
                 max_rows=max_rows,
                 max_queue=2 * _AHEAD * max_rows,
-                **settings,
+                **opened.settings,
             )
             most = limits.max_new_tokens
             served = Served(loaded, context=serving.max_tokens, max_new_tokens=most)

@@ -113,8 +113,6 @@ def serve(
             from layerskip.serving.connections import configured
             from layerskip.serving.scheduler import Serving
 
-            settings = opened.settings
-            del settings["do_sample"]  # each request sets it
             [served] = described_as
             serving = Serving(
                 opened.loaded.model,
@@ -122,7 +120,7 @@ def serve(
                 max_rows=max_rows,
                 max_queue=max_queue,
                 max_tokens=served.context,
-                **settings,
+                **opened.settings,
             )
             app = make_app(
                 serving,
