@@ -60,11 +60,9 @@ def _shown(source: str) -> tuple[str, str]:
 def chat(
     *,
     image: flags.Images = None,
-    wording: flags.Wording,
-    form: flags.Form,
+    writing: flags.Writing,
     decoding: flags.Decoding,
     max_new_tokens: flags.MaxNewTokens = 1024,
-    sampling: flags.Sampling,
     seed: flags.DrawnSeed = None,
     loading: flags.Loading,
     quiet: flags.Quiet = False,
@@ -74,9 +72,7 @@ def chat(
     If standard input is not a terminal, each line is a message, and answers are plain text.
     """
     pictures = read_pictures(image)
-    sampling.check(seed)
-    wording.check(sampling.do_sample)
-    form.check()
+    writing.check(seed)
     talk = Talk(quiet)
 
     def check(loaded: Loaded) -> None:
@@ -87,14 +83,14 @@ def chat(
                 "one that was, such as smollm2, or use layerskip generate"
             )
 
-    with open_decoding(decoding, sampling, loading, talk, check, form) as opened:
+    with open_decoding(decoding, writing, loading, talk, check) as opened:
         loaded, settings = opened.loaded, opened.settings | opened.law
         opened.model.backend.long_lived = True
         from layerskip.session import Session
 
-        session = Session(loaded.model, **settings | wording.settings(loaded.tokenizer))
+        session = Session(loaded.model, **settings | writing.arguments(loaded.tokenizer))
         conversation = Conversation(
-            loaded, session, talk, max_new_tokens, wording.system, seed, sampling.do_sample
+            loaded, session, talk, max_new_tokens, writing.system, seed, writing.do_sample
         )
         conversation.pictures += pictures
         typed = sys.stdin.isatty()

@@ -326,6 +326,10 @@ class Sampling(Flags):
         """Temperature, top-p and top-k. None stands for the model's own setting."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
+    def processors(self, loaded: Loaded) -> list[Any]:
+        """The logits processors that give the text its form: at most one."""
+        return []
+
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
         """The task a benchmark gives to every method, with the model's own settings filled in."""
         from layerskip.bench.methods import Task
@@ -343,23 +347,26 @@ class Sampling(Flags):
 
 
 @dataclass(frozen=True)
-class Wording(Flags):
-    """How a text begins, where it ends, and which tokens are more or less likely."""
+class Writing(Sampling):
+    """What to write: the distribution, how a text begins and ends, and its form."""
 
-    system: str | None = flag("System message for prompts that have none; implies --chat.", "TEXT")
-    stop: list[str] | None = flag("End the text after this string; repeatable.", "TEXT")
-    repetition_penalty: float | None = flag(
-        "Make tokens that are already in the text less likely if X is above 1.", "X"
-    )
     min_p: float | None = flag(
         "Sample only tokens that are at least P times as likely as the most likely token.",
         "P",
         min=0,
         max=1,
     )
+    repetition_penalty: float | None = flag(
+        "Make tokens that are already in the text less likely if X is above 1.", "X"
+    )
+    system: str | None = flag("System message for prompts that have none; implies --chat.", "TEXT")
+    stop: list[str] | None = flag("End the text after this string; repeatable.", "TEXT")
+    json_schema: Path | None = flag("Write JSON that matches the schema in this file.", "FILE")
+    regex: str | None = flag("Write text that matches this regular expression.", "PATTERN")
 
-    def check(self, do_sample: bool) -> None:
+    def check(self, seed: int | None = None) -> None:
         """Raise a ValueError for invalid values, and warn about flags without effect."""
+        super().check(seed)
         if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 "--repetition-penalty must be positive and finite (1 is off), got "
@@ -367,36 +374,24 @@ class Wording(Flags):
             )
         if not all(self.stop or ()):
             raise ValueError("--stop is empty; give the text to end at")
-        if not do_sample:
+        if not self.do_sample:
             warn_idle({"min_p": self.min_p}, "without --do-sample")
-
-    def settings(self, tokenizer: Any) -> dict[str, Any]:
-        """The arguments for `layerskip.generate`."""
-        ends = {"stop_strings": self.stop, "tokenizer": tokenizer} if self.stop else {}
-        given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p}
-        return ends | {name: value for name, value in given.items() if value is not None}
-
-
-@dataclass(frozen=True)
-class Form(Flags):
-    """The form that the generated text must have."""
-
-    json_schema: Path | None = flag("Write JSON that matches the schema in this file.", "FILE")
-    regex: str | None = flag("Write text that matches this regular expression.", "PATTERN")
-
-    def check(self) -> None:
-        """Refuse both flags together, or an unreadable file, before anything is loaded."""
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("give --json-schema or --regex, not both")
-        _ = self.schema
+        _ = self.schema  # before anything is loaded
 
     @cached_property
     def schema(self) -> str | None:
         """The contents of the --json-schema file, read once, since it may be a pipe."""
         return None if self.json_schema is None else text_in("--json-schema", self.json_schema)
 
+    def arguments(self, tokenizer: Any) -> dict[str, Any]:
+        """The arguments for `layerskip.generate` besides those of sampling and processors."""
+        ends = {"stop_strings": self.stop, "tokenizer": tokenizer} if self.stop else {}
+        given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p}
+        return ends | {name: value for name, value in given.items() if value is not None}
+
     def processors(self, loaded: Loaded) -> list[Any]:
-        """Return the logits processors: at most one."""
         schema = self.schema
         if schema is None and self.regex is None:
             return []

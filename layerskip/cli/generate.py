@@ -35,11 +35,9 @@ def generate(
     ),
     chat: flags.Chat = False,
     image: flags.Images = None,
-    wording: flags.Wording,
-    form: flags.Form,
+    writing: flags.Writing,
     decoding: flags.Decoding,
     max_new_tokens: flags.MaxNewTokens = 128,
-    sampling: flags.Sampling,
     seed: flags.DrawnSeed = None,
     stream: bool = switch("--stream", "Write the text while it is generated."),
     loading: flags.Loading,
@@ -49,12 +47,10 @@ def generate(
     """Continue a prompt with the text of plain decoding, but faster."""
     began = time.perf_counter()
     pictures = read_pictures(image)
-    chosen = spoken(_given_prompts(prompt, prompts), chat, wording.system)
+    chosen = spoken(_given_prompts(prompt, prompts), chat, writing.system)
     chosen = [each.showing(pictures) for each in chosen] if pictures else chosen
-    sampling.check(seed)
-    wording.check(sampling.do_sample)
-    form.check()
-    if sampling.do_sample and seed is None:
+    writing.check(seed)
+    if writing.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
     talk = terminal.Talk(quiet)
     inputs: list[dict[str, Tensor]] = []
@@ -63,9 +59,9 @@ def generate(
         inputs.extend(map(loaded.inputs, chosen))
 
     results: list[dict[str, Any]] = []
-    with open_decoding(decoding, sampling, loading, talk, encoded, form, reads=True) as opened:
+    with open_decoding(decoding, writing, loading, talk, encoded, reads=True) as opened:
         loaded, tokenizer = opened.loaded, opened.loaded.tokenizer
-        settings = opened.settings | opened.law | wording.settings(tokenizer)
+        settings = opened.settings | opened.law | writing.arguments(tokenizer)
 
         from layerskip.generation import generate as generate_tokens
         from layerskip.requests import end_tokens
@@ -76,7 +72,7 @@ def generate(
         if len(chosen) > 1 and not opened.model.encoder:
             continued = Session(loaded.model, execution=loading.execution).generate
         for number, (each, given) in enumerate(zip(chosen, inputs, strict=True)):
-            own_seed = seed + number if sampling.do_sample and seed is not None else None
+            own_seed = seed + number if writing.do_sample and seed is not None else None
             if len(chosen) > 1 and (stream or not as_json):
                 terminal.write_out(f"{terminal.title(f'prompt {each.id}')}\n")
             talk.progress("" if stream else f"generating, prompt {number + 1} of {len(chosen)}")
@@ -99,7 +95,7 @@ def generate(
                 talk.progress("")
                 terminal.write_out(text + "\n")
             stopped = len(token_ids) < max_new_tokens or token_ids[-1] in ends
-            stopped = stopped or any(end in text for end in wording.stop or ())
+            stopped = stopped or any(end in text for end in writing.stop or ())
             result = {
                 "text": text,
                 "token_ids": token_ids,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli.flags import Decoding, DraftFlags, Form, Loading, Sampling, Sources, warn_idle
+from layerskip.cli.flags import Decoding, DraftFlags, Loading, Sampling, Sources, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
 from layerskip.registry import named
@@ -262,7 +262,6 @@ def open_decoding(
     loading: Loading,
     talk: Talk,
     check: Callable[[Loaded], None],
-    form: Form | None = None,
     *,
     reads: bool = False,
 ) -> Iterator[Opened]:
@@ -276,7 +275,7 @@ def open_decoding(
 
     def checked(loaded: Loaded) -> None:
         check(loaded)
-        processors.extend([] if form is None else form.processors(loaded))
+        processors.extend(sampling.processors(loaded))
         if loaded.store_halves(loading.execution):
             talk.say("the float32 weights are exact in bfloat16: half the bytes are read")
 

@@ -78,10 +78,8 @@ def run(
         "prompt, instead of refusing the file.",
     ),
     chat: flags.Chat = False,
-    wording: flags.Wording,
-    form: flags.Form,
+    writing: flags.Writing,
     limits: Limits,
-    sampling: flags.Sampling,
     decoding: flags.Decoding,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -97,17 +95,15 @@ def run(
         raise ValueError(f"--output {output} is the file of prompts; give another file")
     if output.exists() and not output.is_file():  # reading a device might never end
         raise ValueError(f"--output {output} is a folder, a pipe or a device; give a file")
-    chosen = spoken(read_given(prompts), chat, wording.system)
-    sampling.check()
-    wording.check(sampling.do_sample)
-    form.check()
+    chosen = spoken(read_given(prompts), chat, writing.system)
+    writing.check()
     decoding.refuse_keeping("run")
     talk = Talk(quiet or rank > 0)
 
     from layerskip.serving.files import answer_all, open_answers
 
     templated = next((each for each in chosen if each.messages is not None), None)
-    model = _Model(limits, wording, form, sampling, decoding, loading, templated)
+    model = _Model(limits, writing, decoding, loading, templated)
     asked = list(enumerate(chosen))[part[0] :: part[1]]
     prints = {each.id: model.fingerprint(number, each) for number, each in asked}
     with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
@@ -158,9 +154,7 @@ class _Model:
     """
 
     limits: Limits
-    wording: flags.Wording
-    form: flags.Form
-    sampling: flags.Sampling
+    writing: flags.Writing
     decoding: flags.Decoding
     loading: flags.Loading
     templated: Prompt | None
@@ -168,7 +162,7 @@ class _Model:
     def fingerprint(self, number: int, prompt: Prompt) -> str:
         """A hash of what an answer depends on: the model, the settings and the prompt."""
         body = prompt.body or {}
-        sampled = body.get("temperature", self.sampling.do_sample) != 0
+        sampled = body.get("temperature", self.writing.do_sample) != 0
         seed = body.get("seed", self.limits.seed + number) if sampled else None
         return f"{self._of_model}-{self._of_settings}-{_hash(prompt.asked, seed)}"
 
@@ -181,11 +175,10 @@ class _Model:
 
     @cached_property
     def _of_settings(self) -> str:
-        sampling = [self.sampling.do_sample, self.sampling.settings]
-        wording = {name: value for name, value in vars(self.wording).items() if name != "system"}
-        return _hash(
-            self.limits.max_new_tokens, sampling, wording, self.form.regex, self.form.schema
-        )
+        writing, names = self.writing, ("stop", "repetition_penalty", "min_p")
+        sampling = [writing.do_sample, writing.settings]
+        also = {name: getattr(writing, name) for name in names}
+        return _hash(self.limits.max_new_tokens, sampling, also, writing.regex, writing.schema)
 
     @contextmanager
     def open(self, talk: Talk, *, beside: int) -> Iterator[Answering]:
@@ -203,9 +196,7 @@ class _Model:
                 encode(loaded.tokenizer, self.templated)  # raises once, not once per prompt
 
         loading = replace(self.loading, device=_device(self.loading.device))
-        with open_decoding(
-            self.decoding, self.sampling, loading, talk, check, self.form, reads=True
-        ) as opened:
+        with open_decoding(self.decoding, self.writing, loading, talk, check, reads=True) as opened:
             from transformers import RepetitionPenaltyLogitsProcessor
 
             from layerskip.checkpoints import encode
@@ -243,14 +234,14 @@ class _Model:
                     return self._batched(number, prompt, served, processors)
                 ids = encode(loaded.tokenizer, prompt)[0].tolist()
                 ids, encoded, also = read_text(loaded.model, ids, limits.max_new_tokens)
-                penalty, stop = self.wording.repetition_penalty, self.wording.stop
+                penalty, stop = self.writing.repetition_penalty, self.writing.stop
                 penalties = [] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)]
                 form = prompt.response_format
                 request = TextRequest(
                     ids,
                     limits.max_new_tokens,
                     seed=limits.seed + number,
-                    min_p=self.wording.min_p,
+                    min_p=self.writing.min_p,
                     encoded=encoded,
                     processors=[
                         *also,
@@ -271,11 +262,11 @@ class _Model:
         from layerskip.serving.api import answer_of
         from layerskip.serving.fields import ChatAsked, CompletionAsked, read
 
-        sampling, wording = self.sampling, self.wording
-        given: dict[str, Any] = {"seed": self.limits.seed + number, "stop": wording.stop}
-        given |= {"repetition_penalty": wording.repetition_penalty}
-        given |= sampling.settings | {"min_p": wording.min_p} if sampling.do_sample else {}
-        given["temperature"] = sampling.temperature if sampling.do_sample else 0
+        writing = self.writing
+        given: dict[str, Any] = {"seed": self.limits.seed + number, "stop": writing.stop}
+        given |= {"repetition_penalty": writing.repetition_penalty}
+        given |= writing.settings | {"min_p": writing.min_p} if writing.do_sample else {}
+        given["temperature"] = writing.temperature if writing.do_sample else 0
         said = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
         body = given | (prompt.body or {}) | said | {"model": served.name}
         if body.pop("stream", False) or body.get("n", 1) != 1:
