@@ -14,14 +14,13 @@ from models import lively_model, tiny_model
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
-from rich.cells import cell_len
 from transformers import AutoTokenizer
 
 import layerskip
 from layerskip.cli import chat as chatting
 from layerskip.cli import main as cli
 from layerskip.cli.chat import pieces, typed_lines
-from layerskip.cli.terminal import two_columns, unsplit
+from layerskip.cli.terminal import two_columns
 from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.prompts import read_prompts
@@ -124,22 +123,6 @@ def test_a_conversation_is_saved_as_a_prompt(folder, tmp_path):
     )
     assert "give a file name, for example /save chat.jsonl" in result.stderr
     assert f"cannot write {tmp_path}/no/a: No such file" in result.stderr
-
-
-@pytest.mark.parametrize("size", [1, 5, 1000])
-def test_words_are_not_split_at_the_edge(size, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("COLUMNS", "20")
-    text = "Some words, 漢字漢字漢字 and more of them.\n\n  A " + "long" * 8 + " one  behind\n"
-    written = []
-    write = unsplit(written.append)
-    for at in range(0, len(text), size):
-        write(text[at : at + size])
-    lines = "".join(written).split("\n")
-    assert all(cell_len(line.rstrip()) <= 20 for line in lines if "long" not in line)
-    assert " ".join(lines).split() == text.split()
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert unsplit(print) is print
 
 
 def test_commands_say_what_they_did(folder):

@@ -832,12 +832,6 @@ def test_characters_are_never_split(size):
     assert "".join(told) + decoder.end() == text
 
 
-def test_half_a_character_is_told_at_the_end():
-    decoder = Detokenizer(Bytes())
-    assert decoder.put("é".encode()[:1]) == ""
-    assert decoder.end() == "\ufffd"
-
-
 def test_a_stop_string_of_the_prompt_does_not_count():
     prompt, stop = b"the end", StopStrings(Bytes(), ["end", "é!"], 7)
     assert not stop(0, torch.tensor([list(prompt)]))

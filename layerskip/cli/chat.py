@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from layerskip.cli import flags
 from layerskip.cli.inputs import read_pictures
 from layerskip.cli.opening import open_decoding
-from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, unsplit, write_out
+from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
 from layerskip.files.writing import write_text
 from layerskip.pictures import parts_of, showing
 from layerskip.prompts import Prompt
@@ -238,7 +238,7 @@ class Conversation:
 
             output = self.session.generate(
                 inputs,
-                streamer=TextStream(self.loaded.tokenizer, unsplit(write_out)),
+                streamer=TextStream(self.loaded.tokenizer),
                 stopping_criteria=[lambda *_: interrupted()],  # end the answer after this token
                 seed=self._next_seed(),
                 progress=progress,

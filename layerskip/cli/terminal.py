@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import sys
 import textwrap
@@ -111,44 +110,10 @@ def title(text: str) -> str:
     return f"\n{text}\n{'-' * min(len(text), width())}"
 
 
-def unsplit(write: Callable[[str], None]) -> Callable[[str], None]:
-    """Wrap a `write` function so that no word is split at the edge of the terminal.
-
-    A word is held back until the next one begins or its line ends.
-    """
-    if not sys.stdout.isatty():
-        return write
-    from rich.cells import cell_len
-
-    column, word, begun = 0, "", False  # begun: part of an overlong word is already written
-
-    def put(text: str) -> None:
-        nonlocal column
-        most = shutil.get_terminal_size().columns
-        if column and not begun and column + cell_len(text.rstrip()) > most:
-            write("\n")
-            column = 0
-        write(text)
-        lines = text.split("\n")
-        column = (cell_len(lines[-1]) + (column if len(lines) == 1 else 0)) % most
-
-    def told(text: str) -> None:
-        nonlocal word, begun
-        *whole, word = re.split(r"(?<=\s)(?=\S)", word + text)
-        for each in whole:
-            put(each)
-            begun = False
-        if word.endswith("\n") or cell_len(word) > shutil.get_terminal_size().columns:
-            put(word)
-            word, begun = "", not word.endswith("\n")
-
-    return told
-
-
 class TextStream:
     """A streamer that decodes tokens and writes the text as it grows."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], None] = write_out) -> None:
         self.decoder = Detokenizer(tokenizer)
         self.write = write
 
