@@ -100,33 +100,21 @@ def test_a_file_is_a_model_for_commands(file):
 
 
 @native
-def test_a_check_unpacks_weights_once_if_memory_suffices(file, tmp_path, spied, monkeypatch):
-    (tmp_path / "prompts.txt").write_text("abc\nxyz\n")
-    flags = ("--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "4")
-    asked, counts = spied(Stored, "unpacked", len), []
-    for free in (None, 1 << 40):
-        monkeypatch.setattr(checks, "free_memory", lambda free=free: free)
-        asked.clear()
-        checked = run("check", str(file), *flags)
-        assert checked.exit_code == 0, checked.output
-        counts.append(sum(rows > 99 for rows in asked))
-    assert counts[0] > 3 * counts[1]
-
-
-@native
 @pytest.mark.usefixtures("priced")
-def test_a_benchmark_unpacks_weights_for_the_library_if_memory_suffices(
-    file, tmp_path, spied, monkeypatch
+@pytest.mark.parametrize(("command", "place"), [("check", checks), ("benchmark", plans)])
+def test_weights_are_unpacked_once_for_the_library_if_memory_suffices(
+    file, tmp_path, spied, monkeypatch, command, place
 ):
-    (tmp_path / "prompts.txt").write_text("abc\n")
-    flags = ("--method", "generate", "--prompts", tmp_path / "prompts.txt", "--max-new-tokens", 4)
+    (tmp_path / "prompts.txt").write_text("abc\nxyz\n")
+    flags = ["--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "4"]
     asked, counts = spied(Stored, "unpacked", len), []
     for free in (None, 1 << 40):
-        monkeypatch.setattr(plans, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(place, "free_memory", lambda free=free: free)
         asked.clear()
-        measured = run("benchmark", str(file), *flags, "--output", tmp_path / f"{free}.jsonl")
-        assert measured.exit_code == 0, measured.output
-        assert ("a copy needs more memory" in measured.stderr) is (free is None)
+        also = ["--method", "generate", "--output", tmp_path / f"{free}"] * (place is plans)
+        done = run(command, str(file), *flags, *also)
+        assert done.exit_code == 0, done.output
+        assert ("a copy needs more memory" in done.stderr) is (free is None and place is plans)
         counts.append(sum(rows > 99 for rows in asked))
     assert counts[0] > 3 * counts[1]
 

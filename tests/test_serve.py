@@ -44,7 +44,7 @@ SOUND, EMPTY = (
     {"messages": [{"role": "user", "content": [{"type": kind}]}]}
     for kind in ("input_audio", "image_url")
 )
-PADDED = {"padding": "max_length", "max_length": 10**6}
+PADDED = {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**6}}
 STORY = "Once upon a time there was a little"
 KEY, SITE = "a key", "https://example.org"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -208,10 +208,13 @@ class TestAnswers:
 
     def test_penalties_and_bias_are_those_of_the_library(self, place):
         penalties = Penalties(len(place.served.tokenizer(STORY)["input_ids"]), 1.5, 0.5)
-        got = place.client.completions.create(
-            prompt=STORY, frequency_penalty=1.5, presence_penalty=0.5, **GREEDY
-        )
-        assert got.choices[0].text == place.text(STORY, 24, logits_processor=[penalties])
+        for asked, processor in (
+            ({"frequency_penalty": 1.5, "presence_penalty": 0.5}, penalties),
+            ({"repetition_penalty": 1.7}, RepetitionPenaltyLogitsProcessor(1.7)),
+        ):
+            got = place.client.completions.create(prompt=STORY, extra_body=asked, **GREEDY)
+            expected = place.text(STORY, 24, logits_processor=[processor])
+            assert got.choices[0].text == expected != place.text(STORY, 24)
         token = place.alone(STORY, 1)[0]
         other = place.client.completions.create(
             prompt=STORY, logit_bias={str(token): -100}, **{**GREEDY, "max_tokens": 1}
@@ -480,12 +483,6 @@ class TestEvaluation:
         on = place.post("completions", {**asked, "logit_bias": bias, "ignore_eos": True}).json()
         assert on["usage"]["completion_tokens"] == 24
 
-    def test_repetition_penalty(self, place):
-        penalty = [RepetitionPenaltyLogitsProcessor(1.7)]
-        got = place.post("completions", {**GREEDY, "prompt": STORY, "repetition_penalty": 1.7})
-        expected = place.text(STORY, 24, logits_processor=penalty)
-        assert got.json()["choices"][0]["text"] == expected != place.text(STORY, 24)
-
     def test_tokens_of_texts_and_chats(self, place):
         def post(path, body):
             return httpx.post(f"{place.url}/{path}", json=body, headers=HEADERS).json()
@@ -552,12 +549,7 @@ class TestRefusals:
             ("chat/completions", SOUND, "messages.0.content.0.type", "be 'text' or 'image_url'"),
             ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
             ("chat/completions", {"max_completion_tokens": 2}, "max_tokens", "give one"),
-            (
-                "chat/completions",
-                {"chat_template_kwargs": PADDED},
-                "chat_template_kwargs",
-                "padding",
-            ),
+            ("chat/completions", PADDED, "chat_template_kwargs", "padding"),
             ("chat/completions", EMPTY, "messages.0.content.0", "image_url needs image_url"),
         ],
     )

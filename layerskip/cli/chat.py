@@ -238,7 +238,7 @@ class Conversation:
 
             output = self.session.generate(
                 inputs,
-                streamer=TextStream(self.loaded.tokenizer),
+                streamer=TextStream(self.loaded.tokenizer, write_out),
                 stopping_criteria=[lambda *_: interrupted()],  # end the answer after this token
                 seed=self._next_seed(),
                 progress=progress,

@@ -47,7 +47,7 @@ def demo(
         law = f"temperature {TEMPERATURE}, seed {seed}"
         print(terminal.title(f"Continued by sampling, {law}"), flush=True)
         ours = Engine(model, sampled, "self", skip, **opened.sources)
-        stream = terminal.TextStream(tokenizer)
+        stream = terminal.TextStream(tokenizer, terminal.write_out)
         shown = ours.generate(batches[0], streamer=stream)
         rows = {}  # headline numbers by method, for sampled and greedy decoding
         for task in (sampled, greedy):

@@ -79,7 +79,7 @@ def generate(
             start = time.perf_counter()
             output = continued(
                 given,
-                streamer=terminal.TextStream(tokenizer) if stream else None,
+                streamer=terminal.TextStream(tokenizer, terminal.write_out) if stream else None,
                 seed=own_seed,
                 progress=terminal.reading(talk),
                 clock=time.perf_counter,

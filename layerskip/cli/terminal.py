@@ -113,7 +113,7 @@ def title(text: str) -> str:
 class TextStream:
     """A streamer that decodes tokens and writes the text as it grows."""
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], None] = write_out) -> None:
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         self.decoder = Detokenizer(tokenizer)
         self.write = write
 
