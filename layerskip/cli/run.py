@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
     from layerskip.serving.answers import Answer
     from layerskip.serving.api import Served
-    from layerskip.serving.files import Answering, Progress
+    from layerskip.serving.files import Answering, Answers
     from layerskip.serving.requests import TextRequest
 
 _AHEAD = 4  # prompts sorted by length, as a multiple of those that run at once
@@ -112,7 +112,7 @@ def run(
             talk.say(f"{len(asked) - left} of {len(asked)} prompts already have a row")
         if not left:
             return
-        told = _Told(talk, left)
+        told = _Told(talk, answers, left)
         if ray:
             from layerskip.serving.ray import answer_by_ray, cluster
 
@@ -130,8 +130,8 @@ def run(
         else:
             with model.open(talk, beside=int(os.environ.get("LOCAL_WORLD_SIZE", 1))) as answering:
                 answer_all(answering, asked, answers, told)
-        talk.say(told.words(answers.progress))
-    if errors := answers.progress.errors:
+        talk.say(told.words())
+    if errors := answers.errors:
         talk.say(f"{errors} prompts failed; --retry-errors tries them again")
         if ranks == 1:  # on an error torchrun would end the other processes
             raise typer.Exit(1)
@@ -315,22 +315,22 @@ def _device(name: str) -> str:
 class _Told:
     """Shows the progress of a run on a terminal."""
 
-    def __init__(self, talk: Talk, whole: int) -> None:
-        self._talk, self._whole = talk, whole
+    def __init__(self, talk: Talk, answers: Answers, whole: int) -> None:
+        self._talk, self._answers, self._whole = talk, answers, whole
         self._began = self._last = time.monotonic()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self) -> None:
         now = time.monotonic()
         if self._talk.live and now - self._last > 0.2:
             self._last = now
-            self._talk.progress(self.words(progress))
+            self._talk.progress(self.words())
 
-    def words(self, progress: Progress) -> str:
+    def words(self) -> str:
         """Rows done, speed, and the time left as estimated from the rows so far."""
         seconds = max(time.monotonic() - self._began, 1e-9)
-        words = f"{progress.rows} of {self._whole} prompts, {progress.tokens} tokens, "
-        words += f"{progress.tokens / seconds:.1f} tokens/s"
-        if 0 < progress.rows < self._whole:
-            left = seconds / progress.rows * (self._whole - progress.rows)
+        rows, tokens = self._answers.rows, self._answers.tokens
+        words = f"{rows} of {self._whole} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
+        if 0 < rows < self._whole:
+            left = seconds / rows * (self._whole - rows)
             words += f", {left / 60:.1f} min left"
         return words

@@ -34,26 +34,18 @@ _WAIT = 60.0  # seconds to wait for a lock while others append rows
 _PARTS = ("another model", "other settings", "another prompt")  # the parts of a fingerprint
 
 
-@dataclass
-class Progress:
-    """Counts of this run: rows written, those with an error, and new tokens."""
-
-    rows: int = 0
-    errors: int = 0
-    tokens: int = 0
-
-
 class Answers:
     """Rows of a JSON lines file. They are on disk when `add` returns.
 
     Attributes:
         done: ids of the rows.
-        progress: counts of added rows.
+        rows, errors, tokens: counts of this run: rows, those with an error, and new tokens.
     """
 
     def __init__(self, path: Path, fingerprints: Mapping[str, str], done: set[str]) -> None:
         self._path, self._fingerprints = path, fingerprints
-        self.done, self.progress = done, Progress()
+        self.done = done
+        self.rows = self.errors = self.tokens = 0
 
     def add(self, row: Row) -> None:
         """Append a row."""
@@ -63,8 +55,8 @@ class Answers:
             add_lines(file, _line(row))
             os.fsync(file.fileno())
         self.done.add(row["id"])
-        self.progress.rows += 1
-        self.progress.errors += _failed(row)
+        self.rows += 1
+        self.errors += _failed(row)
 
 
 @contextmanager
@@ -270,18 +262,18 @@ def answer_all(
     answering: Answering,
     asked: Iterable[Asked],
     answers: Answers,
-    told: Callable[[Progress], None] = lambda progress: None,
+    told: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer prompts that have no row yet, grouping those of similar lengths.
 
     Args:
         told: called after each step.
     """
-    progress, going, ended = answers.progress, 0, list[Row]()
+    going, ended = 0, list[Row]()
     left = (each for each in asked if each[1].id not in answers.done)
 
     def tell(new: int, row: Row | None) -> None:
-        progress.tokens += new
+        answers.tokens += new
         if row is not None:  # written below, where an error ends the run
             ended.append(row)
 
@@ -298,4 +290,4 @@ def answer_all(
             answers.add(row)
         going -= len(ended)
         ended.clear()
-        told(progress)
+        told()

@@ -20,7 +20,7 @@ except ImportError as missing:
     raise ValueError("Ray is not installed: pip install 'layerskip[ray]'") from missing
 
 from layerskip.environment import cores
-from layerskip.serving.files import Answering, Answers, Asked, Progress, Row, length
+from layerskip.serving.files import Answering, Answers, Asked, Row, length
 
 Opening = Callable[..., AbstractContextManager[Answering]]
 """Opens a model that answers, with the number of models on its machine; can be pickled."""
@@ -58,7 +58,7 @@ def answer_by_ray(
     opening: Opening,
     asked: Sequence[Asked],
     answers: Answers,
-    told: Callable[[Progress], None],
+    told: Callable[[], None],
     *,
     workers: int | None = None,
     at_once: int = 32,
@@ -113,8 +113,8 @@ def answer_by_ray(
         if "refused" in row:
             raise ValueError(row["refused"])
         answers.add(row)
-        answers.progress.tokens += row.get("new_tokens", 0)
-        told(answers.progress)
+        answers.tokens += row.get("new_tokens", 0)
+        told()
 
 
 class _Worker:
