@@ -136,9 +136,10 @@ def _parse(line: str, number: int) -> Prompt:
 
 
 def _parse_body(values: dict[str, Any]) -> Prompt:
-    """A line of OpenAI's batch files."""
+    """A line of OpenAI's batch files. Clients write null for what they leave out."""
     id_ = name_text(values.get("custom_id"), "custom_id")
-    body = mapping(values["body"], "body")
+    given = mapping(values["body"], "body")
+    body = {name: value for name, value in given.items() if value is not None}
     if ("prompt" in body) == ("messages" in body):
         raise ValueError("body must hold either prompt or messages")
     if "messages" in body:

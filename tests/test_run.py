@@ -132,6 +132,7 @@ def test_batch_files_of_openai_are_answered_in_their_shape(given, tmp_path):
         text | {"colour": 1},
         text | {"n": 2},
         text | {"temperature": 1.0},
+        text | dict.fromkeys(("temperature", "max_tokens", "n", "stream")),
     ]
     lines = [{"custom_id": f"c{n}", "body": body} for n, body in enumerate(bodies)]
     given.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -143,7 +144,8 @@ def test_batch_files_of_openai_are_answered_in_their_shape(given, tmp_path):
     given.write_text(json.dumps({"id": "a", "prompt": text["prompt"]}))
     assert run(given, plain).exit_code == 0
     answers = [found[f"c{n}"]["response"] for n in range(3)]
-    assert answers[0]["body"]["choices"][0]["text"] == rows(plain)["a"]["text"]
+    for answer in (answers[0], found["c6"]["response"]):
+        assert answer["body"]["choices"][0]["text"] == rows(plain)["a"]["text"]
     assert answers[1]["body"]["usage"]["completion_tokens"] == 3
     assert len(answers[1]["body"]["choices"][0]["logprobs"]["tokens"]) == 3
     assert answers[2]["body"]["choices"][0]["text"].startswith("{")
