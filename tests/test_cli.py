@@ -426,14 +426,6 @@ def test_check_passes(folder, two_prompts):
     assert max(map(len, lines[:-1])) <= 60
 
 
-def test_check_takes_one_draft(folder):
-    help_text = run("check", "--help").stdout
-    assert "--skip FILE" in help_text
-    assert "epeatable" not in help_text
-    wanted = "check takes one --skip or --exit-layer; run it once for each"
-    assert refused("check", folder, "--exit-layer", 1, "--exit-layer", 2) == wanted
-
-
 def test_check_fails_and_shows_where(folder, two_prompts, monkeypatch):
     break_verify(monkeypatch)
     flags = ("--exit-layer", 3, "--prompts", two_prompts, "--max-new-tokens", 8)
@@ -554,6 +546,7 @@ def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
 def test_version_and_help():
     assert run("--version").stdout == f"layerskip {__version__}\n"
     assert "/help" in run("chat", "-h").stdout
+    assert "epeatable" not in run("check", "-h").stdout
     commands = re.findall(r"(?m)^  (\w+) +[A-Z]", run("--help", columns=80).stdout)
     assert len(commands) == 12
     for command in commands:
@@ -837,6 +830,7 @@ REFUSED = {  # by command
         ("MODEL --exit-layer 2 --prompts torn.jsonl", "torn.jsonl, line 1"),
         ("missing.gguf", "there is no file missing.gguf"),
         ("MODEL --low-precision none --no-lookup", "give a skip config"),
+        ("MODEL --exit-layer 1 --exit-layer 2", "check takes one --skip or --exit-layer; run it"),
         ("./missing", "there is no folder"),
     ],
     "demo ": [
