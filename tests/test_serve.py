@@ -719,7 +719,6 @@ class TestEnds:
         more = {name: after[name] - before.get(name, 0) for name in after}
         told = (got.model_extra or {})["timings"]
         label = '{model_name="demo-llama"}'
-        assert told["drafted"] > 0
         drafts, drafted, accepted = (
             more[f"vllm:spec_decode_num_{name}_total{label}"]
             for name in ("drafts", "draft_tokens", "accepted_tokens")
