@@ -24,7 +24,7 @@ from layerskip.model.backend import finishing
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
 from layerskip.training.drafts import Recipe, Training, means
-from layerskip.training.losses import lk, of_steps, overlap
+from layerskip.training.losses import Step, distance, lk, overlaps
 from layerskip.training.students import AHEAD
 
 
@@ -89,28 +89,13 @@ def unrolled(assistant: Any, reading: TargetReading, steps: int) -> list[Tensor]
     return found
 
 
-def distance(drafted: list[Tensor], reading: TargetReading, temperature: float) -> Tensor:
-    """The loss of the unrolled steps, a scalar."""
-    return of_steps(
-        [
-            lk(logits, _ahead(reading, step, logits), None, temperature)
-            for step, logits in enumerate(drafted)
-        ]
-    )
-
-
-@torch.no_grad()
-def overlaps(drafted: list[Tensor], reading: TargetReading, temperature: float) -> list[float]:
-    """Each step's mean acceptance, given that the tokens before are right."""
+def beside(drafted: list[Tensor], reading: TargetReading) -> list[Step]:
+    """The unrolled steps with the target's logits for the same tokens, (B, P, V) each."""
+    count = drafted[0].shape[1]
     return [
-        overlap(logits, _ahead(reading, step, logits), temperature).item()
+        (logits, reading.logits[:, step + 1 : step + 1 + count], None)
         for step, logits in enumerate(drafted)
     ]
-
-
-def _ahead(reading: TargetReading, step: int, like: Tensor) -> Tensor:
-    """The target's logits for the tokens that a step drafts, (B, P, V)."""
-    return reading.logits[:, step + 1 : step + 1 + like.shape[1]]
 
 
 class AssistantTraining(Training):
@@ -150,10 +135,10 @@ class AssistantTraining(Training):
         """The assistant at the beginning of training."""
         return load_assistant(self.start)
 
-    def unrolled(self, assistant: Any, ids: Tensor) -> tuple[list[Tensor], TargetReading]:
-        """Its steps over texts (B, T), and the target's results there."""
+    def steps_on(self, assistant: Any, ids: Tensor) -> list[Step]:
+        """Its steps over texts (B, T)."""
         reading = read(self.opened, ids)
-        return unrolled(assistant, reading, AHEAD), reading
+        return beside(unrolled(assistant, reading, AHEAD), reading)
 
     def save(self, assistant: Any, folder: Path) -> None:
         """Write the checkpoint to a folder atomically, and verify it by loading.
@@ -186,7 +171,7 @@ class AssistantTraining(Training):
         judging = time.monotonic() - began  # judging again will take as long
 
         def loss_of(numbers: list[int]) -> Tensor:
-            return distance(*self.unrolled(assistant, ids[numbers]), temperature)
+            return distance(lk, self.steps_on(assistant, ids[numbers]), temperature)
 
         tokens = 0
         for tokens, _ in self._trained(assistant, ids, loss_of, judging):  # noqa: B007
@@ -210,9 +195,5 @@ class AssistantTraining(Training):
     def _judged(self, assistant: Any, ids: Tensor) -> list[float]:
         """The overlap of each step on held-out windows."""
         with self.precision():
-            return means(
-                [
-                    overlaps(*self.unrolled(assistant, ids[[number]]), self.recipe.temperature)
-                    for number in self._apart(ids)
-                ]
-            )
+            steps = (self.steps_on(assistant, ids[[number]]) for number in self._apart(ids))
+            return means([overlaps(each, self.recipe.temperature) for each in steps])

@@ -25,7 +25,7 @@ from layerskip.model.trained import TOKENS, save_trained
 from layerskip.registry import named
 from layerskip.training import data, features, processes
 from layerskip.training.loop import windows_of
-from layerskip.training.losses import Judge, TrainingBatch
+from layerskip.training.losses import Judge, Step, distance, overlaps
 from layerskip.training.stages import BaseRecipe, Stages
 from layerskip.training.students import Student
 from layerskip.vocabulary import ranked
@@ -219,7 +219,7 @@ class Training(Stages):
 
     def _train(self, ids: Tensor, frequent: Tensor) -> None:
         recipe = self.recipe
-        judge = Judge(self.opened, frequent, recipe.loss, recipe.temperature)
+        judge, loss = Judge(self.opened, frequent), named("loss", recipe.loss)
         student = self.student(
             self.opened,
             self.skip,
@@ -229,8 +229,8 @@ class Training(Stages):
         )
 
         def loss_of(numbers: list[int]) -> Tensor:
-            batch = self._batch(judge, ids, numbers)
-            return judge.distance(student(batch), batch)
+            steps = self._steps(student, judge, ids, numbers)
+            return distance(loss, steps, recipe.temperature)
 
         if not self.checkpoint.exists():
             self._measure(0, student, judge, ids)
@@ -280,15 +280,14 @@ class Training(Stages):
     @torch.no_grad()
     def _measure(self, tokens: int, student: Student, judge: Judge, ids: Tensor) -> None:
         """Add a point to the curve after `tokens` training tokens, from held-out windows."""
-        losses, overlaps = [], []
+        loss, at, losses, found = named("loss", self.recipe.loss), self.recipe.temperature, [], []
         with self.precision():
             for number in self._apart(ids):
-                batch = self._batch(judge, ids, [number])
-                steps = student(batch)
-                losses.append(judge.distance(steps, batch).item())
-                overlaps.append(judge.overlaps(steps, batch))
+                steps = self._steps(student, judge, ids, [number])
+                losses.append(distance(loss, steps, at).item())
+                found.append(overlaps(steps, at))
         self.curve.append(
-            {"tokens": tokens, "loss": sum(losses) / len(losses), "overlap": means(overlaps)}
+            {"tokens": tokens, "loss": sum(losses) / len(losses), "overlap": means(found)}
         )
 
     def _write(self, student: Student, frequent: Tensor) -> None:
@@ -311,14 +310,15 @@ class Training(Stages):
             decoding=DecodingOptions(lookup=True),
         ).save(self.folder / TRAINED_FILE)
 
-    def _batch(self, judge: Judge, ids: Tensor, numbers: list[int]) -> TrainingBatch:
-        """The data of a step, from the windows with these numbers."""
+    def _steps(self, student: Student, judge: Judge, ids: Tensor, numbers: list[int]) -> list[Step]:
+        """The draft's steps on the windows with these numbers."""
         device = self.opened.device
         some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)
         states, tapped = features.states_of(folder, numbers).to(device), None
         if self.tap is not None:
             tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
-        return judge.batch(some, states, tapped)
+        batch = judge.batch(some, states, tapped)
+        return judge.steps(student(batch), batch)
 
 
 def means(overlaps: list[list[float]]) -> list[float]:

@@ -21,7 +21,8 @@ from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.model.eagle import Eagle, load_eagle, save_eagle
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data
-from layerskip.training.assistants import AssistantTraining, TargetReading
+from layerskip.training.assistants import AssistantTraining, TargetReading, beside
+from layerskip.training.losses import Step
 from layerskip.training.students import AHEAD
 
 
@@ -160,10 +161,10 @@ class EagleTraining(AssistantTraining):
             weight.requires_grad_(not name.startswith(("embed_tokens", "lm_head")))
         return head
 
-    def unrolled(self, assistant: Eagle, ids: Tensor) -> tuple[list[Tensor], TargetReading]:
+    def steps_on(self, assistant: Eagle, ids: Tensor) -> list[Step]:
         reading = read(self.opened, assistant, ids)
         output = (assistant.lm_head or self.opened.unembedding).weight.to(assistant.dtype)
-        return unrolled(assistant, reading, output, AHEAD), reading
+        return beside(unrolled(assistant, reading, output, AHEAD), reading)
 
     def save(self, assistant: Any, folder: Path) -> None:
         save_eagle(assistant, folder)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,13 @@ from torch import Tensor
 from layerskip.model.backend import finishing
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.sublayers import Sublayers
-from layerskip.registry import named
 from layerskip.training.processes import average
 
-Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Computes a scalar from a draft's logits (..., V), the target's, the text's next tokens (...),
--1 for none, and a temperature."""
+Step = tuple[Tensor, Tensor, Tensor | None]
+"""Of a draft's step, its logits (..., V), the target's, and the text's next tokens (...), -1 for
+none; None: no loss reads them."""
+Loss = Callable[[Tensor, Tensor, Any, float], Tensor]
+"""Computes a scalar from a step and a temperature."""
 DraftStates = list[tuple[Tensor, int]]
 """For each step of a draft, hidden states (B, T - a, H), and a: how many tokens after the next one
 they predict."""
@@ -61,10 +63,17 @@ def lk(logits: Tensor, target_logits: Tensor, _: Tensor | None, temperature: flo
     return weight * kl + (1 - weight) * tv
 
 
-def of_steps(losses: Sequence[Tensor]) -> Tensor:
-    """Combine the losses of a draft's steps: their weighted mean (see `DEEPER`)."""
-    weights = losses[0].new_tensor([DEEPER**step for step in range(len(losses))])
-    return (weights * torch.stack([*losses])).sum() / weights.sum()
+def distance(loss: Loss, steps: Sequence[Step], temperature: float) -> Tensor:
+    """The weighted mean loss of a draft's steps, a scalar (see `DEEPER`)."""
+    losses = torch.stack([loss(*step, temperature) for step in steps])
+    weights = losses.new_tensor([DEEPER**number for number in range(len(steps))])
+    return (weights * losses).sum() / weights.sum()
+
+
+@torch.no_grad()
+def overlaps(steps: Sequence[Step], temperature: float) -> list[float]:
+    """For each step of a draft, the mean overlap of its distributions with the target's."""
+    return [overlap(logits, target, temperature).item() for logits, target, _ in steps]
 
 
 @dataclass(frozen=True)
@@ -91,17 +100,14 @@ class Judge:
 
     Args:
         tokens: the tokens that the loss covers, (n,).
-        loss: its name.
     """
 
-    def __init__(self, model: Sublayers, tokens: Tensor, loss: str, temperature: float) -> None:
+    def __init__(self, model: Sublayers, tokens: Tensor) -> None:
         self.norm, self.cap, self.dtype = model.decoder.norm, finishing(model), model.dtype
         self.rows = TrimmedHead(model.unembedding, tokens.tolist())
         self.places = torch.full((model.vocabulary,), -1)  # index of each token among these
         self.places[tokens] = torch.arange(len(tokens))
         self.places = self.places.to(model.device)
-        self.loss: Loss = named("loss", loss)
-        self.temperature = temperature
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states (B, T, H), with gradients: float32, (B, T, n)."""
@@ -114,23 +120,9 @@ class Judge:
         following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
         return TrainingBatch(ids, states, tapped, self.logits(states), following)
 
-    def distance(self, steps: DraftStates, batch: TrainingBatch) -> Tensor:
-        """The loss of a draft's steps, a scalar."""
-        return of_steps(
-            [
-                self.loss(
-                    self.logits(hidden),
-                    batch.target[:, ahead:],
-                    batch.following[:, ahead:],
-                    self.temperature,
-                )
-                for hidden, ahead in steps
-            ]
-        )
-
-    def overlaps(self, steps: DraftStates, batch: TrainingBatch) -> list[float]:
-        """For each step of a draft, the mean overlap of its distributions with the target's."""
+    def steps(self, states: DraftStates, batch: TrainingBatch) -> list[Step]:
+        """The steps of a draft, from their hidden states."""
         return [
-            overlap(self.logits(hidden), batch.target[:, ahead:], self.temperature).item()
-            for hidden, ahead in steps
+            (self.logits(hidden), batch.target[:, ahead:], batch.following[:, ahead:])
+            for hidden, ahead in states
         ]
