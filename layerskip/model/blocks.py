@@ -85,7 +85,7 @@ def open_block(
     Raises:
         ValueError: the file does not belong to this model, or has no such module.
     """
-    weights = dict(trained_weights(model.model, trained))
+    weights = trained_weights(model.model, trained)
     tokens = weights.pop(TOKENS, None)
     block: DraftModule = named("module", trained.kind).like(model, weights)
     expected = {name: (value.shape, value.dtype) for name, value in block.state_dict().items()}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -25,12 +23,9 @@ tokens' probabilities are untrained: on SmolLM2 they sum to an eighth. The rest 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_read: WeakKeyDictionary[nn.Module, dict[str, Weights]] = WeakKeyDictionary()  # by hash
-_lock = threading.Lock()
-
 
 def trained_weights(model: nn.Module, trained: Trained) -> Weights:
-    """Read the tensors of a file by name. They are kept with the model; the file is always checked.
+    """Read and check the tensors of a file, by name.
 
     Raises:
         ValueError: the model's weights differ from those in training, or the file is missing,
@@ -54,18 +49,14 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
             f"the trained draft {trained.weights} is not the file that its skip config names: it "
             f"is cut off or changed (SHA-256 {trained.hash[:12]}..., got {digest[:12]}...)"
         )
-    with _lock:
-        read = _read.setdefault(model, {})
-        if trained.hash not in read:
-            try:
-                found_weights = load(data)
-            except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks
-                raise ValueError(
-                    f"the trained draft {trained.weights} is not a safetensors file: {error}"
-                ) from error
-            _check_numbers(found_weights, trained)
-            read[trained.hash] = found_weights
-        return read[trained.hash]
+    try:
+        found_weights = load(data)
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch lacks
+        raise ValueError(
+            f"the trained draft {trained.weights} is not a safetensors file: {error}"
+        ) from error
+    _check_numbers(found_weights, trained)
+    return found_weights
 
 
 def _largest(model: nn.Module) -> int:
