@@ -19,6 +19,8 @@ from layerskip.model.backend import Backend, Block, Variant
 from layerskip.model.trained import TOKENS, trained_weights
 from layerskip.registry import named
 
+AHEAD = 4
+"""Number of tokens that a module predicts at once."""
 _EPSILON = 1e-6
 
 
@@ -46,7 +48,7 @@ class DraftModule(nn.Module, ABC):
 class Heads(DraftModule):
     """Predicts K tokens at once from a token and the last hidden state of the one before it."""
 
-    def __init__(self, model: Architecture, count: int = 4) -> None:
+    def __init__(self, model: Architecture, count: int = AHEAD) -> None:
         super().__init__()
         heads = [linear_of(model, 2, 1) for _ in range(count)]
         for head in heads:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layerskip.model.architecture import Architecture
 from layerskip.model.backend import Backend, Block, Variant
-from layerskip.model.blocks import DraftModule, linear_of, scaled
+from layerskip.model.blocks import AHEAD, DraftModule, linear_of, scaled
 from layerskip.model.cache import additive, causal
 from layerskip.model.modules import Modules
 
@@ -186,7 +186,7 @@ class Streams(FeatureBlock):
         count: K.
     """
 
-    def __init__(self, model: Architecture, count: int = 4) -> None:
+    def __init__(self, model: Architecture, count: int = AHEAD) -> None:
         super().__init__(model)
         self.ahead = linear_of(model, 2, count - 1)
         nn.init.zeros_(self.ahead.weight)  # as copies they would pull the token's weights away

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from layerskip.config import LowPrecision, SkipConfig
 from layerskip.model.backend import Variant
-from layerskip.model.blocks import DraftModule
 from layerskip.model.modules import Modules
 from layerskip.model.products import Function, Linear
 from layerskip.model.rounded import rounded
 from layerskip.model.sublayers import Sublayers
 from layerskip.research.blocks import ExitBlock, FeatureBlock, Streams
 from layerskip.training.losses import DraftStates, TrainingBatch, divergences
-from layerskip.training.students import AHEAD, BlockStudent, HeadsStudent, Student, shifted
+from layerskip.training.students import BlockStudent, HeadsStudent, Student, shifted
 
 FOUR_BITS = SkipConfig(low=LowPrecision(bits=4, head=8))
 ROLLOUTS = 3
@@ -129,6 +128,7 @@ class ExitStudent(BlockStudent):
 
     rate = 3e-3
     tapped = True
+    trains = ExitBlock
 
     @classmethod
     def skip_for(cls, kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
@@ -141,9 +141,6 @@ class ExitStudent(BlockStudent):
             )
         return resolved
 
-    def make(self, model: Sublayers) -> DraftModule:
-        return ExitBlock(model)
-
     def forward(self, batch: TrainingBatch) -> DraftStates:
         return [(self.block(batch.tapped), 0)]
 
@@ -154,8 +151,7 @@ class FeatureStudent(BlockStudent):
     Then all keys come from its own features; in decoding, only those of drafted tokens do.
     """
 
-    def make(self, model: Sublayers) -> DraftModule:
-        return FeatureBlock(model)
+    trains = FeatureBlock
 
     def forward(self, batch: TrainingBatch) -> DraftStates:
         features, embedded = self.before(batch)
@@ -169,8 +165,7 @@ class FeatureStudent(BlockStudent):
 class StreamsStudent(HeadsStudent):
     """Predicts all tokens of a draft in one pass of a layer."""
 
-    def make(self, model: Sublayers) -> DraftModule:
-        return Streams(model, AHEAD)
+    trains = Streams
 
 
 def kl(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:

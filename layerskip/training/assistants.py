@@ -21,11 +21,11 @@ from layerskip.decoding.sources.official import Official
 from layerskip.files.writing import replacing_folder
 from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
+from layerskip.model.blocks import AHEAD
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
 from layerskip.training.drafts import Recipe, Training, means
 from layerskip.training.losses import Step, distance, lk, overlaps
-from layerskip.training.students import AHEAD
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from layerskip.decoding.sources.eagle import EagleHead
+from layerskip.model.blocks import AHEAD
 from layerskip.model.eagle import Eagle, load_eagle, save_eagle
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data
 from layerskip.training.assistants import AssistantTraining, TargetReading, beside
 from layerskip.training.losses import Step
-from layerskip.training.students import AHEAD
 
 
 def new_head(target: Sublayers, tokens: Tensor) -> Eagle:

@@ -16,9 +16,6 @@ from layerskip.model.blocks import DraftModule, Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DraftStates, TrainingBatch
 
-AHEAD = 4
-"""Number of tokens predicted at once."""
-
 
 class Student(nn.Module, ABC):
     """A module in training, made for a model and a draft's resolved skip config.
@@ -67,16 +64,14 @@ class Further(Student):
 
 
 class BlockStudent(Student):
-    """A module of `blocks`, with its weights in float32 during training."""
+    """A module of the class `trains`, with its weights in float32 during training."""
+
+    trains: type[DraftModule]
 
     def __init__(self, model: Sublayers, skip: SkipConfig, **_: Any) -> None:
         super().__init__()
-        self.block = self.make(model).float()
+        self.block = self.trains(model).float()
         self.embed = model.embed
-
-    @abstractmethod
-    def make(self, model: Sublayers) -> DraftModule:
-        """Make the untrained module."""
 
     def weights(self) -> dict[str, Tensor]:
         return {name: weight.half() for name, weight in self.block.state_dict().items()}
@@ -89,8 +84,7 @@ class BlockStudent(Student):
 class HeadsStudent(BlockStudent):
     """Predicts all tokens of a draft in one pass."""
 
-    def make(self, model: Sublayers) -> DraftModule:
-        return Heads(model, AHEAD)
+    trains: type[DraftModule] = Heads
 
     def forward(self, batch: TrainingBatch) -> DraftStates:
         made = self.block(*self.before(batch))  # (B, T, K, H)
