@@ -37,6 +37,7 @@ class DraftWeights:
         self._head = head
         self.vocabulary = model.vocabulary
         self._rows: TrimmedHead | None = None
+        self._trimmed: DraftWeights | None = None  # the last one
         self._sublayers: dict[tuple[int, Variant], Block] = {}
         # By bits, and by the hash of the module whose tokens the head covers.
         self._heads: dict[tuple[int | None, str | None], Block] = {}
@@ -76,11 +77,12 @@ class DraftWeights:
                 stacklevel=3,
             )
             return self
-        trimmed = copy(self)
-        trimmed._rows = self.backend.copies.trimmed(head, tuple(tokens))
-        trimmed._heads = {}
-        trimmed._head = self.backend.head(trimmed._rows)
-        trimmed.vocabulary = len(tokens)
+        rows = self.backend.copies.trimmed(head, tuple(tokens))
+        trimmed = self._trimmed
+        if trimmed is None or trimmed._rows is not rows:
+            self._trimmed = trimmed = copy(self)
+            trimmed._rows, trimmed._head = rows, self.backend.head(rows)
+            trimmed._heads, trimmed._trimmed, trimmed.vocabulary = {}, None, len(tokens)
         return trimmed
 
     def blocks(self, skip: SkipConfig) -> list[Block]:
