@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -82,6 +83,10 @@ class Format(ABC):
         """A Lark grammar whose rule `calls` is one call, or one or more if `several`."""
 
 
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}:,"]', re.DOTALL)
+"""What structures JSON: whole strings, brackets and separators; or the beginning of a string."""
+
+
 class JsonCall(Call):
     """`{"name": ..., "arguments": {...}}`, whose arguments are read as they come.
 
@@ -99,16 +104,18 @@ class JsonCall(Call):
         self.values: dict[str, str] = {}
         self.ends: dict[str, int] = {}
         self._place = self._depth = 0
-        self._string: int | None = None  # where the current string begins
-        self._escaped = False
         self._key = ""
         self._value: int | None = None  # where a value of the outermost object begins
         self._closed = False
 
     def _read(self) -> None:
-        while self._place < len(self.text) and not self._closed:
-            self._step(self.text[self._place], self._place)
-            self._place += 1
+        self._closed = self._closed or self.text.lstrip()[:1] not in ("", "{")
+        while not self._closed and (token := _TOKEN.search(self.text, self._place)):
+            if token[0] == '"':  # a string whose end may still come
+                break
+            self._place = token.end()
+            self._step(token[0], token.start())
+            self._closed = self._depth == 0
         if self.name is None:
             name = _loaded(self.values.get("name", ""))
             self.name = name if isinstance(name, str) and name else None
@@ -137,35 +144,21 @@ class JsonCall(Call):
             return after
         return None if self._end.startswith(rest.strip()) else rest
 
-    def _step(self, char: str, place: int) -> None:
-        if self._string is not None:
-            if self._escaped or char == "\\":
-                self._escaped = not self._escaped
-            elif char == '"':
-                if self._depth == 1 and self._value is None:
-                    self._key = str(_loaded(self.text[self._string : place + 1]))
-                self._string = None
-        elif char == '"':
-            self._string = place
-        elif char in "{[":
+    def _step(self, token: str, place: int) -> None:
+        if token in "{[":
             self._depth += 1
-        elif char == ":" and self._depth == 1 and self._value is None:
-            self._value = place + 1
-        elif char == "," and self._depth == 1:
-            self._end_value(place)
-        elif char in "}]":
-            self._depth -= 1
-            if self._depth == 1:
-                self._end_value(place + 1)
-            elif self._depth == 0:
-                self._end_value(place)
-        self._closed = self._string is None and self._depth == 0 and not char.isspace()
-
-    def _end_value(self, place: int) -> None:
-        if self._value is not None:
-            self.values.setdefault(self._key, self.text[self._value : place].strip())
-            self.ends.setdefault(self._key, place)
-            self._value = None
+        elif token in ",}]":
+            self._depth -= token != ","
+            if self._depth < 2 and self._value is not None:
+                end = place + (token != "," and self._depth == 1)  # with the value's own bracket
+                self.values.setdefault(self._key, self.text[self._value : end].strip())
+                self.ends.setdefault(self._key, end)
+                self._value = None
+        elif self._depth == 1 and self._value is None:
+            if token == ":":
+                self._value = place + 1
+            else:
+                self._key = str(_loaded(token))
 
 
 def _loaded(text: str) -> Any:
