@@ -1,6 +1,7 @@
 """Runs prompt files with part of the demo model, and reads the rows that they write."""
 
 import json
+import time
 
 from checkpoints import shallow_demo
 from commands import process
@@ -28,6 +29,17 @@ def settled(output):
         id_: {name: value for name, value in row.items() if name not in counts}
         for id_, row in rows(output).items()
     }
+
+
+def complete(output):
+    """The complete lines of a file, if it exists."""
+    data = output.read_bytes() if output.exists() else b""
+    return data[: data.rfind(b"\n") + 1]
+
+
+def wait_for_rows(process, output, count):
+    while process.poll() is None and complete(output).count(b"\n") < count:
+        time.sleep(0.001)
 
 
 def started(given, output, *flags):

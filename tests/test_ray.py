@@ -5,12 +5,11 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from typing import Any
 
 import httpx
 import pytest
-from answers import SAMPLED, rows, run, settled, started
+from answers import SAMPLED, complete, rows, run, settled, started, wait_for_rows
 
 import layerskip
 from layerskip.checkpoints import encode, load
@@ -37,12 +36,10 @@ def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(g
     given.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run(given, whole, *SAMPLED).exit_code == 1
     process = started(given, output, *SAMPLED, "--ray", "--ray-workers", "2")
-    while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
-        time.sleep(0.005)
+    wait_for_rows(process, output, 3)
     process.kill()
     process.communicate()
-    kept = output.read_bytes()
-    kept = kept[: kept.rfind(b"\n") + 1]
+    kept = complete(output)
     assert 3 <= kept.count(b"\n") < 40
     process = started(given, output, *SAMPLED, "--ray", "--ray-workers", "2")
     _, said = process.communicate()
@@ -88,8 +85,7 @@ def test_each_machine_of_a_cluster_has_a_worker(given, tmp_path, machines, monke
     assert run(given, whole).exit_code == 0
     monkeypatch.setenv("RAY_ADDRESS", machines)
     process = started(given, output, "--ray")
-    while process.poll() is None and not (output.exists() and output.read_bytes()):
-        time.sleep(0.005)
+    wait_for_rows(process, output, 1)
     os.kill(workers()[0], signal.SIGKILL)  # another worker takes over its prompts
     _, said = process.communicate()
     assert process.returncode == 0, said

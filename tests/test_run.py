@@ -13,7 +13,7 @@ from pathlib import Path
 import commands
 import pytest
 import torch
-from answers import FLAGS, SAMPLED, rows, run, settled, started
+from answers import FLAGS, SAMPLED, complete, rows, run, settled, started, wait_for_rows
 from checkpoints import save_checkpoint, shallow_demo
 from small import small_model
 
@@ -100,7 +100,7 @@ def test_a_prompt_that_fails_has_a_row_of_its_own(given, tmp_path):
     assert "1 prompts failed" in result.stderr
     found = rows(output)
     assert found["long"].keys() == {"id", "error", "fingerprint"}
-    assert "must be at most" in found["long"]["error"]
+    assert "texts have at most 512 tokens" in found["long"]["error"]
     assert sum("text" in row for row in found.values()) == 9
 
 
@@ -154,6 +154,15 @@ def test_batch_files_of_openai_are_answered_in_their_shape(given, tmp_path):
         "colour is not supported; leave it out",
         "a line of a file is one text: leave out stream and n",
     ]
+
+
+def test_lines_of_batch_files_go_through_the_chat_template_if_asked(given, tmp_path):
+    folder = save_checkpoint(tmp_path / "chatting", template="{{ messages[0].content }} w8")
+    given.write_text(json.dumps({"custom_id": "a", "body": {"prompt": "w5 w7"}}))
+    output = tmp_path / "out"
+    assert commands.run("run", folder, given, "--chat", "--output", output).exit_code == 0
+    body = rows(output)["a"]["response"]["body"]
+    assert (body["object"], body["usage"]["prompt_tokens"]) == ("chat.completion", 3)
 
 
 @pytest.mark.parametrize(
@@ -314,16 +323,12 @@ def test_nothing_is_lost_or_twice_after_an_end(given, tmp_path, ended):
     )
     process = started(given, output)
     wanted = draw.randint(1, 12)
-    while process.poll() is None and (
-        not output.exists() or output.read_bytes().count(b"\n") < wanted
-    ):
-        time.sleep(0.005)
+    wait_for_rows(process, output, wanted)
     process.send_signal(ended)
     _, said = process.communicate()
     assert process.returncode == (130 if ended == signal.SIGINT else -ended)
     assert ("interrupted" in said) == (ended == signal.SIGINT)
-    kept = output.read_bytes()
-    kept = kept[: kept.rfind(b"\n") + 1]
+    kept = complete(output)
     assert wanted <= kept.count(b"\n") < 60
     assert run(given, output).exit_code == 0
     assert output.read_bytes().startswith(kept)
@@ -341,20 +346,15 @@ def test_twenty_kills_at_any_moment_lose_nothing(given, tmp_path):
     for kill in range(20):
         process = started(given, output, *SAMPLED)
         if kill % 4:  # while it answers
-            wanted = kept.count(b"\n") + draw.randint(1, 12)
-            while process.poll() is None and (
-                not output.exists() or output.read_bytes().count(b"\n") < wanted
-            ):
-                time.sleep(0.001)
+            wait_for_rows(process, output, kept.count(b"\n") + draw.randint(1, 12))
             time.sleep(draw.random() / 50)
         else:  # while it starts
             time.sleep(draw.random() * 6)
         assert process.poll() is None
         process.kill()
         process.communicate()
-        found = output.read_bytes() if output.exists() else b""
-        assert found.startswith(kept)
-        kept = found[: found.rfind(b"\n") + 1]
+        before, kept = kept, complete(output)
+        assert kept.startswith(before)
         counts.append(kept.count(b"\n"))
     assert len(set(counts)) > 10
     assert counts[-1] < 300

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
     from layerskip.serving.answers import Answer
     from layerskip.serving.api import Served
+    from layerskip.serving.fields import Asked
     from layerskip.serving.files import Answering, Answers
-    from layerskip.serving.requests import TextRequest
 
 _AHEAD = 4  # prompts sorted by length, as a multiple of those that run at once
 _READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # checkpoint files to hash
@@ -197,20 +197,12 @@ class _Model:
 
         loading = replace(self.loading, device=_device(self.loading.device))
         with open_decoding(self.decoding, self.writing, loading, talk, check, reads=True) as opened:
-            from transformers import RepetitionPenaltyLogitsProcessor
-
-            from layerskip.checkpoints import encode
-            from layerskip.grammars import response_format
-            from layerskip.requests import read_text
-            from layerskip.serving.api import Served
+            from layerskip.serving.api import Served, answer_of
             from layerskip.serving.files import Answering
-            from layerskip.serving.history import StopStrings
-            from layerskip.serving.requests import TextRequest
             from layerskip.serving.scheduler import Serving
             from layerskip.session import share
 
-            loaded, law = opened.loaded, opened.law
-            processors = law.pop("logits_processor")
+            loaded, processors = opened.loaded, opened.law["logits_processor"]
             session = share(loaded.model.device)
             if loaded.model.device.type == "cpu":
                 session //= beside
@@ -225,58 +217,38 @@ class _Model:
             most = limits.max_new_tokens
             served = Served(loaded, context=serving.max_tokens, max_new_tokens=most)
 
-            @lru_cache(16)
-            def kept(form: str) -> Sequence[Any]:
-                return response_format(json.loads(form), loaded.tokenizer, eos=served.eos)
+            def answer_for(number: int, prompt: Prompt) -> Answer:
+                asked = self._asked(number, prompt, served)
+                own = asked.response_format is not None or asked.choice != "none"
+                return answer_of(asked, served, () if own else processors)
 
-            def task_of(number: int, prompt: Prompt) -> tuple[TextRequest, Answer | None]:
-                if prompt.body is not None:
-                    return self._batched(number, prompt, served, processors)
-                ids = encode(loaded.tokenizer, prompt)[0].tolist()
-                ids, encoded, also = read_text(loaded.model, ids, limits.max_new_tokens)
-                penalty, stop = self.writing.repetition_penalty, self.writing.stop
-                penalties = [] if penalty is None else [RepetitionPenaltyLogitsProcessor(penalty)]
-                form = prompt.response_format
-                request = TextRequest(
-                    ids,
-                    limits.max_new_tokens,
-                    seed=limits.seed + number,
-                    min_p=self.writing.min_p,
-                    encoded=encoded,
-                    processors=[
-                        *also,
-                        *penalties,
-                        *(processors if form is None else kept(json.dumps(form))),
-                    ],
-                    stop=StopStrings(loaded.tokenizer, stop, len(ids)) if stop else None,
-                    **law,
-                )
-                return request, None
+            yield Answering(serving, loaded.tokenizer, answer_for, ahead=_AHEAD * max_rows)
 
-            yield Answering(serving, loaded.tokenizer, task_of, ahead=_AHEAD * max_rows)
-
-    def _batched(
-        self, number: int, prompt: Prompt, served: Served, processors: Sequence[Any]
-    ) -> tuple[TextRequest, Answer]:
-        """As `task_of`, for a line of an OpenAI batch file. Flags set what the line does not."""
-        from layerskip.serving.api import answer_of
+    def _asked(self, number: int, prompt: Prompt, served: Served) -> Asked:
+        """The request for a prompt. Flags set what a line of an OpenAI batch file does not."""
+        from layerskip.checkpoints import encode
+        from layerskip.requests import sampling_of
         from layerskip.serving.fields import ChatAsked, CompletionAsked, read
 
-        writing = self.writing
-        given: dict[str, Any] = {"seed": self.limits.seed + number, "stop": writing.stop}
-        given |= {"repetition_penalty": writing.repetition_penalty}
-        given |= writing.settings | {"min_p": writing.min_p} if writing.do_sample else {}
-        given["temperature"] = writing.temperature if writing.do_sample else 0
+        loaded, writing = served.loaded, self.writing
+        given: dict[str, Any] = {"model": served.name, "seed": self.limits.seed + number}
+        given |= {"stop": writing.stop or [], "temperature": 0}
+        given |= {"repetition_penalty": writing.repetition_penalty or 1.0}
+        if writing.do_sample:
+            given |= sampling_of(loaded.model, **writing.settings) | {"min_p": writing.min_p}
+        if prompt.body is None:
+            given |= {"prompt": encode(loaded.tokenizer, prompt)[0].tolist()}
+            given |= {"max_tokens": self.limits.max_new_tokens}
+            given |= {"response_format": prompt.response_format}
+            return CompletionAsked.model_construct(**given)
         said = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
-        body = given | (prompt.body or {}) | said | {"model": served.name}
+        changed = ("model", "prompt", "messages")
+        also = {name: value for name, value in prompt.body.items() if name not in changed}
+        body = given | also | said
         if body.pop("stream", False) or body.get("n", 1) != 1:
             raise ValueError("a line of a file is one text: leave out stream and n")
         kind = CompletionAsked if prompt.messages is None else ChatAsked
-        answer = answer_of(read(kind, json.dumps(body).encode()), served)
-        request = answer.choices[0].task
-        if not {"response_format", "tools"} & body.keys():
-            request = replace(request, processors=[*request.processors, *processors])
-        return request, answer
+        return read(kind, json.dumps(body).encode())
 
 
 def _hash(*parts: Any) -> str:

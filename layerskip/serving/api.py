@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Served:
         self.temperature, self.top_k = config.temperature or 1.0, config.top_k or 0
         self.top_p = 1.0 if config.top_p is None else config.top_p
         self.ends = end_tokens(loaded.model)
-        self.eos = sorted(self.ends) or None
+        self.eos = tuple(sorted(self.ends)) or None
         template = self.tokenizer.chat_template
         template = template if isinstance(template, str) else json.dumps(template or "")
         self.format = format_of(tool_parser, template)
@@ -91,8 +92,11 @@ class Served:
         return frozenset(self.added[each] for each in texts if each in self.added)
 
 
-def answer_of(asked: Asked, served: Served) -> Answer:
+def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> Answer:
     """Prepare the answer to a request: n texts for each prompt, choice i with seed + i.
+
+    Args:
+        processors: further logits processors, after those that the request asks for.
 
     Raises:
         Refusal: another model is named, a prompt is empty, too long or has unknown tokens, or
@@ -138,7 +142,7 @@ def answer_of(asked: Asked, served: Served) -> Answer:
             min_p=asked.min_p,
             eos=frozenset() if asked.ignore_eos else served.ends | {*asked.stop_token_ids},
             stop=StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None,
-            processors=[*also, *_bias(asked, len(prompt), served), *grammar],
+            processors=[*also, *_bias(asked, len(prompt), served), *grammar, *processors],
             predicted=predicted,
             top_logprobs=told,
             prompt_logprobs=prompt_logprobs,
@@ -228,7 +232,12 @@ def _grammar(asked: Asked, served: Served) -> list[Any]:
     if asked.response_format is None:
         return []
     with refusing("response_format"):
-        return [*response_format(asked.response_format, served.tokenizer, eos=served.eos)]
+        return _form(json.dumps(asked.response_format), served.tokenizer, served.eos)
+
+
+@lru_cache(16)  # many requests have the same
+def _form(given: str, tokenizer: Any, eos: tuple[int, ...] | None) -> list[Any]:
+    return [*response_format(json.loads(given), tokenizer, eos=eos)]
 
 
 def _bias(asked: Asked, width: int, served: Served) -> list[Any]:

@@ -188,14 +188,13 @@ class Answering:
     """A model that answers prompts.
 
     Attributes:
-        task_of: makes the text to write for a prompt and its number, and the answer to build for a
-            line of OpenAI's batch format; its ValueError becomes a row.
+        answer_for: prepares the answer to a prompt with its number; its ValueError becomes a row.
         ahead: number of prompts sorted at once; `serving` queues up to twice as many.
     """
 
     serving: Serving
     tokenizer: Any
-    task_of: Callable[[int, Prompt], tuple[TextRequest, Answer | None]]
+    answer_for: Callable[[int, Prompt], Answer]
     ahead: int
 
     def submit(self, asked: Asked, tell: Callable[[int, Row | None], None]) -> None:
@@ -209,21 +208,21 @@ class Answering:
 
         def told(piece: Piece) -> None:
             tokens.extend(piece.tokens)
-            if answer is not None:
+            if prompt.body is not None:
                 answer.add(0, piece)
             row: Row | None = None
             if piece.reason in ("error", "cancelled"):
                 row = error_row(prompt, piece.error or piece.reason)
-            elif piece.reason is not None and answer is not None:
+            elif piece.reason is not None and prompt.body is not None:
                 response = {"status_code": 200, "request_id": prompt.id, "body": answer.whole()}
                 row = _batch_row(prompt, response, None)
             elif piece.reason is not None:
-                row = self._row(prompt, request, tokens, piece)
+                row = self._row(prompt, answer.choices[0].task, tokens, piece)
             tell(len(piece.tokens), row)
 
         try:
-            request, answer = self.task_of(*asked)
-            self.serving.submit(request, told)
+            answer = self.answer_for(*asked)
+            self.serving.submit(answer.choices[0].task, told)
         except ValueError as error:
             tell(0, error_row(prompt, error))
 
