@@ -129,20 +129,15 @@ class Training(Stages):
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""
         ids, texts = self._windows()
-        if processes.first():
-            self._make_features(ids)
-        processes.wait()
+        processes.once(lambda: self._make_features(ids))
         files = [*(self.work / "features").glob("*.safetensors")]
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         self._train(ids, self._frequent(texts))
-        processes.wait()
         return SkipConfig.load(self.folder / TRAINED_FILE)
 
     def _windows(self) -> tuple[Tensor, list[data.TrainingText]]:
         """The texts, made if missing, and their windows (N, T)."""
-        if processes.first():
-            self._make_texts()
-        processes.wait()
+        processes.once(self._make_texts)
         texts, recipe = data.all_texts(self.work / "texts"), self.recipe
         ids = features.windows([text.ids for text in texts], recipe.window)
         if recipe.tokens is not None and not self.corpus.answers:  # texts may be of any length
@@ -246,8 +241,7 @@ class Training(Stages):
             "seconds": self.seconds,
             "curve": self.curve,
         }
-        if processes.first():
-            self._write(student, frequent)
+        processes.once(lambda: self._write(student, frequent))
 
     def _trained(
         self, module: nn.Module, ids: Tensor, loss_of: Callable[[list[int]], Tensor], judging: float

@@ -168,9 +168,7 @@ class ExitTraining(Stages):
 
     def _run(self) -> dict[str, Any]:
         recipe = self.recipe
-        if processes.first():
-            self._make_texts()
-        processes.wait()
+        processes.once(self._make_texts)
         tokens = token_files.token_file(self.work / token_files.TRAIN)
         counts = parse((self.work / "tokens.json").read_bytes())
         if min(len(tokens) // recipe.rows, counts[token_files.APART]) <= recipe.window:
@@ -226,9 +224,7 @@ class ExitTraining(Stages):
             with self.precision():
                 made = (exit_table(self.module, some, exits, at) for some in self._apart())
                 rows = [*self.timed("judging", made)][-1]
-            if processes.first():
-                write_text(path, json.dumps(rows))
-            processes.wait()
+            processes.once(lambda: write_text(path, json.dumps(rows)))
         table: list[dict[str, float]] = parse(path.read_bytes())
         return table
 
@@ -246,9 +242,7 @@ class ExitTraining(Stages):
             yield windows[:1]
             limit = FOR_JUDGING * 60 * (self.recipe.minutes or math.inf)
             count = int(max(1, min(count, limit / (time.monotonic() - began))))
-            if processes.first():
-                write_text(path, json.dumps(count))
-            processes.wait()
+            processes.once(lambda: write_text(path, json.dumps(count)))
         yield windows[: parse(path.read_bytes())]
 
     def _train(self, tokens: Any, frozen: ExitModel | None, adapted: Any) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from layerskip.files.writing import replace_folder, replacing
-from layerskip.training.processes import agreed, average, average_gradients, first, wait
+from layerskip.training.processes import agreed, average, average_gradients, first, once, wait
 
 WARM_UP = 20
 """Number of steps up to the full rate."""
@@ -126,9 +126,7 @@ def _write_shards(model: nn.Module, optimizer: AdamW, facts: dict[str, Any], pat
     partial = path.with_name(f"{path.name}.new")
     save(_shards_of(model, optimizer) | facts, checkpoint_id=partial)
     wait()
-    if first():
-        replace_folder(partial, path)
-    wait()
+    once(lambda: replace_folder(partial, path))
 
 
 def _read_shards(model: nn.Module, optimizer: AdamW, path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ judges. A single process counts as the first.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -60,6 +60,13 @@ def wait() -> None:
     """Wait until all processes get here."""
     if count() > 1:
         dist.barrier()
+
+
+def once(make: Callable[[], object]) -> None:
+    """Let the first process do something, while the others wait."""
+    if first():
+        make()
+    wait()
 
 
 def agreed(value: float, device: torch.device) -> float:
