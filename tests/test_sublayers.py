@@ -107,6 +107,8 @@ def test_logits_come_back_to_where_tokens_come_in(place):
 @pytest.mark.parametrize("own", [True, False])
 def test_the_hash_decides_whether_a_skip_config_is_foreign(own):
     model = tiny_model("llama")
+    layerskip.generate(model, prompt(5), skip=SkipConfig(model_hash="x"), max_new_tokens=4)
+    model.load_state_dict(tiny_model("llama", seed=1).state_dict())  # in place
     model_hash = fingerprint(model) if own else "weights-0123456789abcdef"
     skip = SkipConfig(attention=(3,), model="some/name", model_hash=model_hash)
     with warnings.catch_warnings(record=True) as caught:

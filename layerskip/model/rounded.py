@@ -164,7 +164,7 @@ class _Origin:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.facts = _facts(weight)
+        self.facts = facts(weight)
         self._look(weight)
         self.before = self.sample.clone()
         self.copies: dict[tuple[int, bool, str | None], Rounded] = {}
@@ -177,7 +177,7 @@ class _Origin:
         self.sample = flat[step // 2 :: step]  # a view of the weight, if it is contiguous
 
     def holds(self, weight: Tensor) -> bool:
-        if self.facts != _facts(weight):
+        if self.facts != facts(weight):
             return False
         if self.place != weight.data_ptr() or not weight.is_contiguous():  # it was moved
             self._look(weight)
@@ -187,7 +187,8 @@ class _Origin:
         return bool(same.all())  # NaN does not equal itself
 
 
-def _facts(weight: Tensor) -> tuple[Any, ...]:
+def facts(weight: Tensor) -> tuple[Any, ...]:
+    """What reveals a change of a weight for free, unless it is made through `.data`."""
     version = 0 if weight.is_inference() else weight._version
     return version, weight.shape, weight.dtype, weight.device
 

@@ -21,7 +21,7 @@ from layerskip.model.deltas import Deltas, paired
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.plain import head_refusal
-from layerskip.model.rounded import linears, rounded_bytes
+from layerskip.model.rounded import facts, linears, rounded_bytes
 from layerskip.model.trained import trained_weights
 
 
@@ -42,14 +42,16 @@ class DraftWeights:
         # By bits, and by the hash of the module whose tokens the head covers.
         self._heads: dict[tuple[int | None, str | None], Block] = {}
         self._tails: dict[int, Block] = {}
-        self._deltas: dict[str, Deltas] = {}  # by hash
-        self._modules: dict[tuple[str, str, int | None], OpenBlock] = {}
-        self._hash: str | None = None
+        self._deltas: dict[tuple[str, str], Deltas] = {}  # by hashes of the file and the model
+        self._modules: dict[tuple[str, str, int | None, str], OpenBlock] = {}
+        self._hash: tuple[list[Any], str] | None = None
 
     def fingerprint(self) -> str:
-        if self._hash is None:
-            self._hash = fingerprint(self.model.model)
-        return self._hash
+        model = self.model.model
+        now = [facts(weight) for weight in model.parameters()]
+        if self._hash is None or self._hash[0] != now:
+            self._hash = now, fingerprint(model)
+        return self._hash[1]
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
         """The same, but drafts read only the head's rows of these tokens, and draw no others.
@@ -97,20 +99,23 @@ class DraftWeights:
         kept, rounded = skip.kept(), {*skip.rounded()}
         self._check_keys(skip)
         self._check_experts(skip)
-        blocks = []
+        trained, deltas, blocks = skip.trained, None, []
+        if trained is not None and not trained.module and rounded:
+            deltas = self.deltas(trained)
         for index in range(skip.shared_prefix(), kept[-1] + 1):
             if index in kept:
-                variant = self._variant(index, skip, rounded=index in rounded)
+                variant = self._variant(index, skip, deltas, rounded=index in rounded)
                 blocks.append(self._sublayer(index, variant))
             elif index % 2 and self.model.parts[index // 2].tail:
                 blocks.append(self._tail(index // 2))
         return [*blocks, self.head(skip)]
 
-    def _variant(self, sublayer: int, skip: SkipConfig, *, rounded: bool) -> Variant:
-        part, trained, deltas = self.model.parts[sublayer // 2], skip.trained, None
+    def _variant(
+        self, sublayer: int, skip: SkipConfig, deltas: Deltas | None, *, rounded: bool
+    ) -> Variant:
+        part = self.model.parts[sublayer // 2]
         bits = skip.low.bits if skip.low is not None and rounded else None
-        if bits is not None and trained is not None and not trained.module:
-            deltas = self.deltas(trained)
+        deltas = None if bits is None else deltas
         if sublayer % 2:
             return Variant(bits, deltas, experts=skip.experts if part.mixture else None)
         narrowed = part.narrowed(skip.window) is not part
@@ -171,20 +176,21 @@ class DraftWeights:
         return self.backend.copies.trimmed(head, tokens)
 
     def deltas(self, trained: Trained) -> Deltas:
-        """The deltas of the sublayers' linear layers, checked once per opening."""
-        if trained.hash not in self._deltas:
+        """The deltas of the sublayers' linear layers, checked again only if a weight changes."""
+        key = trained.hash, self.fingerprint()
+        if key not in self._deltas:
             weights = {name: linear.weight for name, linear in self.linears()}
             tensors = trained_weights(self.model.model, trained)
-            self._deltas[trained.hash] = paired(tensors, weights, trained.hash)
-        return self._deltas[trained.hash]
+            self._deltas[key] = paired(tensors, weights, trained.hash)
+        return self._deltas[key]
 
     def module(self, skip: SkipConfig) -> OpenBlock:
-        """The module that a skip config names, checked once per opening (`open_block`)."""
+        """The module that a skip config names (`open_block`), checked like deltas."""
         trained, bits = skip.trained, skip.module_bits
         assert trained is not None
         if self.model.encoder:
             raise ValueError("the decoder of an encoder-decoder cannot draft with trained modules")
-        key = trained.kind, trained.hash, bits
+        key = trained.kind, trained.hash, bits, self.fingerprint()
         if key not in self._modules:
             self._modules[key] = open_block(self.model, self.backend, trained, bits)
         return self._modules[key]
