@@ -38,10 +38,9 @@ class DraftWeights:
         self.vocabulary = model.vocabulary
         self._rows: TrimmedHead | None = None
         self._trimmed: DraftWeights | None = None  # the last one
-        self._sublayers: dict[tuple[int, Variant], Block] = {}
+        self._blocks: dict[tuple[int, Variant | None], Block] = {}
         # By bits, and by the hash of the module whose tokens the head covers.
         self._heads: dict[tuple[int | None, str | None], Block] = {}
-        self._tails: dict[int, Block] = {}
         self._deltas: dict[tuple[str, str], Deltas] = {}  # by hashes of the file and the model
         self._modules: dict[tuple[str, str, int | None, str], OpenBlock] = {}
         self._hash: tuple[list[Any], str] | None = None
@@ -105,9 +104,9 @@ class DraftWeights:
         for index in range(skip.shared_prefix(), kept[-1] + 1):
             if index in kept:
                 variant = self._variant(index, skip, deltas, rounded=index in rounded)
-                blocks.append(self._sublayer(index, variant))
+                blocks.append(self._block(index, variant))
             elif index % 2 and self.model.parts[index // 2].tail:
-                blocks.append(self._tail(index // 2))
+                blocks.append(self._block(index, None))
         return [*blocks, self.head(skip)]
 
     def _variant(
@@ -121,12 +120,15 @@ class DraftWeights:
         narrowed = part.narrowed(skip.window) is not part
         return Variant(bits, deltas, window=skip.window if narrowed else None)
 
-    def _sublayer(self, index: int, variant: Variant) -> Block:
+    def _block(self, index: int, variant: Variant | None) -> Block:
+        """A sublayer in a variant; None: what follows an MLP even if it is skipped."""
+        backend, key = self.backend, (index, variant)
         if variant == EXACT:
-            return self.backend.blocks[index]
-        if (index, variant) not in self._sublayers:
-            self._sublayers[index, variant] = self.backend.sublayer(index, variant)
-        return self._sublayers[index, variant]
+            return backend.blocks[index]
+        if key not in self._blocks:
+            made = backend.tail(index // 2) if variant is None else backend.sublayer(index, variant)
+            self._blocks[key] = made
+        return self._blocks[key]
 
     def _check_keys(self, skip: SkipConfig) -> None:
         """Reject skipping an attention whose keys a kept one reads: they would be outdated."""
@@ -146,11 +148,6 @@ class DraftWeights:
             )
         for mixture in self.model.mixtures:
             mixture.taken(skip.experts)
-
-    def _tail(self, layer: int) -> Block:
-        if layer not in self._tails:
-            self._tails[layer] = self.backend.tail(layer)
-        return self._tails[layer]
 
     def head(self, skip: SkipConfig | None = None) -> Block:
         """The head of a draft, exact or rounded, with the rows of the tokens it may use."""

@@ -284,7 +284,7 @@ class _Weights(DraftWeights):
         skip = skip.resolve(self.model.num_layers)
         self._check(skip)
         bits = skip.low.bits if skip.low is not None and skip.rounded() else None
-        return [*([self._sublayer(0, Variant(bits))] if bits else []), self.head(skip)]
+        return [*([self._block(0, Variant(bits))] if bits else []), self.head(skip)]
 
     def _check(self, skip: SkipConfig) -> None:
         low = len(skip.rounded())
