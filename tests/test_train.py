@@ -519,6 +519,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         training(tmp_path, model)
     with pytest.raises(ValueError, match=r"holds a training with another seed \(0, now 1\)"):
         training(tmp_path / "a", model, seed=1)
+    other = source(model, given=prompts(10)[1:])  # as many
+    with pytest.raises(ValueError, match="holds a training with another hash of prompts"):
+        Training(Sublayers(model, "fused"), other, Recipe(tokens=640, **HOW), tmp_path / "a")
 
 
 @pytest.mark.parametrize(

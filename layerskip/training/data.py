@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,12 @@ class Corpus:
         every = max(2, min(HELD_OUT, len(ids)))
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
+
+    @property
+    def given(self) -> str:
+        """A hash of the given prompts or texts."""
+        given = json.dumps([self.answers, self.known, self.apart])
+        return sha256(given.encode()).hexdigest()[:16]
 
     def batch(self, number: int) -> list[TrainingText]:
         """The batch of training texts with this number. Only given texts can run out."""

@@ -123,8 +123,8 @@ class Training(Stages):
 
     def _identity(self) -> dict[str, Any]:
         """The values that identify this training."""
-        prompts = len(self.corpus.known) + len(self.corpus.apart)
-        return self.recipe.to_dict() | {"base": fingerprint(self.opened.model), "prompts": prompts}
+        facts = {"base": fingerprint(self.opened.model), "hash of prompts": self.corpus.given}
+        return self.recipe.to_dict() | facts
 
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""

@@ -149,7 +149,7 @@ class ExitTraining(Stages):
         corpus = self.corpus
         return asdict(self.recipe) | {
             "base": self.base,
-            "prompts": 0 if corpus is None else len(corpus.known) + len(corpus.apart),
+            "hash of prompts": None if corpus is None else corpus.given,
             "texts": None if self.texts is None else self.texts.stat().st_size,
             "processes": processes.count(),
         }
