@@ -141,17 +141,9 @@ class AssistantTraining(Training):
         return beside(unrolled(assistant, reading, AHEAD), reading)
 
     def save(self, assistant: Any, folder: Path) -> None:
-        """Write the checkpoint to a folder atomically, and verify it by loading.
-
-        Raises:
-            ValueError: the loaded weights differ.
-        """
+        """Write the checkpoint to a folder atomically."""
         with replacing_folder(folder) as partial:
             assistant.save_pretrained(partial)
-            loaded = load_assistant(partial).state_dict()
-            for name, weight in assistant.state_dict().items():
-                if not torch.equal(weight.cpu(), loaded[name]):
-                    raise ValueError(f"{name} of the assistant in {partial} is not what was saved")
 
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"start": self.start}
