@@ -498,6 +498,8 @@ class TestEvaluation:
         assert info["chat_template"] == TOOLS_TEMPLATE
         chat = post("tokenize", {"messages": [{"role": "user", "content": "a"}]})
         assert tokenizer.decode(chat["tokens"]) == "user: a\nassistant:"
+        other = post("tokenize", {"prompt": STORY, "model": "other"})
+        assert "no model 'other'" in other["error"]["message"]
         assert "either prompt or messages" in post("tokenize", {})["error"]["message"]
         assert "token ids must be" in post("detokenize", {"tokens": [-1]})["error"]["message"]
 
