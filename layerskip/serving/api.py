@@ -25,7 +25,6 @@ from layerskip.serving.prompts import check_tokens, prompts_of
 from layerskip.serving.requests import TextRequest
 from layerskip.text import decode_text
 
-COLDEST = 0.001  # lower temperatures give scores beyond float32
 _PREDICTED = 16  # maximum characters of a prediction per token of the context
 
 
@@ -110,9 +109,6 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
         message = "this model reads its prompt in an encoder, which gives no log-probabilities"
         raise Refusal(400, message, param="echo")
     temperature = served.temperature if asked.temperature is None else asked.temperature
-    if 0 < temperature < COLDEST:
-        message = f"temperature must be 0 or at least {COLDEST}, got {temperature}"
-        raise Refusal(400, message, param="temperature")
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
     check_tokens(asked.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(asked, served)

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+COLDEST = 0.001  # lower temperatures give scores beyond float32
 _SEEDS, _LARGE = 2**63, 2**31 - 1
 # Fields about the client or the connection, which do not affect the answer.
 _ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -254,6 +255,13 @@ class Asked(Fields):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     same_seed: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_warm(cls, given: float) -> float:
+        if 0 < given < COLDEST:
+            raise ValueError(f"must be 0 or at least {COLDEST}, got {given}")
+        return given
 
     @property
     def texts(self) -> int:
