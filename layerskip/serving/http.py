@@ -32,8 +32,7 @@ from layerskip.serving.fields import (
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.prompts import detokenized, tokenized, tokenizer_info
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
-from layerskip.serving.responses import Response as AsResponse
-from layerskip.serving.responses import ResponseAsked, renamed
+from layerskip.serving.responses import ResponseAnswer, ResponseAsked, renamed
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
 
@@ -171,7 +170,7 @@ def make_app(
                 answer = await encoded(answer_of, asked, served)
                 running = _Running(serving, metrics.told)
                 await running.submit([choice.task for choice in answer.choices])
-                told = AsResponse(given, answer) if isinstance(given, ResponseAsked) else answer
+                told = ResponseAnswer(given, answer) if isinstance(given, ResponseAsked) else answer
                 if asked.stream:
                     return _Events(running, told, deadline)
                 with running.cancelled_at_last():
@@ -281,7 +280,7 @@ async def _body(request: Request, most: int) -> bytes:
 
 
 async def _unless_gone(
-    request: Request, running: _Running, answer: Answer | AsResponse, until: float
+    request: Request, running: _Running, answer: Answer | ResponseAnswer, until: float
 ) -> None:
     """Read all pieces as long as the client is connected and has time left."""
 
@@ -321,7 +320,7 @@ def _event(document: dict[str, Any]) -> str:
 class _Events(StreamingResponse):
     """An answer as a stream. Its tasks are cancelled if the client leaves or runs out of time."""
 
-    def __init__(self, running: _Running, answer: Answer | AsResponse, until: float) -> None:
+    def __init__(self, running: _Running, answer: Answer | ResponseAnswer, until: float) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         self._running, self._answer, self._until = running, answer, until
         super().__init__(self._events(), media_type="text/event-stream", headers=headers)

@@ -207,7 +207,7 @@ def _said(content: str | list[Part]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [part.of_chat() for part in content]
 
 
-class Response:
+class ResponseAnswer:
     """An answer with one choice, in the format of this API; used like an `Answer`."""
 
     done = ""
