@@ -797,6 +797,7 @@ def cancelled(place):
         (["--api-key", " "], "--api-key is empty"),
         (["--lora", "mine=nowhere"], "--lora must be NAME=FOLDER with an adapter_config.json"),
         (["--port", "0", "no-such-folder/a/b"], "no-such-folder/a/b"),
+        (["--port", "0", "--tool-parser", "x", "no/such/folder"], "--tool-parser must be auto"),
     ],
 )
 def test_bad_flags_are_one_line(flags, words, capsys):

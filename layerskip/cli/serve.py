@@ -98,11 +98,14 @@ def serve(
         try:
             import uvicorn
 
+            from layerskip.serving.formats import format_of, reasoning_of
             from layerskip.serving.http import make_app
         except ImportError as missing:
             raise ValueError(
                 f"serve needs {missing.name}: pip install 'layerskip[serve]'"
             ) from missing
+        format_of(tool_parser, "")  # names are refused before the model is loaded
+        reasoning_of(reasoning_parser, "")
         if api_key is None and not _private(host):
             warnings.warn(
                 f"anyone who can reach {host} can use this server; give --api-key", stacklevel=2
