@@ -503,8 +503,6 @@ def test_a_table_too_wide_for_a_terminal_is_folded(monkeypatch):
     monkeypatch.setenv("COLUMNS", "33")
     folded = "method  batch  tokens/s\nplain       1      52.9\n\n"
     assert aligned(lines, 2) == folded + "method  batch  same text\nplain       1  6/6, all"
-    monkeypatch.setenv("COLUMNS", "1")
-    assert aligned(lines, 3) == one
 
 
 def test_streamed_text_waits_for_whole_characters():

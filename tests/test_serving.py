@@ -153,7 +153,7 @@ def _schedule(model, seed, settings, starts):
             serving.cancel(tickets[number])
         stats = serving.stats
         assert stats.used <= stats.memory
-        assert stats.known_used <= stats.known_memory
+        assert stats.known_used <= serving._cached.memory
     for number, ((task, expected), told) in enumerate(zip(tasks, pieces, strict=True)):
         text = said(told)
         assert [piece.reason for piece in told[:-1]] == [None] * (len(told) - 1)

@@ -392,15 +392,14 @@ class Writing(Sampling):
         return ends | {name: value for name, value in given.items() if value is not None}
 
     def processors(self, loaded: Loaded) -> list[Any]:
-        schema = self.schema
-        if schema is None and self.regex is None:
+        if self.schema is None and self.regex is None:
             return []
         from layerskip.grammars import json_schema, regex
         from layerskip.requests import end_tokens
 
         eos = sorted(end_tokens(loaded.model)) or None
-        if schema is not None:
-            return [json_schema(schema, loaded.tokenizer, eos=eos)]
+        if self.schema is not None:
+            return [json_schema(self.schema, loaded.tokenizer, eos=eos)]
         assert self.regex is not None
         return [regex(self.regex, loaded.tokenizer, eos=eos)]
 

@@ -214,8 +214,8 @@ class _Model:
                 max_queue=2 * _AHEAD * max_rows,
                 **opened.settings,
             )
-            most = limits.max_new_tokens
-            served = Served(loaded, context=serving.max_tokens, max_new_tokens=most)
+            new = limits.max_new_tokens
+            served = Served(loaded, context=serving.max_tokens, max_new_tokens=new)
 
             def answer_for(number: int, prompt: Prompt) -> Answer:
                 asked = self._asked(number, prompt, served)
@@ -232,15 +232,17 @@ class _Model:
 
         loaded, writing = served.loaded, self.writing
         given: dict[str, Any] = {"model": served.name, "seed": self.limits.seed + number}
-        given |= {"stop": writing.stop or [], "temperature": 0}
-        given |= {"repetition_penalty": writing.repetition_penalty or 1.0}
+        given |= {"stop": writing.stop or [], "repetition_penalty": writing.repetition_penalty or 1}
+        given["temperature"] = 0
         if writing.do_sample:
             given |= sampling_of(loaded.model, **writing.settings) | {"min_p": writing.min_p}
         if prompt.body is None:
-            given |= {"prompt": encode(loaded.tokenizer, prompt)[0].tolist()}
-            given |= {"max_tokens": self.limits.max_new_tokens}
-            given |= {"response_format": prompt.response_format}
-            return CompletionAsked.model_construct(**given)
+            return CompletionAsked.model_construct(
+                **given,
+                prompt=encode(loaded.tokenizer, prompt)[0].tolist(),
+                max_tokens=self.limits.max_new_tokens,
+                response_format=prompt.response_format,
+            )
         said = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
         changed = ("model", "prompt", "messages")
         also = {name: value for name, value in prompt.body.items() if name not in changed}

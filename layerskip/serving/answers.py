@@ -49,7 +49,7 @@ class Choice:
         self.reader = reader
         self._tokenizer, self._stops = tokenizer, stops
         self.told: list[dict[str, Any]] = []
-        self._message: Delta = {}
+        self._deltas: list[Delta] = []
         self._decoder = Detokenizer(tokenizer, keep)
         self._held = ""  # text that may become a stop string
         self._waiting: list[tuple[int, int, dict[int, float]]] = []  # start of each token's text
@@ -59,7 +59,7 @@ class Choice:
         """Add a piece; returns what it adds to the message, and the information on its tokens."""
         deltas, told = self._read(piece)
         self.told += told
-        self._message = merged([self._message, *deltas])
+        self._deltas += deltas
         return merged(deltas), told
 
     def _read(self, piece: Piece) -> tuple[list[Delta], list[dict[str, Any]]]:
@@ -97,14 +97,15 @@ class Choice:
 
     def whole(self) -> dict[str, Any]:
         """The complete message, if it is a chat's."""
+        message = merged(self._deltas)
         calls = [
             {name: value for name, value in call.items() if name != "index"}
-            for call in self._message.get("tool_calls", ())
+            for call in message.get("tool_calls", ())
         ]
         also = {"tool_calls": calls} if calls else {}
-        if "reasoning_content" in self._message:
-            also["reasoning_content"] = self._message["reasoning_content"]
-        content = self._message.get("content", None if calls else "")
+        if "reasoning_content" in message:
+            also["reasoning_content"] = message["reasoning_content"]
+        content = message.get("content", None if calls else "")
         return {"role": "assistant", "content": content, "refusal": None, **also}
 
     def _prompt(self, piece: Piece) -> list[dict[str, Any]]:
@@ -193,8 +194,8 @@ class Answer:
 
     def end(self) -> list[dict[str, Any]]:
         """The last events of a stream."""
-        last = {**self._of_chunks, "choices": [], **self._counted()}
-        return [last] if self._asked.include_usage else []
+        last = {"choices": [], "usage": self.usage(), "timings": self.timings()}
+        return [self._of_chunks | last] if self._asked.include_usage else []
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
         """The last event of a stream that cannot be finished."""
@@ -206,10 +207,8 @@ class Answer:
         for index, choice in enumerate(self.choices):
             content = {"message": choice.whole()} if self._chat else {"text": choice.text}
             choices.append(self._choice(index, content, choice.told, self._reason(choice)))
-        return {**self._head, "choices": choices, **self._counted()}
-
-    def _counted(self) -> dict[str, Any]:
-        return {"usage": self.usage(), "timings": self.timings()}
+        counted = {"usage": self.usage(), "timings": self.timings()}
+        return {**self._head, "choices": choices, **counted}
 
     def usage(self) -> dict[str, Any]:
         prompts = {id(choice.task.prompt): choice.task.num_prompt for choice in self.choices}

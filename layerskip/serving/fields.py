@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-COLDEST = 0.001  # lower temperatures give scores beyond float32
 _SEEDS, _LARGE = 2**63, 2**31 - 1
 # Fields about the client or the connection, which do not affect the answer.
 _ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -242,7 +241,8 @@ class Asked(Fields):
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
     max_tokens: int | None = Field(None, ge=0, le=_LARGE)
     max_completion_tokens: int | None = Field(None, ge=1, le=_LARGE)
-    temperature: float | None = Field(None, ge=0, le=2)
+    # Lower temperatures give scores beyond float32.
+    temperature: Literal[0] | Annotated[float, Field(ge=0.001, le=2)] | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -255,13 +255,6 @@ class Asked(Fields):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     same_seed: bool = False
-
-    @field_validator("temperature")
-    @classmethod
-    def _is_warm(cls, given: float) -> float:
-        if 0 < given < COLDEST:
-            raise ValueError(f"must be 0 or at least {COLDEST}, got {given}")
-        return given
 
     @property
     def texts(self) -> int:
@@ -434,5 +427,8 @@ def read(kind: type[Body], body: bytes) -> Body:
 def _is_kind(part: int | str) -> bool:
     """Whether a part of an error's location names a kind of a union rather than a field."""
     return isinstance(part, str) and (
-        part in ("str", "int", "constrained-str") or "[" in part or part[:1].isupper()
+        part in ("str", "int")
+        or part.startswith("constrained-")
+        or "[" in part
+        or part[:1].isupper()
     )

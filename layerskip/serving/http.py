@@ -18,17 +18,10 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from layerskip.serving import fields
 from layerskip.serving.answers import Answer
 from layerskip.serving.api import Served, answer_of
-from layerskip.serving.fields import (
-    Asked,
-    ChatAsked,
-    CompletionAsked,
-    Detokenize,
-    Refusal,
-    Tokenize,
-    read,
-)
+from layerskip.serving.fields import Asked, ChatAsked, Refusal, read
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.prompts import detokenized, tokenized, tokenizer_info
 from layerskip.serving.requests import Piece, QueueFull, TextRequest
@@ -148,15 +141,17 @@ def make_app(
         pool = looking if long else encoding
         return await asyncio.get_running_loop().run_in_executor(pool, work, asked, served)
 
-    def translate(path: str, kind: type[Tokenize | Detokenize], work: Callable[..., Any]) -> None:
+    def translate(
+        path: str, kind: type[fields.Tokenize | fields.Detokenize], work: Callable[..., Any]
+    ) -> None:
         @app.post(path, dependencies=keyed)
         async def translated(request: Request) -> Response:
             asked = read(kind, await _body(request, max_body))
             served.check_name(served.name if asked.model is None else asked.model)
             return JSONResponse(await encoded(work, asked, served))
 
-    translate("/tokenize", Tokenize, tokenized)
-    translate("/detokenize", Detokenize, detokenized)
+    translate("/tokenize", fields.Tokenize, tokenized)
+    translate("/detokenize", fields.Detokenize, detokenized)
 
     def answering(path: str, kind: type[Asked | ResponseAsked]) -> None:
         @app.post(path, dependencies=keyed)
@@ -178,7 +173,7 @@ def make_app(
                 return JSONResponse(told.whole())
 
     answering("/v1/chat/completions", ChatAsked)
-    answering("/v1/completions", CompletionAsked)
+    answering("/v1/completions", fields.CompletionAsked)
     answering(RESPONSES, ResponseAsked)
     return app
 

@@ -34,7 +34,7 @@ class ServingStats:
     Attributes:
         rows, waiting: requests in the batch, and in the queue.
         memory, used: limit and present bytes of the batch's keys and values.
-        known_memory, known_used: the same for earlier texts.
+        known_used: bytes of the keys and values of earlier texts.
         drafts_used: approximate bytes kept by draft sources, including those from a file.
     """
 
@@ -42,7 +42,6 @@ class ServingStats:
     waiting: int = 0
     memory: int = 0
     used: int = 0
-    known_memory: int = 0
     known_used: int = 0
     drafts_used: int = 0
 
@@ -112,7 +111,6 @@ class Serving:
             waiting=len(self._waiting),
             memory=self.memory,
             used=passes.nbytes(passes.cache.rows, passes.slots, passes.heard),
-            known_memory=self._cached.memory,
             known_used=self._cached.nbytes,
             drafts_used=sum(state.nbytes for state in passes.states),
         )

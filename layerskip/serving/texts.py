@@ -6,7 +6,7 @@ Shapes: S slots, n emitted tokens, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
 from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.decoding.speculator import Outcome
@@ -191,29 +191,26 @@ class OfTexts(Source):
         return self._key
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, self)
+        return RowsState(batch, lambda row: _Drafts(self.texts[row], self.begin))
 
 
-class _State(State):
-    def __init__(self, batch: Batch, source: OfTexts) -> None:
-        super().__init__(batch)
-        self.source = source
-        self.rows: dict[int, ForcedRow | LookupRow | None] = {}
+class _Drafts:
+    """What one text brings; nothing while its seat is empty."""
 
-    def begin(self, row: int) -> None:
-        self.rows[row] = None
-        text = self.source.texts[row]
-        with text.alone():
-            self.rows[row] = self.source.begin(text)
+    def __init__(self, text: Any, begin: Callable[[Text], ForcedRow | LookupRow | None]) -> None:
+        self.text, self.drafts = text, None
+        if isinstance(text, Text):
+            with text.alone():
+                self.drafts = begin(text)
 
-    def offer(self, row: int, most: int) -> Proposal:
+    def find(self, longest: int) -> Proposal:
         proposal = NOTHING
-        if most and (drafts := self.rows[row]) is not None:
-            with self.source.texts[row].alone():
-                proposal = drafts.find(most)
+        if longest and self.drafts is not None:
+            with self.text.alone():
+                proposal = self.drafts.find(longest)
         return proposal
 
-    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        if (drafts := self.rows[row]) is not None:
-            with self.source.texts[row].alone():
-                drafts.extend(emitted)
+    def extend(self, tokens: Iterable[int]) -> None:
+        if self.drafts is not None:
+            with self.text.alone():
+                self.drafts.extend(tokens)
