@@ -165,9 +165,8 @@ class AssistantTraining(Training):
         def loss_of(numbers: list[int]) -> Tensor:
             return distance(lk, self.steps_on(assistant, ids[numbers]), temperature)
 
-        tokens = 0
-        for tokens, _ in self._trained(assistant, ids, loss_of, judging):  # noqa: B007
-            pass
+        for tokens, _ in self._trained(assistant, ids, loss_of, judging):
+            self.curve[:] = [tokens]
         after = self._judged(assistant, ids)
         if not processes.first():
             return {}
@@ -176,7 +175,7 @@ class AssistantTraining(Training):
             "recipe": self.recipe.to_dict(),
             "start": self.start,
             "model": getattr(self.opened.model, "name_or_path", None) or None,
-            "tokens": tokens,
+            "tokens": self.curve[0],
             "text_tokens": ids.numel(),
             "seconds": self.seconds,
             "overlap": {"before": before, "after": after},
