@@ -16,7 +16,7 @@ ROOMS = {
     "decoding": 3_279,
     "decoding/sources": 1_219,
     "doors": 1_893,
-    "serving": 3_443,
+    "serving": 3_442,
     "bench": 2_004,
     "replay": 1_252,
     "research": 1_064,

@@ -145,10 +145,8 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
             pictures=pictures,
             encoded=encoded,
         )
-        inside = False  # whether the template has started the reasoning
-        if reasoning is not None:
-            end: str = served.tokenizer.decode(text[-16:])
-            inside = end.rstrip().endswith(reasoning[0].rstrip())
+        end = served.tokenizer.decode(text[-16:]).rstrip()  # the template may start the reasoning
+        inside = reasoning is not None and end.endswith(reasoning[0].rstrip())
         for number in range(asked.n):
             own = number if asked.same_seed else len(choices)
             choice = Choice(

@@ -22,12 +22,12 @@ from layerskip.files.schema import mapping, parse
 from layerskip.files.writing import add_lines, naming, replacing
 from layerskip.prompts import Prompt
 from layerskip.serving.answers import Answer
-from layerskip.serving.requests import Piece, TextRequest
+from layerskip.serving.requests import Piece
 from layerskip.serving.scheduler import Serving
 from layerskip.text import decode_text
 
 Row = dict[str, Any]
-Asked = tuple[int, Prompt]
+Numbered = tuple[int, Prompt]
 """A prompt and its number among all prompts."""
 _BEGIN = b'{"id": "'  # the beginning of every row
 _WAIT = 60.0  # seconds to wait for a lock while others append rows
@@ -197,7 +197,7 @@ class Answering:
     answer_for: Callable[[int, Prompt], Answer]
     ahead: int
 
-    def submit(self, asked: Asked, tell: Callable[[int, Row | None], None]) -> None:
+    def submit(self, asked: Numbered, tell: Callable[[int, Row | None], None]) -> None:
         """Submit a prompt.
 
         Args:
@@ -213,11 +213,8 @@ class Answering:
             row: Row | None = None
             if piece.reason in ("error", "cancelled"):
                 row = error_row(prompt, piece.error or piece.reason)
-            elif piece.reason is not None and prompt.body is not None:
-                response = {"status_code": 200, "request_id": prompt.id, "body": answer.whole()}
-                row = _batch_row(prompt, response, None)
             elif piece.reason is not None:
-                row = self._row(prompt, answer.choices[0].task, tokens, piece)
+                row = self._row(prompt, answer, tokens, piece)
             tell(len(piece.tokens), row)
 
         try:
@@ -226,7 +223,11 @@ class Answering:
         except ValueError as error:
             tell(0, error_row(prompt, error))
 
-    def _row(self, prompt: Prompt, request: TextRequest, tokens: list[int], last: Piece) -> Row:
+    def _row(self, prompt: Prompt, answer: Answer, tokens: list[int], last: Piece) -> Row:
+        if prompt.body is not None:
+            response = {"status_code": 200, "request_id": prompt.id, "body": answer.whole()}
+            return _batch_row(prompt, response, None)
+        request = answer.choices[0].task
         return {
             "id": prompt.id,
             "text": decode_text(self.tokenizer, tokens),
@@ -252,14 +253,14 @@ def _batch_row(prompt: Prompt, response: Row | None, error: Row | None) -> Row:
     return {"id": prompt.id, "custom_id": prompt.id, "response": response, "error": error}
 
 
-def length(asked: Asked) -> int:
+def length(asked: Numbered) -> int:
     """The approximate length of a prompt, by which prompts are grouped."""
     return len(asked[1].text or str(asked[1].messages))
 
 
 def answer_all(
     answering: Answering,
-    asked: Iterable[Asked],
+    asked: Iterable[Numbered],
     answers: Answers,
     told: Callable[[], None] = lambda: None,
 ) -> None:

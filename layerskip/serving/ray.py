@@ -20,7 +20,7 @@ except ImportError as missing:
     raise ValueError("Ray is not installed: pip install 'layerskip[ray]'") from missing
 
 from layerskip.environment import cores
-from layerskip.serving.files import Answering, Answers, Asked, Row, length
+from layerskip.serving.files import Answering, Answers, Numbered, Row, length
 
 Opening = Callable[..., AbstractContextManager[Answering]]
 """Opens a model that answers, with the number of models on its machine; can be pickled."""
@@ -56,7 +56,7 @@ def cluster(address: str | None = None, workers: int | None = None) -> Iterator[
 
 def answer_by_ray(
     opening: Opening,
-    asked: Sequence[Asked],
+    asked: Sequence[Numbered],
     answers: Answers,
     told: Callable[[], None],
     *,
@@ -137,7 +137,7 @@ class _Worker:
     def __call__(self, given: dict[str, Any]) -> dict[str, Any]:
         return {"row": json.dumps(self._row(pickle.loads(given["asked"])))}
 
-    def _row(self, asked: Asked) -> Row:
+    def _row(self, asked: Numbered) -> Row:
         if self._refused:
             return {"refused": self._refused}
         rows = SimpleQueue[Row]()
