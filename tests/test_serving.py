@@ -505,7 +505,7 @@ def broken(history, scores):
 
 @pytest.mark.parametrize("processor", [broken, Broken()], ids=["function", "grammar"])
 def test_an_error_of_a_processor_ends_its_task_only(model, processor):
-    serving, told = Serving(model, **SETTINGS), list[Piece]()
+    serving, told = Serving(model, controller="fixed", **SETTINGS), list[Piece]()
     serving.submit(TextRequest([3, 4, 5], 20, processors=[processor]), told.append)
     others = finished(serving, fine := TextRequest([3, 4, 5], 20))
     assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no more")

@@ -181,7 +181,7 @@ class Draws:
             if not self.reads_history:
                 raise
             nothing = raw.new_full((len(raw),), -1, dtype=torch.long)  # (N,)
-            return Drawn(nothing, raw.new_zeros(len(raw)), None, raw.float().unbind())
+            return Drawn(nothing, raw.new_zeros(len(raw)).float(), None, raw.float().unbind())
 
     def _draft(
         self, raw: Tensor, positions: Sequence[Position], signal: str | None, best: int
