@@ -24,13 +24,13 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-_FEWEST, _SHARE, _MOST = 2, 4, 8
+_FEWEST, _SHARE, _MOST = 2, 6, 4
 _APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres", "ray"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of matrices one case in four, 2 to 8 in all, run by default; others are thorough.
+    """Of matrices one case in six, 2 to 4 in all, run by default; others are thorough.
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """
@@ -45,10 +45,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.thorough)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _modules_are_no_garbage():
     """Exempt modules and collected tests from garbage collection, which takes half a second."""
-    gc.freeze()
+    if not gc.get_freeze_count():  # benchmarks end the exemption
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

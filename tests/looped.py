@@ -5,6 +5,7 @@ import functools
 import torch
 from models import lively_model, near, ragged
 from official import TARGETS, target_of
+from transformers import TemperatureLogitsWarper
 
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
@@ -57,6 +58,18 @@ def decoded(drafts, controller, *, execution="auto", each=lambda run: None, **ho
 def prompts(model):
     ids, mask = ragged(LENGTHS, seed=3)
     return torch.where(mask.bool(), ids % (model.config.vocab_size - 2) + 2, ids), mask
+
+
+def rows(lengths=(3, 12, 7)):
+    """Prompts of the usual vocabulary, one by one."""
+    ids, mask = ragged(tuple(lengths))
+    return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+
+
+def sampling(temperature, *processors):
+    """The law of one row; None: greedy."""
+    warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
+    return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
 
 
 @functools.cache

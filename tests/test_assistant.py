@@ -38,7 +38,7 @@ def test_a_copy_of_the_target_is_always_right(family, execution):
     same = Assistant(Sublayers(copy.deepcopy(model), execution))
     wild = Assistant(Sublayers(second_of(family, noise=1.0)))
     how = {"model": model, "new_tokens": 40}
-    for seed, sample in ((0, False), (1, True), (2, True)):
+    for seed, sample in ((0, False), (1, True)):
         run = decoded((wild, same, Lookup()), Fickle(seed), sample=sample, **how)
         wrong, right, _ = run.stats.sources
         assert right.num_accepted_tokens == right.num_draft_tokens > 10

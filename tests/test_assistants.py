@@ -155,23 +155,20 @@ def test_the_shipped_assistant_drafts_for_its_model():
     assert sum(file.stat().st_size for file in files) <= 1.2e6
     assert "## Data and terms" in (official.folder / "README.md").read_text()
     texts = [each.text for each in read_prompts(SHIPPED_PROMPTS)][:24:12]
-    for law in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 1}):
-        drafted = accepted = 0
-        for text in texts:
-            ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :48]
-            how = {"max_new_tokens": 48, **law}
-            plain = layerskip.generate(loaded.model, ids, enabled=False, **how)
-            found = layerskip.generate(
-                loaded.model,
-                ids,
-                assistant=official.model,
-                lookup=False,
-                draft_memory=0,
-                costs=CostTable(0.2, (1.0, 1.1)),
-                **how,
-            )
-            assert found.sequences.tolist() == plain.sequences.tolist()
-            drafted += found.stats.num_draft_tokens
-            accepted += found.stats.num_accepted_tokens
-        assert drafted > 20
-        assert accepted / drafted > 0.4
+    laws = {"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 1}
+    for text, law in zip(texts, laws, strict=True):
+        ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"][:, :48]
+        how = {"max_new_tokens": 48, **law}
+        plain = layerskip.generate(loaded.model, ids, enabled=False, **how)
+        found = layerskip.generate(
+            loaded.model,
+            ids,
+            assistant=official.model,
+            lookup=False,
+            draft_memory=0,
+            costs=CostTable(0.2, (1.0, 1.1)),
+            **how,
+        )
+        assert found.sequences.tolist() == plain.sequences.tolist()
+        assert found.stats.num_draft_tokens > 20
+        assert found.stats.acceptance_rate > 0.4

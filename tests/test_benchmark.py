@@ -377,7 +377,7 @@ def test_the_scores_that_judge_are_those_that_drew(model, task):
     """For each cut text, the scores expect exactly the token that was cut off."""
     batch = PromptBatch(("a", "b"), (4, 9), None, *ragged((3, 6)))
     plain, texts = Engine(model, task), Engine(model, task).decode(batch, 0, Clock()).tokens
-    for length in range(1, 8):
+    for length in (1, 4, 7):
         short = [(batch, [text[:length] for text in texts])]
         differences = Judge(model, task, [plain]).compare(plain, short).differences
         assert [each.expected for each in differences] == [text[length] for text in texts]

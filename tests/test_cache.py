@@ -108,9 +108,9 @@ def test_8000_tokens_take_what_the_formula_says(family, known):
     opened = Sublayers(model, "fused")
     held = opened.new_cache(1, 8000 + 17 if known else 32000)
     heads, width = shape["num_key_value_heads"], shape["head_dim"]
-    steps = [(first, 512) for first in range(0, 7680, 512)]
-    for start, count in [*steps, *((place, 1) for place in range(7680, 8000))]:
-        held.place([start], count, max(start, 7679))
+    steps = [(first, 512) for first in range(0, 7680, 512)] + [(7680, 256)]
+    for start, count in [*steps, *((place, 1) for place in range(7936, 8000))]:
+        held.place([start], count, max(start, 7935))
         written = torch.zeros(1, heads, count, width, dtype=torch.bfloat16)  # (B, H, T, D)
         for layer in range(opened.num_layers):
             held.update(written, written, layer)

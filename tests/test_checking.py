@@ -207,8 +207,8 @@ def test_runners_up_fail_the_check(monkeypatch, dtype):
 def test_correct_texts_pass_in_every_dtype(dtype, execution):
     for family in ("llama", "gemma2"):
         model = lively_model(family).to(dtype)
-        sampled = Task(32, True, 0.8, seed=3, execution=execution)
-        found = compared(model, PROMPTS, Task(32, execution=execution))
+        sampled = Task(16, True, 0.8, seed=3, execution=execution)
+        found = compared(model, PROMPTS, Task(16, execution=execution))
         found |= {"coupled": compared(model, PROMPTS, sampled)["plain"]}
         for reference, comparison in found.items():
             assert comparison.faults == 0

@@ -214,8 +214,9 @@ def test_costs_are_measured_with_what_the_first_row_read():
     assert out.costs.source in ("measured", "analytic")
 
 
+@pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("family", ["t5", "t5gemma", *thorough("bart", "t5gemma2")])
-def test_texts_that_join_and_leave_a_batch_are_those_of_generate(family):
+def test_texts_that_join_and_leave_a_batch_are_those_of_generate(family, number):
     """They join others with longer and shorter encoder texts, greedy and sampled."""
     model, draw = small_model(family), random.Random(1)
     texts = [[draw.randrange(4, VOCABULARY) for _ in range(n)] for n in (9, 3, 17, 5, 12, 2, 7)]
@@ -228,28 +229,27 @@ def test_texts_that_join_and_leave_a_batch_are_those_of_generate(family):
         if not law["do_sample"]:
             plain = model.generate(torch.tensor([text]), max_new_tokens=NEW_TOKENS)
             assert want[-1] == plain[0, 1:].tolist()
-    drafts = [{"lookup": True}, {"assistant": model}, {"skip": EIGHT}]
-    for number, settings in enumerate([{"enabled": False}, *drafts]):
-        serving = Serving(model, max_rows=3, controller=Erratic(number), **settings)
-        told = [[] for _ in texts]
-        for text, law, pieces in zip(texts, laws, told, strict=True):
-            prompt, encoded, processors = read_text(model, text, NEW_TOKENS)
-            more = {"processors": processors, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
-            task = TextRequest(prompt, NEW_TOKENS, encoded=encoded, **law, **more)
-            serving.submit(task, pieces.append)
-            for _ in range(draw.randint(0, 4)):
-                serving.step()
-        while serving.step():
-            pass
-        assert [[t for piece in pieces for t in piece.tokens] for pieces in told] == want
-        drafted = sum(pieces[-1].counts.drafted for pieces in told)
-        assert (drafted > 0) is (number > 0) or number == 1  # lookups may find no repetition
-        assert not serving._batch.passes.cache.unread
+    drafts = {"enabled": False}, {"lookup": True}, {"assistant": model}, {"skip": EIGHT}
+    serving = Serving(model, max_rows=3, controller=Erratic(number), **drafts[number])
+    told = [[] for _ in texts]
+    for text, law, pieces in zip(texts, laws, told, strict=True):
+        prompt, encoded, processors = read_text(model, text, NEW_TOKENS)
+        more = {"processors": processors, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+        task = TextRequest(prompt, NEW_TOKENS, encoded=encoded, **law, **more)
+        serving.submit(task, pieces.append)
+        for _ in range(draw.randint(0, 4)):
+            serving.step()
+    while serving.step():
+        pass
+    assert [[t for piece in pieces for t in piece.tokens] for pieces in told] == want
+    drafted = sum(pieces[-1].counts.drafted for pieces in told)
+    assert (drafted > 0) is (number > 0) or number == 1  # lookups may find no repetition
+    assert not serving._batch.passes.cache.unread
     with pytest.raises(ValueError, match="needs encoder states"):
         serving.submit(TextRequest([1], 3), print)
 
 
-@pytest.mark.parametrize("family", ["t5", "t5gemma"])
+@pytest.mark.parametrize("family", [*thorough("t5"), "t5gemma"])
 def test_commands_take_them_or_refuse_by_name(family, tmp_path):
     model = copy.deepcopy(small_model(family)).float()
     folder = save_checkpoint(tmp_path, model)

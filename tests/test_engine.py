@@ -122,7 +122,7 @@ def small_buffers(sizes):
 
 
 @pytest.mark.usefixtures("small_buffers")
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.no_grad()
 def test_texts_across_growing_buffers(family, execution):
@@ -373,7 +373,7 @@ def test_by_the_rejection_rule_margins_are_not_told(llama):
 @pytest.mark.parametrize("sample", [False, True])
 def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(llama, sample, rejection):
     ended = 0
-    for end in range(0, VOCABULARY, 24):
+    for end in range(0, VOCABULARY, 48):
         asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
         late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
         for got, want in zip(play(late), play(once), strict=True):

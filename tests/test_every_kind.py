@@ -290,23 +290,23 @@ DEAR = ("one of each", "exit, assistant", "healed behind a prefix, head exact")
         for case in enumerate(MIXTURES)
     ],
 )
-def test_simulated_rounds_are_those_of_decoding(number, mixture, folder):
+@pytest.mark.parametrize(("sample", "ended"), [*product((False, True), repeat=2)])
+def test_simulated_rounds_are_those_of_decoding(number, mixture, sample, ended, folder):
     """Mixtures take turns with controllers, and each law and end meets one of them."""
     family = mixture.partition(":")[0] if ":" in mixture else "llama"
     model = looped.model_of(family)
     drafts = drafts_of(MIXTURES[mixture], model, folder)
     costs = [CostTable(0.0, COSTS.verify) if isinstance(d, Lookup) else COSTS for d in drafts]
     made = [Fickle, lambda: Fixed(5), Erratic, lambda: ExpectedGain(costs)]
-    made = made[number % 4 :] + made[: number % 4]
-    for (sample, ended), make in zip(product((False, True), repeat=2), made, strict=True):
-        trace = looped.traced(sample, ended, family)
-        replays = [replay(trace, draft) for draft in drafts]
-        run = looped.decoded(drafts, make(), model=model, sample=sample, eos=trace.eos)
-        real = looped.simulated(run.played[1:])
-        controller = make()
-        assert list(simulate(replays, controller, range(len(trace.texts)))) == real
-        if isinstance(controller, Fickle):
-            assert controller.told == run.controller.told
+    make = made[(number + 2 * sample + ended) % 4]
+    trace = looped.traced(sample, ended, family)
+    replays = [replay(trace, draft) for draft in drafts]
+    run = looped.decoded(drafts, make(), model=model, sample=sample, eos=trace.eos)
+    real = looped.simulated(run.played[1:])
+    controller = make()
+    assert list(simulate(replays, controller, range(len(trace.texts)))) == real
+    if isinstance(controller, Fickle):
+        assert controller.told == run.controller.told
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from functools import cache
 import pytest
 import torch
 from covering import covering
-from models import lively_model, pure, ragged
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+from looped import rows, sampling
+from marks import thorough
+from models import lively_model, pure
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from layerskip.config import LowPrecision, SkipConfig
-from layerskip.decoding.laws import Law
 from layerskip.replay import steps as steps_module
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drafts import all_starts, follow, replay
@@ -44,22 +45,12 @@ SKIPS = {
 }
 
 
-def sampling(temperature, *processors):
-    warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
-    return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
-
-
-def prompts(lengths=(3, 12, 7)):
-    ids, mask = ragged(tuple(lengths))
-    return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
-
-
 @cache
 def traced(case):
     family, temperature, acceptance, eos = CASES[case]
     return take_trace(
         lively_model(family),
-        prompts(),
+        rows(),
         max_new_tokens=24,
         law=sampling(temperature),
         eos=eos,
@@ -162,7 +153,7 @@ def test_a_wrong_regrouping_shows(wrong, monkeypatch):
     assert not agree(followed, replayed("windows", "no prefix"))
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("acceptance", [*thorough("coupled"), "rejection"])
 def test_processors_that_read_the_text(acceptance):
     @pure
     def by_length(ids, scores):
@@ -174,7 +165,7 @@ def test_processors_that_read_the_text(acceptance):
     law = sampling(0.8, RepetitionPenaltyLogitsProcessor(1.3), by_length)
     trace = take_trace(
         lively_model("llama"),
-        prompts((9, 5)),
+        rows((9, 5)),
         max_new_tokens=16,
         law=law,
         eos=EOS,

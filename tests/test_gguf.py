@@ -103,8 +103,9 @@ def test_a_file_is_a_model_for_commands(file):
 @pytest.mark.usefixtures("priced")
 @pytest.mark.parametrize(("command", "place"), [("check", checks), ("benchmark", plans)])
 def test_weights_are_unpacked_once_for_the_library_if_memory_suffices(
-    file, tmp_path, spied, monkeypatch, command, place
+    file, tmp_path, spied, sizes, monkeypatch, command, place
 ):
+    sizes(draws=64)
     (tmp_path / "prompts.txt").write_text("abc\nxyz\n")
     flags = ["--prompts", tmp_path / "prompts.txt", "--max-new-tokens", "4"]
     asked, counts = spied(Stored, "unpacked", len), []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import tiny_tokenizer
 from commands import document, refused, run
+from marks import thorough
 from pictured import LARGE, PLACEHOLDER, conditional
 from PIL import Image
 from servers import running
@@ -81,7 +82,7 @@ def save_seeing(folder, kind="gemma3", size=4):
     return folder
 
 
-@pytest.fixture(scope="module", params=["gemma3", "llava"])
+@pytest.fixture(scope="module", params=["gemma3", *thorough("llava")])
 def folder(request, tmp_path_factory):
     return save_seeing(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from marks import slow
+from marks import slow, thorough
 from models import Erratic, prompt, ragged, require
 from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
 from transformers.cache_utils import DynamicCache
@@ -63,7 +63,7 @@ def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind):
     assert torch.allclose(later, whole, atol=1e-4) == (kind not in ONE_BY_ONE)
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
+@pytest.mark.parametrize("kind", [*thorough("falcon_h1"), "mamba"])
 def test_long_prompts_and_many_rejected_drafts(kind):
     """States lag behind by more tokens than are fed again, so a separate pass catches up."""
     model = small_model(kind, max_position_embeddings=2048)
@@ -75,7 +75,7 @@ def test_long_prompts_and_many_rejected_drafts(kind):
     assert out.sequences.tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
+@pytest.mark.parametrize("kind", ["falcon_h1", *thorough("mamba")])
 def test_sessions_keep_states_where_texts_end_and_where_they_part(kind):
     model = copy.deepcopy(model_of(kind))
     session = Session(model, memory=1 << 24)
@@ -119,7 +119,7 @@ def _drafts(model):
     return every_draft(model, EIGHT)[-1]
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", "mamba"])
+@pytest.mark.parametrize("kind", [*thorough("falcon_h1"), "mamba"])
 def test_servers_keep_states_of_prompts_and_turns(kind):
     model = model_of(kind)
     serving = Serving(model, max_rows=2, lookup=False, skip=EIGHT, controller=Erratic(2))

@@ -65,11 +65,9 @@ class TestQuality:
         space = Space(kind="sublayer", num_layers=4, bits=bits) if bits else TWELVE_BITS
         landscape = Landscape(space.num_layers, seed=2, exits=exits)
         optimum = max(landscape(mask)[0] for mask in space.enumerate())
-        for seed in range(2):
-            found = searched(space, landscape, 50, seed=seed)
-            assert found.best_trial.value >= 0.99 * optimum
+        assert searched(space, landscape, 50).best_trial.value >= 0.99 * optimum
 
-    @pytest.mark.parametrize("exits", [False, True])
+    @pytest.mark.parametrize("exits", [False, *thorough(True)])
     def test_comes_near_a_long_search(self, exits):
         landscape = Landscape(12, 0, exits=exits)
         _, optimum = best_by_long_search(landscape, LARGER, restarts=1)
@@ -333,7 +331,7 @@ class TestStorage:
 def launch():
     """Starts `work` in a process that does not import the other tests."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["layerskip.search.study", "landscapes"])
+    context.set_forkserver_preload([__name__])
 
     def launch(*arguments):
         process = context.Process(target=work, args=tuple(map(str, arguments)))
@@ -362,6 +360,7 @@ class TestWorkers:
         assert trials <= states(found).count("COMPLETE") <= trials + 1
         assert all(log.stat().st_size for log in logs)
 
+    @pytest.mark.thorough
     def test_a_killed_worker_loses_nothing(self, launch, tmp_path):
         storage, log = tmp_path / "study.log", tmp_path / "told.txt"
         open_study(LARGER, storage=storage)

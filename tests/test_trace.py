@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 import torch
 from covering import covering
-from looped import simulated
+from looped import rows, sampling, simulated
+from marks import thorough
 from models import Erratic, lively_model, pure, ragged
 from transformers import (
     MinLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
 )
 
 import layerskip
@@ -19,7 +19,6 @@ from layerskip.config import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.laws import Law
 from layerskip.model.sublayers import Sublayers
 from layerskip.registry import CONTROLLERS
 from layerskip.replay.drafts import replay
@@ -58,16 +57,6 @@ CASES = [
     ("gemma3", 1.0, EOS),
     ("qwen2", None, EOS),
 ]
-
-
-def rows(lengths=LENGTHS):
-    ids, mask = ragged(tuple(lengths))
-    return [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
-
-
-def sampling(temperature, *processors):
-    warpers = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
-    return Law([*processors, *warpers], do_sample=temperature is not None, rows=1)
 
 
 @cache
@@ -171,11 +160,11 @@ def test_each_text_may_have_a_vocabulary_of_its_own():
     for skip in ("exit 4", "scattered"):
         played = replay(trace, SKIPS[skip], 6, allowed=allowed)
         whole = replay(trace, SKIPS[skip], 6)
-        for text, rows in enumerate(played.texts):
+        for text, places in enumerate(played.texts):
             alone = replay(trace, SKIPS[skip], 6, allowed=allowed[[text] * 3])
-            assert torch.equal(played.tokens[rows], alone.tokens[rows])
-            assert not torch.equal(played.tokens[rows], whole.tokens[rows])
-            assert {token % 3 for token in played.tokens[rows].unique().tolist()} == {text}
+            assert torch.equal(played.tokens[places], alone.tokens[places])
+            assert not torch.equal(played.tokens[places], whole.tokens[places])
+            assert {token % 3 for token in played.tokens[places].unique().tolist()} == {text}
 
 
 @pytest.mark.thorough
@@ -306,7 +295,7 @@ def test_drafts_that_find_nothing_to_draw():
         assert counts == [sum(d == (n,) for d in drafted) for n in range(7)]
 
 
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
 def test_chunks_and_paths_change_nothing(execution, sizes):
     _, whole = replayed(2, "scattered")
     sizes(groups=(3,), chains=6, logits=700, texts=2, traced_logits=1)

@@ -275,7 +275,7 @@ def test_given_texts_are_read_only_as_far_as_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "source", lambda _: long)
     few = training(tmp_path / "few", tokens=320, kind="heads", skip=None)
     monkeypatch.setattr(drafts, "FOR_FEATURES", 1e-9)
-    late = training(tmp_path / "late", tokens=None, minutes=0.1, kind="heads", skip=None)
+    late = training(tmp_path / "late", tokens=None, minutes=0.01, kind="heads", skip=None)
     for made, windows in ((few, 320 // 2 // 16 + drafts.APART), (late, features.CHUNK)):
         made.run()
         assert made.facts["text_tokens"] == 16 * windows
@@ -352,7 +352,7 @@ def test_training_makes_a_draft_right_more_often(kind, tmp_path, monkeypatch):
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
     how = {"kind": kind, "skip": BITS if kind == "healed" else None}
-    rate, tokens = (3e-3, 4000) if kind == "healed" else (2e-2, 2000)
+    rate, tokens = (3e-3, 4000) if kind == "healed" else (2e-2, 1200)
     untrained = training(tmp_path / "untrained", model, tokens=64, rate=0.0, **how).run()
     trained = training(tmp_path / "trained", model, tokens=tokens, rate=rate, **how)
     before, after = (sum(replay(trace, each).survival) for each in (untrained, trained.run()))
@@ -452,7 +452,7 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     model = lively_model("llama", dtype=torch.float32)
     costs = [CostTable(0.3, (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6))] * 3
     monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
-    for name, value in {"PROMPTS": 4, "TIMED": 1, "REPEATS": 1}.items():
+    for name, value in {"PROMPTS": 4, "NEW_TOKENS": 32, "TIMED": 1, "REPEATS": 1}.items():
         monkeypatch.setattr(judging, name, value)
     made = training(tmp_path, model)
     skip = made.run()

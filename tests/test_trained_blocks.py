@@ -9,6 +9,7 @@ from cost_records import analytic
 from guesses import Guesses
 from kinds import BLOCKS, weights_of
 from looped import ENDS, decoded, model_of, prompts, second_of
+from marks import thorough
 from models import Fickle, Growing, lively_model
 
 import layerskip
@@ -109,16 +110,15 @@ def play(drafts, controller, sample):
     return counts
 
 
+@pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("mixture", [*LAYERED, *[*LOW][:2], *ASSISTED])
-def test_states_are_those_of_whole_texts_after_every_round(mixture, folder):
-    drafts = drafts_of(mixture, folder)
-    for sample in (False, True):
-        counts = play(drafts, Fickle(7 + sample), sample)
-        assert counts["looked"]
-        assert counts["short"] or "assistant" not in mixture  # while others drafted, or none
+def test_states_are_those_of_whole_texts_after_every_round(mixture, sample, folder):
+    counts = play(drafts_of(mixture, folder), Fickle(7 + sample), sample)
+    assert counts["looked"]
+    assert counts["short"] or "assistant" not in mixture  # while others drafted, or none
 
 
-@pytest.mark.parametrize("mixture", ["lookup, streams", "lookup, feature-block"])
+@pytest.mark.parametrize("mixture", ["lookup, streams", *thorough("lookup, feature-block")])
 def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture, folder, spied):
     drafts = drafts_of(mixture, folder)
     how = {"new_tokens": 30, "eos": ENDS, "execution": "modules"}
@@ -128,14 +128,14 @@ def test_states_are_those_of_whole_texts_where_trees_were_taken(mixture, folder,
     assert any(path != [*range(1, len(path) + 1)] for path in paths)  # which moved some slots
 
 
-@pytest.mark.parametrize("mixture", ["lookup, feature-block", "lookup, assistant"])
+@pytest.mark.parametrize("mixture", ["lookup, feature-block", *thorough("lookup, assistant")])
 def test_states_are_those_of_whole_texts_where_drafts_branch(mixture, folder):
     controller = Growing(3)
     assert play(drafts_of(mixture, folder), controller, True)["looked"]
     assert controller.widened
 
 
-@pytest.mark.parametrize("together", [0, 2, 64])
+@pytest.mark.parametrize("together", [*thorough(0), 2, *thorough(64)])
 def test_streams_draft_the_same_in_however_many_passes_they_catch_up(together, folder, sizes):
     drafts = drafts_of("lookup, streams", folder)
     whole = decoded(drafts, Fickle(3), sample=True)
