@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(items):
 
     Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
     """
+    gc.freeze()  # modules and collected tests, which would take half a second at a time
     gc.enable()
     matrices = defaultdict[str, list[pytest.Item]](list)
     for item in items:
@@ -47,8 +48,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _modules_are_no_garbage():
-    """Exempt modules and collected tests from garbage collection, which takes half a second."""
-    if not gc.get_freeze_count():  # benchmarks end the exemption
+    """Exempt them from garbage collection again if a benchmark has ended that."""
+    if not gc.get_freeze_count():
         gc.freeze()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint, tiny_tokenizer
 from commands import PROMPT, refused, run
-from marks import slow
+from marks import slow, thorough
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
 from servers import running
@@ -278,7 +278,7 @@ def test_drafts_are_those_of_the_definition(kind, made):
     assert seen > 4
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", [*thorough("one"), "ragged"])
 @pytest.mark.parametrize("kind", ["deepseek_v3", *slow(*OTHERS)])
 def test_texts_are_the_same_with_and_without(kind, batch, made):
     model, _ = made(kind)
