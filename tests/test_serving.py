@@ -13,6 +13,7 @@ import torch
 from kinds import BLOCKS, weights_of
 from marks import thorough
 from models import VOCABULARY, Fickle, Growing, lively_model, near, pure
+from official import assistant_of, target_of
 from small import small_model
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
@@ -274,9 +275,9 @@ def test_whatever_generate_takes_is_served(model, kind):
     elif kind == "whole assistant":
         how |= {"assistant": small_model("phi", vocab_size=VOCABULARY), "execution": "auto"}
     elif kind == "official":
-        official = pytest.importorskip("test_official", reason="transformers 5.23 has it")
-        model = official.target_of("gemma4", VOCABULARY)
-        how["assistant"] = official.assistant_of("gemma4", tokens=VOCABULARY)
+        pytest.importorskip("transformers.models.gemma4_assistant", reason="5.23 has it")
+        model = target_of("gemma4", VOCABULARY)
+        how["assistant"] = assistant_of("gemma4", tokens=VOCABULARY)
     else:
         how["sources"] = [Phrases()]
     for seed in range(3):
