@@ -11,7 +11,7 @@ inline void configure(const Shapes& shapes) {
   std::memset(registers, 0, sizeof registers);
 }
 struct Kept {
-  explicit Kept(bool) {}
+  Kept() {}
   ~Kept() { shape = Shapes(); }
 };
 

@@ -127,28 +127,29 @@ struct Fixed {
   static float float_of(int32_t bits) { return read<float>(reinterpret_cast<uint8_t*>(&bits)); }
 };
 
-// Adds a part to the sums of a token's rows. `plane(k)` are the sums of codes times the k-th plane.
-// Unless codes are SIGNED, they still have their offset.
-template <typename F, bool SIGNED, typename Split, typename Plane>
+// Adds a part to the sums of a token's rows. `plane(k)` are the sums of codes times the k-th plane,
+// less those of the codes' offset.
+template <typename F, typename Split, typename Plane>
 [[gnu::always_inline]] inline Floats added(const Floats& total, const Fixed<Split>& x, int64_t at,
                                            const Floats& by, const Floats& to, const Plane& plane) {
   using namespace integers;
-  constexpr int OFFSET = SIGNED || F::ZERO < 0 ? 0 : F::ZERO;
   Sums low = plane(0);
   if constexpr (Split::PIECES == 3) {
     const Sums middle = plane(1);
     low = each<Sums>([&](int i) { return low.v[i] + (middle.v[i] << 8); });
   }
-  if (OFFSET) low = plus(low, -OFFSET * x.lows[at]);
   Floats rounded = converted(low);  // of codes of 4 bits, it is exact
-  if constexpr (Split::PIECES > 1) {
-    Sums high = plane(Split::PLANES - 1);
-    if (OFFSET) high = plus(high, -OFFSET * x.highs[at]);
-    rounded = scaled(converted(high), same(Split::PIECES == 4 ? 4096.0f : 65536.0f), rounded);
-  }
+  if constexpr (Split::PIECES > 1)
+    rounded = scaled(converted(plane(Split::PLANES - 1)),
+                     same(Split::PIECES == 4 ? 4096.0f : 65536.0f), rounded);
   const Floats out = scaled(rounded, times(by, x.steps[at]), total);
   return F::ZERO < 0 ? scaled(to, same(x.sums[at]), out) : out;
 }
+
+// Some units of a panel.
+struct Units {
+  int64_t first, last;
+};
 
 // The factors of a part of a panel's rows.
 template <typename F, typename Shape>
@@ -163,19 +164,25 @@ inline void pair_of(const Shape& shape, const uint8_t* panel, int64_t unit, int6
   by = integers::load(both[0]), to = integers::load(both[1]);
 }
 
-// PANELS panels times COUNT tokens, (COUNT, PANELS, ROWS).
+// Adds some units of PANELS panels times COUNT tokens to `out`, whose tokens are `stride` numbers
+// apart. Unless it is null, `next` points to the panels that are read afterwards.
 template <typename F, int PANELS, int COUNT, bool DOTS, typename Shape>
-void by_vectors(const Shape& shape, const uint8_t* panel, int64_t parts, void* room,
-                int64_t before, const uint8_t* next, float* out) {
+void by_vectors(const Shape& shape, const uint8_t* panel, Units units, void* room, int64_t before,
+                const uint8_t* next, float* out, int64_t stride) {
   using Split = ForVectors<F, DOTS>;
   constexpr int LINES = static_cast<int>(F::PART) / 4, PLANES = Split::PLANES, SIZE = Split::SIZE;
-  const Fixed<Split> x(room, parts, before, COUNT);
-  const int64_t ahead = std::max<int64_t>(1, AHEAD / (PANELS * shape.CODES));
-  Floats totals[COUNT][PANELS] = {};
-  for (int64_t unit = 0, at = 0; unit < shape.units; ++unit) {
+  const Fixed<Split> x(room, shape.units * shape.PARTS, before, COUNT);
+  const int64_t ahead =
+      std::clamp<int64_t>(AHEAD / (PANELS * shape.CODES), 1, units.last - units.first);
+  Floats totals[COUNT][PANELS];
+  for (int t = 0; t < COUNT; ++t)
+    for (int p = 0; p < PANELS; ++p) totals[t][p] = integers::load(out + t * stride + p * ROWS);
+  for (int64_t unit = units.first, at = unit * shape.PARTS; unit < units.last; ++unit) {
     const int64_t later = unit + ahead;
-    for (int p = 0; p < PANELS; ++p)
-      shape.fetch((later < shape.units ? panel : next) + p * shape.bytes, later % shape.units);
+    const bool inside = later < units.last;
+    for (int p = 0; next && p < PANELS; ++p)
+      shape.fetch((inside ? panel : next) + p * shape.bytes,
+                  inside ? later : units.first + later - units.last);
     for (int part = 0; part < shape.PARTS; ++part, ++at) {
       const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
       const int8_t* bytes = x.bytes + at * COUNT * x.BYTES;
@@ -183,15 +190,27 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t parts, void* r
 #pragma GCC unroll 4
       for (int v = 0; v < integers::VECTORS; ++v) {
         integers::Dots<DOTS, F::BITS, SIZE> some[PANELS][PLANES * COUNT];
-#pragma GCC unroll UNROLLED
-        for (int n = 0; n < LINES; ++n)
+        if constexpr (F::ZERO > 0)
 #pragma GCC unroll 8
-          for (int p = 0; p < PANELS; ++p) {
-            const auto line = F::line(codes + p * shape.bytes, part * LINES + n).v[v];
+          for (int t = 0; t < COUNT; ++t)
+#pragma GCC unroll 8
+            for (int p = 0; p < PANELS; ++p) {
+              const int64_t sum = at * COUNT + t, upper = (PLANES - 1) * COUNT + t;
+              some[p][t].sums = integers::Int{} - F::ZERO * x.lows[sum];
+              if (PLANES > 1) some[p][upper].sums = integers::Int{} - F::ZERO * x.highs[sum];
+            }
+#pragma GCC unroll UNROLLED
+        for (int n = 0; n < LINES; ++n) {
+          integers::Int line[PANELS];
+#pragma GCC unroll 8
+          for (int p = 0; p < PANELS; ++p)
+            line[p] = F::line(codes + p * shape.bytes, part * LINES + n).v[v];
 #pragma GCC unroll 16
-            for (int k = 0; k < PLANES * COUNT; ++k)
-              some[p][k].add(line, bytes + k * Split::WIDTH + 4 * SIZE * n, n);
-          }
+          for (int k = 0; k < PLANES * COUNT; ++k)
+#pragma GCC unroll 8
+            for (int p = 0; p < PANELS; ++p)
+              some[p][k].add(line[p], bytes + k * Split::WIDTH + 4 * SIZE * n, n);
+        }
 #pragma GCC unroll 8
         for (int p = 0; p < PANELS; ++p)
 #pragma GCC unroll 16
@@ -203,13 +222,13 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t parts, void* r
         pair_of<F>(shape, panel + p * shape.bytes, unit, part, by, to);
 #pragma GCC unroll 8
         for (int t = 0; t < COUNT; ++t)
-          totals[t][p] = added<F, false>(totals[t][p], x, at * COUNT + t, by, to,
-                                         [&](int k) { return sums[p][k * COUNT + t]; });
+          totals[t][p] = added<F>(totals[t][p], x, at * COUNT + t, by, to,
+                                  [&](int k) { return sums[p][k * COUNT + t]; });
       }
     }
   }
   for (int t = 0; t < COUNT; ++t)
-    for (int p = 0; p < PANELS; ++p) integers::store(totals[t][p], out + (t * PANELS + p) * ROWS);
+    for (int p = 0; p < PANELS; ++p) integers::store(totals[t][p], out + t * stride + p * ROWS);
 }
 
 // Steps of tokens for the matrix unit. All steps have the same size, so it is configured once.
@@ -309,8 +328,8 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
           const auto plane = [&](int64_t k) {
             return integers::load(sums[0] + (k * steps.each + t) * ROWS);
           };
-          integers::store(added<F, true>(integers::load(total), x, (start + i) * steps.each + t,
-                                         by[i][p], to[i][p], plane), total);
+          integers::store(added<F>(integers::load(total), x, (start + i) * steps.each + t, by[i][p],
+                                   to[i][p], plane), total);
         }
       }
     }
@@ -334,45 +353,74 @@ auto step_for(int64_t count, int64_t panels) {
   return STEPS<F, 1, DOTS, Shape, 1, MOST<F>>[count - 1];
 }
 
-// Rows first to last times all tokens, on the matrix unit or in steps of MOST.
+// Memory for sums, which a thread keeps.
+inline std::vector<float>& room_of(int64_t size) {
+  static thread_local std::vector<float> room;
+  room.resize(std::max<int64_t>(size, room.size()));
+  return room;
+}
+
+// Rows first to last times all tokens, on the matrix unit.
+template <typename F, typename Shape>
+void multiply_on_unit(const Shape& shape, const uint8_t* weight, int64_t first, int64_t last,
+                      void* room, int64_t tokens, const uint8_t* then, Write write) {
+  const Even even{tokens};
+  std::vector<float>& totals = room_of(std::min(tokens, SPELL * even.each) * SIDE * ROWS);
+  const tiles::Kept kept;
+  tiles::configure(shapes_of<ForUnit<F>>(even.each));
+  for (int64_t row = first; row < last; row += SIDE * ROWS) {
+    const int64_t rows = std::min(last - row, SIDE * ROWS), panels = (rows + ROWS - 1) / ROWS;
+    const uint8_t* at = weight + (row - first) / ROWS * shape.bytes;
+    const uint8_t* next = row + rows < last ? at + panels * shape.bytes : then;
+    for (int64_t step = 0; step < even.count; step += SPELL) {
+      const int64_t end = std::min(even.count, step + SPELL), begin = even.first(step);
+      by_unit<F>(shape, at, panels, room, even, step, end, next, totals.data());
+      for (int64_t t = begin; t < even.first(end); ++t)
+        write(t, row, rows, totals.data() + (t - begin) * SIDE * ROWS);
+    }
+  }
+}
+
+// The same on vectors, in steps of MOST tokens. During several steps, a group of panels stays in
+// the L2 cache, and the inputs of some units stay in the L1 cache.
+template <typename F, typename Shape>
+void multiply_on_vectors(const Shape& shape, const uint8_t* weight, int64_t first, int64_t last,
+                         void* room, int64_t tokens, const uint8_t* then, Write write) {
+  static const bool dots = integers::has_dots();
+  const Steps steps{tokens, MOST<F>};
+  const int64_t side = side_of(tokens), bytes = UNIT * Fixed<ForVectors<F, true>>::BYTES / F::PART;
+  const int64_t group = side * std::clamp<int64_t>(KEPT / (side * shape.bytes), 1, 16 / side);
+  const int64_t near = std::max<int64_t>(1, NEAR / bytes / MOST<F>);
+  const int64_t span = steps.count == 1 ? shape.units : near;
+  const int64_t stride = group * ROWS;
+  std::vector<float>& totals = room_of(stride * MOST<F>);
+  for (int64_t row = first; row < last; row += stride) {
+    const int64_t rows = std::min(last - row, stride), panels = (rows + ROWS - 1) / ROWS;
+    const uint8_t* at = weight + (row - first) / ROWS * shape.bytes;
+    for (int64_t step = 0; step < steps.count; ++step) {
+      const int64_t before = steps.first(step), count = steps.length(step);
+      std::fill_n(totals.data(), count * stride, 0.0f);
+      for (int64_t unit = 0; unit < shape.units; unit += span)
+        for (int64_t p = 0, here; p < panels; p += here) {
+          here = panels - p < side ? 1 : side;
+          const uint8_t* next = at + (p + here) * shape.bytes;
+          if (row + (p + here) * ROWS >= last) next = then;
+          const auto some = dots ? step_for<F, integers::KNOWS_DOTS, Shape>(count, here)
+                                 : step_for<F, false, Shape>(count, here);
+          some(shape, at + p * shape.bytes, {unit, std::min(shape.units, unit + span)}, room,
+               before, step ? nullptr : next, totals.data() + p * ROWS, stride);
+        }
+      for (int64_t t = 0; t < count; ++t) write(before + t, row, rows, totals.data() + t * stride);
+    }
+  }
+}
+
 template <typename F, typename Shape>
 void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
                     const float* inputs, int64_t tokens, const uint8_t* then, Write write,
                     bool on_unit) {
-  static const bool dots = integers::has_dots();
-  const Shape shape(layout);
-  void* room = const_cast<float*>(inputs);
-  const Steps steps{tokens, MOST<F>};
-  const Even even{tokens};
-  const int64_t side = on_unit ? SIDE : side_of(tokens);
-  static thread_local std::vector<float> totals;
-  totals.resize(std::max<int64_t>(std::min(tokens, SPELL * even.each), MOST<F>) * SIDE * ROWS);
-  const tiles::Kept kept(on_unit);
-  if (on_unit) tiles::configure(shapes_of<ForUnit<F>>(even.each));
-  for (int64_t row = first; row < last;) {
-    const int64_t left = (last - row + ROWS - 1) / ROWS;
-    const int64_t here = left >= side ? side : on_unit ? left : 1;
-    const uint8_t* at = weight + (row - first) / ROWS * shape.bytes;
-    const int64_t rows = std::min(here * ROWS, last - row);
-    const uint8_t* next = row + rows < last ? at + here * shape.bytes : then;
-    const auto done = [&](int64_t begin, int64_t end, int64_t panels) {
-      for (int64_t t = begin; t < end; ++t)
-        write(t, row, rows, totals.data() + (t - begin) * panels * ROWS);
-    };
-    for (int64_t step = 0; on_unit && step < even.count; step += SPELL) {
-      const int64_t end = std::min(even.count, step + SPELL);
-      by_unit<F>(shape, at, here, room, even, step, end, next, totals.data());
-      done(even.first(step), even.first(end), SIDE);
-    }
-    for (int64_t step = 0; !on_unit && step < steps.count; ++step) {
-      const int64_t before = steps.first(step), count = steps.length(step);
-      const auto some = dots ? step_for<F, integers::KNOWS_DOTS, Shape>(count, here)
-                             : step_for<F, false, Shape>(count, here);
-      some(shape, at, shape.units * shape.PARTS, room, before, step ? at : next, totals.data());
-      done(before, before + count, here);
-    }
-    row += rows;
-  }
+  const auto multiply = on_unit ? multiply_on_unit<F, Shape> : multiply_on_vectors<F, Shape>;
+  multiply(Shape(layout), weight, first, last, const_cast<float*>(inputs), tokens, then, write);
 }
 
 // Packs inputs for the matrix unit or for vectors, like `Format::pack`.

@@ -23,23 +23,24 @@ template <typename F>
 struct Geometry {
   static constexpr int64_t PARTS = UNIT / F::PART;
   static constexpr int64_t CODES = ROWS * 4 * F::BITS;  // bytes of a unit
-  int64_t units, group, head, codes, bytes;
+  int64_t units, head, codes, bytes;
 
   explicit Geometry(const Layout& layout)
       : units(layout.columns / UNIT),
-        group(layout.group / UNIT),
         head(F::SCALES_AT + ROWS * F::SCALES * each()),
         codes((units / each() * head + 63) / 64 * 64),
         bytes(codes + units * CODES) {}
-  // The units of a block.
-  int64_t each() const { return F::GROUPS ? group : F::NUMBERS / UNIT; }
+  // The units of a block. Where a row is a group, it is one block.
+  int64_t each() const { return F::GROUPS ? units : F::NUMBERS / UNIT; }
+  int64_t block(int64_t unit) const { return F::GROUPS ? 0 : unit / (F::NUMBERS / UNIT); }
+  int64_t inside(int64_t unit) const { return F::GROUPS ? unit : unit % (F::NUMBERS / UNIT); }
   void pair(const uint8_t* panel, int64_t unit, int64_t part, int64_t lane, Vec& by,
             Vec& to) const {
-    F::pair(panel + unit / each() * head, unit % each(), part, lane, by, to);
+    F::pair(panel + block(unit) * head, inside(unit), part, lane, by, to);
   }
   void fetch(const uint8_t* panel, int64_t unit) const {
-    const uint8_t* own = panel + unit / each() * head;
-    for (int64_t line = 0; unit % each() == 0 && line < head; line += 64) fetch_line(own + line);
+    const uint8_t* own = panel + block(unit) * head;
+    for (int64_t line = 0; inside(unit) == 0 && line < head; line += 64) fetch_line(own + line);
     for (int64_t line = 0; line < CODES; line += 64)
       fetch_line(panel + codes + unit * CODES + line);
   }

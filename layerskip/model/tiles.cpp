@@ -153,7 +153,7 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
   static thread_local std::vector<BFloat16> padded;  // rows of an incomplete tile, with zeros
   alignas(64) BFloat16 rests[BLOCKS][ROWS * COLUMNS] = {};
   alignas(64) float sums[BLOCKS * ROWS * MOST], turned[MOST * BLOCKS * ROWS];
-  const Kept kept(true);
+  const Kept kept;
   int64_t configured = 0;
   for (int64_t row = first; row < last; row += most * ROWS) {
     const int64_t end = std::min(last, row + most * ROWS), count = (end - row + ROWS - 1) / ROWS;

@@ -57,16 +57,11 @@ bool is_allowed() {
 inline void configure(const Shapes& shapes) {
   asm volatile("ldtilecfg %0" : : "m"(shapes));
 }
-// Restores the thread's shapes at its end, if it is `used`: other libraries rely on theirs.
+// Restores the thread's shapes at its end: other libraries rely on theirs.
 struct Kept {
   Shapes before;
-  bool used;
-  explicit Kept(bool used) : used(used) {
-    if (used) asm volatile("sttilecfg %0" : "=m"(before));
-  }
-  ~Kept() {
-    if (used) configure(before);
-  }
+  Kept() { asm volatile("sttilecfg %0" : "=m"(before)); }
+  ~Kept() { configure(before); }
 };
 
 template <int TILE>
@@ -104,7 +99,7 @@ bool has_unit() { return false; }
 bool is_allowed() { return false; }
 inline void configure(const Shapes&) {}
 struct Kept {
-  explicit Kept(bool) {}
+  Kept() {}
 };
 template <int TILE>
 inline void zero() {}
