@@ -61,13 +61,15 @@ struct Attention {
   float* out = nullptr;                             // (B, T, N, D)
   float* parts = nullptr;                           // of all units, if `along()`
 
-  int64_t groups() const { return layer.heads / layer.kv_heads; }
-  int64_t asked() const { return places.count * groups(); }  // per row and key-value head
+  // The queries of a token that share a key-value head, and of all tokens of a row. Divided once:
+  // some CPUs take 40 cycles and more for a division.
+  const int64_t groups = layer.heads / layer.kv_heads, asked = places.count * groups;
+
   int64_t rows() const { return places.rows(); }
   int64_t base(int64_t row) const { return bases ? bases[row] : 0; }
 
   Query query(int64_t row, int64_t j) const {
-    const int64_t place = places.position(row, j / groups());
+    const int64_t place = places.position(row, j / groups);
     return {layer.window ? std::max<int64_t>(0, place - layer.window + 1) : 0, place};
   }
 
@@ -82,10 +84,10 @@ struct Attention {
   }
 
   // The segments that a row's tokens see: the sink's, and all from `first(row)` on.
-  int64_t first(int64_t row) const { return seen(row, 0, asked()).first / SEGMENT; }
+  int64_t first(int64_t row) const { return seen(row, 0, asked).first / SEGMENT; }
   bool apart(int64_t row) const { return layer.sink > 0 && first(row) > 0; }
   int64_t segments(int64_t row) const {
-    return seen(row, 0, asked()).last / SEGMENT + 1 - first(row) + apart(row);
+    return seen(row, 0, asked).last / SEGMENT + 1 - first(row) + apart(row);
   }
   int64_t segment(int64_t row, int64_t i) const {
     return apart(row) ? (i == 0 ? 0 : first(row) + i - 1) : first(row) + i;
@@ -98,8 +100,8 @@ struct Attention {
   }
 
   // Whether a thread's unit of work is a segment. Otherwise it is a block of queries.
-  bool along() const { return asked() <= BLOCK && units() * part_floats() <= (16 << 20); }
-  int64_t part_floats() const { return asked() * part_size(layer.width); }
+  bool along() const { return asked <= BLOCK && units() * part_floats() <= (16 << 20); }
+  int64_t part_floats() const { return asked * part_size(layer.width); }
   int64_t shared_room() const { return along() ? units() * part_floats() : 0; }
 
   // The floats of scratch memory that each thread needs.
@@ -139,8 +141,8 @@ struct Attention {
     template <typename Apply>
     void each(int64_t end, const Apply& apply) const {
       for (int64_t j = 0, next = 0; shared < end && j < block.count; j = next) {
-        const int64_t token = (block.begin + j) / all.groups();
-        next = std::min(block.count, (token + 1) * all.groups() - block.begin);
+        const int64_t token = (block.begin + j) / all.groups;
+        next = std::min(block.count, (token + 1) * all.groups - block.begin);
         const int64_t last = std::min(end, all.places.position(block.row, token) + 1);
         apply(j, next, std::max<int64_t>(0, last - shared), token);
       }
@@ -163,8 +165,8 @@ struct Attention {
     with_kernel<S>([&](const auto& kernel) {
       const int64_t size = kernel.depth(layer.width);
       for (int64_t j = 0; j < block.count; ++j) {
-        const int64_t at = block.begin + j, token = block.row * places.count + at / groups();
-        const int64_t head = block.head * groups() + at % groups();
+        const int64_t at = block.begin + j, token = block.row * places.count + at / groups;
+        const int64_t head = block.head * groups + at % groups;
         block.queries[j] = query(block.row, at);
         kernel.pack_query(queries + token * stride + head * layer.width, layer.width,
                           block.packed + j * size);
@@ -196,8 +198,8 @@ struct Attention {
   }
 
   void finish(const Block& block, int64_t j, const float* all) const {
-    const int64_t at = block.begin + j, head = block.head * groups() + at % groups();
-    const int64_t token = block.row * places.count + at / groups(), width = layer.width;
+    const int64_t at = block.begin + j, head = block.head * groups + at % groups;
+    const int64_t token = block.row * places.count + at / groups, width = layer.width;
     float* to = out + (token * layer.heads + head) * width;
     const float by = layer.eager ? 1.0f : 1.0f / all[1];
     with_kernel<S>([&](const auto& kernel) {
@@ -211,13 +213,13 @@ struct Attention {
   void run_along(int64_t number, int64_t of, float* room, const Meet& meet) const {
     const int64_t size = part_size(layer.width), all = units();
     const int64_t mine = all * number / of, end = all * (number + 1) / of;
-    Block block{-1, -1, 0, asked(), {}, room, room + BLOCK * padded(layer.width)};
+    Block block{-1, -1, 0, asked, {}, room, room + BLOCK * padded(layer.width)};
     const auto each = [&](const auto& apply) {
       int64_t unit = 0;
       for (int64_t row = 0; row < rows(); ++row)
-        for (int64_t head = 0; head < layer.kv_heads; ++head) {
+        for (int64_t head = 0, count = segments(row); head < layer.kv_heads; ++head) {
           const int64_t first = unit;
-          for (int64_t i = 0; i < segments(row); ++i, ++unit) {
+          for (int64_t i = 0; i < count; ++i, ++unit) {
             if (unit < mine || unit >= end) continue;
             if (row != block.row || head != block.head) {
               block.row = row, block.head = head;
@@ -236,7 +238,7 @@ struct Attention {
       each([&](int64_t, const float*, const float* first) {
         if (first == last) return;
         last = first;
-        for (int64_t j = 0; j < asked(); ++j) {
+        for (int64_t j = 0; j < asked; ++j) {
           float sums[2] = {NEVER, 0.0f};
           for (int64_t i = 0; i < segments(block.row); ++i)
             if (const float* some = first + i * part_floats() + j * size; some[0] != NEVER)
@@ -250,7 +252,7 @@ struct Attention {
       each([&](int64_t i, float* to, const float* first) {
         group += first != last;
         last = first;
-        part(block, i, known.data() + 2 * asked() * group, true, to);
+        part(block, i, known.data() + 2 * asked * group, true, to);
       });
     } else {
       each([&](int64_t i, float* to, const float*) { part(block, i, nullptr, true, to); });
@@ -258,28 +260,27 @@ struct Attention {
     meet();
     int64_t first = 0;  // the first unit of a row and head
     for (int64_t row = 0, query = 0; row < rows(); ++row)
-      for (int64_t head = 0; head < layer.kv_heads; ++head, first += segments(row))
-        for (int64_t j = 0; j < asked(); ++j, ++query) {
+      for (int64_t head = 0, count = segments(row); head < layer.kv_heads; ++head, first += count)
+        for (int64_t j = 0; j < asked; ++j, ++query) {
           if (query % of != number) continue;
           float* sum = parts + first * part_floats() + j * size;
-          for (int64_t i = 1; i < segments(row); ++i)
-            join(sum, sum + i * part_floats(), layer.width);
+          for (int64_t i = 1; i < count; ++i) join(sum, sum + i * part_floats(), layer.width);
           block.row = row, block.head = head;
           finish(block, j, sum);
         }
   }
 
   void run_blocks(int64_t number, int64_t of, float* room) const {
-    const int64_t size = part_size(layer.width), blocks = (asked() + BLOCK - 1) / BLOCK;
+    const int64_t size = part_size(layer.width), blocks = (asked + BLOCK - 1) / BLOCK;
     float *packed = room, *sums = packed + BLOCK * padded(layer.width), *some = sums + BLOCK * size;
     float known[2 * BLOCK];
     for (int64_t unit = number; unit < rows() * layer.kv_heads * blocks; unit += of) {
-      const int64_t i = unit % blocks, begin = asked() * i / blocks;
+      const int64_t i = unit % blocks, begin = asked * i / blocks;
       Block block{unit / blocks / layer.kv_heads, unit / blocks % layer.kv_heads, begin,
-                  asked() * (i + 1) / blocks - begin, {}, packed, some + BLOCK * size};
+                  asked * (i + 1) / blocks - begin, {}, packed, some + BLOCK * size};
       gather(block);
       const auto each = [&](const float* known, bool weighing, const auto& apply) {
-        for (int64_t s = 0; s < segments(block.row); ++s)
+        for (int64_t s = 0, count = segments(block.row); s < count; ++s)
           if (part(block, segment(block.row, s), known, weighing, some))
             for (int64_t j = 0; j < block.count; ++j) apply(j, some + j * size);
       };

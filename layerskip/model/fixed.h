@@ -433,12 +433,14 @@ void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, in
     const Fixed<decltype(split)> to(room, parts, first, count);
     for (int64_t t = std::max(begin, first); t < std::min(end, last); ++t)
       for (int64_t part = 0; part < parts; ++part) {
-        const float* from = x + t * columns;
+        const float *all = x + t * columns, *from = all + part * F::PART;
         const int64_t at = part * F::PART, here = std::min(F::PART, columns - at);
         float some[F::PART] = {};
-        for (int64_t i = 0; order && i < here; ++i) some[i] = from[order[at + i]];
-        if (!order) std::copy_n(from + at, here, some);
-        to.put(some, part, t - first, count);
+        if (order || here < F::PART) {  // inputs are copied only then: loads wait for fresh stores
+          for (int64_t i = 0; i < here; ++i) some[i] = all[order ? order[at + i] : at + i];
+          from = some;
+        }
+        to.put(from, part, t - first, count);
       }
   };
   const Steps steps{tokens, MOST<F>};

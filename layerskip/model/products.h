@@ -368,6 +368,7 @@ void few(const S* weight, const M* bias, int64_t first, int64_t last, const Cuts
     const float* x = packed + cut * TOKENS * cuts.room();
     // Each row of the group prefetches its part of the inputs of the next step.
     const int64_t part = steps > 1 ? TOKENS * cuts.room() / (last - first) : 0;
+    const int64_t on = part * ROWS * PARTS<S> * LANES / cuts.span;
     // After the last row of a cut come the first rows of the next cut, or what `then` points to.
     const S* next = steps > 1              ? then + k + here * step / steps
                     : cut + 1 < cuts.count ? weight + first * columns + k + cuts.span
@@ -379,7 +380,7 @@ void few(const S* weight, const M* bias, int64_t first, int64_t last, const Cuts
                            VECTORS * steps, in_order ? LINE : columns,
                            in_order ? ROWS * LINE : LINE,
                            x + (steps > 1 ? TOKENS * cuts.width() : 0) + (row - first) * part,
-                           part * ROWS * PARTS<S> * LANES / cuts.span};
+                           on};
       float* to = sums + row - first;
       if (row + ROWS <= last) {
         tile<S, PAIRS, ROWS, TOKENS>(from, columns, here, x, fetch, to);
