@@ -296,14 +296,15 @@ def test_a_pass_reads_the_keys_that_its_layers_see():
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_analytic_costs_of_low_precision(bits):
-    """A byte per weight and a scale per row, or 18 bytes per 32 columns. Norms are exact."""
+    """Units of 32 columns take 32 bytes and each row has a scale, or 18 bytes. Norms are exact."""
     opened = Sublayers(lively_model("llama", dtype=torch.float32), "modules")
     layer = opened.model.model.layers[0]
 
     def low(module):
         (weight,) = module.parameters()
         rows, columns = weight.shape
-        return rows * (columns + 2 if bits == 8 else math.ceil(columns / 32) * (16 + 2))
+        units = math.ceil(columns / 32)
+        return rows * (units * 32 + 2 if bits == 8 else units * (16 + 2))
 
     norm = opened.model.model.norm.weight.nbytes
     attention, mlp = (
