@@ -717,6 +717,7 @@ class TestEnds:
         after = counted(place)
         more = {name: after[name] - before.get(name, 0) for name in after}
         told = (got.model_extra or {})["timings"]
+        shown = (got.model_extra or {})["metrics"]["speculative_decoding"]
         label = '{model_name="demo-llama"}'
         drafts, drafted, accepted = (
             more[f"vllm:spec_decode_num_{name}_total{label}"]
@@ -724,6 +725,11 @@ class TestEnds:
         )
         assert 0 < drafts <= told["rounds"]
         assert (drafted, accepted) == (told["drafted"], told["accepted"])
+        assert (shown["num_spec_steps"], shown["num_draft_tokens"]) == (drafts, drafted)
+        histogram = shown["acceptance_histogram"]
+        assert (sum(histogram), len(histogram)) == (drafts, shown["num_spec_tokens"] + 1)
+        assert sum(count * number for number, count in enumerate(histogram)) == accepted
+        assert shown["mean_acceptance_length"] == 1 + accepted / drafts
         per_pos = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
         at = [number for name, number in more.items() if name.startswith(per_pos)]
         assert sum(at) == accepted

@@ -194,8 +194,8 @@ class Answer:
 
     def end(self) -> list[dict[str, Any]]:
         """The last events of a stream."""
-        last = {"choices": [], "usage": self.usage(), "timings": self.timings()}
-        return [self._of_chunks | last] if self._asked.include_usage else []
+        last = self._of_chunks | {"choices": [], **self._counted()}
+        return [last] if self._asked.include_usage else []
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
         """The last event of a stream that cannot be finished."""
@@ -207,8 +207,14 @@ class Answer:
         for index, choice in enumerate(self.choices):
             content = {"message": choice.whole()} if self._chat else {"text": choice.text}
             choices.append(self._choice(index, content, choice.told, self._reason(choice)))
+        return {**self._head, "choices": choices, **self._counted()}
+
+    def _counted(self) -> dict[str, Any]:
+        """Token counts and the results of drafting, those of a single text also in vLLM's names."""
         counted = {"usage": self.usage(), "timings": self.timings()}
-        return {**self._head, "choices": choices, **counted}
+        if len(self.choices) == 1:
+            counted["metrics"] = {"speculative_decoding": _acceptance(self.choices[0].counts)}
+        return counted
 
     def usage(self) -> dict[str, Any]:
         prompts = {id(choice.task.prompt): choice.task.num_prompt for choice in self.choices}
@@ -263,6 +269,20 @@ class Answer:
         if self.choices[index].task.top_logprobs is not None:
             logprobs = _of_chat(told) if self._chat else _of_completion(told)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _acceptance(counts: Counts) -> dict[str, Any]:
+    """Acceptance in a text's rounds. Benchmarks of servers, such as AIPerf, read these names."""
+    steps = sum(counts.accepted_of.values())
+    return {
+        "mean_acceptance_length": 1 + counts.accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": counts.accepted / counts.drafted if counts.drafted else 0.0,
+        "acceptance_histogram": [counts.accepted_of.get(k, 0) for k in range(counts.longest + 1)],
+        "num_accepted_draft_tokens": counts.accepted,
+        "num_draft_tokens": counts.drafted,
+        "num_spec_steps": steps,
+        "num_spec_tokens": counts.longest,
+    }
 
 
 def _of_chat(told: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Counts:
         predicted, predicted_accepted: those of them from `TextRequest.predicted`.
         rounds: passes after those over the prompt.
         accepted_of: number of rounds with a draft, by their number of accepted tokens.
+        longest: tokens of the longest draft.
         queued, first, seconds: from the submission to the first pass, the first token and the last
             token.
     """
@@ -79,6 +80,7 @@ class Counts:
     predicted_accepted: int = 0
     rounds: int = 0
     accepted_of: dict[int, int] = field(default_factory=dict)
+    longest: int = 0
     queued: float = 0.0
     first: float = 0.0
     seconds: float = 0.0

@@ -128,6 +128,7 @@ class Text(Seat):
         counts.accepted += accepted
         if drafted:
             counts.accepted_of[accepted] = counts.accepted_of.get(accepted, 0) + 1
+            counts.longest = max(counts.longest, drafted)
         if outcome.source(row) == predicted:
             counts.predicted += drafted
             counts.predicted_accepted += accepted
