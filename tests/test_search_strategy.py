@@ -331,7 +331,7 @@ class TestStorage:
 def launch():
     """Starts `work` in a process that does not import the other tests."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["layerskip.search.study", "landscapes"])
 
     def launch(*arguments):
         process = context.Process(target=work, args=tuple(map(str, arguments)))
