@@ -145,8 +145,8 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
             pictures=pictures,
             encoded=encoded,
         )
-        end = served.tokenizer.decode(text[-16:]).rstrip()  # the template may start the reasoning
-        inside = reasoning is not None and end.endswith(reasoning[0].rstrip())
+        end = served.tokenizer.decode(text[-16:]).rstrip() if reasoning else ""
+        inside = reasoning is not None and end.endswith(reasoning[0].rstrip())  # by the template
         for number in range(asked.n):
             own = number if asked.same_seed else len(choices)
             choice = Choice(
