@@ -32,8 +32,8 @@ struct Geometry {
         bytes(codes + units * CODES) {}
   // The units of a block. Where a row is a group, it is one block.
   int64_t each() const { return F::GROUPS ? units : F::NUMBERS / UNIT; }
-  int64_t block(int64_t unit) const { return F::GROUPS ? 0 : unit / (F::NUMBERS / UNIT); }
-  int64_t inside(int64_t unit) const { return F::GROUPS ? unit : unit % (F::NUMBERS / UNIT); }
+  int64_t block(int64_t unit) const { return F::GROUPS ? 0 : unit / each(); }
+  int64_t inside(int64_t unit) const { return F::GROUPS ? unit : unit % each(); }
   void pair(const uint8_t* panel, int64_t unit, int64_t part, int64_t lane, Vec& by,
             Vec& to) const {
     F::pair(panel + block(unit) * head, inside(unit), part, lane, by, to);
@@ -100,9 +100,9 @@ void unpack(const Layout& layout, const uint8_t* row, float* out) {
   const Geometry<F> shape(layout);
   uint8_t head[ROWS * 20] = {};  // of the largest blocks, with a single lane in use
   for (int64_t unit = 0; unit < shape.units; ++unit) {
-    const int64_t inside = unit % shape.each();
+    const int64_t inside = shape.inside(unit);
     if (inside == 0)
-      place_head<F>(shape, const_cast<uint8_t*>(row), unit / shape.each(), 0, head);
+      place_head<F>(shape, const_cast<uint8_t*>(row), shape.block(unit), 0, head);
     const uint8_t* block = row + block_at<F>(unit);
     uint8_t codes[UNIT];
     F::codes(block, unit % (F::NUMBERS / UNIT), codes);
@@ -204,7 +204,8 @@ Layout layout_of(const std::string& name, int64_t columns, int64_t group) {
   }
   if (columns <= 0 || columns % format.numbers)
     refuse("rows of ", name, " have a multiple of ", format.numbers, " columns, not ", columns);
-  if (format.factor ? group <= 0 || group % UNIT || columns % group : group != 0)
+  const bool own = format.panel && group != columns;  // in panels, a row is a group
+  if (format.factor ? group <= 0 || group % UNIT || columns % group || own : group != 0)
     refuse("groups of ", group, " columns do not divide ", columns, " in ", name);
   Layout layout{&format, columns, group, columns / format.numbers * format.bytes, 0};
   if (group) layout.row_bytes += columns / group * format.factor;
