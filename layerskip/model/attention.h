@@ -238,9 +238,9 @@ struct Attention {
       each([&](int64_t, const float*, const float* first) {
         if (first == last) return;
         last = first;
-        for (int64_t j = 0; j < asked; ++j) {
+        for (int64_t j = 0, count = segments(block.row); j < asked; ++j) {
           float sums[2] = {NEVER, 0.0f};
-          for (int64_t i = 0; i < segments(block.row); ++i)
+          for (int64_t i = 0; i < count; ++i)
             if (const float* some = first + i * part_floats() + j * size; some[0] != NEVER)
               join_sums(sums, some);
           known.insert(known.end(), sums, sums + 2);

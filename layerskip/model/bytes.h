@@ -66,9 +66,6 @@ inline Floats load(const float* from) {
 }
 inline void store(const Ints& x, void* to) { std::memcpy(to, x.v, 64); }
 inline void store(const Floats& x, float* to) { std::memcpy(to, x.v, 64); }
-inline Ints plus(const Ints& x, int32_t y) {
-  return each<Ints>([&](int i) { return x.v[i] + y; });
-}
 inline Floats same(float x) {
   return each<Floats>([&](int) { return x - Float{}; });
 }

@@ -146,11 +146,6 @@ template <typename F, typename Split, typename Plane>
   return F::ZERO < 0 ? scaled(to, same(x.sums[at]), out) : out;
 }
 
-// Some units of a panel.
-struct Units {
-  int64_t first, last;
-};
-
 // The factors of a part of a panel's rows.
 template <typename F, typename Shape>
 inline void pair_of(const Shape& shape, const uint8_t* panel, int64_t unit, int64_t part,
@@ -164,25 +159,24 @@ inline void pair_of(const Shape& shape, const uint8_t* panel, int64_t unit, int6
   by = integers::load(both[0]), to = integers::load(both[1]);
 }
 
-// Adds some units of PANELS panels times COUNT tokens to `out`, whose tokens are `stride` numbers
-// apart. Unless it is null, `next` points to the panels that are read afterwards.
+// Adds units first to last of PANELS panels times COUNT tokens to `out`, whose tokens are `stride`
+// numbers apart. Unless it is null, `next` points to the panels that are read afterwards.
 template <typename F, int PANELS, int COUNT, bool DOTS, typename Shape>
-void by_vectors(const Shape& shape, const uint8_t* panel, Units units, void* room, int64_t before,
-                const uint8_t* next, float* out, int64_t stride) {
+void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t last, void* room,
+                int64_t before, const uint8_t* next, float* out, int64_t stride) {
   using Split = ForVectors<F, DOTS>;
   constexpr int LINES = static_cast<int>(F::PART) / 4, PLANES = Split::PLANES, SIZE = Split::SIZE;
   const Fixed<Split> x(room, shape.units * shape.PARTS, before, COUNT);
-  const int64_t ahead =
-      std::clamp<int64_t>(AHEAD / (PANELS * shape.CODES), 1, units.last - units.first);
+  const int64_t ahead = std::clamp<int64_t>(AHEAD / (PANELS * shape.CODES), 1, last - first);
   Floats totals[COUNT][PANELS];
   for (int t = 0; t < COUNT; ++t)
     for (int p = 0; p < PANELS; ++p) totals[t][p] = integers::load(out + t * stride + p * ROWS);
-  for (int64_t unit = units.first, at = unit * shape.PARTS; unit < units.last; ++unit) {
+  for (int64_t unit = first, at = unit * shape.PARTS; unit < last; ++unit) {
     const int64_t later = unit + ahead;
-    const bool inside = later < units.last;
+    const bool inside = later < last;
     for (int p = 0; next && p < PANELS; ++p)
       shape.fetch((inside ? panel : next) + p * shape.bytes,
-                  inside ? later : units.first + later - units.last);
+                  inside ? later : first + later - last);
     for (int part = 0; part < shape.PARTS; ++part, ++at) {
       const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
       const int8_t* bytes = x.bytes + at * COUNT * x.BYTES;
@@ -407,8 +401,8 @@ void multiply_on_vectors(const Shape& shape, const uint8_t* weight, int64_t firs
           if (row + (p + here) * ROWS >= last) next = then;
           const auto some = dots ? step_for<F, integers::KNOWS_DOTS, Shape>(count, here)
                                  : step_for<F, false, Shape>(count, here);
-          some(shape, at + p * shape.bytes, {unit, std::min(shape.units, unit + span)}, room,
-               before, step ? nullptr : next, totals.data() + p * ROWS, stride);
+          some(shape, at + p * shape.bytes, unit, std::min(shape.units, unit + span), room, before,
+               step ? nullptr : next, totals.data() + p * ROWS, stride);
         }
       for (int64_t t = 0; t < count; ++t) write(before + t, row, rows, totals.data() + t * stride);
     }
