@@ -116,7 +116,7 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
 def _rounded(weight: Tensor, bits: int) -> Tensor:
     """A weight (R, C) in the rows of a format of `codes.h`, (R, bytes of a row)."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    exact = F.pad(exact, (0, -exact.shape[1] % GROUP))
+    exact = F.pad(exact, (0, -exact.shape[1] % GROUP)) if exact.shape[1] % GROUP else exact
     if bits == 8:
         scales = (exact.abs().amax(-1, keepdim=True) / 127).bfloat16()  # (R, 1)
         numbers = _numbers(exact, scales, -127, 127).to(torch.int8)
