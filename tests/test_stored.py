@@ -92,6 +92,21 @@ def test_products_are_exact_but_for_sums_in_float32(form):
             assert torch.equal(sums(weight[first:], x), ours[:, :, first:])
 
 
+def test_weights_of_any_two_formats_share_an_input():
+    """Formats whose inputs are packed differently, in one sublayer."""
+    rng, module = np.random.default_rng(8), extension.extension()
+    weights = [stored(rng, form, 64, 256) for form in FORMATS]
+    output = module.Matrix(torch.eye(256, 64), None)
+    x = torch.from_numpy(rng.normal(0, 0.1, size=(1, 5, 256)).astype(np.float32))
+    gates = [nn.functional.silu(sums(weight, x)) for weight in weights]
+    for gate, of_gate in zip(weights, gates, strict=True):
+        for up in weights:
+            plan, inputs = module.Plan(), [gate.matrix(), up.matrix()]
+            number = plan.add("mlp", inputs=inputs, output=output, gelu=False, times=1.0)
+            out = plan.run(x, [number], [], [], [], [])
+            torch.testing.assert_close(out[..., :64], x[..., :64] + of_gate * sums(up, x))
+
+
 SUMS = """
 import hashlib, numpy, torch
 from test_stored import FORMATS, stored, sums

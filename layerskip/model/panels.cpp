@@ -151,7 +151,7 @@ bool on_unit(int64_t tokens) {
 template <typename F>
 constexpr Format in_panels(const char* name) {
   Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? F::FACTORS * sizeof(typename F::T) : 0};
-  made.inputs = F::ROUGH ? 100 + F::BITS : F::BITS == 4 ? 4 : F::PART;
+  made.inputs = F::ROUGH ? 100 + F::BITS : F::BITS % 4 ? F::PART : F::BITS;  // see `Split`
   made.panel = [](const Layout& layout) { return Geometry<F>(layout).bytes; };
   made.arrange = copy<F, false>;
   if constexpr (requires { F::encode; }) made.restore = copy<F, true>;
