@@ -183,6 +183,8 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
       Sums sums[PANELS][PLANES * COUNT];
 #pragma GCC unroll 4
       for (int v = 0; v < integers::VECTORS; ++v) {
+        // Loads inputs again for each register; compilers would keep them all on the stack.
+        asm volatile("" : "+r"(bytes));
         integers::Dots<DOTS, F::BITS, SIZE> some[PANELS][PLANES * COUNT];
         if constexpr (F::ZERO > 0)
 #pragma GCC unroll 8
