@@ -5,7 +5,7 @@ import torch
 from models import WINDOW, Erratic, lively_model, ragged
 
 from layerskip.config import SkipConfig
-from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
@@ -13,6 +13,26 @@ from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
 
 SKIPS = models.SKIPS | {"nothing": SkipConfig()}
+
+
+class Script(Controller):
+    """Drafts of given lengths, round by round, the same in every row, as far as allowed."""
+
+    needs_confidence = False
+
+    def __init__(self, *lengths):
+        self.lengths = lengths
+        self.updates = []
+
+    def reset(self, rows):
+        self.round = [0] * rows
+
+    def limit(self, row, allowed):
+        self.round[row] += 1
+        return self.lengths[(self.round[row] - 1) % len(self.lengths)]
+
+    def update(self, row, drafted, accepted):
+        self.updates.append((row, drafted, accepted))
 
 
 LENGTHS = (WINDOW + 5, 3, 6)

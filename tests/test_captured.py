@@ -9,10 +9,12 @@ from weakref import ref
 
 import pytest
 import torch
+from engines import Script, decoder, play, request
 from models import FAMILIES, lively_model, prompt, tiny_model
 
 from layerskip import Lookup, SkipConfig
 from layerskip.bench import runner as benchmark
+from layerskip.decoding.passes import Passes
 from layerskip.generation import generate
 from layerskip.model import captured, native
 from layerskip.model.sublayers import Sublayers
@@ -154,6 +156,44 @@ def test_graphs_of_other_blocks_share_what_they_compute_in(captures):
         assert torch.equal(got.sequences, want)
         assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
     assert captures
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_plain_passes_begin_before_their_tokens_are_read(family, sample, monkeypatch):
+    """Those in vain, before a draft or an end, change nothing."""
+    passes, real = [], Passes.verify
+
+    def verify(self, tokens, positions, parents=None, ahead=0):
+        passes.append(ahead)
+        return real(self, tokens, positions, parents, ahead)
+
+    monkeypatch.setattr(Passes, "verify", verify)
+    model = lively_model(family)
+    for lengths in ((9,), (9, 3, 6)):
+        asked = request(lengths, sample=sample)
+        want = decoder(model, asked, longest=0, execution="fused")
+        rounds = len(play(want))
+        passes.clear()
+        plain = decoder(model, asked, longest=0, execution="captured")
+        play(plain)
+        assert plain.emitted == want.emitted
+        assert passes == [0] + [1] * (rounds - 2)  # the first follows the prefill
+        passes.clear()
+        drafting = decoder(model, asked, controller=Script(0, 0, 3, 0), execution="captured")
+        drafted = [max(each.drafted) for each in play(drafting)][1:]
+        assert drafting.emitted == want.emitted
+        assert 0 < sum(passes) <= drafted.count(0)
+        assert passes.count(0) < len(drafted) < len(passes)  # some were used, some in vain
+        asked = request(lengths, sample=sample, eos=frozenset({want.emitted[0][5]}))
+        ended = decoder(model, asked, longest=0, execution="captured")
+        play(ended)
+        cut = [
+            text[: text.index(eos) + 1] if eos in text else text
+            for text in want.emitted
+            for eos in asked.eos
+        ]
+        assert ended.emitted == cut
 
 
 def test_a_model_is_let_go():

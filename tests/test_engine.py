@@ -10,7 +10,17 @@ import models
 import pytest
 import torch
 from covering import covering
-from engines import LENGTHS, SKIPS, check_cache, decoder, greedy_text, held, play, request
+from engines import (
+    LENGTHS,
+    SKIPS,
+    Script,
+    check_cache,
+    decoder,
+    greedy_text,
+    held,
+    play,
+    request,
+)
 from marks import slow, thorough
 from models import FAMILIES, FEW_FAMILIES, VOCABULARY, Erratic, lively_model, prompt, pure, ragged
 from transformers import TemperatureLogitsWarper
@@ -18,7 +28,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import draft_limit
 from layerskip.decoding import live_target
-from layerskip.decoding.controllers import Controller, Fixed
+from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
@@ -27,26 +37,6 @@ from layerskip.model.sublayers import Sublayers
 
 EXECUTIONS = ["modules", "fused", "captured"]
 COVERING = covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))
-
-
-class Script(Controller):
-    """Drafts of given lengths, round by round, the same in every row, as far as allowed."""
-
-    needs_confidence = False
-
-    def __init__(self, *lengths):
-        self.lengths = lengths
-        self.updates = []
-
-    def reset(self, rows):
-        self.round = [0] * rows
-
-    def limit(self, row, allowed):
-        self.round[row] += 1
-        return self.lengths[(self.round[row] - 1) % len(self.lengths)]
-
-    def update(self, row, drafted, accepted):
-        self.updates.append((row, drafted, accepted))
 
 
 # ---- The cache ----

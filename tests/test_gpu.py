@@ -283,4 +283,4 @@ def test_the_host_waits_once_a_round(device, execution, rejection):
             if each.finished[0]:
                 break
     assert rounds > 4
-    assert len(waits) <= rounds - 4
+    assert not waits  # but for the event after which the host reads the tokens

@@ -50,6 +50,7 @@ class Recorded:
     """Replaces the `Passes` of rows; returns recorded raw logits of target and draft, (V,) each."""
 
     fed = ()
+    runs_ahead = False
 
     def __init__(self, target: Tensor, draft: Tensor, rows: int) -> None:
         self.target, self.draft = target, draft

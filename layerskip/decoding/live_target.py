@@ -5,7 +5,7 @@ Shapes: R rows of a pass, N positions, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class LiveTarget:
         passes.score = lambda row, *place: draws[row].scores(row, *place)
         self._feed: Tensor  # (R, 1) tokens that the next step of a chain feeds
         self._beside: tuple[Tensor, Tensor] | None = None  # rows without steps, and their tokens
+        # The logits of a pass that has begun, (R, V), its rows with their lengths, and its tokens.
+        self._ahead: tuple[Tensor, list[tuple[int, int]], list[int]] | None = None
 
     @property
     def rows(self) -> Mapping[int, int]:
@@ -158,7 +160,7 @@ class LiveTarget:
             values.append(drawn.confidences)
         if ask.best > 1 and drawn.others is not None:
             values += drawn.others.unbind(1)[: ask.best - 1]
-        tokens, *more = on_host(*values)
+        tokens, *more = on_host(*values)()
         sure = more.pop(0) if ask.signal is not None else []
         return Said([*zip(tokens, *more, strict=True)], sure)
 
@@ -166,9 +168,11 @@ class LiveTarget:
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
     ) -> Verdict:
         positions = drafts.positions(rows)
-        raw = self.passes.verify(
-            self._unfed(drafts), positions, drafts.branches(self.passes.rows)
-        )  # (N, V)
+        raw = self._begun(drafts, positions)  # (N, V)
+        if raw is None:
+            raw = self.passes.verify(
+                self._unfed(drafts), positions, drafts.branches(self.passes.rows)
+            )
         mark()
         for row in drafts.step_free:
             for offset, token in enumerate(drafts.tokens[row]):
@@ -207,7 +211,12 @@ class LiveTarget:
         accepted = [] if verified.accepted is None else [verified.accepted]
         steps = drafts.steps if drafts is not None and drafts.unread else []
         fed = self.passes.fed if drafts is not None and drafts.kept_steps else ()
-        target, *others = on_host(verified.drawn, *accepted, *(drawn for _, drawn in steps), *fed)
+        arriving = on_host(verified.drawn, *accepted, *(drawn for _, drawn in steps), *fed)
+        ahead = self._run_ahead(drafts, verified.drawn, positions)
+        target, *others = arriving()
+        if ahead is not None:
+            rows = [row for row, _ in positions]
+            self._ahead = ahead, [(row, self.lengths[row] + 1) for row in rows], target
         flags = others.pop(0) if accepted else []
         drawn, fed_tokens = others[: len(steps)], others[len(steps) :]
         if fed_tokens:
@@ -241,6 +250,29 @@ class LiveTarget:
                 state.read(raw, [(row, before(row, node)) for row, node in positions])
         return Verdict(tokens, read, raw, verified.scores)
 
+    def _run_ahead(
+        self, drafts: DraftedTokens | None, drawn: Tensor, positions: Sequence[Position]
+    ) -> Tensor | None:
+        """Begin the next plain pass with the tokens just drawn (R,); returns its logits (R, V).
+
+        A GPU computes it while the host reads the tokens. It is in vain if the next round has
+        drafts, so it is begun only if this round has none.
+        """
+        passes, rows = self.passes, [*self.passes.rows]
+        if not passes.runs_ahead or self._joint is None or drafts is None or drafts.num_steps:
+            return None
+        if positions != [(row, 0) for row in rows] or any(self.seats[row].left < 2 for row in rows):
+            return None
+        return passes.verify(drawn.clamp_min(0)[:, None], positions, None, 1)
+
+    def _begun(self, drafts: DraftedTokens, positions: Sequence[Position]) -> Tensor | None:
+        """The logits of a pass that `_run_ahead` began, if this round needs just that pass."""
+        ahead, self._ahead = self._ahead, None
+        rows = [row for row, _ in positions]
+        if ahead is None or drafts.num_steps or ahead[1] != [(i, self.lengths[i]) for i in rows]:
+            return None
+        return ahead[0] if ahead[2] == [self.seats[row].emitted[-1] for row in rows] else None
+
     def _verified(
         self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens | None, keep: bool
     ) -> VerifiedTokens:
@@ -264,19 +296,30 @@ class LiveTarget:
         self.passes.keep(rows)
 
 
-def on_host(*values: Tensor) -> list[list[Any]]:
-    """Copy tensors (n,) to the host as numbers: the only place where it waits for the device.
+def on_host(*values: Tensor) -> Callable[[], list[list[Any]]]:
+    """Begin to copy tensors (n,) to the host. Call the result for their numbers.
 
-    From another device they are copied together as int64, floats as the bits of float32.
+    That call is the only place where the host waits for the device, but not for work that was begun
+    after the copy. From another device they are copied together as int64, floats as the bits of
+    float32.
     """
-    if len(values) == 1 or values[0].device.type == "cpu":
-        return [each.tolist() for each in values]
+    device = values[0].device
+    if device.type == "cpu":
+        return lambda: [each.tolist() for each in values]
     bits = [
         each.float().view(torch.int32).long() if each.is_floating_point() else each.long()
         for each in values
     ]
-    pieces = torch.cat(bits).cpu().split([len(each) for each in values])
-    return [
-        (piece.int().view(torch.float32) if each.is_floating_point() else piece).tolist()
-        for each, piece in zip(values, pieces, strict=True)
-    ]
+    copied = torch.cat(bits).to("cpu", non_blocking=device.type == "cuda")  # into pinned memory
+    arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def numbers() -> list[list[Any]]:
+        if arrived is not None:
+            arrived.synchronize()
+        pieces = copied.split([len(each) for each in values])
+        return [
+            (piece.int().view(torch.float32) if each.is_floating_point() else piece).tolist()
+            for each, piece in zip(values, pieces, strict=True)
+        ]
+
+    return numbers

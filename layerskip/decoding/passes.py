@@ -105,6 +105,11 @@ class Passes(Batch):
         # Per fed token, at the end of the prefix: states (R, 1, H) and the layers' own inputs.
         self._boundary: list[tuple[Tensor, Tensor | None]] = []
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a pass may begin before the host has read its tokens."""
+        return self.model.backend.ahead and not self._taps
+
     @in_inference_mode
     def prefill(
         self,
@@ -330,6 +335,7 @@ class Passes(Batch):
         tokens: Tensor,
         positions: Sequence[Position],
         parents: Sequence[Sequence[int]] | None = None,
+        ahead: int = 0,
     ) -> Tensor:
         """Raw target logits (N, V) at (ascending) positions of this round's tokens.
 
@@ -343,6 +349,7 @@ class Passes(Batch):
                 rows are padded with any token.
             parents: the node that each one follows, in the order of rows in a pass, (R, D + 1);
                 needed if that is not always the one before.
+            ahead: tokens that every row will emit before this round begins.
         """
         count = 1 + max(offset for _, offset in positions)
         kept = count - tokens.shape[1]
@@ -357,7 +364,7 @@ class Passes(Batch):
             step = Pass(self.model, self.cache, self.rotary, of_layers)
         else:
             self._prefix = 0
-            self._place(0, count, parents)
+            self._place(ahead, count, parents)
             hidden, step = self.model.feed(tokens, self.cache, self.rotary)  # (R, D + 1, H)
         self._boundary.clear()
         last = self.model.num_sublayers

@@ -76,6 +76,7 @@ class Backend(ABC):
         long_lived: set by a caller that will make many passes, so that moving weights to where they
             are read faster is worthwhile.
         zeros: makes the buffers of caches, as `Pages.zeros`; None: each uses pages of its own.
+        ahead: whether a pass may begin before the host has read its tokens.
         drawn: the native call that draws tokens, or None. From logits (N, V), the numbers of a
             `laws.Warp` and the starts of N noise streams (or none), it returns the token with the
             largest score plus noise, (N,), -1 for none; its negative margin over the second-best,
@@ -87,6 +88,7 @@ class Backend(ABC):
     packed = False
     trims = True
     long_lived = False
+    ahead = False
     drawn: Draw | None = None
     zeros: Callable[..., Tensor] | None = None
 

@@ -72,6 +72,7 @@ class Captured(Fused):
 
     name = "captured"
     trims = False  # window layers would move their slots
+    ahead = True
     zeros: Callable[..., Tensor]
 
     def __init__(self, model: Architecture) -> None:
