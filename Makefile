@@ -18,7 +18,7 @@ LLAMA := $(shell $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null && \
 	echo --method llama.cpp --method llama.cpp-flash)
 
 .PHONY: demo test test-gpu test-oldest checkpoints benchmark benchmark-smollm2 benchmark-context
-.PHONY: speed figures lint wheels
+.PHONY: benchmark-gpu speed figures lint wheels
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -84,6 +84,16 @@ $(LONG_GREEDY): $(RUNS)/context-%-greedy.jsonl:
 $(LONG_SAMPLED): $(RUNS)/context-%-sampled.jsonl:
 	$(BIN)/layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
 		--method plain --method self --do-sample --temperature 0.8
+
+# The same checkpoint on a GPU, two minutes.
+ON_GPU := smollm2 --device cuda --dtype bfloat16 $(ASKED) --repeats 2 --max-new-tokens 64
+ON_GPU_GREEDY := $(RUNS)/smollm2-gpu.jsonl
+ON_GPU_SAMPLED := $(RUNS)/smollm2-gpu-sampled.jsonl
+benchmark-gpu: checkpoints
+	rm -f $(ON_GPU_GREEDY) $(ON_GPU_SAMPLED)
+	$(BIN)/layerskip benchmark $(ON_GPU) $(PEERS) --method generate-prompt-lookup --output $(ON_GPU_GREEDY)
+	$(BIN)/layerskip benchmark $(ON_GPU) --method plain --method self --do-sample --temperature 0.8 \
+		--output $(ON_GPU_SAMPLED)
 
 .PHONY: $(SAMPLED) $(GREEDY) $(REAL) $(LONG_GREEDY) $(LONG_SAMPLED)
 .PRECIOUS: $(SAMPLED) $(GREEDY)
