@@ -225,16 +225,16 @@ class Law:
         large = logits.device.type == "cpu" and logits.shape[-1] >= _LARGE
         for number, processor in enumerate(self.processors):
             kind = type(processor)
-            if isinstance(processor, Stateful):
+            if kind is logits_process.TopPLogitsWarper and large:
+                scores = _nucleus(processor, scores)
+            elif kind in _POSITIONWISE:
+                scores = processor(history[:1], scores)
+            elif isinstance(processor, Stateful):
                 out = []
                 for each, row, length in zip(scores, rows, lengths, strict=True):
                     text = self._text(number, row, processor)
                     out.append(text.at(history[row, width:length].tolist()).mask(each.clone()))
                 scores = torch.stack(out)  # (N, V)
-            elif kind is logits_process.TopPLogitsWarper and large:
-                scores = _nucleus(processor, scores)
-            elif kind in _POSITIONWISE:
-                scores = processor(history[:1], scores)
             elif hasattr(processor, _ROW_QUESTION):
                 scores = self._row_by_row(processor, scores, history, rows, lengths)
             else:
