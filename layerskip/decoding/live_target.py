@@ -19,6 +19,9 @@ from layerskip.decoding.target import Ask, Mark, Said, Verdict
 from layerskip.model.branches import along, depths
 from layerskip.model.cache import on_device
 
+# The moves of rows so far, and every row with its length and last token.
+_Start = tuple[int, list[tuple[int, int, int]]]
+
 
 class LiveTarget:
     """A target of rounds computed by a model.
@@ -38,8 +41,7 @@ class LiveTarget:
         passes.score = lambda row, *place: draws[row].scores(row, *place)
         self._feed: Tensor  # (R, 1) tokens that the next step of a chain feeds
         self._beside: tuple[Tensor, Tensor] | None = None  # rows without steps, and their tokens
-        # The logits of a pass that has begun, (R, V), its rows with their lengths, and its tokens.
-        self._ahead: tuple[Tensor, list[tuple[int, int]], list[int]] | None = None
+        self._ahead: tuple[Tensor, _Start] | None = None  # a pass that has begun: its logits (R, V)
 
     @property
     def rows(self) -> Mapping[int, int]:
@@ -215,8 +217,7 @@ class LiveTarget:
         ahead = self._run_ahead(drafts, verified.drawn, positions)
         target, *others = arriving()
         if ahead is not None:
-            rows = [row for row, _ in positions]
-            self._ahead = ahead, [(row, self.lengths[row] + 1) for row in rows], target
+            self._ahead = ahead, self._start(positions, target, 1)
         flags = others.pop(0) if accepted else []
         drawn, fed_tokens = others[: len(steps)], others[len(steps) :]
         if fed_tokens:
@@ -259,7 +260,7 @@ class LiveTarget:
         drafts, so it is begun only if this round has none.
         """
         passes, rows = self.passes, [*self.passes.rows]
-        if not passes.runs_ahead or self._joint is None or drafts is None or drafts.num_steps:
+        if not passes.runs_ahead or drafts is None or drafts.num_steps:
             return None
         if positions != [(row, 0) for row in rows] or any(self.seats[row].left < 2 for row in rows):
             return None
@@ -268,10 +269,18 @@ class LiveTarget:
     def _begun(self, drafts: DraftedTokens, positions: Sequence[Position]) -> Tensor | None:
         """The logits of a pass that `_run_ahead` began, if this round needs just that pass."""
         ahead, self._ahead = self._ahead, None
-        rows = [row for row, _ in positions]
-        if ahead is None or drafts.num_steps or ahead[1] != [(i, self.lengths[i]) for i in rows]:
+        tokens = [self.seats[row].emitted[-1] for row, _ in positions]
+        if ahead is None or drafts.num_steps or ahead[1] != self._start(positions, tokens):
             return None
-        return ahead[0] if ahead[2] == [self.seats[row].emitted[-1] for row in rows] else None
+        return ahead[0]
+
+    def _start(
+        self, positions: Sequence[Position], tokens: Sequence[int], emitted: int = 0
+    ) -> _Start:
+        """What a plain pass starts from, once its rows have emitted some more tokens."""
+        pairs = zip(positions, tokens, strict=True)
+        rows = [(row, self.lengths[row] + emitted, token) for (row, _), token in pairs]
+        return self.passes.moves, rows
 
     def _verified(
         self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens | None, keep: bool

@@ -62,6 +62,7 @@ class Passes(Batch):
     Attributes:
         seated: the row at each place of the cache, including rows that are joining.
         piece: maximum number of prompt tokens per pass, if rows join.
+        moves: how many times rows have changed places.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Passes(Batch):
         self.rotary = model.rotary(self.slots, self.total)
         self.seated = [*range(len(prompts))]
         self.rows: dict[int, int] = {row: row for row in self.seated}
+        self.moves = 0
         self.lengths: list[int] = [0] * len(prompts)
         self.sources = [source_of(model, draft) for draft in drafts]
         self.states = [source.open(self) for source in self.sources]
@@ -253,6 +255,7 @@ class Passes(Batch):
     @in_inference_mode
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows except these (ascending) from further passes."""
+        self.moves += 1
         places = [self.rows[row] for row in rows]
         self.seated = [*rows]
         self.rows = {row: place for place, row in enumerate(rows)}
@@ -463,6 +466,7 @@ class Passes(Batch):
 
     @in_inference_mode
     def resize(self, rows: int, slots: int) -> None:
+        self.moves += 1
         size, kept = self._capacity(slots), len(self.seated)
         for cache in self._caches:
             cache.resize(rows, size, kept)
@@ -517,6 +521,7 @@ class Passes(Batch):
     @in_inference_mode
     def begin(self, row: int) -> None:
         """Let a row take part in rounds: it swaps places with the first row still joining."""
+        self.moves += 1
         place, free = self.place_of(row), len(self.rows)
         if place != free:
             other = self.seated[free]
@@ -531,6 +536,7 @@ class Passes(Batch):
     @in_inference_mode
     def leave(self, row: int) -> None:
         """Drop a row. The last active row fills its place, and the last joining row fills that."""
+        self.moves += 1
         place = self.place_of(row)
         if row in self.rows:
             last = len(self.rows) - 1
