@@ -228,7 +228,7 @@ class Law:
             if kind is logits_process.TopPLogitsWarper and large:
                 scores = _nucleus(processor, scores)
             elif kind in _POSITIONWISE:
-                scores = processor(history[:1], scores)
+                scores = cast(Processor, processor)(history[:1], scores)
             elif isinstance(processor, Stateful):
                 out = []
                 for each, row, length in zip(scores, rows, lengths, strict=True):

@@ -269,10 +269,10 @@ class LiveTarget:
     def _begun(self, drafts: DraftedTokens, positions: Sequence[Position]) -> Tensor | None:
         """The logits of a pass that `_run_ahead` began, if this round needs just that pass."""
         ahead, self._ahead = self._ahead, None
-        tokens = [self.seats[row].emitted[-1] for row, _ in positions]
-        if ahead is None or drafts.num_steps or ahead[1] != self._start(positions, tokens):
+        if ahead is None or drafts.num_steps:
             return None
-        return ahead[0]
+        tokens = [self.seats[row].emitted[-1] for row, _ in positions]
+        return ahead[0] if ahead[1] == self._start(positions, tokens) else None
 
     def _start(
         self, positions: Sequence[Position], tokens: Sequence[int], emitted: int = 0
