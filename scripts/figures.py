@@ -47,7 +47,9 @@ def figures_of(run: Run) -> dict[str, Any]:
         figures[f"{ratio}{at}"] = [row[name] for name in ENDS]
         figures[f"{ratio}:prefill{at}"] = [row["prefill_speedup"]]
         figures[f"{ratio}:decode{at}"] = [row[f"decode_{name}"] for name in ENDS]
-    machine = f"{header['environment']['cpu']['model']}, {machine_words(header)}"
+    found = header["environment"]
+    where = found["cpu"]["model"] if header["device"] == "cpu" else found["devices"][0]["name"]
+    machine = f"{where}, {machine_words(header)}"
     facts = {"command": " ".join(header["argv"]), "machine": machine, "created": header["created"]}
     return facts | {"figures": {name: [x for x in of if x == x] for name, of in figures.items()}}
 

@@ -24,9 +24,9 @@ ROOMS = {
     "cli": 3_179,
     "search": 2_038,
     "analysis": 2_284,
-    "scripts": 745,
+    "scripts": 747,
 }
-WHOLE = 39_699  # everything but tests, with C++
+WHOLE = 39_701  # everything but tests, with C++
 TESTS = 26_390
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)
