@@ -151,7 +151,9 @@ bool on_unit(int64_t tokens) {
 template <typename F>
 constexpr Format in_panels(const char* name) {
   Format made{name, F::BYTES, F::NUMBERS, F::GROUPS ? F::FACTORS * sizeof(typename F::T) : 0};
-  made.inputs = F::ROUGH ? 100 + F::BITS : F::BITS % 4 ? F::PART : F::BITS;  // see `Split`
+  // How inputs are split, and, for copies, each of which has its own `unit_from`, the bits.
+  made.inputs = F::PART + 100 * ForVectors<F, false>::PIECES + 1000 * ForUnit<F>::PIECES;
+  if (F::ROUGH) made.inputs += 10000 * F::BITS;
   made.panel = [](const Layout& layout) { return Geometry<F>(layout).bytes; };
   made.arrange = copy<F, false>;
   if constexpr (requires { F::encode; }) made.restore = copy<F, true>;
