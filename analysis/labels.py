@@ -43,6 +43,14 @@ def machine_words(header: Mapping[str, Any]) -> str:
     return words
 
 
+def hardware(header: Mapping[str, Any]) -> str:
+    """The names of a machine's GPUs, and of its CPU."""
+    environment = header["environment"]
+    devices = [str(device.get("name")) for device in environment.get("devices") or []]
+    cpu = (environment.get("cpu") or {}).get("model") or "unknown processor"
+    return ", ".join([*devices, str(cpu)])
+
+
 def setting(header: Mapping[str, Any]) -> str:
     return f"{law_words(header['law'])}, {machine_words(header)}"
 

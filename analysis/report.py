@@ -16,7 +16,7 @@ import matplotlib as mpl
 import pandas as pd
 
 from layerskip.analysis import drawing, exits, plots, searches, tables, trainings, verdict
-from layerskip.analysis.labels import law_words, machine_words, visible
+from layerskip.analysis.labels import hardware, law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, Table, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.search_plots import search_plots
@@ -257,8 +257,6 @@ def _search_facts(search: searches.Search) -> dict[str, str]:
 
 def _setting(header: Mapping[str, Any]) -> dict[str, str]:
     model, environment = header["model"], header["environment"]
-    devices = [str(device.get("name")) for device in environment.get("devices") or []]
-    cpu = (environment.get("cpu") or {}).get("model") or "unknown processor"
     git = environment.get("git") or {}
     packages = environment.get("packages") or {}
     code = {"layerskip": environment.get("layerskip"), "revision": git.get("revision")} | {
@@ -269,7 +267,7 @@ def _setting(header: Mapping[str, Any]) -> dict[str, str]:
         "Model": f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
         f"{model['parameters'] / 1e6:,.1f} M parameters",
         "Sampling": f"{law_words(header['law'])}, up to {header['max_new_tokens']} new tokens",
-        "Machine": f"{', '.join([*devices, str(cpu)])}; {machine_words(header)}",
+        "Machine": f"{hardware(header)}; {machine_words(header)}",
         "Made": f"{header['created']}, {versions}{', code changed' if git.get('dirty') else ''}",
     }
 

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from layerskip.analysis.labels import machine_words
+from layerskip.analysis.labels import hardware, machine_words
 from layerskip.analysis.runs import ALL, Run, load_runs
 from layerskip.analysis.tables import speedup
 from layerskip.files.writing import write_text
@@ -47,9 +47,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         figures[f"{ratio}{at}"] = [row[name] for name in ENDS]
         figures[f"{ratio}:prefill{at}"] = [row["prefill_speedup"]]
         figures[f"{ratio}:decode{at}"] = [row[f"decode_{name}"] for name in ENDS]
-    found = header["environment"]
-    where = found["cpu"]["model"] if header["device"] == "cpu" else found["devices"][0]["name"]
-    machine = f"{where}, {machine_words(header)}"
+    machine = f"{hardware(header)}, {machine_words(header)}"
     facts = {"command": " ".join(header["argv"]), "machine": machine, "created": header["created"]}
     return facts | {"figures": {name: [x for x in of if x == x] for name, of in figures.items()}}
 
