@@ -229,12 +229,12 @@ def record_of(
     rounds: dict[str, Any] | None = None
     if decoded.rounds is not None:
         after = decoded.rounds[1:]
-        marks = [each.times for each in after if each.times is not None]
-        draft = sum(drafted - start for start, drafted, _, _ in marks)
-        verify = sum(verified - drafted for _, drafted, verified, _ in marks)
-        # The rest: of the rounds, and of the call after them.
-        other = max(0.0, timed.seconds - timed.first - draft - verify)
         if not batch.input_ids.is_cuda:
+            marks = [each.times for each in after if each.times is not None]
+            draft = sum(drafted - start for start, drafted, _, _ in marks)
+            verify = sum(verified - drafted for _, drafted, verified, _ in marks)
+            # The rest: of the rounds, and of the call after them.
+            other = max(0.0, timed.seconds - timed.first - draft - verify)
             seconds |= {"draft": draft, "verify": verify, "other": other}
         names = ("source", "drafted", "accepted", "confidences", "steps")
         rounds = dict[str, Any]({name: [getattr(each, name) for each in after] for name in names})

@@ -259,10 +259,12 @@ class LiveTarget:
         A GPU computes it while the host reads the tokens. It is in vain if the next round has
         drafts, so it is begun only if this round has none.
         """
-        passes, rows = self.passes, [*self.passes.rows]
+        passes = self.passes
         if not passes.runs_ahead or drafts is None or drafts.num_steps:
             return None
-        if positions != [(row, 0) for row in rows] or any(self.seats[row].left < 2 for row in rows):
+        if positions != [(row, 0) for row in passes.rows]:
+            return None
+        if any(self.seats[row].left < 2 for row in passes.rows):
             return None
         return passes.verify(drawn.clamp_min(0)[:, None], positions, None, 1)
 
