@@ -10,7 +10,8 @@ SAMPLED := $(MODELS:%=$(RUNS)/%-sampled.jsonl)
 GREEDY := $(MODELS:%=$(RUNS)/%-greedy.jsonl)
 MEASURE := --repeats 1 --threads 1
 CHAT ?= --chat
-ASKED := --prompts spec-bench $(CHAT) --per-category 1 --threads 2
+CHATS := --prompts spec-bench $(CHAT) --per-category 1
+ASKED := $(CHATS) --threads 2
 PEERS := --method plain --method self --method generate
 # A Python that has this package, and llama-cpp-python for figures beside llama.cpp.
 LLAMA_PYTHON ?= $(BIN)/python
@@ -86,7 +87,7 @@ $(LONG_SAMPLED): $(RUNS)/context-%-sampled.jsonl:
 		--method plain --method self --do-sample --temperature 0.8
 
 # The same checkpoint on a GPU, two minutes.
-ON_GPU := smollm2 --device cuda --dtype bfloat16 $(ASKED) --repeats 2 --max-new-tokens 64
+ON_GPU := smollm2 --device cuda --dtype bfloat16 $(CHATS) --repeats 2 --max-new-tokens 64
 ON_GPU_GREEDY := $(RUNS)/smollm2-gpu.jsonl
 ON_GPU_SAMPLED := $(RUNS)/smollm2-gpu-sampled.jsonl
 benchmark-gpu: checkpoints
