@@ -440,6 +440,21 @@ def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model):
     assert serving.stats.rows == 0
 
 
+@pytest.mark.parametrize("name", ["join", "leave"])
+def test_the_thread_goes_on_if_a_text_cannot_join_or_leave(model, name, monkeypatch):
+    serving, task = Serving(model, **SETTINGS), TextRequest([3, 4, 5], max_new_tokens=6)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving._batch.passes, name, fail)
+        told = finished(serving, task)
+    assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: out of memory")
+    assert said(finished(serving, task)) == alone(model, task)
+    assert serving.stats.rows == 0
+
+
 def listener():
     """The pieces of a task, an event of its end, and the function that receives them."""
     told, done = list[Piece](), threading.Event()

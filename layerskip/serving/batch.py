@@ -124,8 +124,6 @@ class Batch:
         return controller_of(decoding, [timed[0], *timed], [tables[0], *tables], ahead=math.inf)
 
     def clear(self) -> None:
-        for row in self.passes.seated:
-            self.seats[row].row = -1
         self._free = list(range(self.num_seats))
         self.passes.clear()
         self.controller.reset(self.num_seats)

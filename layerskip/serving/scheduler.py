@@ -192,19 +192,21 @@ class Serving:
         If a pass fails, it ends all requests in the batch; those that wait are decoded next.
         """
         with torch.no_grad():
-            self._drop_cancelled()
-            if not (self._going or self._waiting):
-                return False
             try:
+                self._drop_cancelled()
+                if not (self._going or self._waiting):
+                    return False
                 self._prefill()
                 if self._batch.texts:
                     self._batch.round()
+                self._tell()
             except Exception as error:
                 _log.exception("a pass has failed")
                 self._batch.clear()
                 for text in self._going:
+                    text.row = -1
                     text.fail(error)
-            self._tell()
+                self._tell()
         return True
 
     def start(self) -> None:
@@ -293,8 +295,8 @@ class Serving:
     def _tell(self) -> None:
         for text in [*self._going]:
             if text.reason is not None:
-                self._going.remove(text)
                 self._batch.leave(text)
+                self._going.remove(text)
             if text.piece.tokens or text.reason is not None:
                 self._say(text, text.reason)
 
