@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from layerskip.decoding.cached_texts import CachedTexts
-from layerskip.decoding.seats import Reason
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opening import sublayers_of
 from layerskip.requests import check_tokens
@@ -227,13 +226,12 @@ class Serving:
             _log.exception("the thread that decodes has ended")
             with self._changed:
                 self._dead = True
-                waiting = [*self._waiting]
+                self._going += self._waiting
                 self._waiting.clear()
-            everyone = [*self._going, *waiting]
-            self._going.clear()
-            for text in everyone:
+            for text in self._going:
                 text.fail(error)
-                self._say(text, "error")
+                self._say(text)
+            self._going.clear()
 
     def stop(self) -> None:
         """End the thread; all tasks are cancelled."""
@@ -250,14 +248,12 @@ class Serving:
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            gone = [text for text in self._waiting if text.cancelled]
+            self._going += [text for text in self._waiting if text.cancelled]
             self._waiting = deque(text for text in self._waiting if not text.cancelled)
-        for text in [each for each in self._going if each.cancelled]:
-            self._going.remove(text)
-            self._batch.leave(text)
-            gone.append(text)
-        for text in gone:
-            self._say(text, "cancelled")
+        for text in self._going:
+            if text.cancelled:
+                text.reason = "cancelled"
+        self._tell()
 
     def _prefill(self) -> None:
         """Let waiting requests join while there is room, and run pieces of their prompts.
@@ -298,11 +294,11 @@ class Serving:
                 self._batch.leave(text)
                 self._going.remove(text)
             if text.piece.tokens or text.reason is not None:
-                self._say(text, text.reason)
+                self._say(text)
 
-    def _say(self, text: Text, reason: Reason | None) -> None:
+    def _say(self, text: Text) -> None:
         piece, text.piece, counts = text.piece, Piece(), text.counts
-        piece.reason, piece.before = reason, counts.seconds
+        piece.reason, piece.before = text.reason, counts.seconds
         if piece.tokens:
             counts.seconds = time.perf_counter() - text.submitted
             counts.first = counts.first or counts.seconds
