@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
@@ -34,7 +34,7 @@ _COUNTED = {  # by our names: description, and vLLM's name
 }
 
 
-class Metrics(Collector):
+class Metrics:
     """Counters in a separate registry, and gauges that query the `Serving`.
 
     Args:
@@ -47,45 +47,33 @@ class Metrics(Collector):
         self._name = name
         common: dict[str, Any] = {"registry": self.registry, "namespace": "layerskip"}
 
-        def counter(what: str, text: str, *labels: str) -> Any:
+        def counter(what: str, text: str, *labels: str) -> Counter:
             return Counter(what, text, ["model", *labels], **common)
 
-        def seconds(what: str, text: str) -> Any:
+        def seconds(what: str, text: str) -> Histogram:
             histogram = Histogram(what, text, ["model"], buckets=_SECONDS, unit="seconds", **common)
             return histogram.labels(name)
 
+        for attribute, (what, text) in _GAUGES.items():
+            gauge = Gauge(what, text, ["model"], **common).labels(name)
+            gauge.set_function(partial(attrgetter(f"stats.{attribute}"), serving))
         self._requests = counter("requests", "Requests, by status.", "path", "status")
         self._texts = counter("texts", "Texts that ended, by reason.", "reason")
-        self._sums = dict.fromkeys(_COUNTED, 0)
-        self._accepted_at: list[int] = []  # accepted tokens by position in drafts
+        self._sums: dict[str, list[Counter]] = {}
+        for ours, (text, theirs) in _COUNTED.items():
+            self._sums[ours] = [counter(ours, text).labels(name)]
+            if theirs is not None:
+                same = Counter(f"vllm:{theirs}", text, ["model_name"], registry=self.registry)
+                self._sums[ours].append(same.labels(name))
+        self._accepted_at = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Tokens accepted at each position of drafts.",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
         self._first = seconds("first_token", "From submission to the first token.")
         self._between = seconds("inter_token", "From one token to the next.")
         self._whole = seconds("text", "From submission to the last token.")
-        self._serving = serving
-        self.registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """Collect the current values for the registry."""
-        stats, label = self._serving.stats, [self._name]
-        for attribute, (name, text) in _GAUGES.items():
-            gauge = GaugeMetricFamily(f"layerskip_{name}", text, labels=["model"])
-            gauge.add_metric(label, getattr(stats, attribute))
-            yield gauge
-        for ours, (text, theirs) in _COUNTED.items():
-            names = [(f"layerskip_{ours}", "model")]
-            names += [] if theirs is None else [(f"vllm:{theirs}", "model_name")]
-            for name, labelled in names:
-                counter = CounterMetricFamily(name, text, labels=[labelled])
-                counter.add_metric(label, self._sums[ours])
-                yield counter
-        at = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Tokens accepted at each position of drafts.",
-            labels=["model_name", "position"],
-        )
-        for place, count in enumerate(self._accepted_at):
-            at.add_metric([self._name, str(place)], count)
-        yield at
 
     @contextmanager
     def counting(self, path: str) -> Iterator[None]:
@@ -102,24 +90,26 @@ class Metrics(Collector):
 
     def told(self, task: TextRequest, piece: Piece) -> None:
         """Count a piece of a text; called on the thread that decodes."""
-        counts, new, sums = piece.counts, len(piece.tokens), self._sums
+        counts, new = piece.counts, len(piece.tokens)
         for _ in range(new if piece.before else 0):
             self._between.observe((counts.seconds - piece.before) / new)
-        sums["generated_tokens"] += new
+        self._add("generated_tokens", new)
         if piece.reason is None:
             return
         self._texts.labels(self._name, piece.reason).inc()
-        sums["prompt_tokens"] += task.num_prompt
-        sums["cached_tokens"] += counts.cached
-        sums["rounds"] += counts.rounds
-        sums["drafts"] += sum(counts.accepted_of.values())
-        sums["drafted_tokens"] += counts.drafted
-        sums["accepted_tokens"] += counts.accepted
+        self._add("prompt_tokens", task.num_prompt)
+        self._add("cached_tokens", counts.cached)
+        self._add("rounds", counts.rounds)
+        self._add("drafts", sum(counts.accepted_of.values()))
+        self._add("drafted_tokens", counts.drafted)
+        self._add("accepted_tokens", counts.accepted)
         if piece.reason in ("stop", "length"):
             self._first.observe(counts.first)
             self._whole.observe(counts.seconds)
-        more = max(counts.accepted_of, default=0) - len(self._accepted_at)
-        self._accepted_at += [0] * more
         for accepted, rounds in counts.accepted_of.items():
             for place in range(accepted):
-                self._accepted_at[place] += rounds
+                self._accepted_at.labels(self._name, place).inc(rounds)
+
+    def _add(self, ours: str, count: int) -> None:
+        for counter in self._sums[ours]:
+            counter.inc(count)
