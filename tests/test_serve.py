@@ -19,10 +19,10 @@ from layerskip.cli import main
 from layerskip.generation import decode
 from layerskip.serving import connections, http
 from layerskip.serving.api import Served, answer_of
-from layerskip.serving.fields import ChatAsked, CompletionAsked, Refusal
+from layerskip.serving.fields import ChatAsked, CompletionAsked
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
-from layerskip.serving.requests import Piece
+from layerskip.serving.requests import Piece, Refusal
 from layerskip.serving.responses import ResponseAsked
 from layerskip.serving.scheduler import Serving, ServingStats
 from layerskip.text import Detokenizer, decode_text

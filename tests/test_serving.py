@@ -25,7 +25,7 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.research.logit_lookup import LogitLookup
 from layerskip.research.stored_logits import StoredLogits
 from layerskip.serving import scheduler
-from layerskip.serving.requests import Piece, QueueFull, TextRequest
+from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.scheduler import Serving
 from layerskip.timing import tables
 
@@ -399,7 +399,7 @@ def test_a_full_queue_refuses(model):
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
-    with pytest.raises(QueueFull, match="2 texts are waiting, at most 2 may"):
+    with pytest.raises(Refusal, match="2 texts are waiting, at most 2 may"):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from layerskip.serving.fields import Asked, ChatAsked, Refusal
+from layerskip.serving.fields import Asked, ChatAsked
 from layerskip.serving.formats.reading import Delta, Reader, held_back
-from layerskip.serving.requests import Counts, Piece, TextRequest
+from layerskip.serving.requests import Counts, Piece, Refusal, TextRequest
 from layerskip.text import Detokenizer
 
 

@@ -16,13 +16,13 @@ from layerskip.checkpoints import Loaded
 from layerskip.grammars import lark, response_format
 from layerskip.requests import end_tokens, look, read_text
 from layerskip.serving.answers import Answer, Choice
-from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked, Refusal, refusing
+from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked
 from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.prompts import check_tokens, prompts_of
-from layerskip.serving.requests import TextRequest
+from layerskip.serving.requests import Refusal, TextRequest, refusing
 from layerskip.text import decode_text
 
 _PREDICTED = 16  # maximum characters of a prediction per token of the context

@@ -6,11 +6,12 @@ Unsupported fields are refused by name, never ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from layerskip.serving.requests import Refusal
 
 _SEEDS, _LARGE = 2**63, 2**31 - 1
 # Fields about the client or the connection, which do not affect the answer.
@@ -35,37 +36,6 @@ _NOTHING: Mapping[str, Sequence[Any]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-
-
-class Refusal(ValueError):
-    """A request that is refused, with its HTTP status.
-
-    Attributes:
-        param: the wrong field, if there is one.
-        code: one word for programs.
-    """
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's format."""
-        kind = "invalid_request_error" if self.status < 429 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-
-@contextmanager
-def refusing(param: str) -> Iterator[None]:
-    """Turn errors in a field's content into a refusal of the field."""
-    try:
-        yield
-    except ValueError as error:
-        raise Refusal(400, f"{param}: {error}", param=param) from error
 
 
 class Fields(BaseModel):

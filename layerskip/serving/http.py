@@ -21,10 +21,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from layerskip.serving import fields
 from layerskip.serving.answers import Answer
 from layerskip.serving.api import Served, answer_of
-from layerskip.serving.fields import Asked, ChatAsked, Refusal, read
+from layerskip.serving.fields import Asked, ChatAsked, read
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.prompts import detokenized, tokenized, tokenizer_info
-from layerskip.serving.requests import Piece, QueueFull, TextRequest
+from layerskip.serving.requests import Piece, Refusal, TextRequest, refusing
 from layerskip.serving.responses import ResponseAnswer, ResponseAsked, renamed
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
@@ -160,8 +160,7 @@ def make_app(
                 deadline = asyncio.get_running_loop().time() + timeout
                 given = read(kind, await _body(request, max_body))
                 asked = given.chat() if isinstance(given, ResponseAsked) else given
-                with _refusing():
-                    serving.check_room(asked.texts)  # before encoding anything
+                serving.check_room(asked.texts)  # before encoding anything
                 answer = await encoded(answer_of, asked, served)
                 running = _Running(serving, metrics.told)
                 await running.submit([choice.task for choice in answer.choices])
@@ -178,17 +177,6 @@ def make_app(
     return app
 
 
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn errors of a `Serving` into refusals for clients."""
-    try:
-        yield
-    except QueueFull as full:
-        raise Refusal(429, f"{full}", code="queue_full") from full
-    except ValueError as error:
-        raise Refusal(400, str(error)) from error
-
-
 class _Running:
     """The tasks of one request: they report from their thread, and one coroutine reads."""
 
@@ -203,7 +191,7 @@ class _Running:
     async def submit(self, tasks: Sequence[TextRequest]) -> None:
         """Submit all tasks or none."""
         telling = [(task, partial(self._tell, index, task)) for index, task in enumerate(tasks)]
-        with _refusing():
+        with refusing():
             # In a separate thread, since it may wait for the one that decodes.
             texts = await asyncio.to_thread(self._serving.submit_all, telling)
         self._texts = dict(enumerate(texts))

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from layerskip.pictures import pictures_in
 from layerskip.serving import fields
-from layerskip.serving.fields import Asked, ChatAsked, Refusal, refusing
+from layerskip.serving.fields import Asked, ChatAsked
+from layerskip.serving.requests import Refusal, refusing
 
 if TYPE_CHECKING:
     from layerskip.serving.api import Served

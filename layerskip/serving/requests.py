@@ -1,8 +1,9 @@
-"""The requests of a batch and the results it reports; independent of any model."""
+"""The requests of a batch, the results it reports, and refusals; independent of any model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,5 +116,35 @@ class Piece:
         )
 
 
-class QueueFull(ValueError):
-    """The queue is full; try again later."""
+class Refusal(ValueError):
+    """A request that is refused, with its HTTP status.
+
+    Attributes:
+        param: the wrong field, if there is one.
+        code: one word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's format."""
+        kind = "invalid_request_error" if self.status < 429 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+@contextmanager
+def refusing(param: str | None = None) -> Iterator[None]:
+    """Turn an error in a request, or in the content of one of its fields, into a refusal."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except ValueError as error:
+        message = f"{error}" if param is None else f"{param}: {error}"
+        raise Refusal(400, message, param=param) from error

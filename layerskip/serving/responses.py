@@ -17,13 +17,12 @@ from layerskip.serving.answers import Answer
 from layerskip.serving.fields import (
     ChatAsked,
     Fields,
-    Refusal,
     Share,
     ToolFunction,
     ToolName,
     read,
 )
-from layerskip.serving.requests import Piece
+from layerskip.serving.requests import Piece, Refusal
 
 _NAMES = {  # of a chat's fields in this API
     "messages": "input",

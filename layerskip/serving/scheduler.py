@@ -17,7 +17,7 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opening import sublayers_of
 from layerskip.requests import check_tokens
 from layerskip.serving.batch import Batch
-from layerskip.serving.requests import Piece, QueueFull, TextRequest
+from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.texts import Tell, Text, index_of
 from layerskip.session import share
 
@@ -126,7 +126,7 @@ class Serving:
                 must not block; its last piece has a reason.
 
         Raises:
-            QueueFull: the queue would exceed its maximum.
+            Refusal: the queue would exceed its maximum.
             ValueError: one of the texts can never be decoded here.
         """
         batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
@@ -170,13 +170,15 @@ class Serving:
         """Refuse texts beyond the maximum of the queue, before they cost anything.
 
         Raises:
-            QueueFull: the queue would exceed its maximum.
+            Refusal: the queue would exceed its maximum.
         """
         waiting = len(self._waiting)
         if waiting + count > self.max_queue:
-            raise QueueFull(
+            raise Refusal(
+                429,
                 f"{waiting} texts are waiting, at most {self.max_queue} may, {count} more came; "
-                "try again later, or ask for fewer at once"
+                "try again later, or ask for fewer at once",
+                code="queue_full",
             )
 
     def cancel(self, text: Text) -> None:
