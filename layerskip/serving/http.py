@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
@@ -29,7 +29,6 @@ from layerskip.serving.responses import ResponseAnswer, ResponseAsked, renamed
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
 RESPONSES = "/v1/responses"
 BODY_SECONDS = 30.0  # time limit for a client to send the body of a request
 _log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ def make_app(
             looking.shutdown()
 
     async def check_key(request: Request) -> None:
-        if api_key is None:
+        if api_key is None or request.url.path == "/health":
             return
         kind, _, shown = request.headers.get("authorization", "").partition(" ")
         # Compare in constant time, wherever the first difference is.
@@ -77,15 +76,12 @@ def make_app(
             message = "this server needs its API key, as Authorization: Bearer KEY"
             raise Refusal(401, message, code="invalid_api_key")
 
-    app = FastAPI(lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
-    keyed = [Depends(check_key)]
+    app = FastAPI(lifespan=life, openapi_url=None, dependencies=[Depends(check_key)])
+    get = partial(app.api_route, methods=["GET", "HEAD"])
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=[*origins], allow_methods=["*"], allow_headers=["*"]
         )
-
-    def get(path: str, *, key: bool = True) -> Callable[[Handler], Handler]:
-        return app.api_route(path, methods=["GET", "HEAD"], dependencies=keyed if key else [])
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal) -> Response:
@@ -106,7 +102,7 @@ def make_app(
         # Details are in the server's log; a client learns nothing about this machine.
         return await refused(request, Refusal(500, "the server failed to answer this request"))
 
-    @get("/health", key=False)
+    @get("/health")
     async def health() -> Response:
         if not serving.alive:
             return JSONResponse({"status": "the thread that decodes has ended"}, 503)
@@ -128,7 +124,7 @@ def make_app(
         served.check_name(name)
         return JSONResponse(card)
 
-    @app.post("/v1/embeddings", dependencies=keyed)
+    @app.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
         raise Refusal(400, f"{served.name} generates text; embeddings are not served here")
 
@@ -144,7 +140,7 @@ def make_app(
     def translate(
         path: str, kind: type[fields.Tokenize | fields.Detokenize], work: Callable[..., Any]
     ) -> None:
-        @app.post(path, dependencies=keyed)
+        @app.post(path)
         async def translated(request: Request) -> Response:
             asked = read(kind, await _body(request, max_body))
             served.check_name(served.name if asked.model is None else asked.model)
@@ -154,7 +150,7 @@ def make_app(
     translate("/detokenize", fields.Detokenize, detokenized)
 
     def answering(path: str, kind: type[Asked | ResponseAsked]) -> None:
-        @app.post(path, dependencies=keyed)
+        @app.post(path)
         async def answered(request: Request) -> Response:
             with metrics.counting(path):
                 deadline = asyncio.get_running_loop().time() + timeout
@@ -274,20 +270,19 @@ async def _unless_gone(
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-
-    both = work, leaving = asyncio.ensure_future(finish()), asyncio.ensure_future(gone())
-    try:
-        left = until - asyncio.get_running_loop().time()
-        done, _ = await asyncio.wait(both, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        work.cancel()
-        leaving.cancel()
-    if work in done:
-        work.result()
-    elif leaving in done:
         raise Refusal(400, "the client went away")
-    else:
-        raise _too_late()
+
+    both = [asyncio.create_task(finish()), asyncio.create_task(gone())]
+    try:
+        async with asyncio.timeout_at(until):
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    except TimeoutError as late:
+        raise _too_late() from late
+    finally:
+        for each in both:
+            each.cancel()
+    for each in done:
+        each.result()
 
 
 def _too_late() -> Refusal:
