@@ -622,6 +622,11 @@ class TestRefusals:
             assert got.json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(f"{place.url}/health").json() == {"status": "ok"}
 
+    def test_a_key_with_other_letters_or_from_a_file_with_a_last_line_end(self, place):
+        with running(make_app(Stub(), place.served, api_key="clé à\n")) as url:
+            headers = {"Authorization": "Bearer clé à".encode()}
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+
     def test_a_body_that_is_too_large(self, place):
         got = place.post("completions", {"prompt": "a" * 30_000, **GREEDY})
         assert got.status_code == 413

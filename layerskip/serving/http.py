@@ -71,7 +71,8 @@ def make_app(
             return
         kind, _, shown = request.headers.get("authorization", "").partition(" ")
         # Compare in constant time, wherever the first difference is.
-        right = secrets.compare_digest(shown.strip().encode(), api_key.encode())
+        given = shown.strip(" ").encode("latin-1")  # the bytes that the client has sent
+        right = secrets.compare_digest(given, api_key.strip().encode())
         if kind.lower() != "bearer" or not right:
             message = "this server needs its API key, as Authorization: Bearer KEY"
             raise Refusal(401, message, code="invalid_api_key")
