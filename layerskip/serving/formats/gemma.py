@@ -26,45 +26,17 @@ class _Call(Call):
         if named is None:
             return
         try:
-            arguments, _ = _value(body[named.end() :], 0, self._quote)
-        except (ValueError, IndexError):
+            arguments, _ = json.JSONDecoder().raw_decode(_as_json(body[named.end() :], self._quote))
+        except (ValueError, RecursionError):  # perhaps thousands of brackets
             return
         self.name, self.arguments = named[1], json.dumps(arguments, ensure_ascii=False)
 
 
-def _value(text: str, at: int, quote: str) -> tuple[Any, int]:
-    """Parse the value at a position; returns it and the position of its end.
-
-    Raises:
-        ValueError, IndexError: there is no value.
-    """
-    at += len(text[at:]) - len(text[at:].lstrip())
-    if text.startswith(quote, at):
-        begin = at + len(quote)
-        end = text.index(quote, begin)
-        return text[begin:end], end + len(quote)
-    if text[at] in "{[":
-        named, items = text[at] == "{", list[Any]()
-        at += 1
-        while text[at] not in "}]":
-            key = None
-            if named:
-                key, at = _key(text, at, quote)
-            item, at = _value(text, at, quote)
-            items.append((key, item) if named else item)
-            at += re.match(r"\s*,?\s*", text[at:]).end()  # type: ignore[union-attr]
-        return (dict(items) if named else items), at + 1
-    word = re.match(r"[^,}\]\s]+", text[at:])
-    if word is None:
-        raise ValueError("no value")
-    return json.loads(word[0]), at + word.end()
-
-
-def _key(text: str, at: int, quote: str) -> tuple[str, int]:
-    named = re.match(rf"\s*(?:{re.escape(quote)})?([\w.-]+)(?:{re.escape(quote)})?\s*:", text[at:])
-    if named is None:
-        raise ValueError("no key")
-    return named[1], at + named.end()
+def _as_json(text: str, quote: str) -> str:
+    """Rewrite a value as JSON: strings between marks, and keys, get quotation marks."""
+    mark = re.escape(quote)
+    parts = rf"{mark}(.*?){mark}|([\w.-]+)(?=\s*:)"
+    return re.sub(parts, lambda part: json.dumps(part[2] or part[1]), text, flags=re.DOTALL)
 
 
 class Gemma4(Format):
