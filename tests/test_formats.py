@@ -53,6 +53,13 @@ READ = [
         [("f", '{"x": "a,b}", "l": [1, 2.5], "o": {"k": true}}'), G],
     ),
     ("gemma4", "<|tool_call>call:f{x<tool_call|>done", "<|tool_call>call:f{x<tool_call|>done", []),
+    *(
+        (name, begin + "[" * 5000 + end, begin + "[" * 5000 + end, [])
+        for name, begin, end in (
+            ("gemma4", "<|tool_call>call:f{x:", "<tool_call|>"),
+            ("hermes", '<tool_call>{"name": ', "]" * 5000 + "}</tool_call>"),
+        )
+    ),
     (
         "functiongemma",
         "<start_function_call>call:f{x:<escape>Paris<escape>}<end_function_call>",

@@ -326,6 +326,12 @@ class TestTools:
         expected = 'user: a\nassistant: <tool_call>f {"x": 1}\ntool: seven\nassistant:'
         assert place.served.tokenizer.decode(choice.task.prompt) == expected
 
+    def test_arguments_with_more_brackets_than_can_be_read_stay_text(self):
+        called = {"function": {"name": "f", "arguments": "[" * 100_000}}
+        history = [{"role": "assistant", "tool_calls": [called]}]
+        [message] = ChatAsked(**{**ASKED, "messages": history}).messages
+        assert message.spoken()["tool_calls"][0]["function"] == called["function"]
+
     def test_answers_are_taken_apart(self, place):
         """Reasoning, content and a call in one text become parts of one message."""
         told = Piece(

@@ -150,7 +150,7 @@ def _arguments(called: Called) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:  # written by a model, perhaps cut off
+        except (ValueError, RecursionError):  # written by a model, perhaps cut off
             arguments = called.arguments
     return {"name": called.name, "arguments": arguments}
 

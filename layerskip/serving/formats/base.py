@@ -164,7 +164,7 @@ class JsonCall(Call):
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # perhaps thousands of brackets
         return None
 
 
