@@ -217,15 +217,17 @@ class Answer:
         return counted
 
     def usage(self) -> dict[str, Any]:
-        prompts = {id(choice.task.prompt): choice.task.num_prompt for choice in self.choices}
-        prompt, new = sum(prompts.values()), sum(choice.tokens for choice in self.choices)
+        # The choices of a prompt have the same list. The first of them says what was cached.
+        firsts = {id(choice.task.prompt): choice for choice in reversed(self.choices)}.values()
+        prompt = sum(choice.task.num_prompt for choice in firsts)
+        new = sum(choice.tokens for choice in self.choices)
         counts = [choice.counts for choice in self.choices]
         accepted = sum(each.predicted_accepted for each in counts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": counts[0].cached},
+            "prompt_tokens_details": {"cached_tokens": sum(each.counts.cached for each in firsts)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(each.predicted for each in counts) - accepted,
