@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 from checkpoints import shallow_demo
+from models import lively_model
 from servers import running
 from transformers import RepetitionPenaltyLogitsProcessor
 
@@ -144,6 +145,12 @@ class TestAnswers:
         assert got.choices[3].index == 3
         both = sum(len(place.served.tokenizer(p)["input_ids"]) for p in prompts)
         assert got.usage.prompt_tokens == both
+
+    def test_cached_tokens_are_those_of_all_prompts(self, place):
+        for prompts in (STORY, [STORY, STORY]):
+            got = place.client.completions.create(prompt=prompts, n=2, **GREEDY)
+        one = len(place.served.tokenizer(STORY)["input_ids"]) - 1  # all but the last token
+        assert got.usage.prompt_tokens_details.cached_tokens == 2 * one
 
     def test_a_seed_is_drawn_and_told(self, place):
         asked = {"model": "demo-llama", "prompt": STORY, "max_tokens": 8, "temperature": 1.2}
@@ -775,10 +782,27 @@ class TestEnds:
             assert ("GET /health" in capfd.readouterr().err) is log
 
 
+def test_the_limit_of_a_second_model_is_that_of_requests(place):
+    served, most = copy(place.served), {"max_position_embeddings": 64}
+    served.max_new_tokens = 1024
+    second = lively_model("llama", vocab_size=served.vocabulary, **most).float()
+    serving = Serving(place.model, max_tokens=512, execution="fused", assistant=second)
+    with running(make_app(serving, served)) as url:
+        [card] = httpx.get(f"{url}/v1/models").json()["data"]
+        asked = {"model": "demo-llama", "prompt": STORY, "temperature": 0}
+        got = httpx.post(f"{url}/v1/completions", json=asked)
+        long = httpx.post(f"{url}/v1/completions", json={**asked, "max_tokens": 60})
+    assert card["max_model_len"] == 64
+    assert got.json()["usage"]["total_tokens"] <= 64
+    assert got.json()["choices"][0]["text"]
+    assert long.json()["error"]["code"] == "context_length_exceeded"
+
+
 class Stub:
     """A `Serving` that accepts tasks, and then fails or never answers."""
 
     alive = True
+    max_tokens = 512
     stats = ServingStats()
 
     def start(self): ...

@@ -51,6 +51,7 @@ def make_app(
         timeout: maximum seconds of a request in total, including the reading of its answer.
         origins: sites whose pages may send requests, as "https://example.org"; "*": all.
     """
+    served.context = min(served.context, serving.max_tokens)  # perhaps that of a second model
     metrics = Metrics(serving, served.name)
     # One thread only, since tokenizers may not be safe to use in parallel.
     encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
