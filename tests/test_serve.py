@@ -606,6 +606,16 @@ class TestRefusals:
             slow.settimeout(30)
             assert slow.recv(100) == b""
 
+    def test_a_body_that_never_ends(self, place, monkeypatch):
+        monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
+        host, port = place.url.removeprefix("http://").split(":")
+        lines = ["POST /v1/completions HTTP/1.1", "Host: a", f"Authorization: Bearer {KEY}"]
+        lines += ["Content-Type: application/json", "Content-Length: 9", "", "{"]
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall("\r\n".join(lines).encode())
+            slow.settimeout(30)
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
     @pytest.mark.parametrize(
         "body",
         [b"", b"{", b"[]", b"[" * 5000, b'{"model": NaN}', b'{"prompt": "\\ud800"}', b"\xff"],

@@ -68,7 +68,7 @@ def make_app(
             looking.shutdown()
 
     async def check_key(request: Request) -> None:
-        if api_key is None or request.url.path == "/health":
+        if api_key is None or request.scope["endpoint"] is health:
             return
         kind, _, shown = request.headers.get("authorization", "").partition(" ")
         # Compare in constant time, wherever the first difference is.
@@ -243,7 +243,6 @@ async def _body(request: Request, most: int) -> bytes:
     declared = request.headers.get("content-type", "").partition(";")[0]
     if declared.strip().lower() != "application/json":
         raise Refusal(415, "send Content-Type: application/json")
-    large = Refusal(413, f"a request may have at most {most} bytes", code="request_too_large")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -253,7 +252,8 @@ async def _body(request: Request, most: int) -> bytes:
                     raise Refusal(400, "the client went away")
                 body += message.get("body", b"")
                 if len(body) > most:
-                    raise large
+                    large = f"a request may have at most {most} bytes"
+                    raise Refusal(413, large, code="request_too_large")
                 if not message.get("more_body"):
                     return bytes(body)
     except TimeoutError as late:
