@@ -144,7 +144,7 @@ class Batch:
         rows, slots = len(going), max(each.slots for each in going)
         heard = max(each.request.heard for each in going)
         now = passes.cache.rows, passes.slots
-        unused = rows == 1 and slots <= now[1] // 4
+        unused = rows == 1 and slots <= now[1] // 4  # by a lone text that needs far less
         fits = rows <= now[0] and slots <= now[1] and passes.nbytes(*now, heard) <= memory
         if fits and not unused:
             return now

@@ -55,7 +55,8 @@ def make_app(
     metrics = Metrics(serving, served.name)
     # One thread only, since tokenizers may not be safe to use in parallel.
     encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
-    looking = ThreadPoolExecutor(1, thread_name_prefix="looking")  # takes seconds
+    # Another one for prompts that run a vision tower or an encoder, which takes seconds.
+    looking = ThreadPoolExecutor(1, thread_name_prefix="looking")
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from layerskip.serving.api import Served
 
 Encoded = Mapping[str, Any]
-# Arguments that the library takes itself, among them another template, and padding of any length.
+# Arguments of the library's own method, such as another template or padding: a template never gets
+# them.
 _RESERVED = {
     name
     for kind in (PreTrainedTokenizerBase, ProcessorMixin)

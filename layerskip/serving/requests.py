@@ -25,8 +25,8 @@ class TextRequest:
         predicted: token ids of the expected text (or nearly), looked up as drafts.
         top_logprobs: for every token, how many of the largest log-probabilities before warpers to
             report besides its own; None: none at all.
-        prompt_logprobs: the first prompt token, at least 1, from which on log-probabilities are
-            reported, too; 0: of none.
+        prompt_logprobs: the number of the first prompt token whose log-probability is reported, at
+            least 1; those of all later ones follow. 0: none are reported.
         pictures: the features for the prompt's placeholders, one row.
         encoded: for an encoder-decoder, the encoder's output for a text, one row; the prompt is
             then the decoder's (see `requests.read_text`).

@@ -45,9 +45,6 @@ class Gemma4(Format):
     def __init__(self) -> None:
         self.marks = (self.begin, self.end, self.quote)
 
-    def in_template(self, template: str) -> bool:
-        return self.begin in template
-
     def call(self) -> Call:
         return _Call(self.end, self.quote)
 
