@@ -218,32 +218,23 @@ class ResponseAnswer:
         self._number = 0
 
     def _document(self, status: str) -> dict[str, Any]:
-        asked, answer = self._asked, self._answer
-        told: dict[str, Any] = {
+        told = self._asked.model_dump(exclude={"input", "stream", "seed", "top_k", "min_p"})
+        told["tool_choice"] = told["tool_choice"] or "auto"
+        told |= {
             "id": self._id,
             "object": "response",
-            "created_at": answer.created,
+            "created_at": self._answer.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
             "metadata": {},
-            "model": asked.model,
             "output": self._items,
-            "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": asked.reasoning.model_dump(),
             "store": False,
-            "temperature": asked.temperature,
-            "text": asked.text.model_dump(),
-            "tool_choice": asked.model_dump()["tool_choice"] or "auto",
-            "tools": [tool.model_dump() for tool in asked.tools],
-            "top_p": asked.top_p,
-            "max_output_tokens": asked.max_output_tokens,
             "usage": None,
         }
         if status != "in_progress":
-            usage = answer.usage()
+            usage = self._answer.usage()
             told["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -251,7 +242,7 @@ class ResponseAnswer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-            told["timings"] = answer.timings()
+            told["timings"] = self._answer.timings()
         if status == "incomplete":
             told["incomplete_details"] = {"reason": "max_output_tokens"}
         return told
