@@ -96,6 +96,13 @@ def test_the_table_tells_what_exits_are_worth():
     assert rows[4]["overlap"] == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("count", [9, 11])
+def test_shares_of_any_number_of_windows_are_shares(count):
+    """A sum of ninths of 1 may exceed 1, which the record of a training does not allow."""
+    [_, last] = exit_table(ExitModel(tiny_model("llama")), prompt(5, rows=count), (3, 6), 0.8)
+    assert (last["agreement"], last["accepted"]) == (1, 1)
+
+
 # ---- A training in a folder ----
 
 

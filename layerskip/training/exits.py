@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -172,7 +173,7 @@ def exit_table(
     from both, and `overlap`, 1 - TV, the same for the rejection rule.
     """
     last = exits[-1]
-    rows: list[dict[str, float]] = [{"exit": each} for each in exits]
+    columns: dict[int, dict[str, list[float]]] = {each: {} for each in exits}
     for number, window in enumerate(windows):
         logits = model(window[None, :-1], exits)
         labels = window[1:]  # (T,)
@@ -180,7 +181,7 @@ def exit_table(
         noise = gumbel_noise(keys, range(len(labels)), logits[last].shape[-1], device=labels.device)
         final = logits[last][0]  # (T, V)
         drawn = (final / temperature + noise).argmax(-1)
-        for each, row in zip(exits, rows, strict=True):
+        for each, column in columns.items():
             mine = logits[each][0]
             values = {
                 "loss": nn.functional.cross_entropy(mine, labels),
@@ -189,5 +190,8 @@ def exit_table(
                 "overlap": overlap(mine, final, temperature),
             }
             for name, value in values.items():
-                row[name] = row.get(name, 0.0) + value.item() / len(windows)
-    return rows
+                column.setdefault(name, []).append(value.item())
+    return [
+        {"exit": each, **{name: fmean(values) for name, values in column.items()}}
+        for each, column in columns.items()
+    ]
