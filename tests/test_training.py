@@ -29,12 +29,19 @@ def test_an_epoch_holds_every_window_once():
     assert not torch.equal(first, second)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+@pytest.mark.parametrize("wrong", ["loss", "gradient"])
+def test_a_loss_that_is_not_finite_stops_the_run(wrong, tmp_path):
+    """Nor may its gradient: the weights would be lost, and the checkpoint with them."""
     model = tiny_model("llama", dtype=torch.float32)
+
+    def loss(step, share):
+        zero = sum((p - p).square().sum() for p in model.parameters())
+        return zero * math.nan if wrong == "loss" else zero.sqrt()
+
     bad = loop.train(
         model,
         0.1,
-        lambda step, share: sum(p.sum() for p in model.parameters()) * math.nan,
+        loss,
         3,
         checkpoint=tmp_path / "checkpoint.pt",
         log=[],

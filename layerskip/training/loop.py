@@ -53,7 +53,7 @@ def train(
     model's weights are sharded (FSDP2), each process writes its own to a folder.
 
     Raises:
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss or its gradient is not finite.
         OSError: the checkpoint cannot be written.
         ValueError: an existing checkpoint cannot be read.
     """
@@ -71,13 +71,17 @@ def train(
     while share < 1:
         optimizer.param_groups[0]["lr"] = rate * schedule(step, share)
         loss = step_loss(step, share)
-        found = average(loss).item()
-        if not math.isfinite(found):
-            raise FloatingPointError(f"the loss is {found} at step {step}; lower the rate")
         torch.autograd.backward(loss)
         if not shards:
             average_gradients(model.parameters())
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        found, steepness = average(loss).item(), norm.item()
+        if not math.isfinite(found + steepness):
+            raise FloatingPointError(
+                f"the loss is {found} at step {step}, its gradient {steepness}; lower the rate"
+            )
         optimizer.step()
         optimizer.zero_grad()
         step += 1
