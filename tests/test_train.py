@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -408,6 +409,17 @@ def test_texts_are_cut_short_when_it_is_late(monkeypatch):
         assert long.ids[: len(short.ids)] == short.ids
     assert sum(len(text.ids) - text.prompt for text in cut) == 5 * data.BATCH
     assert sum(len(text.ids) - text.prompt for text in whole) > 5 * data.BATCH
+
+
+def test_a_later_start_makes_the_same_texts(tmp_path):
+    """Whatever time it has: features, checkpoint and held-out windows belong to these texts."""
+    given, folder = source(lively_model("llama", dtype=torch.float32)), tmp_path / "texts"
+    made = [*data.collect(given, folder, tokens=math.inf, more=lambda: False)]
+    texts = data.all_texts(folder)
+    (folder / "00000.json").unlink()  # as an error about a damaged file advises
+    again = data.collect(given, folder, tokens=math.inf, more=lambda: True)
+    assert [*islice(again, 3)] == made
+    assert data.all_texts(folder) == texts
 
 
 def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkeypatch):

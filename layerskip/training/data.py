@@ -177,6 +177,8 @@ def collect(
 ) -> Iterator[int]:
     """Write batches of texts to a folder until they contain `tokens` tokens, or none are left.
 
+    The number of batches is kept: later stages depend on it, so a later start may only repeat them.
+
     Args:
         more: whether to make another missing batch; the first is always made.
 
@@ -184,16 +186,20 @@ def collect(
         The number of tokens so far, after each batch.
     """
     folder.mkdir(exist_ok=True)
+    finished = folder / "batches"
+    count = int(finished.read_text()) if finished.exists() else None
     number = total = 0
-    while total < tokens:
+    while total < tokens and number != count:
         path = folder / f"{number:05}.json"
         if not path.exists():
-            texts = corpus.batch(number) if number == 0 or more() else []
+            wanted = number == 0 or count is not None or more()
+            texts = corpus.batch(number) if wanted else []
             if not texts:
-                return
+                break
             write_text(path, json.dumps([[text.prompt, text.ids] for text in texts]))
         total, number = total + sum(len(text.ids) for text in read(path)), number + 1
         yield total
+    write_text(finished, str(number))
 
 
 def read(path: Path) -> list[TrainingText]:
