@@ -8,7 +8,6 @@ Shapes: B texts, T tokens of one, S steps, P = T - S places, H the target's widt
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from layerskip.model.backend import finishing
 from layerskip.model.blocks import AHEAD
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
-from layerskip.training.drafts import Recipe, Training, means
-from layerskip.training.losses import Step, distance, lk, overlaps
+from layerskip.training.drafts import Recipe, Training
+from layerskip.training.losses import Step
 
 
 @dataclass(frozen=True)
@@ -155,19 +154,11 @@ class AssistantTraining(Training):
 
     def _train_further(self, ids: Tensor, texts: list[data.TrainingText]) -> dict[str, Any]:
         """Train on windows (N, T), and write the assistant and its record."""
-        temperature, ids = self.recipe.temperature, ids.to(self.opened.device)
+        ids = ids.to(self.opened.device)
         assistant = self.begun(texts).to(self.opened.device)
         dtype, assistant = assistant.dtype, assistant.float()
-        began = time.monotonic()
-        before = self._judged(assistant, ids)
-        judging = time.monotonic() - began  # judging again will take as long
-
-        def loss_of(numbers: list[int]) -> Tensor:
-            return distance(lk, self.steps_on(assistant, ids[numbers]), temperature)
-
-        for tokens, _ in self._trained(assistant, ids, loss_of, judging):
-            self.curve[:] = [tokens]
-        after = self._judged(assistant, ids)
+        # Measuring the last point of the curve takes no longer than a few steps.
+        self._train(assistant, ids, lambda some: self.steps_on(assistant, ids[some]), judging=0.0)
         if not processes.first():
             return {}
         self.save(assistant.to(dtype), self.folder / self.kind)
@@ -175,16 +166,7 @@ class AssistantTraining(Training):
             "recipe": self.recipe.to_dict(),
             "start": self.start,
             "model": getattr(self.opened.model, "name_or_path", None) or None,
-            "tokens": self.curve[0],
-            "text_tokens": ids.numel(),
-            "seconds": self.seconds,
-            "overlap": {"before": before, "after": after},
+            **{name: self.facts[name] for name in ("tokens", "text_tokens", "seconds")},
+            "overlap": {"before": self.curve[0]["overlap"], "after": self.curve[-1]["overlap"]},
         }
         return self.finish(f"{self.kind}.json", record)
-
-    @torch.no_grad()
-    def _judged(self, assistant: Any, ids: Tensor) -> list[float]:
-        """The overlap of each step on held-out windows."""
-        with self.precision():
-            steps = (self.steps_on(assistant, ids[[number]]) for number in self._apart(ids))
-            return means([overlaps(each, self.recipe.temperature) for each in steps])

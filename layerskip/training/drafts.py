@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -132,7 +133,20 @@ class Training(Stages):
         processes.once(lambda: self._make_features(ids))
         files = [*(self.work / "features").glob("*.safetensors")]
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
-        self._train(ids, self._frequent(texts))
+        recipe, frequent = self.recipe, self._frequent(texts)
+        judge = Judge(self.opened, frequent)
+        student = self.student(
+            self.opened,
+            self.skip,
+            rank=recipe.rank,
+            dtype=torch.bfloat16 if self.half else torch.float32,
+            seed=recipe.seed,
+        )
+        whole = 60 * (recipe.minutes or 0.0)
+        judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
+        self._train(student, ids, lambda some: self._steps(student, judge, ids, some), judging)
+        self.facts["parameters"] = sum(each.numel() for each in student.parameters())
+        processes.once(lambda: self._write(student, frequent))
         return SkipConfig.load(self.folder / TRAINED_FILE)
 
     def _windows(self) -> tuple[Tensor, list[data.TrainingText]]:
@@ -212,77 +226,53 @@ class Training(Stages):
         self.facts["covered"] = covered
         return frequent.sort().values
 
-    def _train(self, ids: Tensor, frequent: Tensor) -> None:
-        recipe = self.recipe
-        judge, loss = Judge(self.opened, frequent), named("loss", recipe.loss)
-        student = self.student(
-            self.opened,
-            self.skip,
-            rank=recipe.rank,
-            dtype=torch.bfloat16 if self.half else torch.float32,
-            seed=recipe.seed,
-        )
+    def _train(
+        self,
+        module: nn.Module,
+        ids: Tensor,
+        steps_of: Callable[[list[int]], list[Step]],
+        judging: float,
+    ) -> None:
+        """Train a module on windows (N, T), and measure it on the last of them, held out.
 
-        def loss_of(numbers: list[int]) -> Tensor:
-            steps = self._steps(student, judge, ids, numbers)
-            return distance(loss, steps, recipe.temperature)
+        Args:
+            steps_of: the draft's steps on the windows with these numbers.
+            judging: seconds to leave for judging.
+        """
+        recipe, a_step = self.recipe, self.recipe.rows * ids.shape[1]
+        loss, at = named("loss", recipe.loss), recipe.temperature
+        count = len(ids) - max(1, min(APART, len(ids) // 16))
+        apart = range(max(recipe.rows, count), len(ids))
+
+        def step_loss(step: int, _: float) -> Tensor:
+            numbers = windows_of(apart.start, recipe.rows, step, recipe.seed)
+            with self.precision():
+                mine = steps_of(numbers[processes.rank() :: processes.count()])
+                return distance(loss, mine, at)
+
+        @torch.no_grad()
+        def measure(tokens: int) -> None:
+            losses, found = [], []
+            with self.precision():
+                for number in apart:
+                    steps = steps_of([number])
+                    losses.append(distance(loss, steps, at).item())
+                    found.append(overlaps(steps, at))
+            means = [fmean(step) for step in zip(*found, strict=True)]
+            self.curve.append({"tokens": tokens, "loss": fmean(losses), "overlap": means})
 
         if not self.checkpoint.exists():
-            self._measure(0, student, judge, ids)
-        whole = 60 * (recipe.minutes or 0.0)
-        judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
-        for tokens, share in self._trained(student, ids, loss_of, judging):
-            if min(share, 1.0) * POINTS >= len(self.curve):
-                self._measure(tokens, student, judge, ids)
+            measure(0)
+        total = math.ceil((recipe.tokens or 1 << 50) / a_step)
+        for tokens, _, share in self.steps(module, step_loss, total, a_step, judging):
+            if share >= 1 or share * POINTS >= len(self.curve):
+                measure(tokens)
         self.facts |= {
             "tokens": self.curve[-1]["tokens"],  # measured after the last step, over all starts
             "text_tokens": ids.numel(),
-            "parameters": sum(each.numel() for each in student.parameters()),
             "seconds": self.seconds,
             "curve": self.curve,
         }
-        processes.once(lambda: self._write(student, frequent))
-
-    def _trained(
-        self, module: nn.Module, ids: Tensor, loss_of: Callable[[list[int]], Tensor], judging: float
-    ) -> Iterator[tuple[int, float]]:
-        """Train a module on windows (N, T), except for those held out.
-
-        Args:
-            loss_of: the loss of the windows with these numbers.
-            judging: seconds to leave for judging.
-
-        Yields:
-            After each step, the number of training tokens, and the completed share.
-        """
-        recipe, a_step = self.recipe, self.recipe.rows * ids.shape[1]
-
-        def step_loss(step: int, _: float) -> Tensor:
-            numbers = windows_of(self._apart(ids).start, recipe.rows, step, recipe.seed)
-            with self.precision():
-                return loss_of(numbers[processes.rank() :: processes.count()])
-
-        total = math.ceil((recipe.tokens or 1 << 50) / a_step)
-        for tokens, _, share in self.steps(module, step_loss, total, a_step, judging):
-            yield tokens, share
-
-    def _apart(self, ids: Tensor) -> range:
-        """The numbers of the windows (N, T) that are held out."""
-        count = len(ids) - max(1, min(APART, len(ids) // 16))
-        return range(max(self.recipe.rows, count), len(ids))
-
-    @torch.no_grad()
-    def _measure(self, tokens: int, student: Student, judge: Judge, ids: Tensor) -> None:
-        """Add a point to the curve after `tokens` training tokens, from held-out windows."""
-        loss, at, losses, found = named("loss", self.recipe.loss), self.recipe.temperature, [], []
-        with self.precision():
-            for number in self._apart(ids):
-                steps = self._steps(student, judge, ids, [number])
-                losses.append(distance(loss, steps, at).item())
-                found.append(overlaps(steps, at))
-        self.curve.append(
-            {"tokens": tokens, "loss": sum(losses) / len(losses), "overlap": means(found)}
-        )
 
     def _write(self, student: Student, frequent: Tensor) -> None:
         """Write the draft's weights and its skip config to the folder."""
@@ -313,8 +303,3 @@ class Training(Stages):
             tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
         batch = judge.batch(some, states, tapped)
         return judge.steps(student(batch), batch)
-
-
-def means(overlaps: list[list[float]]) -> list[float]:
-    """The mean of each step over windows."""
-    return [sum(step) / len(overlaps) for step in zip(*overlaps, strict=True)]
