@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from layerskip.files.writing import replace_folder, replacing
-from layerskip.training.processes import agreed, average, average_gradients, first, once, wait
+from layerskip.training.processes import agreed, average, average_gradients, first, once
 
 WARM_UP = 20
 """Number of steps up to the full rate."""
@@ -128,8 +128,7 @@ def _shards_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
 def _write_shards(model: nn.Module, optimizer: AdamW, facts: dict[str, Any], path: Path) -> None:
     """Write each process's own part to a folder, which then replaces the old one."""
     partial = path.with_name(f"{path.name}.new")
-    save(_shards_of(model, optimizer) | facts, checkpoint_id=partial)
-    wait()
+    save(_shards_of(model, optimizer) | facts, checkpoint_id=partial)  # all have written it now
     once(lambda: replace_folder(partial, path))
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 _PATIENCE = timedelta(days=7)  # time that others wait while the first makes texts and features
 
@@ -56,17 +57,12 @@ def first() -> bool:
     return rank() == 0
 
 
-def wait() -> None:
-    """Wait until all processes get here."""
-    if count() > 1:
-        dist.barrier()
-
-
 def once(make: Callable[[], object]) -> None:
     """Let the first process do something, while the others wait."""
     if first():
         make()
-    wait()
+    if count() > 1:
+        dist.barrier()
 
 
 def agreed(value: float, device: torch.device) -> float:
@@ -90,8 +86,5 @@ def average(value: Tensor) -> Tensor:
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Replace gradients by their mean over all processes."""
     found = [each.grad for each in parameters if each.grad is not None]
-    if count() == 1 or not found:
-        return
-    flat = average(torch.cat([gradient.flatten() for gradient in found]))
-    for gradient, part in zip(found, flat.split([each.numel() for each in found]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    if count() > 1 and found:
+        vector_to_parameters(average(parameters_to_vector(found)), found)
