@@ -543,7 +543,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         (["--output", "empty.txt/x"], "--output empty.txt/x cannot be made: "),
         (["--tokens", "0"], "should be greater than or equal to 1"),
         (["--minutes", "-1"], "--minutes must be more than 0 minutes and finite, got -1"),
-        (["--minutes", "1", "--timeout", "60"], "give --timeout SECONDS or --minutes M, not both"),
         (["--rate", "-1"], "rate must be 0 or more and finite, got -1"),
         (["--skip", "exit.json"], "healing corrects what a draft rounds"),
         (["--skip", "exit.json", "--draft", "heads"], "--skip needs --draft healed"),

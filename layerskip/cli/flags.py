@@ -404,14 +404,10 @@ class Writing(Sampling):
         return [regex(self.regex, loaded.tokenizer, eos=eos)]
 
 
-def seconds_given(timeout: float | None, minutes: float | None) -> float | None:
-    """Return the time limit of a whole command in seconds, or None if neither flag is given."""
-    if timeout is not None and minutes is not None:
-        raise ValueError("give --timeout SECONDS or --minutes M, not both")
-    for name, value, unit in (("timeout", timeout, "seconds"), ("minutes", minutes, "minutes")):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name} must be more than 0 {unit} and finite, got {value}")
-    return timeout if minutes is None else 60 * minutes
+def check_limit(name: str, value: float | None, unit: str) -> None:
+    """Raise an error for the time limit of a command that is not positive and finite."""
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"--{name} must be more than 0 {unit} and finite, got {value}")
 
 
 def load_skips(paths: Sequence[str] | None, entry: str | None) -> dict[str, SkipConfig]:

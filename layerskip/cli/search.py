@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from layerskip.cli import flags
-from layerskip.cli.flags import flag, load_skips, seconds_given, switch, warn_idle
+from layerskip.cli.flags import check_limit, flag, load_skips, switch, warn_idle
 from layerskip.cli.inputs import check_folder, given_prompts, in_turn, spoken
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
@@ -84,7 +84,6 @@ def search(
         "--trials]",
         "S",
     ),
-    minutes: float | None = flag("Like --timeout, in minutes.", "M"),
     skip: list[str] | None = flag(
         "Try this skip config first; repeatable. Weights of a healed one are kept.",
         "FILE",
@@ -115,7 +114,7 @@ def search(
     and the same command resumes. Machines with the same --storage and --study-name share a study.
     """
     sampling.check()
-    timeout = seconds_given(timeout, minutes)
+    check_limit("timeout", timeout, "seconds")
     if timeout is None and trials is None:
         timeout = TIMEOUT
     started = time.monotonic()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from layerskip.cli.flags import AsJson, Flags, Loading, Quiet, Seed, flag, seconds_given
+from layerskip.cli.flags import AsJson, Flags, Loading, Quiet, Seed, check_limit, flag
 from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
@@ -124,7 +124,6 @@ def train(
     minutes: float | None = flag(
         f"Time for the whole command, judging included.  [default: {MINUTES:g}, or --tokens]", "M"
     ),
-    timeout: float | None = flag("Like --minutes, in seconds.", "S"),
     rank: int | None = flag("Rank of a healed draft's corrections.  [default: 16]", "R", min=1),
     temperature: float = flag("Temperature of the answers, as in serving.", "T", default=0.8),
     seed: Seed = 0,
@@ -140,8 +139,7 @@ def train(
     run torchrun --nproc-per-node N -m layerskip train ..., or accelerate launch.
     """
     started = time.monotonic()
-    seconds = seconds_given(timeout, minutes)
-    minutes = None if seconds is None else seconds / 60
+    check_limit("minutes", minutes, "minutes")
     check_folder(output)
     if recipe == "exits":
         given: dict[str, Any] = {"draft": draft, "skip": skip, "exit_layer": exit_layer}
