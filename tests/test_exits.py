@@ -132,13 +132,13 @@ class Stopped(Exception):
     pass
 
 
-def training(folder, texts, stop="never", **changes):
+def training(folder, texts, stop="never", model=None, **changes):
     def progress(what, _):
         if what.startswith(stop):
             raise Stopped
 
     torch.set_num_threads(1)
-    model = lively_model("llama", dtype=torch.float32)
+    model = lively_model("llama", dtype=torch.float32) if model is None else model
     recipe = ExitRecipe(**HOW | changes)
     return ExitTraining(model, Letters(), None, texts, recipe, folder, progress=progress)
 
@@ -163,6 +163,15 @@ def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkey
     assert training(tmp_path / "parts", texts).run() == again  # nothing is done again
     with pytest.raises(ValueError, match=r"another steps \(12, now 13\); name another folder"):
         training(tmp_path / "parts", texts, steps=13)
+
+
+def test_weights_that_do_not_change_are_worth_the_same_after_training(tmp_path, texts, monkeypatch):
+    """Also in bfloat16: weights are rounded to it, rotary frequencies are not."""
+    monkeypatch.setattr(stages, "half_is_fast", lambda _: False)
+    lively_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.bfloat16)
+    record = training(tmp_path / "out", texts, model=model, rate=0.0, steps=1).run()
+    assert record["after"] == record["before"]
 
 
 def test_training_makes_exits_right_more_often_and_keeps_the_model(tmp_path, texts):

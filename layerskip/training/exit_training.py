@@ -305,7 +305,8 @@ class ExitTraining(Stages):
     def _finish(self, before: list[dict[str, float]], text_tokens: int) -> dict[str, Any]:
         """Write the checkpoint and its results; returns these."""
         if processes.count() == 1:
-            self.model.to(self.dtype).float()  # judge the weights as they will be written
+            for weight in self.module.parameters():  # judge the weights as they will be written
+                weight.data = weight.to(self.dtype).float()
         after = self._judged("after")
         state = _whole_state(self.module)
         if not processes.first():
