@@ -21,6 +21,7 @@ from layerskip.files.writing import replacing_folder
 from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
 from layerskip.model.blocks import AHEAD
+from layerskip.model.cache import additive, causal
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
 from layerskip.training.drafts import Recipe, Training
@@ -67,15 +68,11 @@ def unrolled(assistant: Any, reading: TargetReading, steps: int) -> list[Tensor]
     """Logits (B, P, V) of each step; those of step s and place t are for token t + s + 2."""
     embedded = reading.embedded.to(assistant.dtype)
     places, config = embedded.shape[1] - steps, assistant.model.config
-    position = torch.arange(1, places + 1, device=embedded.device)  # of the newest token, (P,)
-    behind = position[:, None] - torch.arange(places, device=embedded.device)  # (P, P)
-    masks = {}
+    latest = torch.arange(places, device=embedded.device)  # last tokens that are seen, (P,)
+    masks = {}  # (1, 1, P, P) each
     for kind in reading.keys:
-        seen = behind > 0
-        if kind == "sliding_attention":
-            seen &= behind <= config.sliding_window
-        hidden = torch.zeros(places, places, dtype=assistant.dtype, device=embedded.device)
-        masks[kind] = hidden.masked_fill(~seen, float("-inf"))[None, None]
+        window = config.sliding_window if kind == "sliding_attention" else None
+        masks[kind] = additive(causal(latest[None], latest, window), assistant.dtype)
     keys = {
         kind: tuple(part[:, :, :places].to(assistant.dtype) for part in both)
         for kind, both in reading.keys.items()
@@ -83,7 +80,7 @@ def unrolled(assistant: Any, reading: TargetReading, steps: int) -> list[Tensor]
     state, found = reading.states[:, :places].to(assistant.dtype), []
     for step in range(steps):
         token = embedded[:, step + 1 : step + 1 + places]
-        logits, state = assistant.step(token, state, keys, masks, position[None])
+        logits, state = assistant.step(token, state, keys, masks, latest[None] + 1)
         found.append(logits.float())
     return found
 
