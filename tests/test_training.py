@@ -18,9 +18,10 @@ from layerskip.training.exits import ExitModel, exit_table
 SHIPPED = Path(layerskip.__file__).parent / "models"
 
 
-def test_an_epoch_holds_every_window_once():
-    tokens = np.arange(1001, dtype=np.uint32)
-    batches = [token_files.batch_at(tokens, step, 5, 10) for step in range(40)]
+def test_an_epoch_holds_every_window_once(tmp_path):
+    np.arange(1001, dtype=np.int32).tofile(tmp_path / "tokens")
+    windows = token_files.windows(tmp_path / "tokens", 10)
+    batches = [windows[loop.windows_of(len(windows), 5, step, 0)] for step in range(40)]
     assert {batch.shape for batch in batches} == {(5, 11)}
     first, second = torch.cat(batches[:20]), torch.cat(batches[20:])
     for epoch in (first, second):

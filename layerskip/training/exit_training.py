@@ -33,6 +33,7 @@ from layerskip.training import data, processes, token_files
 from layerskip.training.exit_results import best_exit, card, curve, judged_exits
 from layerskip.training.exits import ExitModel, enabled, exit_table, exit_weights, kept_layers
 from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock
+from layerskip.training.loop import windows_of
 from layerskip.training.losses import divergences
 from layerskip.training.stages import RECORD, BaseRecipe, Stages, StepLoss
 
@@ -169,11 +170,11 @@ class ExitTraining(Stages):
     def _run(self) -> dict[str, Any]:
         recipe = self.recipe
         processes.once(self._make_texts)
-        tokens = token_files.token_file(self.work / token_files.TRAIN)
         counts = parse((self.work / "tokens.json").read_bytes())
-        if min(len(tokens) // recipe.rows, counts[token_files.APART]) <= recipe.window:
+        tokens = counts[token_files.TRAIN]
+        if min(tokens // recipe.rows, counts[token_files.APART]) <= recipe.window:
             raise ValueError(
-                f"the texts hold {len(tokens):,} tokens, too few for a step of {recipe.rows} "
+                f"the texts hold {tokens:,} tokens, too few for a step of {recipe.rows} "
                 f"windows of {recipe.window}; give more prompts or texts, or more minutes"
             )
         frozen = None
@@ -189,10 +190,10 @@ class ExitTraining(Stages):
                 if each is not None:
                     _shard(each, self.device)
         before = self._judged("before")
-        self._train(tokens, frozen, adapted)
+        self._train(frozen, adapted, tokens)
         if adapted is not None:
             adapted.merge_and_unload()
-        return self._finish(before, len(tokens))
+        return self._finish(before, tokens)
 
     def _make_texts(self) -> None:
         """Write missing token files."""
@@ -233,20 +234,23 @@ class ExitTraining(Stages):
 
         N is limited by a share of the minutes, and is the same after training.
         """
-        tokens, length = token_files.token_file(self.work / token_files.APART), self.recipe.window
-        count, path = min(APART, (len(tokens) - 1) // length), self.work / "windows.json"
-        made = [token_files.window(tokens, n, length) for n in range(count)]
-        windows = torch.stack(made).to(self.device)
+        windows, path = self._held_out(self.recipe.window)[:APART], self.work / "windows.json"
         if not path.exists():
             began = time.monotonic()
             yield windows[:1]
             limit = FOR_JUDGING * 60 * (self.recipe.minutes or math.inf)
-            count = int(max(1, min(count, limit / (time.monotonic() - began))))
+            count = int(max(1, min(len(windows), limit / (time.monotonic() - began))))
             processes.once(lambda: write_text(path, json.dumps(count)))
         yield windows[: parse(path.read_bytes())]
 
-    def _train(self, tokens: Any, frozen: ExitModel | None, adapted: Any) -> None:
-        """Train on a file of tokens (N,)."""
+    def _held_out(self, length: int) -> Tensor:
+        """The held-out texts in windows of T tokens, (N, T + 1)."""
+        windows = token_files.windows(self.work / token_files.APART, length)
+        return windows.long().to(self.device)
+
+    def _train(self, frozen: ExitModel | None, adapted: Any, text_tokens: int) -> None:
+        """Train on the windows of the texts, which hold so many tokens."""
+        windows = token_files.windows(self.work / token_files.TRAIN, self.recipe.window)
         recipe, last = self.recipe, self.layers
         loss_of, towards_text = named("loss", recipe.loss), recipe.loss == "ce"
         at = 1.0 if towards_text else recipe.temperature
@@ -263,8 +267,8 @@ class ExitTraining(Stages):
             return unadapted
 
         def step_loss(step: int, share: float) -> Tensor:
-            batch = token_files.batch_at(tokens, step, recipe.rows, recipe.window, recipe.seed)
-            batch = batch[processes.rank() :: processes.count()].to(self.device)
+            numbers = windows_of(len(windows), recipe.rows, step, recipe.seed)
+            batch = windows[numbers[processes.rank() :: processes.count()]].long().to(self.device)
             ids, labels = batch[:, :-1], batch[:, 1:]
             rate = recipe.dropout * (2**share - 1 if recipe.init == "random" else 1)
             kept = kept_layers(last, rate, recipe.rows, recipe.seed, step)
@@ -285,7 +289,7 @@ class ExitTraining(Stages):
 
         a_step = recipe.rows * recipe.window
         if recipe.minutes is not None:
-            self._foresee(step_loss, a_step, len(tokens))
+            self._foresee(step_loss, a_step, text_tokens)
         total, judging = recipe.steps or 1 << 40, 1.5 * self.seconds["judging"]
         for _, loss, _ in self.steps(self.module, step_loss, total, a_step, judging):
             self.curve.append(loss)
@@ -352,11 +356,8 @@ class ExitTraining(Stages):
         drafts, usual = {TRAINED: SkipConfig.early_exit(best)}, automatic_draft(opened).skip
         if usual is not None:
             drafts[BEFORE] = usual
-        tokens = token_files.token_file(self.work / token_files.APART)
-        length = min(self.recipe.window, QUESTION)
-        count = min(TIMED, (len(tokens) - 1) // length)
-        windows = (token_files.window(tokens, n, length) for n in range(count))
-        prompts = [window[None, :-1].to(self.device) for window in windows]
+        windows = self._held_out(min(self.recipe.window, QUESTION))[:TIMED]
+        prompts = [window[None, :-1] for window in windows]
         temperature = self.recipe.temperature
         timed = clock(
             opened, prompts, drafts, temperature, until=self.until, progress=self.progress

@@ -1,6 +1,6 @@
 """Texts of any size as files of token ids, which training reads window by window.
 
-Shapes: B windows of a step, T tokens of one.
+Shapes: N windows, T tokens of one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from layerskip.files.schema import parse_characters, text
 from layerskip.files.writing import replacing, write_text
 from layerskip.prompts import JSON_SUFFIXES
-from layerskip.training.loop import windows_of
 
 TRAIN, APART = "train.bin", "apart.bin"
 """Training token ids, and held-out ones; 4 bytes each."""
@@ -118,7 +117,7 @@ def write_tokens(
     ):
         files = {TRAIN: train_file, APART: kept_file}
         for number, (name, ids) in enumerate(split(texts, apart, length)):
-            files[name].write(np.asarray(ids, np.uint32).tobytes())
+            files[name].write(np.asarray(ids, np.int32).tobytes())
             counts[name] += len(ids)
             if number % _TOGETHER == 0:
                 yield counts[TRAIN]
@@ -127,20 +126,10 @@ def write_tokens(
     write_text(folder / "tokens.json", json.dumps(counts))
 
 
-def token_file(path: Path) -> np.ndarray:
-    """The token ids of a file, (N,), mapped rather than read."""
-    return np.memmap(path, np.uint32, "r")
+def windows(path: Path, length: int) -> Tensor:
+    """The windows of a file, (N, T + 1) int32, mapped rather than read; neighbours share a token.
 
-
-def window(tokens: np.ndarray, number: int, length: int) -> Tensor:
-    """Window (T + 1,) with this number; windows begin at multiples of T, and share a token."""
-    ids = tokens[number * length : number * length + length + 1]
-    return torch.from_numpy(ids.astype(np.int64))
-
-
-def batch_at(tokens: np.ndarray, step: int, rows: int, length: int, seed: int = 0) -> Tensor:
-    """A step's windows (B, T + 1); every epoch has its own order."""
-    count = (len(tokens) - 1) // length
-    return torch.stack(
-        [window(tokens, number, length) for number in windows_of(count, rows, step, seed)]
-    )
+    The file holds more than T tokens.
+    """
+    tokens = torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.int32)
+    return tokens.unfold(0, length + 1, length)
