@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, takewhile
@@ -180,9 +181,10 @@ class ExitTraining(Stages):
         frozen = None
         if not self.half:
             self.model.float()
-        needed = recipe.init == "checkpoint" and (recipe.loss != "ce" or recipe.keep > 0)
-        if needed and recipe.lora is None:
-            frozen = ExitModel(deepcopy(self.model)).requires_grad_(False)
+        if recipe.init == "checkpoint" and (recipe.loss != "ce" or recipe.keep > 0):
+            frozen = self.module  # without its adapters
+            if recipe.lora is None:
+                frozen = ExitModel(deepcopy(self.model)).requires_grad_(False)
         self.model.float()
         adapted = None if recipe.lora is None else _adapted(self.model, recipe)
         if processes.count() > 1:
@@ -257,14 +259,11 @@ class ExitTraining(Stages):
 
         @torch.no_grad()
         def original(ids: Tensor) -> Tensor | None:
-            if frozen is not None:
-                logits: Tensor = frozen(ids, (last,))[last]
-                return logits
-            if adapted is None:
+            if frozen is None:
                 return None
-            with adapted.disable_adapter():
-                unadapted: Tensor = self.module(ids, (last,))[last]
-            return unadapted
+            with nullcontext() if adapted is None else adapted.disable_adapter():
+                logits: Tensor = frozen(ids, (last,))[last]
+            return logits
 
         def step_loss(step: int, share: float) -> Tensor:
             numbers = windows_of(len(windows), recipe.rows, step, recipe.seed)
