@@ -146,12 +146,10 @@ class AssistantTraining(Training):
 
     def further(self) -> dict[str, Any]:
         """Run all stages; only the first process returns the record as long as it is new."""
-        done = self.finished(f"{self.kind}.json")
-        return done or self._train_further(*self._windows())
-
-    def _train_further(self, ids: Tensor, texts: list[data.TrainingText]) -> dict[str, Any]:
-        """Train on windows (N, T), and write the assistant and its record."""
-        ids = ids.to(self.opened.device)
+        if done := self.finished(f"{self.kind}.json"):
+            return done
+        windows, texts = self._windows()
+        ids = windows.to(self.opened.device)
         assistant = self.begun(texts).to(self.opened.device)
         dtype, assistant = assistant.dtype, assistant.float()
         # Measuring the last point of the curve takes no longer than a few steps.

@@ -149,7 +149,10 @@ class Corpus:
         room = self.model.config.get_text_config().max_position_embeddings
         width = max(map(len, prompts))
         if width + 2 > room:
-            raise ValueError(f"a prompt of {width} tokens leaves no room for an answer of {room}")
+            raise ValueError(
+                f"a prompt of {width} tokens leaves no room for an answer: the model reads at most "
+                f"{room}"
+            )
         rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
         parts = (rows, [*map(torch.ones_like, rows)])  # ids and mask, (B, W) each
         ids, mask = (pad_sequence(p, batch_first=True, padding_side="left") for p in parts)

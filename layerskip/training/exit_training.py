@@ -128,7 +128,7 @@ class ExitTraining(Stages):
         **said: Any,
     ) -> None:
         self.module = ExitModel(model)
-        self.layers = self.module.num_layers
+        self.layers = self.module.known.num_layers
         self.recipe = recipe = recipe.for_model(self.layers)
         self.model, self.tokenizer, self.corpus, self.texts = model, tokenizer, corpus, texts
         if recipe.lora is not None:
@@ -166,9 +166,8 @@ class ExitTraining(Stages):
 
         Only the first process returns it as long as it is new.
         """
-        return self.finished(RECORD, check_exit_record) or self._run()
-
-    def _run(self) -> dict[str, Any]:
+        if done := self.finished(RECORD, check_exit_record):
+            return done
         recipe = self.recipe
         processes.once(self._make_texts)
         counts = parse((self.work / "tokens.json").read_bytes())
@@ -379,7 +378,7 @@ def _shard(module: ExitModel, device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (processes.count(),))
-    for part in (*module.parts[2], module):  # otherwise judging would leave the outermost whole
+    for part in (*module.known.layers, module):  # otherwise judging would leave the outermost whole
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 

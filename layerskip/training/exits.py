@@ -83,11 +83,8 @@ class ExitModel(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        known = Architecture(model)
-        self.model = model
-        self.parts = (known.decoder, known.unembedding, [*known.layers])
-        self.finish = finishing(known)
-        self.num_layers, self.vocabulary = known.num_layers, known.vocabulary
+        self.model, self.known = model, Architecture(model)
+        self.finish = finishing(self.known)
 
     def forward(
         self, ids: Tensor, exits: Sequence[int], kept: Tensor | None = None
@@ -97,14 +94,16 @@ class ExitModel(nn.Module):
         Args:
             kept: layers that run for each window, (L, B) bool; the others pass their input on.
         """
-        decoder, head, _ = self.parts
+        known, decoder = self.known, self.known.decoder
         states: dict[int, Tensor] = {}
         with self._watched(states, exits, kept):
-            final = decoder(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, H), normed
+            final = known.decoder(
+                input_ids=ids, use_cache=False
+            ).last_hidden_state  # (B, T, H), normed
         logits = {}
         for each in exits:
-            hidden = final if each == self.num_layers else decoder.norm(states[each])
-            out = head(hidden)
+            hidden = final if each == known.num_layers else decoder.norm(states[each])
+            out = known.unembedding(hidden)
             logits[each] = (out if self.finish is None else self.finish(out)).float()
         return logits
 
@@ -125,10 +124,9 @@ class ExitModel(nn.Module):
 
             return after
 
-        layers = self.parts[2]
         hooks = [
             layer.register_forward_hook(hook(number), with_kwargs=True)
-            for number, layer in enumerate(layers)
+            for number, layer in enumerate(self.known.layers)
         ]
         try:
             yield

@@ -58,7 +58,7 @@ class Student(nn.Module, ABC):
 
 
 class Further(Student):
-    """Stands for an official drafter, which is a module of its own."""
+    """The settings of official drafters, which `AssistantTraining` and `EagleTraining` train."""
 
     rate = 1e-3
 
