@@ -5,8 +5,8 @@ continues with x, a draft of law q has proposed x there and was accepted with pr
 w = min(1, q(x) / p(x)). Otherwise the draft has proposed another token, with law (q - p)+
 normalised, independently of what follows. So drafts can be drawn after the text is known.
 
-The mean of products of j such w, a share of accepted drafts, would not suffice: controllers see the
-drawn tokens' confidences, accepted or not, and learn from them, so that they need rounds.
+The share of accepted drafts could be computed from the weights w alone. But controllers also learn
+from the confidences of drawn tokens, so drafts are drawn and rounds are simulated.
 Shapes: N places, R places rejected or off their texts, V vocabulary.
 """
 

@@ -97,9 +97,7 @@ class ExitModel(nn.Module):
         known, decoder = self.known, self.known.decoder
         states: dict[int, Tensor] = {}
         with self._watched(states, exits, kept):
-            final = known.decoder(
-                input_ids=ids, use_cache=False
-            ).last_hidden_state  # (B, T, H), normed
+            final = decoder(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, H), normed
         logits = {}
         for each in exits:
             hidden = final if each == known.num_layers else decoder.norm(states[each])
