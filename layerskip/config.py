@@ -17,6 +17,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
@@ -84,7 +85,7 @@ class DecodingOptions:
             object.__setattr__(self, "draft_vocabulary", tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SkipConfig:
     """The sublayers that a draft skips, and those of the rest that it rounds.
 
@@ -165,6 +166,16 @@ class SkipConfig:
                 was made for another number of layers.
         """
         num_layers = integer(1)(num_layers, "num_layers")
+        if num_layers not in self._resolved:
+            self._resolved[num_layers] = self._written_out(num_layers)
+        return self._resolved[num_layers]
+
+    @cached_property
+    def _resolved(self) -> dict[int, SkipConfig]:
+        """By number of layers, since every call of a decoding asks many times."""
+        return {}
+
+    def _written_out(self, num_layers: int) -> SkipConfig:
         model = f"a {num_layers}-layer model"
         if self.num_layers not in (None, num_layers):
             raise ValueError(f"skip config is for a {self.num_layers}-layer model, got {model}")

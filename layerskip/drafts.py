@@ -279,7 +279,7 @@ def _too_large(nbytes: int, memory: int | None, *, by_memory: bool) -> str | Non
 
 
 def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
-    sees = any(part.narrowed(WINDOW) is not part for part in model.parts)
+    sees = any(part.narrows(WINDOW) for part in model.parts)
     window = WINDOW if sees and model.max_positions > WINDOW + SINK else None
     skip = replace(SkipConfig.low_precision(8), window=window)
     if model.execution != "native":

@@ -261,9 +261,13 @@ class LayerParts:
         """The softcap of the attention's scores, or None."""
         return self.family.score_cap(self.attention)
 
+    def narrows(self, window: int | None) -> bool:
+        """Whether it sees less in a draft with a window (`SkipConfig.window`)."""
+        return window is not None and (self.window is None or window < self.window)
+
     def narrowed(self, window: int | None) -> LayerParts:
-        """The same layer in a draft with a window (`SkipConfig.window`)."""
-        if window is None or (self.window is not None and self.window <= window):
+        """The same layer in a draft with a window."""
+        if not self.narrows(window):
             return self
         # A layer with a sliding window was trained without the first slots.
         return replace(self, window=window, sink=SINK if self.window is None else 0)

@@ -117,8 +117,7 @@ class DraftWeights:
         deltas = None if bits is None else deltas
         if sublayer % 2:
             return Variant(bits, deltas, experts=skip.experts if part.mixture else None)
-        narrowed = part.narrowed(skip.window) is not part
-        return Variant(bits, deltas, window=skip.window if narrowed else None)
+        return Variant(bits, deltas, window=skip.window if part.narrows(skip.window) else None)
 
     def _block(self, index: int, variant: Variant | None) -> Block:
         """A sublayer in a variant; None: what follows an MLP even if it is skipped."""
