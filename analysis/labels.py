@@ -45,10 +45,9 @@ def machine_words(header: Mapping[str, Any]) -> str:
 
 def hardware(header: Mapping[str, Any]) -> str:
     """The names of a machine's GPUs, and of its CPU."""
-    environment = header["environment"]
-    devices = [str(device.get("name")) for device in environment.get("devices") or []]
-    cpu = (environment.get("cpu") or {}).get("model") or "unknown processor"
-    return ", ".join([*devices, str(cpu)])
+    machine = header["environment"]
+    devices = [device["name"] for device in machine["devices"]]
+    return ", ".join([*devices, machine["cpu"]["model"] or "unknown processor"])
 
 
 def setting(header: Mapping[str, Any]) -> str:

@@ -257,9 +257,8 @@ def _search_facts(search: searches.Search) -> dict[str, str]:
 
 def _setting(header: Mapping[str, Any]) -> dict[str, str]:
     model, environment = header["model"], header["environment"]
-    git = environment.get("git") or {}
-    packages = environment.get("packages") or {}
-    code = {"layerskip": environment.get("layerskip"), "revision": git.get("revision")} | {
+    git, packages = environment["git"] or {}, environment["packages"]
+    code = {"layerskip": environment["layerskip"], "revision": git.get("revision")} | {
         name: packages.get(name) for name in ("torch", "transformers")
     }
     versions = ", ".join(f"{name} {version}" for name, version in code.items() if version)

@@ -110,9 +110,7 @@ class Run:
     ) -> CostTable | None:
         """The header's costs of a `self` method in such batches, or None."""
         table = (self.methods[method].get("costs") or {}).get(costs_key(batch_size, context))
-        if table is None:
-            return None
-        return CostTable(float(table["draft"]), tuple(table["verify"]), table["source"])
+        return None if table is None else CostTable.from_dict(table)
 
     @cached_property
     def calls(self) -> pd.DataFrame:
@@ -240,13 +238,6 @@ def _check(path: Path, header: dict[str, Any], records: Sequence[dict[str, Any]]
             f"run file {path} has no record of its baseline {header['baseline']!r}: without it "
             "there is no speedup; measure it with the others (--method)"
         )
-    for method in header["methods"]:
-        needed = {"skipped", "num_kept", "controller", "sources"} - method.keys()
-        if method["kind"] == "self" and needed:
-            raise ValueError(
-                f"run file {path} does not say {', '.join(sorted(needed))} of its method "
-                f"{method['name']!r}; a method of kind 'self' needs them"
-            )
     for record in records:
         if not sum(record["new_tokens"]):
             raise ValueError(

@@ -246,7 +246,7 @@ BAD = {
     "no tokens": (lines_of(made.header(), made.record("plain", new_tokens=[0],
                                                       first_tokens=[0])), "without new tokens"),
     "bare self": (lines_of(only("plain", {"name": "self", "kind": "self"}), made.record("plain")),
-                  "does not say controller, num_kept, skipped, sources"),
+                  "methods[1].controller is missing"),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from models import lively_model
 from layerskip.checkpoints import load
 from layerskip.cli.benchmark import DEFAULT_METHODS
 from layerskip.cli.inputs import first_in_turn
+from layerskip.costs.speculation import CostTable
 from layerskip.files.records import read_run
 from layerskip.prompts import Prompt
 
@@ -80,6 +81,18 @@ def test_tasks_are_told_apart(model, tasks, tmp_path):
     (tmp_path / "none").mkdir()
     line = refused(*words(model, tmp_path / "no.jsonl", "--tasks", tmp_path / "none"))
     assert "must be a folder with one .jsonl file per task" in line
+
+
+def test_a_run_whose_drafts_cost_nothing_is_resumed(model, tasks, tmp_path, monkeypatch):
+    table = CostTable(0.0, (1.0, 1.1))
+    monkeypatch.setattr("layerskip.decoders.cost_tables", lambda *_, **__: [table])
+    output = tmp_path / "run.jsonl"
+    ask = (*words(model, output, "--prompts", tasks / "math.jsonl", "--limit", 1), "--json")
+    first = document(run(*ask, "--method", "self-lookup"))
+    assert [each.get("costs") for each in read_run(output).header["methods"]] == [
+        None, {"1": table.to_dict()}
+    ]  # fmt: skip
+    assert document(run(*ask, "--method", "self-lookup")) == first
 
 
 def test_a_sweep_replays_a_grid_and_times_its_best(model, tasks, tmp_path):

@@ -11,7 +11,7 @@ from layerskip.files.records import RunWriter, key_of, read_run, read_unfinished
 
 PLAIN = {"name": "plain", "kind": "plain"}
 HEADER = made.header(
-    methods=[PLAIN, {"name": "self", "kind": "self", "sources": ["sublayers"]}],
+    methods=[PLAIN, made.drafting("self")],
     law={"do_sample": False, "seed": 0},
     max_new_tokens=4,
 )
@@ -77,12 +77,27 @@ REFUSED = {
         ({"schema": 2}, "schema must be 1, got 2"),
         ({"kind": "record"}, "the first line must be a header, got kind 'record'"),
         ({"model__num_layers": ...}, "model.num_layers is missing"),
+        ({"model__num_layers": 0}, "model.num_layers must be 1 or more, got 0"),
+        ({"environment__cpu": "AMD"}, "environment.cpu must be a JSON object, got 'AMD'"),
+        ({"environment__devices": 1}, "environment.devices must be a list, got 1"),
+        ({"law__temperature": "1"}, "law.temperature must be a finite number, got '1'"),
         ({"repeats": -1}, "repeats must be 0 or more, got -1"),
         ({"law": {"do_sample": 1}}, "law.do_sample must be true or false, got 1"),
         ({"batch_sizes": [1, "2"]}, "batch_sizes[1] must be an integer"),
         ({"contexts": [0]}, "contexts[0] must be 1 or more, got 0"),
         ({"methods": [PLAIN] * 2}, "must have different names"),
         ({"methods": [PLAIN | {"low": {"bits": 8}}]}, "methods[0].low.attention is missing"),
+        *(
+            ({"methods": [PLAIN, made.drafting("self", **values)]}, f"methods[1].{words}")
+            for values, words in (
+                ({"label": 1}, "label must be a string, got 1"),
+                ({"sources": "lookup"}, "sources must be a list, got 'lookup'"),
+                ({"skipped": {"mlp": []}}, "skipped.attention is missing"),
+                ({"num_kept": None}, "num_kept must be an integer, got None"),
+                ({"costs": {"1": {}}}, "costs.'1'.draft is missing"),
+                ({"costs": {"1": made.COSTS | {"verify": []}}}, "costs.'1'.verify must have at"),
+            )
+        ),
         ({"baseline": "other"}, "baseline must be one of the methods (plain, self), got 'other'"),
     ],
     "RECORD": [

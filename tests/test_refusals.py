@@ -70,7 +70,7 @@ REFUSED = {
         (lambda: SkipConfig(mlp=(0, 1), attention=(0, 1), exit_layer=2).resolve(4), "at least one"),
         (lambda: SkipConfig(num_layers=12).resolve(16), "is for a 12-layer model, got a 16-layer"),
         # costs
-        (lambda: costs(draft=0.0), "draft must be above 0"),
+        (lambda: costs(draft=-0.5), "draft must be 0 or more"),
         (lambda: costs(draft=math.nan), "got nan"),
         (lambda: costs(verify=[]), "at least 1 items"),
         (lambda: costs(verify=[1, -1]), r"verify\[1\]"),

@@ -265,9 +265,8 @@ class Plan:
         decided = self._entries.get(method.name, {}).get("costs")
         if decided:
             method.prices = decided
-            names = ("draft", "verify", "source")
             for key, costs in decided.items():
-                method.use(key, CostTable.from_dict({name: costs[name] for name in names}))
+                method.use(key, CostTable.from_dict(costs))
             return
         self.progress(f"measuring the costs of drafting: {method.name}")
         price(method, self.batches)

@@ -14,7 +14,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
-from layerskip.files.schema import COSTS, has, text
+from layerskip.files.schema import cost_table
 
 SOURCES = ("measured", "analytic", "given")  # origins of the numbers in a cost table
 _UNIT = 64  # minimum tokens of context that share a table; sixteenths of longer contexts
@@ -162,7 +162,7 @@ class CostTable:
     @classmethod
     def from_dict(cls, data: Any) -> CostTable:
         """Read the form of `to_dict`; raises ValueError or TypeError if it is not a table."""
-        has(**COSTS, source=text)(data, "costs")
+        cost_table(data, "costs")
         return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
 
     def at(self, context: int, rows: int = 1) -> CostTable:

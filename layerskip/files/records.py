@@ -121,18 +121,34 @@ def _run(path: Path) -> Run | None:
     return Run(path, header, records, sweeps, whole_bytes, bool(rest))
 
 
-_METHOD = has(name=text, kind=text, low=Maybe(schema.low_sets))
+_METHOD = has(
+    **dict.fromkeys(("name", "kind"), text),
+    label=Maybe(text),
+    low=Maybe(schema.low_sets),
+    costs=Maybe(schema.named(schema.cost_table)),
+)
+_DRAFTING = has(controller=text, num_kept=COUNT, skipped=schema.layer_sets, sources=items(text))
+
+
+def _method(value: Any, name: str) -> None:
+    _METHOD(value, name)
+    if value["kind"] == "self":
+        _DRAFTING(value, name)
+
+
 _HEADER = has(
     schema=schema.version(SCHEMA),
     created=text,
-    model=has(name=text, architecture=text, num_layers=COUNT, parameters=COUNT),
+    model=has(name=text, architecture=text, num_layers=integer(1), parameters=COUNT),
     **dict.fromkeys(("device", "dtype"), text),
     **dict.fromkeys(("max_new_tokens", "repeats", "warmup"), COUNT),
     batch_sizes=items(COUNT),
-    law=has(do_sample=flag),
+    law=has(
+        do_sample=flag, **dict.fromkeys(("temperature", "top_p", "top_k"), Maybe(schema.NUMBER))
+    ),
     prompts=has(count=COUNT),
-    environment=schema.mapping,
-    methods=items(_METHOD),
+    environment=schema.environment,
+    methods=items(_method),
     baseline=text,
     passes=Maybe(text),
     contexts=Maybe(items(integer(1))),
@@ -234,12 +250,14 @@ def _rounds(line: Line, sources: int) -> None:
             )
 
 
-_COSTS = has(**schema.COSTS, source=text)
 _SWEEP = has(
     prompts=items(text, least=1),
     tokens=integer(1),
     draft_lengths=items(integer(1), least=1),
-    exits=items(has(exit=COUNT, agreement=schema.SHARE, match=schema.SHARE, costs=_COSTS), least=1),
+    exits=items(
+        has(exit=COUNT, agreement=schema.SHARE, match=schema.SHARE, costs=schema.cost_table),
+        least=1,
+    ),
 )
 
 

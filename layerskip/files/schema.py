@@ -243,10 +243,15 @@ def model_facts(value: Any, name: str) -> None:
     )(value, name)
 
 
+def layer_sets(value: Any, name: str) -> None:
+    """Layers whose attention, and those whose MLP, a draft skips."""
+    has(**dict.fromkeys(("attention", "mlp"), items(COUNT)))(value, name)
+
+
 def low_sets(value: Any, name: str) -> None:
     """The parts of a draft in low precision, in a file: explicit sets."""
-    sets = dict.fromkeys(("attention", "mlp"), items(COUNT))
-    has(bits=integer(1), **sets, head=_head)(value, name)
+    layer_sets(value, name)
+    has(bits=integer(1), head=_head)(value, name)
 
 
 def _head(value: Any, name: str) -> None:
@@ -258,3 +263,13 @@ COUNT, POSITIVE, SECONDS, NUMBER = integer(), number(0, above=True), number(0), 
 SHARE = number(0, 1)
 COSTS = dict[str, Check](draft=POSITIVE, verify=items(POSITIVE, least=1))
 """Of a cost table: c, and v from one token on."""
+cost_table = has(**COSTS | {"draft": SECONDS}, source=text)
+"""A cost table that was measured; c is 0 if tokens are looked up."""
+environment = has(
+    layerskip=text,
+    packages=named(optional(text)),
+    cpu=has(model=optional(text)),
+    devices=items(has(name=text)),
+    git=optional(has(revision=text, dirty=flag)),
+)
+"""What `layerskip.environment` says about a machine, as far as reports read it."""

@@ -39,7 +39,6 @@ def _trial(value: Any, name: str) -> None:
         has(origin=Maybe(text))(value, name)
 
 
-_SKIPPED = has(attention=items(COUNT), mlp=items(COUNT))
 _DECODING: Mapping[str, schema.Check] = {
     "controller": text,
     "max_draft_length": optional(COUNT),
@@ -48,7 +47,7 @@ _DECODING: Mapping[str, schema.Check] = {
 }
 _TRIAL = has(
     origin=text,
-    skipped=_SKIPPED,
+    skipped=schema.layer_sets,
     draft_vocabulary=optional(COUNT),
     speedup=POSITIVE,
     acceptance=SHARE,
@@ -72,7 +71,7 @@ _CONFIRMED = has(
 _FINALIST = has(
     name=text,
     trial=optional(COUNT),
-    skipped=_SKIPPED,
+    skipped=schema.layer_sets,
     decoding=has(**_DECODING, lookup=Maybe(flag)),
     low=Maybe(schema.low_sets),
     experts=Maybe(COUNT),
@@ -84,13 +83,6 @@ _FINALIST = has(
     predicted=POSITIVE,
     confirmed=optional(_CONFIRMED),
 )
-_ENVIRONMENT = has(
-    layerskip=text,
-    packages=schema.named(optional(text)),
-    cpu=has(model=optional(text)),
-    devices=items(has(name=text)),
-    git=optional(has(revision=text, dirty=flag)),
-)
 _LAW = has(
     do_sample=flag,
     **dict.fromkeys(("temperature", "top_p", "top_k"), optional(schema.NUMBER)),
@@ -101,7 +93,7 @@ _SEARCH = has(
     schema=schema.version(SCHEMA),
     created=text,
     argv=items(text),
-    environment=_ENVIRONMENT,
+    environment=schema.environment,
     model=schema.model_facts,
     **dict.fromkeys(("device", "dtype", "execution"), text),
     threads=optional(COUNT),

@@ -304,8 +304,7 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
             stacklevel=2,
         )
         return None
-    table = {name: skip.costs[name] for name in ("draft", "verify", "source") if name in skip.costs}
-    return CostTable.from_dict({"source": "given"} | table)
+    return CostTable.from_dict({"source": "given"} | skip.costs)
 
 
 def _places(model: Sublayers, rows: int, context: int) -> Iterator[Place]:
