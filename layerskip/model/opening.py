@@ -106,18 +106,14 @@ def _state(model: Any) -> list[Any]:
     state += [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
     hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     state.append(tuple(map(len, hooks)))
-    modules = [model]
-    while modules:
-        attributes = vars(modules[-1])
-        kind = type(modules.pop())
-        state += (kind, kind.forward, attributes.get("forward"), attributes["training"])
+    for module in model.modules():
+        attributes, kind = vars(module), type(module)
+        state += (kind, kind.forward, attributes.get("forward"), attributes.get("_hf_hook"))
         state += (*attributes["_forward_hooks"], *attributes["_forward_pre_hooks"])  # by number
-        state.append(attributes.get("_hf_hook"))
-        # Scaling, epsilons, softcaps: blocks store them by value.
-        state += (value for value in attributes.values() if type(value) in (int, float))
+        # Scaling, epsilons, softcaps (blocks store them by value), and whether it is in training.
+        state += [value for value in attributes.values() if type(value) in (bool, int, float)]
         for weight in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
             if weight is not None:
-                plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
-                state += (id(weight), weight.data_ptr() if plain else 0)
-        modules += (part for part in attributes["_modules"].values() if part is not None)
+                own = type(weight) in (nn.Parameter, Tensor) and not weight.is_meta
+                state += (id(weight), weight.data_ptr() if own else 0)
     return state
