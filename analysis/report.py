@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.search_plots import search_plots
 from layerskip.files.documents import kind_of
 from layerskip.files.records import begins_as_run, redacted
-from layerskip.files.writing import replace_folder
+from layerskip.files.writing import replacing_folder
 
 MARK = ".layerskip-report.json"
 """A report's list of its own files, which identifies a folder that may be replaced."""
@@ -108,12 +107,9 @@ def write_report(
     verdicts = [kind.judge(subject) for _, kind, subjects in subjects_of for subject in subjects]
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{output.name}.", dir=output.absolute().parent
-        ) as folder:
-            built = Path(folder) / "report"
+        with replacing_folder(output) as built:
             for inner in ("tables", "plots"):
-                (built / inner).mkdir(parents=True)
+                (built / inner).mkdir()
             sections = _sections(built, subjects_of, verdicts, len(files) > 1, progress)
             title = "Self-speculative decoding" if len(files) > 1 else sections[0].title
             _write(
@@ -121,7 +117,6 @@ def write_report(
             )
             written = sorted(str(p.relative_to(built)) for p in built.rglob("*") if p.is_file())
             _write(built / MARK, json.dumps({"files": written}, indent=0) + "\n")
-            replace_folder(built, output)
     except OSError as error:
         raise ValueError(f"cannot write the report {output}: {error.strerror}") from error
     return verdict.words(verdicts)
