@@ -9,14 +9,13 @@ shows how much that saves.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
 from layerskip.config import SkipConfig
@@ -168,9 +167,10 @@ def _parts(
     steps["plain"] = works[None, 1]
     read = {name: _by_kind(source) for name, source in sources.items()}
     exact = [name for name in sources if name != "low"]
-    by_attention, by_mlp, rest = _nearest(
-        [(*read[name], 1.0) for name in exact], [steps[name] for name in exact]
-    )
+    # Nonnegative least squares of relative errors.
+    shares = np.array([(*read[name], 1.0) for name in exact])  # (drafts, 3)
+    shares /= np.array([steps[name] for name in exact])[:, None]
+    by_attention, by_mlp, rest = map(float, nnls(shares, np.ones(len(exact)))[0])
     by_mlp = max(by_mlp, LEAST)
 
     # For a draft's sublayers and head.
@@ -210,20 +210,6 @@ def _by_kind(source: Source) -> tuple[float, float]:
     *read, head = source.step_bytes()
     attention = sum(each for i, each in zip(source.skip.kept(), read, strict=True) if i % 2 == 0)
     return attention, sum(read) - attention + head
-
-
-def _nearest(rows: Sequence[tuple[float, ...]], values: Sequence[float]) -> list[float]:
-    """Nonnegative least squares of relative errors: numbers whose weighted sums give `values`."""
-    shares = np.array(rows) / np.array(values)[:, None]  # (values, numbers)
-    best, least = np.zeros(shares.shape[1]), math.inf  # (numbers,)
-    for size in range(1, len(best) + 1):
-        for chosen in combinations(range(len(best)), size):
-            fit = np.linalg.lstsq(shares[:, chosen], np.ones(len(values)), rcond=None)[0]
-            off = float(((shares[:, chosen] @ fit - 1.0) ** 2).sum())
-            if (fit >= 0.0).all() and off < least:
-                least, best = off, np.zeros(len(best))  # (numbers,)
-                best[list(chosen)] = fit
-    return [float(value) for value in best]
 
 
 def _longer(
