@@ -65,15 +65,8 @@ def exits(of: ExitTraining) -> pd.DataFrame:
 def exit_plots(of: ExitTraining) -> list[Plot]:
     """How often each early exit's token is accepted, before and after training."""
     table = exits(of)[:-1]  # the last exit is always accepted
-    both = pd.concat(
-        [
-            pd.DataFrame({"training": when, "exit": table["exit"], "accepted": table[column]})
-            for when, column in (
-                ("before training", "accepted_before"),
-                ("after training", "accepted_after"),
-            )
-        ]
-    )
+    times = {f"accepted_{when}": f"{when} training" for when in ("before", "after")}
+    both = table.rename(columns=times).melt("exit", [*times.values()], "training", "accepted")
     axes = new_axes(3.6)
     words = lines(axes, both, "training", "exit", "accepted", "{exit}: {accepted:.2f}")
     axes.set_ylim(0, 1)
