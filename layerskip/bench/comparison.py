@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
 from layerskip.requests import end_tokens
+from layerskip.text import in_common
 
 QUANTILE = 0.999
 CANDIDATES = 8  # number of best tokens per position whose distances are measured
@@ -223,16 +224,10 @@ def _scale(power: Tensor, typical: Tensor) -> Tensor:
     return ((power.nan_to_num(float(typical)) + typical) / 2).nan_to_num(0.0).sqrt()
 
 
-def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """The first position at which two texts differ, or one has ended; None if they are equal."""
-    pairs = zip_longest(expected, got)
-    return next((i for i, (left, right) in enumerate(pairs) if left != right), None)
-
-
 def differences(
     prompt: int,
-    expected: Sequence[int],
-    got: Sequence[int],
+    expected: list[int],
+    got: list[int],
     scored: Along,
     resolution: Tensor,
     *,
@@ -246,10 +241,9 @@ def differences(
             further if the text ends too early.
         longest: the length at which the text must end, by an end token or by the limit.
     """
-    first = first_difference(expected, got)
-    if first is None:
+    if expected == got:
         return []
-    wrong = []
+    first, wrong = in_common(expected, got), []
     for i in range(first, min(len(got), longest)):
         wanted = expected[i] if i == first and i < len(expected) else scored.best[i]
         if wanted != got[i]:
@@ -366,8 +360,8 @@ class Judge:
         longest = self._longest(got)
         text = got[:longest] if len(got) >= longest else [*got, 0]  # the last token is not fed
         others = [*text]
-        first = first_difference(expected, got)
-        if first is not None and first < min(len(expected), len(text)):
+        first = in_common(expected, got)
+        if first < min(len(expected), len(text)):
             others[first] = expected[first]
         key = batch.names, row, tuple(text), tuple(others)
         if key not in self._scored:
