@@ -807,6 +807,8 @@ REFUSED = {  # by command
         ("--adaptive gamma=1", "adaptive may have alpha, epsilon, beta1, beta2; got 'gamma'"),
         ("--temperature 0 --do-sample", "--temperature must be positive and finite, got 0"),
         ("--repetition-penalty 0", "--repetition-penalty must be positive and finite"),
+        ("--repetition-penalty nan", "--repetition-penalty must be finite, got nan"),
+        ("--draft-memory inf", "--draft-memory must be finite, got inf"),
         ("--stop=", "--stop is empty"),
         ("--device cuda:77", "device must be auto or one that this torch can use (cpu"),
         ("--prompt-file p.txt", "--prompt TEXT or --prompts FILE; got both"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -312,7 +311,7 @@ class Sampling(Flags):
 
     def check(self, seed: int | None = None) -> None:
         """Raise a ValueError for an invalid temperature, and warn about flags without effect."""
-        if self.temperature is not None and not 0 < self.temperature < math.inf:
+        if self.temperature is not None and self.temperature <= 0:
             raise ValueError(
                 f"--temperature must be positive and finite, got {self.temperature}; for the "
                 "likeliest tokens leave out --temperature and --do-sample"
@@ -367,7 +366,7 @@ class Writing(Sampling):
     def check(self, seed: int | None = None) -> None:
         """Raise a ValueError for invalid values, and warn about flags without effect."""
         super().check(seed)
-        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(
                 "--repetition-penalty must be positive and finite (1 is off), got "
                 f"{self.repetition_penalty}"
@@ -405,8 +404,8 @@ class Writing(Sampling):
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:
-    """Raise an error for the time limit of a command that is not positive and finite."""
-    if value is not None and not 0 < value < math.inf:
+    """Raise an error for the time limit of a command that is not positive."""
+    if value is not None and value <= 0:
         raise ValueError(f"--{name} must be more than 0 {unit} and finite, got {value}")
 
 

@@ -6,6 +6,7 @@ Results go to standard output, messages and progress to standard error. Exit cod
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -149,6 +150,9 @@ def _spliced(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
+        for name, value in given.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{name.replace('_', '-')} must be finite, got {value}")
         for name, kind in groups.items():
             given[name] = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
         command(**given)
