@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -214,32 +214,31 @@ class AutomaticDraft(NamedTuple):
     loading: bool = False
 
 
-_decided: WeakKeyDictionary[nn.Module, dict[tuple[str, int | None, bool], AutomaticDraft]] = (
-    WeakKeyDictionary()
-)
+_decided: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
 _warned: WeakSet[nn.Module] = WeakSet()
+
+
+def _once(decide: Callable[..., Any], model: Sublayers, memory: int | None, by_memory: bool) -> Any:
+    """Decide something once about a model and how its passes run, so that it never changes."""
+    decided = _decided.setdefault(model.model, {})
+    key = decide, model.execution, memory, by_memory
+    if key not in decided:
+        decided[key] = decide(model, memory, by_memory)
+    return decided[key]
 
 
 def automatic_draft(
     model: Sublayers, memory: int | None = None, *, by_memory: bool = True
 ) -> AutomaticDraft:
-    """Return the automatic draft of a model. It is decided once, so that it never changes.
+    """Return the automatic draft of a model.
 
     Args:
         memory: bytes that copies of weights may take; by default SHARE of the free memory.
         by_memory: False if the text depends on the drafts (rejection rule). Then the model and
             `memory` decide alone, regardless of the free memory.
     """
-    decided = _decided.setdefault(model.model, {})
-    key = model.execution, memory, by_memory
-    if key not in decided:
-        decided[key] = _decide(model, memory, by_memory)
-    return decided[key]
-
-
-_heads: WeakKeyDictionary[nn.Module, dict[tuple[int | None, bool], mtp.Head | str | None]] = (
-    WeakKeyDictionary()
-)
+    draft: AutomaticDraft = _once(_automatic, model, memory, by_memory)
+    return draft
 
 
 def own_head(
@@ -254,21 +253,19 @@ def own_head(
     """
     if not isinstance(model, Whole) or model.encoder or memory == 0:
         return None, None
-    held = _heads.setdefault(model.model, {})
-    key = memory, by_memory
-    if key not in held:
-        found = mtp.find(model)
-        if isinstance(found, mtp.Found):
-            nbytes = found.size * model.dtype.itemsize
-            reason = _too_large(nbytes, memory, by_memory=by_memory)
-            held[key] = reason or mtp.read(found, model.model.get_input_embeddings().weight)
-        else:
-            held[key] = found
-    head = held[key]
+    head = _once(_head, model, memory, by_memory)
     return (CheckpointHead(model, head), None) if isinstance(head, mtp.Head) else (None, head)
 
 
-def _too_large(nbytes: int, memory: int | None, *, by_memory: bool) -> str | None:
+def _head(model: Whole, memory: int | None, by_memory: bool) -> mtp.Head | str | None:
+    found = mtp.find(model)
+    if not isinstance(found, mtp.Found):
+        return found
+    reason = _too_large(found.size * model.dtype.itemsize, memory, by_memory)
+    return reason or mtp.read(found, model.model.get_input_embeddings().weight)
+
+
+def _too_large(nbytes: int, memory: int | None, by_memory: bool) -> str | None:
     """Return why copies of `nbytes` bytes are too large, or None if they are not."""
     free = free_memory() if memory is None and by_memory else None
     limit = memory if free is None else int(SHARE * free)
@@ -278,7 +275,7 @@ def _too_large(nbytes: int, memory: int | None, *, by_memory: bool) -> str | Non
     return f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
 
 
-def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
+def _automatic(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
     sees = any(part.narrows(WINDOW) for part in model.parts)
     window = WINDOW if sees and model.max_positions > WINDOW + SINK else None
     skip = replace(SkipConfig.low_precision(8), window=window)
@@ -291,7 +288,7 @@ def _decide(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticD
     whole, lower = (sum(each["sublayers"]) for each in map(model.weight_bytes, (None, 8)))
     if stored_weights(model.model) and lower > WORTH * whole:
         return AutomaticDraft(None, "its weights already take so few bits that 8 save too little")
-    reason = _too_large(model.weights.nbytes(skip), memory, by_memory=by_memory)
+    reason = _too_large(model.weights.nbytes(skip), memory, by_memory)
     return AutomaticDraft(skip if reason is None else None, reason)
 
 
