@@ -122,7 +122,7 @@ class Plan:
         threshold: float | None = None,
         adaptive: Mapping[str, float] | None = None,
         laws: Any = None,
-        head: Source | None = None,
+        heads: Sequence[Source] = (),
         **pace: Any,
     ) -> list[Engine]:
         """The methods of this engine that draft: one for every source and controller.
@@ -134,7 +134,7 @@ class Plan:
             default: the model's own draft if none is given, or None.
             controllers: None stands for the skip config's own, or the default.
             laws: stored likely tokens of earlier texts, with which every call of "self" starts.
-            head: the checkpoint's own head, which drafts in addition to `default`.
+            heads: the checkpoint's own head, which drafts in addition to `default`.
             pace: further settings of `LayerSkipDecoding`.
         """
         looks_up = True if lookup is None else lookup
@@ -147,8 +147,7 @@ class Plan:
             entry = self._entries.get("self")
             if entry is not None and not given:
                 default = None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
-            if not given and (default is not None or looks_up or head is not None):
-                heads = [] if head is None else [head]
+            if not given and (default is not None or looks_up or heads):
                 what = {"skip": default, "lookup": looks_up, "sources": heads}
                 drafts.append(("self", "default", what))
         if laws is not None:

@@ -22,6 +22,7 @@ from layerskip.text import decode_text
 if TYPE_CHECKING:
     from layerskip.bench.methods import Method
     from layerskip.bench.plans import Plan
+    from layerskip.decoding.sources.base import Source
 
 DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
@@ -127,7 +128,7 @@ def benchmark(
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
     from layerskip.bench.plans import Plan, make_header
     from layerskip.bench.runner import try_out
-    from layerskip.drafts import choose_drafts, own_head
+    from layerskip.drafts import choose_drafts
 
     threads = earlier.header["threads"] if earlier else None  # as when the run began
     with opening.open_passes(loaded, loading, talk, threads) as opened:
@@ -158,24 +159,22 @@ def benchmark(
         plan = Plan(loaded, task, short, batches, earlier, talk.say, talk.progress)
         if not given and (beside := loaded.skip_config()) is not None:
             given = [("layerskip", beside)]
-        default = head = None
-        if "self" in kinds and not given:
-            default, reason = opening.own_draft(sources, opened)
-            head, _ = own_head(opened, sources.memory)
-            if reason is not None:
-                drafting = "drafts are only looked up" if head is None else "no drafts in 8 bits"
-                talk.say(f"{drafting}: {reason}")
-        elif "self" in kinds:
-            warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
+        own: Sequence[SkipConfig] = ()
+        heads: Sequence[Source] = ()
+        if "self" in kinds:
+            skips = [each for _, each in given]
+            own, heads, reasons = opening.own_drafts(sources, opened, skips)
+            for reason in reasons:
+                talk.say(reason)
         engines = plan.engines(
             kinds,
             [(name, sources.changed(each)) for name, each in given],
             opening.looked_up(sources, text, loaded, talk),
-            default,
+            next(iter(own), None),
             second,
             controller or [None],
             laws=laws,
-            head=head,
+            heads=heads,
             **how,
         )
         for each in {(each.name.partition(":")[0], each.draft): each for each in engines}.values():

@@ -10,7 +10,7 @@ import atexit
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from layerskip.registry import named
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
     from layerskip.decoding.sources.lookup import Lookup
+    from layerskip.decoding.sources.mtp import CheckpointHead
     from layerskip.model.sublayers import Sublayers
 
 _MEASURING = 0.5  # seconds, if no earlier command has stored the costs
@@ -108,24 +109,36 @@ class Opened:
         return {name: self.settings[name] for name in ("lookup", "sources", "assistant")}
 
 
-def own_draft(sources: Sources, model: Sublayers) -> tuple[SkipConfig | None, str | None]:
-    """Return the model's own draft if no skip config is given, and why there is no better one."""
-    from layerskip.drafts import automatic_draft, in_words
+def own_drafts(
+    sources: Sources, model: Sublayers, given: Sequence[SkipConfig]
+) -> tuple[list[SkipConfig], list[CheckpointHead], list[str]]:
+    """Choose the drafts by the model itself: the given skip configs, or what needs no setup.
 
-    default, reason = SkipConfig(), None
+    Returns:
+        The skip configs, the checkpoint's own head, and why there are no better drafts, in words.
+    """
+    from layerskip.drafts import automatic_draft, in_words, own_head
+
+    if given:
+        warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
+        return [sources.changed(each) for each in given], [], []
+    default, reasons, limit = SkipConfig(), [], sources.memory
     if sources.low_precision is None:
-        automatic = automatic_draft(model, sources.memory)
-        default, reason = automatic.skip or default, automatic.reason
+        automatic = automatic_draft(model, limit)
+        default = automatic.skip or default
+        if automatic.reason is not None:
+            reasons.append(f"the model does not draft in 8 bits: {automatic.reason}")
+    head, why = own_head(model, limit)
+    if why is not None:
+        reasons.append(f"the checkpoint's own head does not draft: {why}")
     skip = sources.changed(default)
-    if skip == SkipConfig():
-        return None, reason
-    nbytes, limit = model.weights.nbytes(skip), sources.memory
-    if sources.low_precision is not None and limit is not None and nbytes > limit:
+    asked = sources.low_precision not in (None, "none")
+    if asked and limit is not None and (nbytes := model.weights.nbytes(skip)) > limit:
         raise ValueError(
             f"--low-precision {sources.low_precision} needs {in_words(nbytes)} of memory, "
             f"but --draft-memory allows {in_words(limit)}"
         )
-    return skip, reason
+    return [skip] if skip != SkipConfig() else [], [head] if head else [], reasons
 
 
 def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk) -> Loaded | None:
@@ -198,7 +211,7 @@ def open_drafts(
         if plain:
             yield Opened(loaded, model, settings, [], "none")
             return
-        from layerskip.drafts import choose_drafts, own_head
+        from layerskip.drafts import choose_drafts
         from layerskip.generation import LayerSkipDecoding
 
         beside = loaded.skip_config()
@@ -206,19 +219,13 @@ def open_drafts(
         off = any(each.decoding and each.decoding.enabled is False for each in given)
         if off and second is not None:
             given, off = [], False
-        if given:
-            own, reason = [flags.changed(each) for each in given], None
-            warn_idle({"draft_memory": flags.draft_memory}, "with a skip config")
-        else:
-            default, reason = own_draft(flags, model)
-            own = [] if default is None else [default]
-        head, why = (None, None) if given else own_head(model, flags.memory)
+        own, heads, reasons = own_drafts(flags, model, given)
         lookup = looked_up(flags, text, loaded, talk)
         settings |= {
             "skip": own or None,
             "lookup": True if lookup is None and not given else lookup,
             "assistant": None if second is None else second.opened(loading.execution),
-            "sources": () if head is None else (head,),
+            "sources": tuple(heads),
             "draft_memory": None if own else 0,
         }
         settings["lookup"] = LayerSkipDecoding(**settings).lookup or False
@@ -229,10 +236,7 @@ def open_drafts(
             settings["sources"] += (trees,)
         talk.progress("preparing drafts")
         drafts = choose_drafts(model, LayerSkipDecoding(**settings | {"enabled": True}))
-        words = ", or ".join(drafts.words) or "none"
-        if reason is not None:
-            words += f"; the model does not draft in 8 bits: {reason}"
-        words += "" if why is None else f"; the checkpoint's own head does not draft: {why}"
+        words = "; ".join([", or ".join(drafts.words) or "none", *reasons])
         settings["enabled"] = bool(drafts.sources) and not off
         try:
             yield Opened(loaded, model, settings, drafts.names, words)
