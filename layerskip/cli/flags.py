@@ -238,8 +238,8 @@ class Pace(Flags):
         "LIST",
     )
     branches: bool | None = flag(
-        "Also verify second-best draft tokens where that is expected to pay. `benchmark` then "
-        "measures drafts with and without them.  [default: from the skip config]",
+        "Also verify second-best draft tokens where that is expected to pay.  [default: from the "
+        "skip config]",
         None,
         "--branches/--no-branches",
     )
