@@ -125,6 +125,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+def cache_folder() -> Path:
+    """`$LAYERSKIP_CACHE`, or `layerskip` in the user's cache folder."""
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("LAYERSKIP_CACHE") or Path(user, "layerskip"))
+
+
 def cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from layerskip.bench.batches import PromptBatch
 from layerskip.bench.llama_process import serve
 from layerskip.bench.methods import Clock, Decoded, Method, Task
 from layerskip.checkpoints import Loaded
+from layerskip.environment import cache_folder
 from layerskip.files.writing import replacing
 from layerskip.requests import end_tokens
 
@@ -110,8 +110,7 @@ def _widened(llama_cpp: Any, loaded: Loaded, dtype: str) -> Path:
     if dtype not in _WIDE:
         raise ValueError(f"--dtype must be one of {', '.join(_WIDE)} with llama.cpp, got {dtype}")
     kind, suffix = _WIDE[dtype]
-    cache = os.environ.get("LAYERSKIP_CACHE") or Path.home() / ".cache" / "layerskip"
-    wide = Path(cache, "llama.cpp", f"{files[0].stem}-{suffix}.gguf")
+    wide = cache_folder() / "llama.cpp" / f"{files[0].stem}-{suffix}.gguf"
     if not wide.exists():
         wide.parent.mkdir(parents=True, exist_ok=True)
         how = llama_cpp.llama_model_quantize_default_params()

@@ -36,7 +36,7 @@ from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
-from layerskip.environment import hardware
+from layerskip.environment import cache_folder, hardware
 from layerskip.files.writing import replacing
 from layerskip.model.captured import clock
 from layerskip.model.sublayers import Sublayers
@@ -160,15 +160,13 @@ class _Calibration:
 
 def _file_of(model: Sublayers, law: Law) -> Path | None:
     """The file with the times of a kind of call; None if none are stored."""
-    folder = os.environ.get("LAYERSKIP_CACHE")
-    if folder == "":
+    if os.environ.get("LAYERSKIP_CACHE") == "":
         return None
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     weights, where = model.weights, sorted(machine(model).items())
     about = (__version__, torch.__version__, weights.fingerprint(), where, weights.vocabulary)
     read = model.pass_bytes([1])  # differs if weights are stored in other formats
     name = hashlib.sha256(json.dumps([*about, read, kind_of(law)]).encode()).hexdigest()[:24]
-    return Path(folder or Path(user, "layerskip"), "costs", f"{name}.json")
+    return cache_folder() / "costs" / f"{name}.json"
 
 
 def _read(file: Path | None) -> dict[Place, Times]:
