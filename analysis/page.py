@@ -19,14 +19,6 @@ from layerskip.analysis.verdict import Verdict
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table. A CSV file contains all of it, the page shows the columns in SHOWN."""
-
-    name: str
-    frame: pd.DataFrame
-
-
-@dataclass(frozen=True)
 class Picture:
     """A plot as shown on the page."""
 
@@ -37,14 +29,18 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """One run or search, all trainings, or all runs side by side."""
+    """One run or search, all trainings, or all runs side by side.
+
+    Attributes:
+        tables: by name. A CSV file contains all of each, the page shows the columns in SHOWN.
+    """
 
     title: str
     slug: str
     facts: Mapping[str, str]
     verdict: Verdict | None
     pictures: Sequence[Picture]
-    tables: Sequence[Table]
+    tables: Mapping[str, pd.DataFrame]
 
 
 HEADINGS = {
@@ -293,20 +289,22 @@ def _section(section: Section, number: int) -> str:
             )
         parts.append("</div>")
     parts += [
-        _html_table(table) for table in section.tables if table.name in SHOWN and len(table.frame)
+        _html_table(name, table)
+        for name, table in section.tables.items()
+        if name in SHOWN and len(table)
     ]
     parts.append("</section>")
     return "\n".join(parts)
 
 
-def _html_table(table: Table) -> str:
+def _html_table(name: str, table: pd.DataFrame) -> str:
     """A table; only the first rows of a long one."""
-    title, note, _ = SHOWN[table.name]
-    frame, left_out = table.frame.head(MOST), ""
-    if len(frame) < len(table.frame):
-        counted = f"{len(frame)} of {len(table.frame)} rows: tables/{table.name}.csv has all."
+    title, note, _ = SHOWN[name]
+    frame, left_out = table.head(MOST), ""
+    if len(frame) < len(table):
+        counted = f"{len(frame)} of {len(table)} rows: tables/{name}.csv has all."
         left_out = f'<p class="note">{escape(counted)}</p>'
-    columns = columns_of(table.name, frame)
+    columns = columns_of(name, frame)
     aligned = [' class="t"' if words else "" for _, words, _ in columns]
     head = "".join(
         f'<th scope="col"{a}>{escape(heading)}</th>'

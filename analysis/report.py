@@ -16,7 +16,7 @@ import pandas as pd
 
 from layerskip.analysis import drawing, exits, plots, searches, tables, trainings, verdict
 from layerskip.analysis.labels import hardware, law_words, machine_words, visible
-from layerskip.analysis.page import Picture, Section, Table, page
+from layerskip.analysis.page import Picture, Section, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.search_plots import search_plots
 from layerskip.files.documents import kind_of
@@ -163,16 +163,16 @@ def _sections(
     made, judged = [], iter(verdicts)
     for name, kind, subjects in subjects_of:
         if name == "run" and len(subjects) > 1:
-            together = Table("comparison", tables.comparison(subjects))
-            _write_table(folder, together.name, together.frame)
-            made.append(Section("All runs", "all-runs", {}, None, [], [together]))
+            together = {"comparison": tables.comparison(subjects)}
+            _write_table(folder, "comparison", together["comparison"])
+            made.append(Section("All runs", "all-runs", {}, None, [], together))
         frames: dict[str, list[pd.DataFrame]] = {table: [] for table in kind.tables}
         for number, subject in enumerate(subjects, 1):
-            shown = [Table(table, make(subject)) for table, make in kind.tables.items()]
-            for table in shown:
-                labelled = table.frame.copy()
+            shown = {table: make(subject) for table, make in kind.tables.items()}
+            for table, frame in shown.items():
+                labelled = frame.copy()
                 labelled.insert(0, name, subject.label)
-                frames[table.name].append(labelled)
+                frames[table].append(labelled)
             prefix = f"{subject.slug}-" if several else ""
             pictures = []
             with mpl.rc_context(drawing.STYLE):
@@ -182,17 +182,16 @@ def _sections(
                     pictures.append(_draw(plot, path))
             slug, facts = f"{name}-{number}", kind.facts(subject)
             if name == "run":
-                shown = [Table(t.name, _headlines(subject, t)) for t in shown]
+                shown = {table: _headlines(subject, table, shown[table]) for table in shown}
             made.append(Section(subject.label, slug, facts, next(judged), pictures, shown))
         for table_name, each in frames.items():
             _write_table(folder, table_name, pd.concat(each, ignore_index=True))
     return made
 
 
-def _headlines(run: Run, table: Table) -> pd.DataFrame:
+def _headlines(run: Run, table: str, frame: pd.DataFrame) -> pd.DataFrame:
     """The part of a table shown on the page: all prompts together, or each context length."""
-    frame = table.frame
-    if "category" not in frame or table.name == "categories":
+    if "category" not in frame or table == "categories":
         return frame
     return frame[frame["category"].isin([*run.contexts])]
 
