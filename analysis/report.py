@@ -267,6 +267,8 @@ def _setting(header: Mapping[str, Any]) -> dict[str, str]:
 
 def _check_output(output: Path) -> None:
     """Refuse to replace files, or folders with contents that are not from a report."""
+    if not output.name:
+        raise ValueError(f"the report {output} cannot replace this folder; name one inside it")
     if not output.exists():
         return
     if not output.is_dir() or output.is_symlink():

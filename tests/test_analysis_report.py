@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -334,6 +335,8 @@ def test_earlier_reports_are_replaced_and_other_folders_refused(tmp_path, quick)
     with pytest.raises(ValueError, match="not a folder"):
         write_report([run], run)
     (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"report \. cannot replace this folder"):
+        write_report([run], Path())
     write_report([run], tmp_path / "empty")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "empty", "run.jsonl"]
     assert [path.name for path in output.parent.iterdir()] == ["report"]
