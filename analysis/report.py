@@ -125,7 +125,8 @@ def write_report(
 def _inside(folder: Path) -> list[Path]:
     """The files in a folder from which reports are made."""
     named = [path for path in (folder / "search.json", folder / "train.json") if path.exists()]
-    runs = [path for path in sorted(folder.glob("*.jsonl")) if begins_as_run(path)]
+    lines = [path for path in sorted(folder.glob("*.jsonl")) if path.is_file()]
+    runs = [path for path in lines if begins_as_run(path)]
     if not named + runs:
         raise ValueError(f"the folder {folder} holds none of these: {WANTED}")
     return named + runs

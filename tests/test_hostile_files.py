@@ -71,6 +71,13 @@ def test_what_is_no_file_of_numbers_is_not_read(kind, checkpoint, model, tmp_pat
     assert ("holds none of these" if kind == "folder" else NO_FILES[kind]) in line
 
 
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_a_report_on_a_folder_passes_over_what_is_no_file(kind, tmp_path):
+    make(tmp_path / "run.jsonl", kind)
+    line = refused("report", tmp_path, "--output", tmp_path / "pages")
+    assert line.startswith(f"the folder {tmp_path} holds none of these")
+
+
 def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path):
     folder = save_checkpoint(tmp_path / "model")
     make(folder / "model.safetensors", "pipe")
