@@ -1,6 +1,7 @@
 """CPU threads: how many are chosen, and that their number does not change results."""
 
 import json
+import os
 from contextlib import suppress
 
 import pytest
@@ -75,6 +76,22 @@ def test_more_threads_than_cores_compute_the_same_bits(built):
         with cpu_threads(count):
             assert _tokens(model) == alone
             assert torch.get_num_threads() == count
+
+
+def test_a_prompt_takes_all_threads_even_if_short_passes_were_disturbed(built):
+    """One pass over a prompt takes as long as hundreds of short ones."""
+    model = tiny_model("gemma3", dtype=torch.float32, hidden_size=256, intermediate_size=512)
+    disturbed = Sublayers(model, "native").backend.extension.disturbed
+    with cpu_threads(3 * os.cpu_count() + 1):
+        while not disturbed():  # this team waits long enough to sleep
+            _tokens(model)
+    with cpu_threads(2):
+        for _ in range(260):  # more passes than ever run on one thread in a row
+            next(decode(model, torch.full((1, 40), 5), enabled=False, max_new_tokens=1))
+            assert disturbed()  # passes on one thread because of that bring it to an end
+    with cpu_threads(1):
+        while disturbed():
+            _tokens(model)
 
 
 def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(built, monkeypatch):

@@ -171,6 +171,7 @@ class Pass : Given {
   static constexpr int64_t DIVIDED = 24;
   // The most bytes of its next weights that a waiting thread prefetches; its cache must hold them.
   static constexpr int64_t FETCHED = 256 << 10;
+  static constexpr int64_t PROMPT = 32;  // with more tokens, waiting is short beside the products
   static int64_t lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 
   int team() const {
@@ -182,7 +183,9 @@ class Pass : Given {
       if (each->mixture)
         bytes += each->mixture->top * each->mixture->expand.rows() / each->mixture->count() *
                  each->mixture->expand.row_bytes();
-    return bytes * tokens_ < (1 << 18) ? 1 : crew.threads(at::get_num_threads());
+    if (bytes * tokens_ < (1 << 18)) return 1;
+    const int wanted = at::get_num_threads();
+    return tokens_ > PROMPT ? wanted : crew.threads(wanted);
   }
 
   // The first of a thread's rows in a product.

@@ -25,8 +25,8 @@ namespace {
 // another process occupies that thread's core, the wait takes a scheduler time slice, which is a
 // hundred times longer. A thread that has waited longer than PATIENCE therefore sleeps, so that the
 // system can move the last thread to the freed core. After a pass that spent much of its time
-// asleep, the next few passes use one thread, which waits for nobody. If a team then does no
-// better, twice as many passes use one thread.
+// asleep, the next few passes of few tokens use one thread, which waits for nobody. If a team then
+// does no better, twice as many passes use one thread.
 
 using Clock = std::chrono::steady_clock;
 constexpr auto PATIENCE = std::chrono::microseconds(50);  // about the cost of waking a thread
