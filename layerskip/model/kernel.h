@@ -24,6 +24,7 @@ constexpr int64_t GROUPS = 4;           // vectors per piece of a line's keys
 constexpr int64_t BLOCK = 96;           // the most queries that go through a text together
 constexpr int ASKING = MANY_REGISTERS ? 6 : 3;  // queries whose scores are computed together
 constexpr int WEIGHING = 6;                     // and whose values are summed together
+constexpr int64_t UNPACKED = 24;                // more queries repay the packing of values
 constexpr int SPAN = MANY_REGISTERS ? 4 : 2;    // vectors of a value, summed together
 constexpr int64_t FEW = LANES / 4;              // queries of which one vector holds a piece each
 constexpr int64_t DISTANCE = 8 << 10;           // bytes that few queries prefetch ahead
@@ -498,14 +499,17 @@ struct Kernel {
                                 int64_t to, const S* next) {
       const float* rows = reinterpret_cast<const float*>(values);
       const Ahead<S> ahead(values, slots, width, distance, next);
-      int64_t lying = 0;  // slots whose values are read only once, unpacked
-      if (PAIRS && MANY_REGISTERS && next && to - from <= WEIGHING && width % (SPAN * LANES) == 0)
+      int64_t lying = 0;  // slots whose values are read unpacked: few queries do not repay packing
+      if (PAIRS && MANY_REGISTERS && next && to - from <= UNPACKED && width % (SPAN * LANES) == 0)
         lying = slots / PACK * PACK;
-      for (int64_t i = 0; lying && i < wide; i += SPAN * LANES)
-        weigh_all<SPAN, true, true>(to - from, reinterpret_cast<const float*>(values + i), wide,
-                                    lying / PACK, scores + from * SEGMENT + place / PACK,
-                                    parts + from * size + 2 + i, size, ahead.behind(i * PACK),
-                                    place > 0);
+      for (int64_t j = from; lying && j < to; j += WEIGHING)
+        for (int64_t i = 0; i < wide; i += SPAN * LANES) {
+          const auto weigh = j == from ? weigh_all<SPAN, true, true> : weigh_all<SPAN, true, false>;
+          weigh(static_cast<int>(std::min<int64_t>(WEIGHING, to - j)),
+                reinterpret_cast<const float*>(values + i), wide, lying / PACK,
+                scores + j * SEGMENT + place / PACK, parts + j * size + 2 + i, size,
+                ahead.behind(i * PACK), place > 0);
+        }
       if (lying == slots) return;
       if (!std::is_same_v<S, float> || width != wide) {
         pack_values(values + lying * width, slots - lying, width, others);
