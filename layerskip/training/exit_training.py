@@ -235,7 +235,7 @@ class ExitTraining(Stages):
 
         N is limited by a share of the minutes, and is the same after training.
         """
-        windows, path = self._held_out(self.recipe.window)[:APART], self.work / "windows.json"
+        windows, path = self._held_out(self.recipe.window, APART), self.work / "windows.json"
         if not path.exists():
             began = time.monotonic()
             yield windows[:1]
@@ -244,9 +244,9 @@ class ExitTraining(Stages):
             processes.once(lambda: write_text(path, json.dumps(count)))
         yield windows[: parse(path.read_bytes())]
 
-    def _held_out(self, length: int) -> Tensor:
-        """The held-out texts in windows of T tokens, (N, T + 1)."""
-        windows = token_files.windows(self.work / token_files.APART, length)
+    def _held_out(self, length: int, most: int) -> Tensor:
+        """At most so many windows of T tokens of the held-out texts, (N, T + 1)."""
+        windows = token_files.windows(self.work / token_files.APART, length)[:most]
         return windows.long().to(self.device)
 
     def _train(self, frozen: ExitModel | None, adapted: Any, text_tokens: int) -> None:
@@ -354,7 +354,7 @@ class ExitTraining(Stages):
         drafts, usual = {TRAINED: SkipConfig.early_exit(best)}, automatic_draft(opened).skip
         if usual is not None:
             drafts[BEFORE] = usual
-        windows = self._held_out(min(self.recipe.window, QUESTION))[:TIMED]
+        windows = self._held_out(min(self.recipe.window, QUESTION), TIMED)
         prompts = [window[None, :-1] for window in windows]
         temperature = self.recipe.temperature
         timed = clock(
