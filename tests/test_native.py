@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import warnings
@@ -800,6 +801,18 @@ sys.exit(pytest.main(sys.argv[2:]))
 """
 TILES = Path(__file__).with_name("emulated_tiles.h")
 EMULATED = f"-DEMULATED_TILES={zlib.crc32(TILES.read_bytes())} -I{TILES.parent}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["native", "panels", "tiles"])
+def test_the_sources_are_those_of_an_older_standard(source):
+    """torch compiles extensions as C++17 up to 2.11 at least; now it takes C++20."""
+    include = Path(torch.__file__).parent / "include"
+    paths = include, include / "torch/csrc/api/include", sysconfig.get_paths()["include"]
+    flags = ["-std=c++17", "-fsyntax-only", *extension.flags(), *(f"-I{path}" for path in paths)]
+    file = Path(extension.__file__).with_name(f"{source}.cpp")
+    done = subprocess.run(["c++", *flags, "-DTORCH_EXTENSION_NAME=x", file], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.mark.slow

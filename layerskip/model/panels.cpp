@@ -156,7 +156,7 @@ constexpr Format in_panels(const char* name) {
   if (F::ROUGH) made.inputs += 10000 * F::BITS;
   made.panel = [](const Layout& layout) { return Geometry<F>(layout).bytes; };
   made.arrange = copy<F, false>;
-  if constexpr (requires { F::encode; }) made.restore = copy<F, true>;
+  if constexpr (F::ROUGH) made.restore = copy<F, true>;
   made.unpack = unpack<F>;
   made.pack = [](const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end, const int32_t* order) {
