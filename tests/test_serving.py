@@ -22,6 +22,8 @@ from layerskip import Proposal, SkipConfig, Source, State
 from layerskip.checkpoints import load
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.model.captured import _pass
+from layerskip.model.fused import Fused
 from layerskip.research.logit_lookup import LogitLookup
 from layerskip.research.stored_logits import StoredLogits
 from layerskip.serving import scheduler
@@ -183,6 +185,32 @@ def model():
 def test_texts_of_random_schedules_are_their_lone_texts(model, block):
     for seed in range(5 * block, 5 * block + 5):
         schedule(model, seed, **(CAPTURED if seed % 2 else {}))
+
+
+def test_passes_of_fewer_texts_than_before_are_captured(model, monkeypatch):
+    """Buffers then have more rows than there are texts; eight numbers of rows take few captures."""
+    run, outside, rows = Fused.run, [], set()
+
+    def spy(self, hidden, step, blocks):
+        if blocks and step.cache.prefilled:
+            outside.append(len(hidden))
+        return run(self, hidden, step, blocks)
+
+    def captured(blocks, used, pairs, tables, few, hidden, *inputs):
+        rows.add(len(hidden))
+        return _pass(blocks, used, pairs, tables, few, hidden, *inputs)
+
+    monkeypatch.setattr(Fused, "run", spy)
+    monkeypatch.setattr("layerskip.model.captured._pass", captured)
+    tasks = [TextRequest([5, 6, 7 + n], max_new_tokens=3 * n) for n in range(1, 9)]
+    serving = Serving(model, max_rows=8, lookup=False, controller=Fickle(0), **CAPTURED)
+    told = [[] for _ in tasks]
+    for task, pieces in zip(tasks, told, strict=True):
+        serving.submit(task, pieces.append)
+    drain(serving)
+    assert outside == []
+    assert rows == {1, 2, 4, 8}
+    assert [*map(said, told)] == [alone(model, task) for task in tasks]
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ A pass of a few tokens is hundreds of short kernels, which a GPU computes faster
 launch them. A pass is captured the first time, and replayed in one launch then and later. Passes
 are the same if they have the same blocks, number of rows and tokens, and buffers at the same
 addresses. So that they often are, numbers of tokens are padded (several tokens of a row to at least
-eight, which a GPU computes as fast as two), attention reads the buffers up to one of few lengths (a
-mask hides what is not written yet), and buffers that are no longer used are handed out again.
+eight, which a GPU computes as fast as two), so is the number of a server's texts where its buffers
+have more rows, attention reads the buffers up to one of few lengths (a mask hides what is not
+written yet), and buffers that are no longer used are handed out again.
 Passes of one or two rows take kernels of our own (`kernels`) where there are some.
 Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, S slots of the buffers,
 U slots in use, D head width, R rotary width.
@@ -109,20 +110,20 @@ class Captured(Fused):
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
         cache: RowCache = step.cache
-        usual = cache.prefilled and cache.branches is None and cache.active is None
-        if not blocks or not usual or torch.is_grad_enabled():
+        if not blocks or not _is_usual(cache) or torch.is_grad_enabled():
             with sdpa_kernel(_ANY_LENGTH, True):  # in this order
                 return super().run(hidden, step, blocks)
-        count = hidden.shape[1]
+        rows, count = hidden.shape[:2]
         inputs = [hidden, step.slots.contiguous()]
         inputs += [] if step.inputs is None else [step.inputs]
-        least = _TOKENS // len(hidden) if count > 1 else 1
-        padding = max(1 << (count - 1).bit_length(), least) - count
-        if padding:  # written to the buffers' last slot, which no token ever has
+        room = min(1 << (rows - 1).bit_length(), cache.rows)
+        least = _TOKENS // room if count > 1 else 1
+        padding = room - rows, max(1 << (count - 1).bit_length(), least) - count
+        if any(padding):  # written to the buffers' last slot, which no token ever has
             values = 0, cache.size - 1, 0
-            inputs = [_padded(each, padding, by) for each, by in zip(inputs, values, strict=False)]
+            inputs = [_padded(each, *padding, by) for each, by in zip(inputs, values, strict=False)]
         layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
-        pairs = {layer: (cache.keys[layer], cache.values[layer]) for layer in layers}
+        pairs = {layer: (cache.keys[layer][:room], cache.values[layer][:room]) for layer in layers}
         used = min(capacity(cache.end), cache.size) - 1
         tables = step.rotary.tables
         key = (
@@ -136,10 +137,16 @@ class Captured(Fused):
             if graph is None:
                 graph = _captured(run, inputs, next(iter(self._graphs.values()), None))
             self._graphs[key] = graph  # the last one used is the last one dropped
-            out = graph.replay(inputs)[:, :count].clone()  # replays overwrite it
+            out = graph.replay(inputs)[:rows, :count].clone()  # replays overwrite it
             if len(self._graphs) > _GRAPHS:
                 self._graphs.popitem(last=False)
         return out
+
+
+def _is_usual(cache: RowCache) -> bool:
+    """Whether a pass is neither over prompts nor over trees; its rows come first in the buffers."""
+    first = 0 if cache.active is None else cache.active.start
+    return cache.prefilled and cache.branches is None and first == 0
 
 
 def _kernels(model: Architecture) -> Any:
@@ -171,9 +178,9 @@ def _either(block: Block, few: Block | None) -> Block:
     return lambda hidden, step: (few if step is not None and step.few else block)(hidden, step)
 
 
-def _padded(x: Tensor, count: int, value: int) -> Tensor:
-    """Append `count` tokens to (B, T, ...)."""
-    return F.pad(x, (*(0, 0) * (x.dim() - 2), 0, count), value=value)
+def _padded(x: Tensor, rows: int, tokens: int, value: int) -> Tensor:
+    """Append rows and tokens to (B, T, ...)."""
+    return F.pad(x, (*(0, 0) * (x.dim() - 2), 0, tokens, 0, rows), value=value)
 
 
 class Reused:

@@ -90,7 +90,7 @@ class Pass:
     @property
     def few(self) -> bool:
         """Whether tokens of few rows are decoded (see `captured`)."""
-        return self.cache.prefilled and self.cache.rows <= FEW
+        return self.cache.prefilled and len(self.cache.firsts) <= FEW
 
     @cached_property
     def slots(self) -> Tensor:
