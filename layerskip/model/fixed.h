@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "codes.h"
-#include "unit.h"
 
 namespace panels {
 namespace {
@@ -26,8 +25,7 @@ namespace {
 using integers::Floats;
 using Sums = integers::Ints;  // of a panel's rows
 
-constexpr int64_t SIDE = 4;    // the most panels that are multiplied together
-constexpr int64_t SPELL = 16;  // steps for which the matrix unit unpacks codes once
+constexpr int64_t SIDE = 4;  // the most panels that are multiplied together
 // Lines that are unrolled: with 16-byte vectors, compilers would take minutes to unroll them all.
 constexpr int UNROLLED = integers::VECTORS == 4 ? 1 : 8;
 
@@ -86,6 +84,7 @@ struct Fixed {
   int32_t *lows, *highs;
 
   static constexpr int64_t BYTES = Split::PLANES * Split::WIDTH;  // of a part and a token
+  Fixed() = default;
   // The room of all tokens begins at `base`, and the first `before` tokens use theirs.
   Fixed(void* base, int64_t parts, int64_t before, int64_t tokens) {
     bytes = static_cast<int8_t*>(base) + before * parts * (BYTES + 16);
@@ -227,111 +226,6 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
     for (int p = 0; p < PANELS; ++p) integers::store(totals[t][p], out + t * stride + p * ROWS);
 }
 
-// Steps of tokens for the matrix unit. All steps have the same size, so it is configured once.
-struct Even {
-  int64_t tokens, count = std::max<int64_t>(1, (tokens + tiles::MOST - 1) / tiles::MOST);
-  int64_t each = (tokens + count - 1) / count;
-  int64_t first(int64_t step) const { return std::min(tokens, step * each); }
-};
-
-// A tile has codes, (lines, rows of 4 columns). The planes of a step's tokens fill up to three
-// tiles of inputs, (PLANES * tokens, columns), and as many of sums, (PLANES * tokens, rows).
-constexpr int CODES = 4, INPUTS = 5;
-template <typename Split>
-tiles::Shapes shapes_of(int64_t tokens) {
-  tiles::Shapes out;
-  out.set(CODES, Split::WIDTH / 4, 4 * ROWS);
-  for (int64_t tile = 0, left = Split::PLANES * tokens; left > 0; ++tile, left -= tiles::ROWS) {
-    out.set(static_cast<int>(tile), std::min(left, tiles::ROWS), 4 * ROWS);
-    out.set(static_cast<int>(INPUTS + tile), std::min(left, tiles::ROWS), Split::WIDTH);
-  }
-  return out;
-}
-
-// Calls a function with the number of each tile as a constant.
-template <typename Call>
-[[gnu::always_inline]] inline void each_tile(int64_t count, const Call& call) {
-  call(std::integral_constant<int, 0>());
-  if (count > 1) call(std::integral_constant<int, 1>());
-  if (count > 2) call(std::integral_constant<int, 2>());
-}
-
-// Unpacks a part of a panel for the matrix unit.
-template <typename F>
-inline void unpack_part(const uint8_t* codes, int part, uint8_t* to) {
-  constexpr int LINES = static_cast<int>(F::PART) / 4;
-#pragma GCC unroll 8
-  for (int n = 0; n < LINES; ++n) {
-    Sums line = F::line(codes, part * LINES + n);
-    if (F::ZERO > 0) line = integers::minus_bytes(line, F::ZERO);
-    if (ForUnit<F>::PIECES == 4) {
-      integers::store(integers::each<Sums>([&](int i) {
-        return (line.v[i] & 0x0f0f0f0f) << 4;
-      }), to + 64 * n);
-      integers::store(line, to + 64 * (LINES + n));
-    } else {
-      integers::store(line, to + 64 * n);
-    }
-  }
-}
-
-// Up to SIDE panels times some steps of tokens, (tokens, SIDE, ROWS), on the matrix unit. Codes are
-// unpacked once for all steps, in chunks that stay in the L1 cache.
-template <typename F, typename Shape>
-void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* room,
-             const Even& steps, int64_t first, int64_t last, const uint8_t* next, float* out) {
-  using Split = ForUnit<F>;
-  constexpr int64_t CHUNK = 4 * Shape::PARTS;  // parts
-  const int64_t parts = shape.units * shape.PARTS, begin = steps.first(first);
-  const int64_t used = (Split::PLANES * steps.each + tiles::ROWS - 1) / tiles::ROWS;
-  alignas(64) uint8_t lines[CHUNK][SIDE][Split::WIDTH * ROWS];
-  alignas(64) int32_t sums[3][tiles::ROWS * ROWS];
-  Floats by[CHUNK][SIDE], to[CHUNK][SIDE];
-  std::fill_n(out, (steps.first(last) - begin) * SIDE * ROWS, 0.0f);
-  for (int64_t start = 0; start < parts; start += CHUNK) {
-    const int64_t here = std::min(CHUNK, parts - start);
-    for (int64_t i = 0; i < here; ++i)
-      for (int64_t p = 0; p < panels; ++p) {
-        const int64_t unit = (start + i) / shape.PARTS, part = (start + i) % shape.PARTS;
-        const uint8_t* from = panel + p * shape.bytes;
-        if (first == 0 && part == 0) shape.fetch(next + p * shape.bytes, unit);
-        unpack_part<F>(from + shape.codes + unit * shape.CODES, static_cast<int>(part),
-                       lines[i][p]);
-        pair_of<F>(shape, from, unit, part, by[i][p], to[i][p]);
-      }
-    for (int64_t step = first; step < last; ++step) {
-      const Fixed<Split> x(room, parts, steps.first(step), steps.each);
-      const int64_t tokens = steps.first(step + 1) - steps.first(step), count = panels * here;
-      const auto multiply = [&](int64_t number) {
-        const int64_t i = number / panels, p = number % panels;
-        const int8_t* bytes = x.bytes + (start + i) * steps.each * x.BYTES;
-        tiles::load<CODES>(lines[i][p], 64);
-        each_tile(used, [&](auto tile) {
-          constexpr int FROM = INPUTS + tile;
-          if (p == 0) tiles::load<FROM>(bytes + tile * tiles::ROWS * Split::WIDTH, Split::WIDTH);
-          tiles::zero<tile>();
-          tiles::add_bytes<tile, CODES, FROM, (F::ZERO > 0)>();
-        });
-      };
-      multiply(0);
-      for (int64_t number = 0; number < count; ++number) {
-        each_tile(used, [&](auto tile) { tiles::store<tile>(sums[tile], 4 * ROWS); });
-        if (number + 1 < count) multiply(number + 1);  // while vectors add the stored sums
-        const int64_t i = number / panels, p = number % panels;
-        float* total = out + ((steps.first(step) - begin) * SIDE + p) * ROWS;
-#pragma GCC unroll 4
-        for (int64_t t = 0; t < tokens; ++t, total += SIDE * ROWS) {
-          const auto plane = [&](int64_t k) {
-            return integers::load(sums[0] + (k * steps.each + t) * ROWS);
-          };
-          integers::store(added<F>(integers::load(total), x, (start + i) * steps.each + t, by[i][p],
-                                   to[i][p], plane), total);
-        }
-      }
-    }
-  }
-}
-
 // Indexed by the tokens of a step, less `LEAST`.
 template <typename F, int PANELS, bool DOTS, typename Shape, int LEAST, int... COUNT>
 constexpr auto stepping(std::integer_sequence<int, COUNT...>) {
@@ -356,29 +250,8 @@ inline std::vector<float>& room_of(int64_t size) {
   return room;
 }
 
-// Rows first to last times all tokens, on the matrix unit.
-template <typename F, typename Shape>
-void multiply_on_unit(const Shape& shape, const uint8_t* weight, int64_t first, int64_t last,
-                      void* room, int64_t tokens, const uint8_t* then, Write write) {
-  const Even even{tokens};
-  std::vector<float>& totals = room_of(std::min(tokens, SPELL * even.each) * SIDE * ROWS);
-  const tiles::Kept kept;
-  tiles::configure(shapes_of<ForUnit<F>>(even.each));
-  for (int64_t row = first; row < last; row += SIDE * ROWS) {
-    const int64_t rows = std::min(last - row, SIDE * ROWS), panels = (rows + ROWS - 1) / ROWS;
-    const uint8_t* at = weight + (row - first) / ROWS * shape.bytes;
-    const uint8_t* next = row + rows < last ? at + panels * shape.bytes : then;
-    for (int64_t step = 0; step < even.count; step += SPELL) {
-      const int64_t end = std::min(even.count, step + SPELL), begin = even.first(step);
-      by_unit<F>(shape, at, panels, room, even, step, end, next, totals.data());
-      for (int64_t t = begin; t < even.first(end); ++t)
-        write(t, row, rows, totals.data() + (t - begin) * SIDE * ROWS);
-    }
-  }
-}
-
-// The same on vectors, in steps of MOST tokens. During several steps, a group of panels stays in
-// the L2 cache, and the inputs of some units stay in the L1 cache.
+// Rows first to last times all tokens, on vectors, in steps of MOST tokens. During several steps, a
+// group of panels stays in the L2 cache, and the inputs of some units stay in the L1 cache.
 template <typename F, typename Shape>
 void multiply_on_vectors(const Shape& shape, const uint8_t* weight, int64_t first, int64_t last,
                          void* room, int64_t tokens, const uint8_t* then, Write write) {
@@ -408,45 +281,6 @@ void multiply_on_vectors(const Shape& shape, const uint8_t* weight, int64_t firs
         }
       for (int64_t t = 0; t < count; ++t) write(before + t, row, rows, totals.data() + t * stride);
     }
-  }
-}
-
-template <typename F, typename Shape>
-void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
-                    const float* inputs, int64_t tokens, const uint8_t* then, Write write,
-                    bool on_unit) {
-  const auto multiply = on_unit ? multiply_on_unit<F, Shape> : multiply_on_vectors<F, Shape>;
-  multiply(Shape(layout), weight, first, last, const_cast<float*>(inputs), tokens, then, write);
-}
-
-// Packs inputs for the matrix unit or for vectors, like `Format::pack`.
-template <typename F>
-void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
-                int64_t end, const int32_t* order, bool on_unit) {
-  static const bool dots = integers::has_dots();
-  const int64_t parts = (columns + F::PART - 1) / F::PART;
-  const auto put = [&](auto split, int64_t first, int64_t last, int64_t count) {
-    const Fixed<decltype(split)> to(room, parts, first, count);
-    for (int64_t t = std::max(begin, first); t < std::min(end, last); ++t)
-      for (int64_t part = 0; part < parts; ++part) {
-        const float *all = x + t * columns, *from = all + part * F::PART;
-        const int64_t at = part * F::PART, here = std::min(F::PART, columns - at);
-        float some[F::PART] = {};
-        if (order || here < F::PART) {  // inputs are copied only then: loads wait for fresh stores
-          for (int64_t i = 0; i < here; ++i) some[i] = all[order ? order[at + i] : at + i];
-          from = some;
-        }
-        to.put(from, part, t - first, count);
-      }
-  };
-  const Steps steps{tokens, MOST<F>};
-  const Even even{tokens};
-  for (int64_t step = 0; on_unit && step < even.count; ++step)
-    put(ForUnit<F>(), even.first(step), even.first(step + 1), even.each);
-  for (int64_t step = 0; !on_unit && step < steps.count; ++step) {
-    const int64_t first = steps.first(step), last = steps.first(step + 1);
-    if (dots) put(ForVectors<F, true>(), first, last, last - first);
-    else put(ForVectors<F, false>(), first, last, last - first);
   }
 }
 

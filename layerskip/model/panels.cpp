@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "codes.h"
-#include "fixed.h"
+#include "fixed_unit.h"
 #include "rows.h"
 
 namespace panels {
@@ -116,6 +116,45 @@ void unpack(const Layout& layout, const uint8_t* row, float* out) {
       for (int64_t i = part * F::PART; i < (part + 1) * F::PART; i += LANES, out += LANES)
         at::vec::fmadd(floats(bytes(codes + i)), by, to).store(out);  // the product is exact
     }
+  }
+}
+
+template <typename F, typename Shape>
+void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
+                    const float* inputs, int64_t tokens, const uint8_t* then, Write write,
+                    bool on_unit) {
+  const auto multiply = on_unit ? multiply_on_unit<F, Shape> : multiply_on_vectors<F, Shape>;
+  multiply(Shape(layout), weight, first, last, const_cast<float*>(inputs), tokens, then, write);
+}
+
+// Packs inputs for the matrix unit or for vectors, like `Format::pack`.
+template <typename F>
+void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
+                int64_t end, const int32_t* order, bool on_unit) {
+  static const bool dots = integers::has_dots();
+  const int64_t parts = (columns + F::PART - 1) / F::PART;
+  const auto put = [&](auto split, int64_t first, int64_t last, int64_t count) {
+    const Fixed<decltype(split)> to(room, parts, first, count);
+    for (int64_t t = std::max(begin, first); t < std::min(end, last); ++t)
+      for (int64_t part = 0; part < parts; ++part) {
+        const float *all = x + t * columns, *from = all + part * F::PART;
+        const int64_t at = part * F::PART, here = std::min(F::PART, columns - at);
+        float some[F::PART] = {};
+        if (order || here < F::PART) {  // inputs are copied only then: loads wait for fresh stores
+          for (int64_t i = 0; i < here; ++i) some[i] = all[order ? order[at + i] : at + i];
+          from = some;
+        }
+        to.put(from, part, t - first, count);
+      }
+  };
+  const Steps steps{tokens, MOST<F>};
+  const Even even{tokens};
+  for (int64_t step = 0; on_unit && step < even.count; ++step)
+    put(ForUnit<F>(), even.first(step), even.first(step + 1), even.each);
+  for (int64_t step = 0; !on_unit && step < steps.count; ++step) {
+    const int64_t first = steps.first(step), last = steps.first(step + 1);
+    if (dots) put(ForVectors<F, true>(), first, last, last - first);
+    else put(ForVectors<F, false>(), first, last, last - first);
   }
 }
 

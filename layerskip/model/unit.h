@@ -1,8 +1,8 @@
 // The matrix unit of some CPUs (AMX). With EMULATED_TILES, the tests replace it with plain C++.
 //
 // The unit has eight tile registers of up to 16 rows of 64 bytes. In products of bfloat16 numbers,
-// tiles 0 to 3 hold sums, tiles 4 to 6 parts of a weight, and tile 7 inputs; `fixed.h` states its
-// own. A thread configures the unit before it uses it. `Kept` restores what it found.
+// tiles 0 to 3 hold sums, tiles 4 to 6 parts of a weight, and tile 7 inputs; `fixed_unit.h` states
+// its own. A thread configures the unit before it uses it. `Kept` restores what it found.
 
 #pragma once
 
@@ -68,11 +68,9 @@ template <int TILE>
 inline void load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
 }
-// Loads zeros: after `tilezero`, products wait for one another.
 template <int TILE>
 inline void zero() {
-  alignas(64) static constexpr uint8_t ZEROS[64] = {};
-  load<TILE>(ZEROS, 0);
+  asm volatile("tilezero %%tmm%c0" : : "i"(TILE));
 }
 template <int TILE>
 inline void store(void* to, int64_t stride) {
