@@ -2,15 +2,19 @@
 
 import json
 import os
+import subprocess
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_checkpoint
 from commands import run
 from models import tiny_model
+from torch.utils import cpp_extension
 
 from layerskip import decode
+from layerskip.model import extension
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.threads import cpu_threads, fitting_threads
 
@@ -92,6 +96,33 @@ def test_a_prompt_takes_all_threads_even_if_short_passes_were_disturbed(built):
     with cpu_threads(1):
         while disturbed():
             _tokens(model)
+
+
+CREW = """
+#include <cstdio>
+#include "team.h"
+int main() {
+  constexpr int CASES[][2] = {%s};
+  for (const auto& [threads, slept] : CASES) {
+    Crew crew;
+    crew.note(std::chrono::microseconds(3000), std::chrono::microseconds(slept), threads);
+    std::puts(crew.disturbed() ? "disturbed" : "calm");
+  }
+}
+"""
+
+
+def test_many_threads_that_start_one_after_the_other_are_not_disturbed(built, tmp_path):
+    """In a pass of 3 ms; otherwise every second pass would use one thread where there are 16."""
+    cases = {(2, 700): "calm", (2, 800): "disturbed", (16, 15 * 200): "calm"}
+    cases |= {(16, 15 * 800): "disturbed"}
+    source, binary = tmp_path / "crew.cpp", tmp_path / "crew"
+    source.write_text(CREW % ", ".join(f"{{{threads}, {slept}}}" for threads, slept in cases))
+    folder = Path(extension.__file__).parent
+    compiler = [cpp_extension.get_cxx_compiler(), "-std=c++17", f"-I{folder}", str(source)]
+    subprocess.run([*compiler, "-o", str(binary)], check=True)
+    done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [*cases.values()]
 
 
 def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(built, monkeypatch):

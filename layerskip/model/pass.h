@@ -124,7 +124,7 @@ class Pass : Given {
       const auto start = Clock::now();
 #pragma omp parallel num_threads(threads)
       worker(omp_get_thread_num(), omp_get_num_threads());
-      crew.note(Clock::now() - start, Clock::duration(meeting.slept.load()));
+      crew.note(Clock::now() - start, Clock::duration(meeting.slept.load()), threads);
       return out_;
     }
 #endif

@@ -43,10 +43,11 @@ class Crew {
 
   bool disturbed() const { return alone_.load(std::memory_order_relaxed) > 0; }
 
-  // Report how long a pass of several threads took, and how long its threads slept in all.
-  void note(Clock::duration whole, Clock::duration slept) {
+  // Report how long a pass of several threads took, and how long all of them slept together. At each
+  // meeting all but the last thread may sleep: the more threads there are, the more they sleep.
+  void note(Clock::duration whole, Clock::duration slept, int threads) {
     const int spell = spell_.load(std::memory_order_relaxed);
-    if (slept * 4 < whole) {
+    if (slept * 4 < whole * (threads - 1)) {
       spell_.store(std::max(1, spell / 2), std::memory_order_relaxed);
       return;
     }
