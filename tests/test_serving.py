@@ -510,8 +510,9 @@ def test_a_thread_that_ends_by_an_error_says_so(model, monkeypatch):
     assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: worse")
     while serving.alive:
         pass
-    with pytest.raises(RuntimeError, match="ended with an error"):
+    with pytest.raises(Refusal, match="ended with an error") as refused:
         serving.submit(TextRequest([3]), tell)
+    assert refused.value.status == 503
     serving.stop()
 
 

@@ -98,7 +98,9 @@ def make_app(
     @app.exception_handler(405)
     async def unknown(request: Request, error: Any) -> Response:
         message = f"{request.method} {request.url.path} is not served here"
-        return await refused(request, Refusal(error.status_code, message))
+        response = await refused(request, Refusal(error.status_code, message))
+        response.headers.update(error.headers or {})  # which methods are allowed
+        return response
 
     @app.exception_handler(500)
     async def failed(request: Request, error: Exception) -> Response:

@@ -126,7 +126,7 @@ class Serving:
                 must not block; its last piece has a reason.
 
         Raises:
-            Refusal: the queue would exceed its maximum.
+            Refusal: the queue would exceed its maximum, or decoding has ended with an error.
             ValueError: one of the texts can never be decoded here.
         """
         batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
@@ -160,7 +160,7 @@ class Serving:
             texts.append(text)
         with self._changed:
             if self._dead:
-                raise RuntimeError("the thread that decodes has ended with an error; restart it")
+                raise Refusal(503, "this server's decoding has ended with an error; restart it")
             self.check_room(len(texts))
             self._waiting += texts
             self._changed.notify_all()
