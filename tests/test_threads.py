@@ -102,27 +102,39 @@ CREW = """
 #include <cstdio>
 #include "team.h"
 int main() {
-  constexpr int CASES[][2] = {%s};
-  for (const auto& [threads, slept] : CASES) {
-    Crew crew;
-    crew.note(std::chrono::microseconds(3000), std::chrono::microseconds(slept), threads);
-    std::puts(crew.disturbed() ? "disturbed" : "calm");
+  constexpr int WANTED = %d, SLEPT[] = {%s};
+  Crew crew;
+  for (int slept : SLEPT) {
+    const int threads = crew.threads(WANTED);
+    std::printf("%%d ", threads);
+    const auto us = [](int count) { return std::chrono::microseconds(count); };
+    if (threads > 1) crew.note(us(3000), us(slept * (threads - 1)), threads, WANTED);
   }
 }
 """
 
 
-def test_many_threads_that_start_one_after_the_other_are_not_disturbed(built, tmp_path):
-    """In a pass of 3 ms; otherwise every second pass would use one thread where there are 16."""
-    cases = {(2, 700): "calm", (2, 800): "disturbed", (16, 15 * 200): "calm"}
-    cases |= {(16, 15 * 800): "disturbed"}
+@pytest.mark.parametrize(
+    ("wanted", "slept", "taken"),
+    [
+        # that threads start one after the other is no disturbance, however many they are
+        (16, [200] * 4, [16] * 4),
+        # each sleeps a quarter of one pass of 3 ms and more, and then of two in a row
+        (2, [700, 800, 0, 0, 0, 0], [2, 2, 1, 1, 2, 2]),
+        (2, [800, 0, 0, 800, 0, 0, 0, 0, 0], [2, 1, 1, 2, 1, 1, 1, 1, 2]),
+        (16, [800, 0, 0, 0, 800, 0, 0, 0], [16, 8, 8, 16, 16, 8, 8, 16]),
+        # half the team is disturbed as well
+        (16, [800, 800, 0, 800, 0, 0, 0, 0, 0], [16, 8, 4, 16, 4, 4, 4, 4, 16]),
+    ],
+)
+def test_a_team_that_sleeps_much_is_halved_for_some_passes(built, tmp_path, wanted, slept, taken):
     source, binary = tmp_path / "crew.cpp", tmp_path / "crew"
-    source.write_text(CREW % ", ".join(f"{{{threads}, {slept}}}" for threads, slept in cases))
+    source.write_text(CREW % (wanted, ", ".join(map(str, slept))))
     folder = Path(extension.__file__).parent
     compiler = [cpp_extension.get_cxx_compiler(), "-std=c++17", f"-I{folder}", str(source)]
     subprocess.run([*compiler, "-o", str(binary)], check=True)
     done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [*cases.values()]
+    assert [*map(int, done.stdout.split())] == taken
 
 
 def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(built, monkeypatch):

@@ -17,11 +17,13 @@
 namespace {
 
 // Sets how many threads torch's own functions use when this thread calls them; calls from other
-// threads keep theirs. Returns the previous number.
+// threads keep theirs. Passes still want the previous number, which is returned, unless that is the
+// number set.
 int64_t limit_threads(int64_t count) {
-  const int64_t before = at::get_num_threads();
+  const int before = usual_threads ? usual_threads : at::get_num_threads();
 #ifdef _OPENMP
   omp_set_num_threads(static_cast<int>(count));
+  usual_threads = count == before ? 0 : before;
 #endif
   return before;
 }

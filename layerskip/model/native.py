@@ -45,7 +45,7 @@ _limited = _Limited()
 
 
 def limited_from() -> int | None:
-    """Torch's normal number of threads if a round is limited to one, as others need the cores."""
+    """Torch's normal number of threads if it takes one in a round, as others need the cores."""
     return _limited.before
 
 

@@ -124,7 +124,7 @@ class Pass : Given {
       const auto start = Clock::now();
 #pragma omp parallel num_threads(threads)
       worker(omp_get_thread_num(), omp_get_num_threads());
-      crew.note(Clock::now() - start, Clock::duration(meeting.slept.load()), threads);
+      crew.note(Clock::now() - start, Clock::duration(meeting.slept.load()), threads, wanted());
       return out_;
     }
 #endif
@@ -174,6 +174,8 @@ class Pass : Given {
   static constexpr int64_t PROMPT = 32;  // with more tokens, waiting is short beside the products
   static int64_t lines(int64_t numbers) { return (numbers + LINE - 1) / LINE * LINE; }
 
+  static int wanted() { return usual_threads ? usual_threads : at::get_num_threads(); }
+
   int team() const {
     if (at::in_parallel_region()) return 1;
     // Below 2^18 bytes of weights times tokens, waiting for each other costs more than it saves.
@@ -184,8 +186,7 @@ class Pass : Given {
         bytes += each->mixture->top * each->mixture->expand.rows() / each->mixture->count() *
                  each->mixture->expand.row_bytes();
     if (bytes * tokens_ < (1 << 18)) return 1;
-    const int wanted = at::get_num_threads();
-    return tokens_ > PROMPT ? wanted : crew.threads(wanted);
+    return tokens_ > PROMPT ? wanted() : crew.threads(wanted());
   }
 
   // The first of a thread's rows in a product.

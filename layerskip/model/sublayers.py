@@ -174,7 +174,7 @@ class Sublayers(Architecture):
     def threads(self) -> int | None:
         """The number of CPU threads that passes use, torch's own number; None on other devices.
 
-        Rounds use fewer for a while if other processes occupy all cores but one (`disturbed`).
+        Passes of few tokens use fewer for a while if other processes need the cores (`disturbed`).
         """
         if self.device.type != "cpu":
             return None
@@ -182,11 +182,11 @@ class Sublayers(Architecture):
 
     @property
     def limited(self) -> bool:
-        """Whether passes use one thread at the moment, inside a context of `disturbed`."""
+        """Whether passes use fewer threads at the moment, inside a context of `disturbed`."""
         return native.limited_from() is not None
 
     def disturbed(self) -> AbstractContextManager[None]:
-        """A context for a round: it uses one thread if other processes need the cores."""
+        """A context for a round: torch takes one thread there if other processes need the cores."""
         return self.backend.disturbed()
 
     def new_cache(self, rows: int, slots: int) -> RowCache:

@@ -23,44 +23,58 @@ namespace {
 
 // A team waits for its last thread some hundred times per pass, normally for microseconds. If
 // another process occupies that thread's core, the wait takes a scheduler time slice, which is a
-// hundred times longer. A thread that has waited longer than PATIENCE therefore sleeps, so that the
-// system can move the last thread to the freed core. After a pass that spent much of its time
-// asleep, the next few passes of few tokens use one thread, which waits for nobody. If a team then
-// does no better, twice as many passes use one thread.
+// hundred times longer. A thread that has waited longer than its patience therefore sleeps, so that
+// the system can move the last thread to the freed core. After a pass that spent much of its time
+// asleep, the next few passes of few tokens use half the threads, or still fewer if these sleep as
+// much. If the whole team then does no better, that lasts for twice as many passes.
 
 using Clock = std::chrono::steady_clock;
-constexpr auto PATIENCE = std::chrono::microseconds(50);  // about the cost of waking a thread
-constexpr int SPELL = 256;                                // passes that run on one thread, at most
+// About the cost of waking all sleepers, which are woken one after the other.
+inline Clock::duration patience(int threads) {
+  return std::chrono::microseconds(50) * (1 + threads / 4);
+}
+constexpr int SPELL = 256;  // passes that run on fewer threads, at most
 
 class Crew {
  public:
   // How many threads the next pass uses, of those wanted.
   int threads(int wanted) {
     if (!disturbed()) return wanted;
-    alone_.fetch_sub(1, std::memory_order_relaxed);
-    return 1;
+    left_.fetch_sub(1, std::memory_order_relaxed);
+    return std::max(1, wanted >> halvings_.load(std::memory_order_relaxed));
   }
 
-  bool disturbed() const { return alone_.load(std::memory_order_relaxed) > 0; }
+  bool disturbed() const { return left_.load(std::memory_order_relaxed) > 0; }
 
-  // Report how long a pass of several threads took, and how long all of them slept together. At each
-  // meeting all but the last thread may sleep: the more threads there are, the more they sleep.
-  void note(Clock::duration whole, Clock::duration slept, int threads) {
+  // Report how long a pass took on several threads, of those wanted, and how long all of them slept
+  // together. At each meeting all but the last may sleep: more threads sleep more.
+  void note(Clock::duration whole, Clock::duration slept, int threads, int wanted) {
     const int spell = spell_.load(std::memory_order_relaxed);
-    if (slept * 4 < whole * (threads - 1)) {
-      spell_.store(std::max(1, spell / 2), std::memory_order_relaxed);
+    const int halvings = halvings_.load(std::memory_order_relaxed);
+    const bool calm = slept * 4 < whole * (threads - 1);
+    if (threads < wanted) {
+      if (!calm) halvings_.store(std::min(halvings + 1, 16), std::memory_order_relaxed);
       return;
     }
-    alone_.store(spell * 2, std::memory_order_relaxed);
+    if (calm) {
+      spell_.store(std::max(1, spell / 2), std::memory_order_relaxed);
+      if (spell == 1) halvings_.store(1, std::memory_order_relaxed);
+      return;
+    }
+    left_.store(spell * 2, std::memory_order_relaxed);
     spell_.store(std::min(SPELL / 2, spell * 2), std::memory_order_relaxed);
   }
 
  private:
-  std::atomic<int> alone_{0};  // passes left to run on one thread
-  std::atomic<int> spell_{1};  // half the number of such passes next time
+  std::atomic<int> left_{0};      // passes left to run on fewer threads
+  std::atomic<int> spell_{1};     // half the number of such passes next time
+  std::atomic<int> halvings_{1};  // of the threads in such passes
 };
 
 inline Crew crew;  // shared by all passes of the process, because they share its cores
+
+// The threads that this thread's passes want, while torch's own work takes fewer; 0: torch's number.
+inline thread_local int usual_threads = 0;
 
 struct alignas(64) Meeting {
   std::atomic<int> waiting{0};
@@ -90,7 +104,7 @@ struct alignas(64) Meeting {
         asm volatile("yield");
 #endif
       }
-    } while (Clock::now() - start < PATIENCE);
+    } while (Clock::now() - start < patience(threads));
     sleepers.fetch_add(1);
     while (round.load() == now) sleep(now);
     sleepers.fetch_sub(1);
