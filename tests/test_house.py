@@ -11,7 +11,7 @@ ROOMS = {
     "files": 1_049,
     "costs": 473,
     "timing": 715,
-    "model": 7_034,
+    "model": 7_036,
     "model/native": 4_728,
     "decoding": 3_338,
     "decoding/sources": 1_219,
@@ -26,7 +26,7 @@ ROOMS = {
     "analysis": 2_267,
     "scripts": 745,
 }
-WHOLE = 39_698  # everything but tests, with C++
+WHOLE = 39_700  # everything but tests, with C++
 TESTS = 26_599
 WORDS = ("config", "draft_weights", "environment", "named", "pictures", "prompts", "registry")
 WORDS += ("text",)

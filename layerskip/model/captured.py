@@ -44,6 +44,7 @@ _UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 _ANY_LENGTH = [*_UNPLANNED, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 _GRAPHS = 256  # maximum number of passes whose graphs are kept for a model
 _TOKENS = 8  # minimum number of tokens of all rows in a pass over several of each
+_LONGEST = 64  # maximum number of tokens of a row; more are a prompt's, whose length will not recur
 _SHAPES = 8  # maximum number of shapes whose unused buffers are kept for a model
 _seconds = 0.0  # total time of captures in this process
 
@@ -146,7 +147,8 @@ class Captured(Fused):
 def _is_usual(cache: RowCache) -> bool:
     """Whether a pass is neither over prompts nor over trees; its rows come first in the buffers."""
     first = 0 if cache.active is None else cache.active.start
-    return cache.prefilled and cache.branches is None and first == 0
+    short = cache.prefilled and cache.count <= _LONGEST
+    return short and cache.branches is None and first == 0
 
 
 def _kernels(model: Architecture) -> Any:
