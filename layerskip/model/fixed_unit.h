@@ -72,7 +72,7 @@ struct Work {
   const uint8_t* codes;
   const Floats *by, *to;  // of each panel
   Fixed<Split> x;
-  int64_t at, tokens;  // `x` has the first of the tokens at `at`
+  int64_t at, tokens;  // where the first token is in `x`, and how many there are
   float* totals;  // (tokens, SIDE, ROWS)
 };
 
@@ -98,7 +98,8 @@ template <typename F, int USED, int K, typename Split>
 }
 
 // Up to SIDE panels times some steps of tokens, (tokens, SIDE, ROWS). Codes are unpacked once for
-// all steps, in chunks that stay in the L1 cache, smaller ones if few steps use them.
+// all steps, in chunks that stay in the L1 cache, smaller ones if few steps use them. If the number
+// of panels is odd, one that does not exist may be multiplied as well; nobody reads its sums.
 template <typename F, int USED, typename Shape>
 void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* room,
              const Even& steps, int64_t first, int64_t last, const uint8_t* next, float* out) {
