@@ -807,12 +807,12 @@ EMULATED = f"-DEMULATED_TILES={zlib.crc32(TILES.read_bytes())} -I{TILES.parent}"
 @pytest.mark.parametrize("source", ["native", "panels", "tiles"])
 def test_the_sources_are_those_of_an_older_standard(source):
     """torch compiles extensions as C++17 up to 2.11 at least; now it takes C++20."""
-    include = Path(torch.__file__).parent / "include"
-    paths = include, include / "torch/csrc/api/include", sysconfig.get_paths()["include"]
-    flags = ["-std=c++17", "-fsyntax-only", *extension.flags(), *(f"-I{path}" for path in paths)]
+    folders = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    flags = ["-std=c++17", "-fsyntax-only", "-DTORCH_EXTENSION_NAME=x", *extension.flags()]
     file = Path(extension.__file__).with_name(f"{source}.cpp")
-    done = subprocess.run(["c++", *flags, "-DTORCH_EXTENSION_NAME=x", file], capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    compiler = [cpp_extension.get_cxx_compiler(), *flags, *(f"-I{each}" for each in folders)]
+    done = subprocess.run([*compiler, file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -100,18 +100,29 @@ def test_a_prompt_takes_all_threads_even_if_short_passes_were_disturbed(built):
 
 CREW = """
 #include <cstdio>
+#include <cstdlib>
 #include "team.h"
-int main() {
-  constexpr int WANTED = %d, SLEPT[] = {%s};
+int main(int count, char** given) {
+  const int wanted = std::atoi(given[1]);
   Crew crew;
-  for (int slept : SLEPT) {
-    const int threads = crew.threads(WANTED);
-    std::printf("%%d ", threads);
+  for (int i = 2; i < count; ++i) {
+    const int threads = crew.threads(wanted), slept = std::atoi(given[i]) * (threads - 1);
+    std::printf("%d ", threads);
     const auto us = [](int count) { return std::chrono::microseconds(count); };
-    if (threads > 1) crew.note(us(3000), us(slept * (threads - 1)), threads, WANTED);
+    if (threads > 1) crew.note(us(3000), us(slept), threads, wanted);
   }
 }
 """
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory):
+    """A program that says how many threads passes take in which each of them slept so long."""
+    binary = tmp_path_factory.mktemp("crew") / "crew"
+    flags = ["-std=c++17", f"-I{Path(extension.__file__).parent}", "-xc++", "-", "-o", str(binary)]
+    command = [cpp_extension.get_cxx_compiler(), *flags]
+    subprocess.run(command, input=CREW, text=True, check=True)
+    return binary
 
 
 @pytest.mark.parametrize(
@@ -127,14 +138,9 @@ int main() {
         (16, [800, 800, 0, 800, 0, 0, 0, 0, 0], [16, 8, 4, 16, 4, 4, 4, 4, 16]),
     ],
 )
-def test_a_team_that_sleeps_much_is_halved_for_some_passes(built, tmp_path, wanted, slept, taken):
-    source, binary = tmp_path / "crew.cpp", tmp_path / "crew"
-    source.write_text(CREW % (wanted, ", ".join(map(str, slept))))
-    folder = Path(extension.__file__).parent
-    compiler = [cpp_extension.get_cxx_compiler(), "-std=c++17", f"-I{folder}", str(source)]
-    subprocess.run([*compiler, "-o", str(binary)], check=True)
-    done = subprocess.run([str(binary)], capture_output=True, text=True, check=True)
-    assert [*map(int, done.stdout.split())] == taken
+def test_a_team_that_sleeps_much_is_halved_for_some_passes(built, crew, wanted, slept, taken):
+    said = subprocess.check_output([*map(str, (crew, wanted, *slept))], text=True)
+    assert [*map(int, said.split())] == taken
 
 
 def test_a_disturbed_round_takes_one_thread_and_gives_the_others_back(built, monkeypatch):
