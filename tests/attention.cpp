@@ -73,7 +73,7 @@ bool agrees() {
   const Places places(starts, count, parents);
   const int64_t first = *std::min_element(starts.begin(), starts.end()) - std::max<int64_t>(0, nodes - count);
   int64_t base = 0;
-  if (layer.window && !layer.sink) base = std::max<int64_t>(0, first - layer.window + 1) / 16 * 16;
+  if (layer.window && !layer.sink) base = std::max<int64_t>(0, first - layer.window + 1) / STRIPE * STRIPE;
   const int64_t end = *std::max_element(starts.begin(), starts.end()) + count;
   const int64_t slots = end - base + any(0, 1) * any(0, 40), width = layer.width;
   const int64_t stride = (layer.heads + any(0, 1) * 2 * layer.kv_heads) * width;

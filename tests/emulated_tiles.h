@@ -43,7 +43,7 @@ inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? 0.0f
 
 // TDPBF16PS: the products of the first numbers of all pairs are summed with fused steps, those of
 // the second numbers likewise, and the sum of both is added to the tile.
-template <int SUMS, int WEIGHT>
+template <int SUMS, int ROW, int BY = INPUTS>
 inline void add_bfloats() {
   const auto bfloat = [](int tile, int64_t row, int64_t k) {
     c10::BFloat16 found;
@@ -53,10 +53,10 @@ inline void add_bfloats() {
   for (int64_t r = 0; r < shape.rows[SUMS]; ++r)
     for (int64_t t = 0; t < shape.bytes[SUMS] / 4; ++t) {
       float two[2] = {};
-      for (int64_t pair = 0; pair < shape.bytes[WEIGHT] / 4; ++pair)
+      for (int64_t pair = 0; pair < shape.bytes[ROW] / 4; ++pair)
         for (int64_t i = 0; i < 2; ++i)
-          two[i] = flushed(std::fma(bfloat(WEIGHT, r, 2 * pair + i),
-                                    bfloat(INPUTS, pair, 2 * t + i), two[i]));
+          two[i] = flushed(std::fma(bfloat(ROW, r, 2 * pair + i),
+                                    bfloat(BY, pair, 2 * t + i), two[i]));
       const float sum = flushed(number<float>(SUMS, r, t) + flushed(two[0] + two[1]));
       std::memcpy(registers[SUMS][r] + 4 * t, &sum, 4);
     }

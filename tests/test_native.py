@@ -433,24 +433,24 @@ def test_buffers_that_begin_later_give_the_same_bits(built, dtype):
     slides = plan.add("attention", inputs=inputs, v_norm=norm, window=window, **attention)
     reads = plan.add("attention", inputs=inputs[:1], window=window, **attention)
     full = plan.add("attention", inputs=inputs, **attention)
-    angles = [tools.Angles(drawn(1, 80, 24, **how), drawn(1, 80, 24, seed=1, **how))]
+    angles = [tools.Angles(drawn(1, 112, 24, **how), drawn(1, 112, 24, seed=1, **how))]
     hidden = drawn(2, 6, 40, **how)
-    keys, values = drawn(2, 2, 80, 24, **how), drawn(2, 2, 80, 24, seed=1, **how)
-    copies = [torch.stack([each[0, :, 32:], each[1, :, 16:64]]) for each in (keys, values)]
-    starts = [50, 43]
+    keys, values = drawn(2, 2, 112, 24, **how), drawn(2, 2, 112, 24, seed=1, **how)
+    copies = [torch.stack([each[0, :, 64:], each[1, :, 32:80]]) for each in (keys, values)]
+    starts = [82, 59]
     for which in ([slides], [slides, reads]):
         many = len(which)
         want = plan.run(hidden, which, [keys] * many, [values] * many, starts, angles)
-        bases = [32, 16] * many
+        bases = [64, 32] * many
         few = [[each] * many for each in copies]
         got = plan.run(hidden, which, *few, starts, angles, bases)
         assert torch.equal(got, want)
         for copy, whole in zip(copies, (keys, values), strict=True):
-            assert torch.equal(copy, torch.stack([whole[0, :, 32:], whole[1, :, 16:64]]))
+            assert torch.equal(copy, torch.stack([whole[0, :, 64:], whole[1, :, 32:80]]))
     for number, base, message in (
-        (slides, [40] * 2, "multiple of 16"),
+        (slides, [48] * 2, "multiple of 32"),
         (full, [32] * 2, "no window"),
-        (slides, [48] * 2, "only some"),
+        (slides, [64] * 2, "only some"),
         (slides, [32], "1 buffers of keys of 2 rows, but 1 bases"),
     ):
         with pytest.raises(ValueError, match=message):

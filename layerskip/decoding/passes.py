@@ -22,7 +22,7 @@ from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_by
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.branches import Branches
-from layerskip.model.cache import LINE, RowCache, on_device
+from layerskip.model.cache import STRIPE, RowCache, on_device
 from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
@@ -422,8 +422,8 @@ class Passes(Batch):
         self.piece = min(max(PIECE, window // 2), 2 * PIECE) if window else sys.maxsize
         behind = window + self.slack
         # A pass may begin up to a line after its base.
-        span = behind + max(self.piece, self.slack) + LINE if window else 0
-        self._span = -(-span // LINE) * LINE
+        span = behind + max(self.piece, self.slack) + STRIPE if window else 0
+        self._span = -(-span // STRIPE) * STRIPE
         self.cache.roll(self._span, behind)
         for cache in self._caches[1:]:
             cache.trimmed.clear()

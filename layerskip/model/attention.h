@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernel.h"
+#include "tiled_kernel.h"
 
 namespace {
 namespace attention {
@@ -107,7 +107,7 @@ struct Attention {
   // The floats of scratch memory that each thread needs.
   int64_t own_room() const {
     const int64_t wide = padded(layer.width);
-    const int64_t gathered = places.nodes ? LINE + places.nodes : 0;
+    const int64_t gathered = places.nodes ? STRIPE + places.nodes : 0;
     return (SEGMENT + 2 * LINE + BLOCK + gathered) * wide +
            BLOCK * (SEGMENT + 2 * part_size(layer.width));
   }
@@ -162,7 +162,7 @@ struct Attention {
   };
 
   void gather(Block& block) const {
-    with_kernel<S>([&](const auto& kernel) {
+    with_kernel<S>(layer.width, [&](const auto& kernel) {
       const int64_t size = kernel.depth(layer.width);
       for (int64_t j = 0; j < block.count; ++j) {
         const int64_t at = block.begin + j, token = block.row * places.count + at / groups;
@@ -181,16 +181,16 @@ struct Attention {
     const int64_t first = segment * SEGMENT, last = std::min(first + SEGMENT, high + 1);
     int64_t begin = first, end = last;
     if (first >= layer.sink)
-      begin = std::max({first, base(block.row), low / LINE * LINE});
+      begin = std::max({first, base(block.row), low / STRIPE * STRIPE});
     else if (low >= last)
-      end = std::min(last, up_to(layer.sink, LINE));
+      end = std::min(last, up_to(layer.sink, STRIPE));
     if (begin >= end) return false;
     const int64_t from = begin - base(block.row);
     const int64_t at = ((block.row * layer.kv_heads + block.head) * slots + from) * layer.width;
-    const int64_t line = places.nodes ? places.root(block.row) / LINE * LINE : end;
+    const int64_t line = places.nodes ? places.root(block.row) / STRIPE * STRIPE : end;
     const int64_t shared = std::clamp(line, begin, end);
     const Own own{*this, block, shared, at - from * layer.width};
-    with_kernel<S>([&](const auto& kernel) {
+    with_kernel<S>(layer.width, [&](const auto& kernel) {
       kernel.run(layer, block.queries, block.count, block.packed, keys + at, values + at, begin,
                  shared, end, own, known, weighing, block.room, to);
     });
@@ -202,7 +202,7 @@ struct Attention {
     const int64_t token = block.row * places.count + at / groups, width = layer.width;
     float* to = out + (token * layer.heads + head) * width;
     const float by = layer.eager ? 1.0f : 1.0f / all[1];
-    with_kernel<S>([&](const auto& kernel) {
+    with_kernel<S>(layer.width, [&](const auto& kernel) {
       for (int64_t i = 0; i < padded(width); ++i)
         if (const int64_t at = kernel.place(i, width); at < width)
           to[at] = rounded<S>(all[2 + i] * by);

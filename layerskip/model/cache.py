@@ -22,7 +22,7 @@ from layerskip.model.branches import Branches
 from layerskip.model.pages import Pages
 
 SPARE = 256  # minimum number of slots by which buffers grow
-LINE = 16  # bases are a multiple of this: native passes sum slots in groups of this size
+STRIPE = 32  # bases are a multiple of this: native passes sum slots in groups of this size
 
 
 def on_device(values: Sequence[Any], device: Any) -> Tensor:
@@ -147,7 +147,7 @@ class RowCache:
                     self._shift(place, first - self._behind)
             return
         # One slot more than the first query sees, since an assistant begins one earlier.
-        base = max(self.base, (lowest - self._window) // LINE * LINE)
+        base = max(self.base, (lowest - self._window) // STRIPE * STRIPE)
         needed = self.top - base  # other rows may be ahead of this pass
         span = min(needed + max(needed // 8, SPARE // 4), self.slots - base)
         if self.end > self.base + self.span or 5 * span < 4 * self.span:
@@ -181,10 +181,10 @@ class RowCache:
 
     def begin(self, place: int, end: int) -> None:
         """Restart a row that is filled up to slot `end`, where a pass continues."""
-        self.bases[place] = max(0, end - self._window) // LINE * LINE if self.trimmed else 0
+        self.bases[place] = max(0, end - self._window) // STRIPE * STRIPE if self.trimmed else 0
 
     def _shift(self, place: int, base: int) -> None:
-        base = max(base // LINE * LINE, self.bases[place])
+        base = max(base // STRIPE * STRIPE, self.bases[place])
         by, self.bases[place] = base - self.bases[place], base
         for buffers in (self.keys, self.values):
             for layer in {*buffers} & self.trimmed:

@@ -171,8 +171,8 @@ struct Given {
             cache_.places.rows());
     for (int64_t row = 0; row < rows_; ++row) {
       const int64_t start = cache_.places.starts[row], base = bases ? bases[row] : 0;
-      require(base >= 0 && base % LINE == 0 && (base == 0 || (layer.window > 0 && layer.sink == 0)),
-              "a buffer of keys begins at slot ", base, ", which must be a multiple of ", LINE,
+      require(base >= 0 && base % STRIPE == 0 && (base == 0 || (layer.window > 0 && layer.sink == 0)),
+              "a buffer of keys begins at slot ", base, ", which must be a multiple of ", STRIPE,
               ", and 0 where a layer has no window, or a sink before it");
       require(start >= 0 && start + count_ <= std::min(base + slots, cos.size(1)), count_,
               " tokens from ", start, " on are beyond ", base + slots, " slots or ", cos.size(1),

@@ -63,7 +63,11 @@ inline int64_t part_size(int64_t width) { return padded(width) + 2; }
 // e^x for x <= 0, by the polynomial of Cephes. Exactly 1 at 0, and 0 at minus infinity.
 inline Vec power(const Vec& x) {
   // Below this bound the result underflows to 0; the bound keeps the exponent in range.
-  const Vec low(-200.0f), kept = at::vec::maximum(x, low);
+#if defined(CPU_CAPABILITY_AVX512)
+  const Vec kept = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // NaN if x is
+#else
+  const Vec kept = at::vec::maximum(x, Vec(-200.0f));
+#endif
   const Vec n = (kept * Vec(1.44269504088896341f)).round();
   const Vec r = at::vec::fmadd(n, Vec(2.12194440e-4f), at::vec::fmadd(n, Vec(-0.693359375f), kept));
   Vec y(1.9875691500e-4f);
@@ -247,7 +251,7 @@ struct Kernel {
 
   // The scores of COUNT queries for a line of slots.
   template <int COUNT>
-  static void ask(const float* keys, int64_t deep, const float* q, float scale, float* out) {
+  static void ask(const float* keys, int64_t deep, const float* q, float* out) {
     Vec sums[COUNT][GROUPS];
 #pragma GCC unroll 6
     for (int j = 0; j < COUNT; ++j)
@@ -265,7 +269,7 @@ struct Kernel {
       }
     }
 #pragma GCC unroll 6
-    for (int j = 0; j < COUNT; ++j) (piece_sums(sums[j]) * Vec(scale)).store(out + j * SEGMENT);
+    for (int j = 0; j < COUNT; ++j) piece_sums(sums[j]).store(out + j * SEGMENT);
   }
 
   // Whether keys can be multiplied without packing.
@@ -285,8 +289,8 @@ struct Kernel {
   // The scores of at most FEW queries for a line of slots, summed in the order of `ask`. The keys
   // are read unpacked, each piece for all queries at once, because packing costs more than it saves
   // for so few queries. The same number of bytes is prefetched from `next` on.
-  static void ask_few(const float* keys, int64_t deep, const float* q, int64_t count, float scale,
-                      const S* next, float* out) {
+  static void ask_few(const float* keys, int64_t deep, const float* q, int64_t count, const S* next,
+                      float* out) {
     constexpr int64_t SLOTS = 2 * GROUPS;
     const char* fetched = reinterpret_cast<const char*>(next);
     for (int64_t s = 0; s < LINE; s += SLOTS, keys += SLOTS * deep) {
@@ -305,7 +309,7 @@ struct Kernel {
       }
 #pragma GCC unroll 2
       for (int g = 0; g < 2; ++g)
-        store_pieces(piece_sums(sums[g]) * Vec(scale), count, out + s + GROUPS * g);
+        store_pieces(piece_sums(sums[g]), count, out + s + GROUPS * g);
     }
   }
 
@@ -387,9 +391,11 @@ struct Kernel {
     const int64_t first = std::clamp<int64_t>(query.first - begin, none, end - begin);
     const int64_t last = std::clamp<int64_t>(query.last + 1 - begin, none, end - begin);
     const Vec scale(static_cast<float>(layer.scale)), cap(static_cast<float>(layer.softcap));
-    for (int64_t s = 0; layer.eager && s < end - begin; s += LANES) {
-      Vec some = in_s(in_s(Vec::loadu(scores + s)) * scale);
-      if (layer.softcap > 0) some = in_s(in_s(in_s(some / cap).tanh()) * cap);
+    for (int64_t s = 0; s < end - begin; s += LANES) {
+      Vec some = Vec::loadu(scores + s);
+      some = layer.eager ? rounded<S>(rounded<S>(some) * scale) : some * scale;
+      if (layer.eager && layer.softcap > 0)
+        some = rounded<S>(rounded<S>(rounded<S>(some / cap).tanh()) * cap);
       some.store(scores + s);
     }
     std::fill(scores + none, scores + first, NEVER);
@@ -408,20 +414,11 @@ struct Kernel {
       if (known) some = some / Vec(known[1]);
       // as the library rounds probabilities before it multiplies values
       if constexpr (PAIRS)
-        store_rounded_pairs(some, reinterpret_cast<S*>(scores) + s);
+        store_rounded(some, reinterpret_cast<S*>(scores) + s);
       else
-        in_s(some).store(scores + s);
+        rounded<S>(some).store(scores + s);
     }
     return {largest, sum(sums)};
-  }
-
-  // Rounds to S: to nearest, ties to even.
-  static Vec in_s(const Vec& x) {
-    if constexpr (std::is_same_v<S, float>) return x;
-    using Ints = at::vec::Vectorized<int32_t>;
-    const Ints bits = at::vec::cast<int32_t>(x), odd = (bits >> Ints(16)) & Ints(1);
-    const Vec near = at::vec::cast<float>((bits + odd + Ints(0x7fff)) & Ints(-0x10000));
-    return Vec::blendv(Vec(NAN), near, x == x);
   }
 
   static void fetch(const S* from, int64_t count) {
@@ -442,7 +439,6 @@ struct Kernel {
     float *line = room, *rest = line + LINE * wide, *others = rest + LINE * wide;
     float* scores = others + SEGMENT * wide;
     S* gathered = reinterpret_cast<S*>(scores + BLOCK * SEGMENT);
-    const float scale = layer.eager ? 1.0f : static_cast<float>(layer.scale);
     const bool few = MANY_REGISTERS && count <= FEW && as_they_lie(width);
     if (few) pack_few(q, count, deep, others);
     // With many queries, computing takes longer than reading, so a whole segment is prefetched.
@@ -455,7 +451,7 @@ struct Kernel {
       for (int64_t s = 0; s < slots; s += LINE) {
         // This keeps memory busy: reading keys prefetches the values, reading values the next keys.
         if (few && values && s + LINE <= slots) {
-          ask_few(reinterpret_cast<const float*>(keys + s * width), deep, others, count, scale,
+          ask_few(reinterpret_cast<const float*>(keys + s * width), deep, others, count,
                   ahead.at(s), scores + s);
           continue;
         }
@@ -466,7 +462,7 @@ struct Kernel {
           float* out = scores + j * SEGMENT + place + s;
           switch (std::min<int64_t>(ASKING, to - j)) {
 #define SOME(N) \
-  case N: ask<N>(line, deep, x, scale, out); break;
+  case N: ask<N>(line, deep, x, out); break;
             SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
 #undef SOME
           }
@@ -541,14 +537,6 @@ struct Kernel {
     });
   }
 };
-
-// Calls `apply` with the kernel for keys and values of type S on this CPU.
-template <typename S, typename Apply>
-auto with_kernel(const Apply& apply) {
-  if constexpr (PARTS<S> == 2)
-    if (has_pairs()) return apply(Kernel<S, true>());
-  return apply(Kernel<S, false>());
-}
 
 }  // namespace attention
 }  // namespace

@@ -4,23 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
-#include <type_traits>
 
 #include "products.h"
 #include "sublayer.h"
 
 namespace {
-
-// Each number rounded to S.
-template <typename S>
-inline Vec rounded(const Vec& x) {
-  if constexpr (std::is_same_v<S, float>) {
-    return x;
-  } else {
-    return std::get<0>(at::vec::convert_to_float<S>(at::vec::convert_from_float<S>(x, x)));
-  }
-}
 
 // out = function(from...), vector by vector; out may be one of the inputs.
 template <typename Function, typename... From>

@@ -7,6 +7,7 @@
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -44,6 +45,16 @@ inline Vec widened(const S* from, int64_t count) {
 template <typename S>
 inline float rounded(float x) {
   return static_cast<float>(static_cast<S>(x));
+}
+
+// Each number rounded to S: to nearest, ties to even.
+template <typename S>
+inline Vec rounded(const Vec& x) {
+  if constexpr (std::is_same_v<S, float>) return x;
+  using Ints = at::vec::Vectorized<int32_t>;
+  const Ints bits = at::vec::cast<int32_t>(x), odd = (bits >> Ints(16)) & Ints(1);
+  const Vec near = at::vec::cast<float>((bits + odd + Ints(0x7fff)) & Ints(-0x10000));
+  return Vec::blendv(Vec(NAN), near, x == x);
 }
 
 inline float sum(const Vec& x) {
@@ -141,16 +152,23 @@ inline Vec add_pairs(Vec sums, Vec a, Vec b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(out) : "v"(__m512(a)), "v"(__m512(b)));
   return Vec(out);
 }
-inline void store_rounded_pairs(Vec x, BFloat16* to) {
+#else
+inline bool has_pairs() { return false; }
+inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
+#endif
+
+// Stores a vector's numbers rounded to bfloat16.
+inline void store_rounded(const Vec& x, BFloat16* to) {
+#if defined(CPU_CAPABILITY_AVX512) && defined(__GNUC__) && !defined(EMULATED_TILES)
   __m256i out;
   asm("vcvtneps2bf16 %1, %0" : "=v"(out) : "v"(__m512(x)));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), out);
-}
 #else
-inline bool has_pairs() { return false; }
-inline void store_rounded_pairs(Vec, BFloat16*) {}
-inline Vec add_pairs(Vec sums, Vec, Vec) { return sums; }
+  float all[LANES];
+  x.store(all);
+  std::copy_n(all, LANES, to);
 #endif
+}
 
 // What to prefetch: after `every` vectors, one line of weights for each row of a tile. These lines
 // are `apart` numbers from each other and `on` numbers from the next ones. And at every step, one
@@ -339,7 +357,13 @@ void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, i
 // The outputs for the sums of some rows: bias added, and rounded to the model's dtype.
 template <typename M, typename O>
 inline void finish(const float* sums, const M* bias, int64_t count, O* out) {
-  for (int64_t i = 0; i < count; ++i)
+  int64_t i = 0;
+  if constexpr (std::is_same_v<O, float>)
+    for (; i + LANES <= count; i += LANES) {
+      const Vec some = Vec::loadu(sums + i);
+      rounded<M>(bias ? some + widened(bias + i) : some).store(out + i);
+    }
+  for (; i < count; ++i)
     out[i] = static_cast<O>(rounded<M>(bias ? sums[i] + static_cast<float>(bias[i]) : sums[i]));
 }
 

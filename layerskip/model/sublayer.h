@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int64_t STRIPE = 32;  // slots; some kernels sum the values of so many in one step
+
 enum class Style {
   llama,     // normalised, cast, times weight
   one_plus,  // normalised, times (1 + weight), cast

@@ -20,6 +20,7 @@ using c10::BFloat16;
 
 constexpr int64_t COLUMNS = 32;  // in a tile of a weight
 constexpr int64_t BLOCKS = 4;    // of rows that are read side by side
+constexpr int64_t SUMS = ROWS * MOST;
 constexpr int64_t KEPT = 512 << 10;  // bytes of weights that stay in a cache for further steps
 
 constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -41,11 +42,15 @@ struct Ahead {
   }
 };
 
-// Sums are (rows, tokens), inputs (pairs of columns, pairs of tokens).
-Shapes shapes_of(int64_t tokens) {
+// Sums are (rows, tokens), inputs (pairs of columns, pairs of tokens). With tokens of a second step,
+// tiles 1 and 3 hold their sums and tile 6 their inputs.
+Shapes shapes_of(int64_t first, int64_t second) {
   Shapes out;
-  for (int tile = 0; tile < 8; ++tile)
-    out.set(tile, ROWS, tile >= 4 && tile < INPUTS ? 64 : 4 * tokens);
+  for (int tile = 0; tile < 8; ++tile) {
+    const bool of_second = second && (tile == 1 || tile == 3 || tile == 6);
+    const bool weight = tile >= 4 && tile < (second ? 6 : INPUTS);
+    out.set(tile, ROWS, weight ? 64 : 4 * (of_second ? second : first));
+  }
   return out;
 }
 
@@ -54,7 +59,15 @@ struct Block {
   const BFloat16* at;
   int64_t stride;  // bytes
   const BFloat16* rest;
-  int64_t rest_stride;
+  int64_t rest_stride, whole;  // columns in whole tiles
+
+  template <int TILE>
+  void load(int64_t k) const {
+    if (k < whole)
+      tiles::load<TILE>(at + k, stride);
+    else
+      tiles::load<TILE>(rest, rest_stride);
+  }
 };
 
 // The sums of COUNT blocks of rows for a step of tokens, (COUNT x ROWS, MOST).
@@ -65,28 +78,46 @@ void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t 
   if constexpr (COUNT > 1) zero<1>();
   if constexpr (COUNT > 2) zero<2>();
   if constexpr (COUNT > 3) zero<3>();
-  const int64_t whole = columns / COLUMNS * COLUMNS;
   for (int64_t k = 0; k < columns; k += COLUMNS) {
     load<INPUTS>(inputs + k / 2 * tokens, 4 * tokens);
-    const auto add = [&](auto block, auto weight) {
-      const Block& from = blocks[block];
-      if (k < whole)
-        load<weight>(from.at + k, from.stride);
-      else
-        load<weight>(from.rest, from.rest_stride);
-      add_bfloats<block, weight>();
-    };
-    using std::integral_constant;
-    add(integral_constant<int, 0>(), integral_constant<int, 4>());
-    if constexpr (COUNT > 1) add(integral_constant<int, 1>(), integral_constant<int, 5>());
-    if constexpr (COUNT > 2) add(integral_constant<int, 2>(), integral_constant<int, 6>());
-    if constexpr (COUNT > 3) add(integral_constant<int, 3>(), integral_constant<int, 4>());
+    blocks[0].load<4>(k);
+    add_bfloats<0, 4>();
+    if constexpr (COUNT > 1) blocks[1].load<5>(k), add_bfloats<1, 5>();
+    if constexpr (COUNT > 2) blocks[2].load<6>(k), add_bfloats<2, 6>();
+    if constexpr (COUNT > 3) blocks[3].load<4>(k), add_bfloats<3, 4>();
     ahead.fetch(lines);
   }
   store<0>(sums, 4 * MOST);
-  if constexpr (COUNT > 1) store<1>(sums + ROWS * MOST, 4 * MOST);
-  if constexpr (COUNT > 2) store<2>(sums + 2 * ROWS * MOST, 4 * MOST);
-  if constexpr (COUNT > 3) store<3>(sums + 3 * ROWS * MOST, 4 * MOST);
+  if constexpr (COUNT > 1) store<1>(sums + SUMS, 4 * MOST);
+  if constexpr (COUNT > 2) store<2>(sums + 2 * SUMS, 4 * MOST);
+  if constexpr (COUNT > 3) store<3>(sums + 3 * SUMS, 4 * MOST);
+}
+
+// The sums of COUNT blocks of rows for two steps of tokens, whose sums are BLOCKS x SUMS apart. Each
+// tile of a weight is read once for both, and each tile of inputs for both blocks: the caches could
+// not feed the unit otherwise.
+template <int COUNT>
+void sums_of_two(const Block* blocks, int64_t columns, const float* inputs, int64_t second,
+                 Ahead& ahead, int64_t lines, float* sums) {
+  const float* others = inputs + up(columns, COLUMNS) / 2 * MOST;
+  zero<0>(), zero<1>();
+  if constexpr (COUNT > 1) zero<2>(), zero<3>();
+  for (int64_t k = 0; k < columns; k += COLUMNS) {
+    load<INPUTS>(inputs + k / 2 * MOST, 4 * MOST);
+    blocks[0].load<4>(k);
+    add_bfloats<0, 4>();
+    load<6>(others + k / 2 * second, 4 * second);
+    add_bfloats<1, 4, 6>();
+    if constexpr (COUNT > 1) {
+      blocks[1].load<5>(k);
+      add_bfloats<2, 5>();
+      add_bfloats<3, 5, 6>();
+    }
+    ahead.fetch(lines);
+  }
+  store<0>(sums, 4 * MOST), store<1>(sums + BLOCKS * SUMS, 4 * MOST);
+  if constexpr (COUNT > 1) store<2>(sums + SUMS, 4 * MOST);
+  if constexpr (COUNT > 1) store<3>(sums + (BLOCKS + 1) * SUMS, 4 * MOST);
 }
 
 }  // namespace
@@ -129,21 +160,33 @@ int64_t faster_from(c10::function_ref<void(int64_t, bool)> multiply) {
 void pack_inputs(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end) {
   const int64_t width = up(columns, COLUMNS);
-  for (int64_t t = begin; t < end; ++t) {
+  for (int64_t t = begin; t < end;) {
     const int64_t first = t / MOST * MOST, count = length(tokens, first);
-    const float* from = x + t * columns;
-    BFloat16* to = reinterpret_cast<BFloat16*>(room + first * width / 2 + t - first);
-    for (int64_t k = 0; k < width; k += 2, to += 2 * count) {
-      to[0] = k < columns ? from[k] : 0.0f;
-      to[1] = k + 1 < columns ? from[k + 1] : 0.0f;
+    const int64_t here = std::min(end, first + MOST) - t;
+    float* to = room + first * width / 2 + t - first;
+    for (int64_t k = 0; k < width; k += COLUMNS, to += COLUMNS / 2 * count) {
+      alignas(64) BFloat16 some[MOST * COLUMNS];
+      const int64_t whole = std::min(COLUMNS, columns - k);
+      for (int64_t i = 0; i < here; ++i) {
+        BFloat16* pairs = some + i * COLUMNS;
+        at::vec::convert(x + (t + i) * columns + k, pairs, whole);
+        std::fill(pairs + whole, pairs + COLUMNS, BFloat16(0.0f));
+      }
+      const float* from = reinterpret_cast<const float*>(some);
+      if (count == 1)
+        std::copy_n(from, COLUMNS / 2, to);
+      else
+        at::vec::transpose_mxn<float>(from, COLUMNS / 2, to, count, static_cast<int>(here),
+                                      COLUMNS / 2);
     }
+    t += here;
   }
 }
 
 void product(const BFloat16* weight, int64_t first, int64_t last, int64_t columns,
              const float* inputs, int64_t tokens, const BFloat16* then, Write write) {
   const int64_t width = up(columns, COLUMNS), whole = columns / COLUMNS * COLUMNS;
-  const int64_t row_bytes = 2 * columns, steps = (tokens + MOST - 1) / MOST;
+  const int64_t row_bytes = 2 * columns;
   const int64_t most = std::clamp<int64_t>(KEPT / (ROWS * row_bytes), 1, BLOCKS);
   const auto address = [&](int64_t row) {
     return reinterpret_cast<const char*>(weight + row * columns);
@@ -152,9 +195,9 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
               reinterpret_cast<const char*>(then)};
   static thread_local std::vector<BFloat16> padded;  // rows of an incomplete tile, with zeros
   alignas(64) BFloat16 rests[BLOCKS][ROWS * COLUMNS] = {};
-  alignas(64) float sums[BLOCKS * ROWS * MOST], turned[MOST * BLOCKS * ROWS];
+  alignas(64) float sums[2 * BLOCKS * SUMS], turned[MOST * BLOCKS * ROWS];
   const Kept kept;
-  int64_t configured = 0;
+  int64_t configured = 0;  // tokens
   for (int64_t row = first; row < last; row += most * ROWS) {
     const int64_t end = std::min(last, row + most * ROWS), count = (end - row + ROWS - 1) / ROWS;
     Block blocks[BLOCKS];
@@ -165,30 +208,37 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
         padded.assign(ROWS * width, BFloat16(0.0f));
         for (int64_t r = 0; r < rows; ++r)
           std::copy_n(from + r * columns, columns, padded.data() + r * width);
-        blocks[b] = {padded.data(), 2 * width, padded.data() + whole, 2 * width};
+        blocks[b] = {padded.data(), 2 * width, padded.data() + whole, 2 * width, whole};
         continue;
       }
       for (int64_t r = 0; r < ROWS; ++r)
         std::copy_n(from + r * columns + whole, columns - whole, rests[b] + r * COLUMNS);
-      blocks[b] = {from, row_bytes, rests[b], 2 * COLUMNS};
+      blocks[b] = {from, row_bytes, rests[b], 2 * COLUMNS, whole};
     }
     ahead.left = (end - row) * row_bytes / 64 + 1;
-    const int64_t passes = width / COLUMNS * steps, lines = (ahead.left + passes - 1) / passes;
-    for (int64_t begin = 0; begin < tokens; begin += MOST) {
-      const int64_t here = length(tokens, begin);
-      if (here != configured) configure(shapes_of(configured = here));
+    const int64_t passes = width / COLUMNS * (tokens / (2 * MOST) * ((count + 1) / 2) + 1);
+    const int64_t lines = (ahead.left + passes - 1) / passes;
+    for (int64_t begin = 0; begin < tokens; begin += 2 * MOST) {
+      const int64_t here = std::min(2 * MOST, tokens - begin);
+      const int64_t second = std::max<int64_t>(0, here - MOST);
+      if (here != configured) configure(shapes_of(here - second, second));
+      configured = here;
       const float* x = inputs + begin * width / 2;
-      switch (count) {
-        case 1: sums_of<1>(blocks, columns, x, here, ahead, lines, sums); break;
-        case 2: sums_of<2>(blocks, columns, x, here, ahead, lines, sums); break;
-        case 3: sums_of<3>(blocks, columns, x, here, ahead, lines, sums); break;
-        default: sums_of<4>(blocks, columns, x, here, ahead, lines, sums);
+      using Function = void (*)(const Block*, int64_t, const float*, int64_t, Ahead&, int64_t, float*);
+      constexpr Function ONE[] = {sums_of<1>, sums_of<2>, sums_of<3>, sums_of<4>};
+      constexpr Function TWO[] = {sums_of_two<1>, sums_of_two<2>};
+      if (!second) ONE[count - 1](blocks, columns, x, here, ahead, lines, sums);
+      for (int64_t b = 0; second && b < count; b += 2)
+        TWO[count - b > 1](blocks + b, columns, x, second, ahead, lines, sums + b * SUMS);
+      for (int64_t step = begin; step < begin + here; step += MOST) {
+        const float* from = sums + (step - begin) / MOST * BLOCKS * SUMS;
+        const int64_t some = length(tokens, step);
+        for (int64_t b = 0; b < count; ++b)
+          at::vec::transpose_mxn<float>(from + b * SUMS, MOST, turned + b * ROWS, BLOCKS * ROWS,
+                                        ROWS, static_cast<int>(some));
+        for (int64_t t = 0; t < some; ++t)
+          write(step + t, row, end - row, turned + t * BLOCKS * ROWS);
       }
-      for (int64_t b = 0; b < count; ++b)
-        at::vec::transpose_mxn<float>(sums + b * ROWS * MOST, MOST, turned + b * ROWS,
-                                      BLOCKS * ROWS, ROWS, here);
-      for (int64_t t = 0; t < here; ++t)
-        write(begin + t, row, end - row, turned + t * BLOCKS * ROWS);
     }
   }
 }

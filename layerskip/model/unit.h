@@ -76,9 +76,9 @@ template <int TILE>
 inline void store(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
 }
-template <int SUMS, int WEIGHT>
+template <int SUMS, int ROW, int BY = INPUTS>
 inline void add_bfloats() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(WEIGHT), "i"(INPUTS));
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROW), "i"(BY));
 }
 // Signed bytes of tile FROM times signed or unsigned ones of a weight.
 template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
@@ -105,7 +105,7 @@ template <int TILE>
 inline void load(const void*, int64_t) {}
 template <int TILE>
 inline void store(void*, int64_t) {}
-template <int SUMS, int WEIGHT>
+template <int SUMS, int ROW, int BY = INPUTS>
 inline void add_bfloats() {}
 template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
 inline void add_bytes() {}
