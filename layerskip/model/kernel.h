@@ -60,14 +60,21 @@ inline int64_t up_to(int64_t count, int64_t unit) { return (count + unit - 1) / 
 inline int64_t padded(int64_t width) { return up_to(width, LANES); }
 inline int64_t part_size(int64_t width) { return padded(width) + 2; }
 
+// The larger of two numbers each; b if one of them is no number.
+inline Vec larger(const Vec& a, const Vec& b) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_max_ps(a, b);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_max_ps(a, b);
+#else
+  return at::vec::maximum(a, b);
+#endif
+}
+
 // e^x for x <= 0, by the polynomial of Cephes. Exactly 1 at 0, and 0 at minus infinity.
 inline Vec power(const Vec& x) {
   // Below this bound the result underflows to 0; the bound keeps the exponent in range.
-#if defined(CPU_CAPABILITY_AVX512)
-  const Vec kept = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // NaN if x is
-#else
-  const Vec kept = at::vec::maximum(x, Vec(-200.0f));
-#endif
+  const Vec kept = larger(Vec(-200.0f), x);
   const Vec n = (kept * Vec(1.44269504088896341f)).round();
   const Vec r = at::vec::fmadd(n, Vec(2.12194440e-4f), at::vec::fmadd(n, Vec(-0.693359375f), kept));
   Vec y(1.9875691500e-4f);
@@ -390,19 +397,20 @@ struct Kernel {
     const int64_t none = std::clamp<int64_t>(sink - begin, 0, end - begin);
     const int64_t first = std::clamp<int64_t>(query.first - begin, none, end - begin);
     const int64_t last = std::clamp<int64_t>(query.last + 1 - begin, none, end - begin);
-    const Vec scale(static_cast<float>(layer.scale)), cap(static_cast<float>(layer.softcap));
-    for (int64_t s = 0; s < end - begin; s += LANES) {
-      Vec some = Vec::loadu(scores + s);
-      some = layer.eager ? rounded<S>(rounded<S>(some) * scale) : some * scale;
-      if (layer.eager && layer.softcap > 0)
-        some = rounded<S>(rounded<S>(rounded<S>(some / cap).tanh()) * cap);
-      some.store(scores + s);
-    }
     std::fill(scores + none, scores + first, NEVER);
     std::fill(scores + last, scores + (end - begin), NEVER);
+    const Vec scale(static_cast<float>(layer.scale)), cap(static_cast<float>(layer.softcap));
     Vec most(NEVER);
-    for (int64_t s = 0; s < end - begin; s += LANES)
-      most = at::vec::maximum(most, Vec::loadu(scores + s));
+    for (int64_t s = 0; s < end - begin; s += LANES) {
+      const Vec score = Vec::loadu(scores + s);
+      Vec some = layer.eager ? rounded<S>(rounded<S>(score) * scale) : score * scale;
+      if (layer.eager && layer.softcap > 0) {
+        some = rounded<S>(rounded<S>(rounded<S>(some / cap).tanh()) * cap);
+        some = Vec::blendv(some, Vec(NEVER), score == Vec(NEVER));
+      }
+      some.store(scores + s);
+      most = larger(most, some);
+    }
     float largest =
         at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, most);
     if (largest == NEVER) return {NEVER, 0.0f};
