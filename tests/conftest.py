@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 gc.disable()  # while tests are collected, garbage collection takes a tenth of the time
+_thaws, _unfreeze = [], gc.unfreeze
+gc.unfreeze = lambda: _thaws.append(_unfreeze())  # get_freeze_count() counts a million objects
 sys.dont_write_bytecode = False  # rewrite asserts once, not in every process
 # torch reads this when it is imported; tests run in parallel, and child processes inherit it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,8 +51,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _modules_are_no_garbage():
     """Exempt them from garbage collection again if a benchmark has ended that."""
-    if not gc.get_freeze_count():
+    if _thaws:
         gc.freeze()
+        _thaws.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
