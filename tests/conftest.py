@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 gc.disable()  # while tests are collected, garbage collection takes a tenth of the time
+_thaws, _unfreeze = [], gc.unfreeze
+gc.unfreeze = lambda: _thaws.append(_unfreeze())  # get_freeze_count() counts a million objects
 sys.dont_write_bytecode = False  # rewrite asserts once, not in every process
 # torch reads this when it is imported; tests run in parallel, and child processes inherit it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,15 +51,17 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _modules_are_no_garbage():
     """Exempt them from garbage collection again if a benchmark has ended that."""
-    if not gc.get_freeze_count():
+    if _thaws:
         gc.freeze()
+        _thaws.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _costs_are_measured_in_a_moment():
-    """By two sweeps over all passes; users get more, and so does `test_costs.py`."""
+    """By two sweeps over all passes, and one MiB; users get more, and so does `test_costs.py`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("layerskip.timing.rounds.SWEEPS", 2)
+        patch.setattr("layerskip.bench.reads.Sweeps.__init__.__defaults__", (1 << 20,))
         yield
 
 

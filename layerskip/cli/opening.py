@@ -6,7 +6,6 @@ drafts need no setup: they are looked up, and the model drafts in low precision 
 
 from __future__ import annotations
 
-import atexit
 import gc
 import sys
 import warnings
@@ -43,7 +42,7 @@ def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
 
 @contextmanager
 def _unsearched() -> Iterator[None]:
-    """Exempt objects made inside from garbage collection until the interpreter exits.
+    """Exempt objects made inside from garbage collection, also when the interpreter exits.
 
     Importing the libraries makes a million lasting objects; collections over them take a second.
     """
@@ -53,7 +52,6 @@ def _unsearched() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)
         if searching:
             gc.enable()
 
