@@ -1,6 +1,6 @@
 // The kernel of attention for bfloat16 keys and values on the matrix unit of some CPUs (AMX).
 //
-// Up to 16 queries are the rows of a tile. The keys of a segment are packed once for all queries of
+// 16 queries are the rows of a tile. The keys of a segment are packed once for all queries of
 // a block, and so are its values. A score does not depend on its neighbours, and values are summed
 // by groups of 32 slots, which begin at the same slots in every pass.
 
@@ -21,45 +21,39 @@ struct TiledKernel : Kernel<BFloat16, true> {
 
   static bool takes(int64_t width) { return !tiles::refusal() && width % (2 * SIDE) == 0; }
 
-  // Some tiles in memory: their rows are `stride` floats apart, the tiles that are multiplied one
-  // after the other `step`, and those that stand side by side `next`.
+  // Tiles in memory: their rows are `stride` floats apart, the tiles that are multiplied one after
+  // the other `step`, and two that are multiplied at once `next`.
   struct Tiles {
     const float* at;
     int64_t stride, step, next;
   };
 
-  // Writes the products of a tile of rows with COUNT tiles side by side, (queries, COUNT x SIDE).
-  template <int COUNT>
-  static void multiply(const Tiles& rows, const Tiles& by, int64_t steps, float* out,
+  // Writes the products of one or two tiles of queries with `count` others side by side, an even
+  // number: (queries, count x SIDE).
+  template <bool TWO>
+  static void multiply(const Tiles& queries, Tiles by, int64_t steps, int64_t count, float* out,
                        int64_t stride) {
     using namespace tiles;
-    zero<0>(), zero<1>();
-    if constexpr (COUNT > 2) zero<2>(), zero<3>();
-    for (int64_t k = 0; k < steps; ++k) {
-      const float* from = by.at + k * by.step;
-      load<4>(rows.at + k * rows.step, 4 * rows.stride);
-      load<5>(from, 4 * by.stride);
-      add_bfloats<0, 4, 5>();
-      load<6>(from + by.next, 4 * by.stride);
-      add_bfloats<1, 4, 6>();
-      if constexpr (COUNT > 2) {
-        load<5>(from + 2 * by.next, 4 * by.stride);
-        add_bfloats<2, 4, 5>();
-        load<6>(from + 3 * by.next, 4 * by.stride);
-        add_bfloats<3, 4, 6>();
+    for (; count > 0; count -= 2, by.at += 2 * by.next, out += 2 * SIDE) {
+      zero<0>(), zero<1>();
+      if constexpr (TWO) zero<2>(), zero<3>();
+      for (int64_t k = 0; k < steps; ++k) {
+        const float *rows = queries.at + k * queries.step, *from = by.at + k * by.step;
+        load<4>(rows, 4 * queries.stride);
+        load<6>(from, 4 * by.stride);
+        add_bfloats<0, 4, 6>();
+        load<7>(from + by.next, 4 * by.stride);
+        add_bfloats<1, 4, 7>();
+        if constexpr (TWO) {
+          load<5>(rows + queries.next, 4 * queries.stride);
+          add_bfloats<2, 5, 6>();
+          add_bfloats<3, 5, 7>();
+        }
       }
+      store<0>(out, 4 * stride), store<1>(out + SIDE, 4 * stride);
+      if constexpr (TWO) store<2>(out + SIDE * stride, 4 * stride);
+      if constexpr (TWO) store<3>(out + SIDE * (stride + 1), 4 * stride);
     }
-    store<0>(out, 4 * stride), store<1>(out + SIDE, 4 * stride);
-    if constexpr (COUNT > 2) store<2>(out + 2 * SIDE, 4 * stride);
-    if constexpr (COUNT > 2) store<3>(out + 3 * SIDE, 4 * stride);
-  }
-
-  // The same for `count` tiles side by side, an even number.
-  static void multiply_all(const Tiles& rows, Tiles by, int64_t steps, int64_t count, float* out,
-                           int64_t stride) {
-    for (; count > 2; count -= 4, by.at += 4 * by.next, out += 4 * SIDE)
-      multiply<4>(rows, by, steps, out, stride);
-    if (count > 0) multiply<2>(rows, by, steps, out, stride);
   }
 
   // Packs keys (slots, width) as (slots / SIDE, width / 2, SIDE) pairs of numbers. As many bytes are
@@ -97,18 +91,20 @@ struct TiledKernel : Kernel<BFloat16, true> {
     const int64_t width = layer.width, deep = depth(width), size = part_size(width);
     const int64_t slots = shared - begin;
     float *packed_keys = room, *packed_values = packed_keys + SEGMENT * deep;
-    float *scores = packed_values + SEGMENT * deep, *rest = scores + SIDE * SEGMENT;
+    float *scores = packed_values + SEGMENT * deep, *rest = scores + 2 * SIDE * SEGMENT;
     S* gathered = reinterpret_cast<S*>(rest + SIDE * deep);
     const tiles::Kept kept;
     int64_t configured = 0;
     // The parts of queries from .. to for the first `slots` slots that are packed.
     const auto attend = [&](int64_t from, int64_t to, int64_t slots) {
       const int64_t stripes = up_to(slots, STRIPE) / STRIPE;
-      for (int64_t j = from; j < to; j += SIDE) {
-        const int64_t here = std::min(SIDE, to - j);
+      for (int64_t j = from; j < to; j += 2 * SIDE) {
+        const int64_t here = std::min(2 * SIDE, to - j);
         if (here != configured) configure(configured = here);
-        multiply_all({q + j * deep, deep, SIDE}, {packed_keys, SIDE, SIDE * SIDE, SIDE * deep},
-                     deep / SIDE, 2 * stripes, scores, SEGMENT);
+        const auto multiply_all = here > SIDE ? multiply<true> : multiply<false>;
+        multiply_all({q + j * deep, deep, SIDE, SIDE * deep},
+                     {packed_keys, SIDE, SIDE * SIDE, SIDE * deep}, deep / SIDE, 2 * stripes,
+                     scores, SEGMENT);
         for (int64_t i = 0; i < here; ++i) {
           float* part = parts + (j + i) * size;
           std::tie(part[0], part[1]) =
@@ -116,8 +112,9 @@ struct TiledKernel : Kernel<BFloat16, true> {
                      known ? known + 2 * (j + i) : nullptr, scores + i * SEGMENT);
         }
         if (weighing)
-          multiply_all({scores, SEGMENT, SIDE}, {packed_values, width, SIDE * width, SIDE}, stripes,
-                       width / SIDE, parts + j * size + 2, size);
+          multiply_all({scores, SEGMENT, SIDE, SIDE * SEGMENT},
+                       {packed_values, width, SIDE * width, SIDE}, stripes, width / SIDE,
+                       parts + j * size + 2, size);
       }
     };
     pack_keys(keys, slots, width, weighing ? values : nullptr, rest, packed_keys);
@@ -133,10 +130,12 @@ struct TiledKernel : Kernel<BFloat16, true> {
   }
 
  private:
-  // Tiles 0 to 3 hold sums, 4 the rows of some queries, 5 and 6 what they are multiplied with.
+  // Tiles 0 to 3 hold sums, 4 and 5 queries or their scores, 6 and 7 keys or values.
   static void configure(int64_t queries) {
+    const int64_t first = std::min(SIDE, queries), second = std::max<int64_t>(1, queries - SIDE);
     tiles::Shapes shapes;
-    for (int tile = 0; tile < 7; ++tile) shapes.set(tile, tile < 5 ? queries : SIDE, 64);
+    for (int tile = 0; tile < 8; ++tile)
+      shapes.set(tile, tile > 5 ? SIDE : tile == 2 || tile == 3 || tile == 5 ? second : first, 64);
     tiles::configure(shapes);
   }
 };
