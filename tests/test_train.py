@@ -503,6 +503,21 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     assert training(tmp_path, model).finished("train.json") == record
 
 
+def test_held_out_texts_that_end_at_once_are_passed_over(tmp_path, monkeypatch):
+    model = lively_model("llama", dtype=torch.float32)
+    costs = [CostTable(0.3, (1.0,) * 7)] * 3
+    monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
+    made = training(tmp_path, model, tokens=64)
+    skip = made.run()
+    (ended,) = made.corpus.apart
+    new = generate(model, torch.tensor([ended]), enabled=False, max_new_tokens=1).sequences[0, -1]
+    model.generation_config.eos_token_id = new.item()
+    with pytest.raises(ValueError, match=r"was not judged; use .*trained\.json, or train on other"):
+        judging.judge(made, skip)
+    made.corpus.apart = [ended, [5, 9, 3, 44], ended]
+    assert judging.judge(made, skip)["held_out"]["prompts"] == 2
+
+
 # ---- What is refused ----
 
 
