@@ -541,6 +541,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             training(tmp_path / "none", model, kind=kind, skip=skip)
     assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match=r"prompt long has .* an answer needs room for"):
+        source(model, given=[*prompts(), Prompt(id="long", text="long" * 1000)])
     training(tmp_path / "a", model)
     with pytest.raises(ValueError, match=f"{tmp_path} is not empty, and holds no training; name"):
         training(tmp_path, model)

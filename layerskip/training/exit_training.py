@@ -175,7 +175,7 @@ class ExitTraining(Stages):
         if min(tokens // recipe.rows, counts[token_files.APART]) <= recipe.window:
             raise ValueError(
                 f"the texts hold {tokens:,} tokens, too few for a step of {recipe.rows} "
-                f"windows of {recipe.window}; give more prompts or texts, or more minutes"
+                f"windows of {recipe.window}; give more texts or minutes, and another folder"
             )
         frozen = None
         if not self.half:

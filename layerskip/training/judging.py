@@ -34,10 +34,11 @@ from layerskip.replay.exits import law_of
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
 from layerskip.requests import end_tokens
 from layerskip.timing.tables import cost_tables
+from layerskip.training.data import LEAST_ROOM
 from layerskip.training.drafts import TRAINED_FILE, Training
 from layerskip.training.stages import RECORD
 
-PROMPTS, NEW_TOKENS = 12, 64
+PROMPTS, NEW_TOKENS = 12, LEAST_ROOM
 TIMED, REPEATS = 6, 3
 FOR_QUESTIONS, FOR_REPLAYS = 0.15, 0.4
 """Shares of judging's time for questions and replays; the rest is for timing."""
