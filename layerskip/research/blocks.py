@@ -77,7 +77,7 @@ class Layer(nn.Module):
         writing = [part for part in model.parts if part.writes]
         full = [part for part in writing if part.kind == "full_attention"]
         part = (full or [each for each in writing if each.kind == writing[-1].kind])[-1]
-        built = deepcopy(unpacked_model(part.module))  # stored weights cannot be changed
+        built: Any = deepcopy(unpacked_model(part.module))  # stored weights cannot be changed
         for name, parameter in [*built.named_parameters()]:
             # Separate storage, since a tensor of the model may contain several weights.
             owner = built.get_submodule(name.rpartition(".")[0])
