@@ -275,7 +275,10 @@ def confirm(
         note=lambda what, share: progress(f"timing prompt {what}", share),
     )
     if not decoded:
-        raise ValueError("every held-out text ends with its first token; give other prompts")
+        raise ValueError(
+            "every held-out text ends with its first token; repeat with --no-confirm, or give "
+            "other prompts"
+        )
     plain = decoding_totals(decoded, "plain")
     usual = decoding_totals(decoded, DEFAULT)
     for finalist in finalists:

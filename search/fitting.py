@@ -62,14 +62,16 @@ def space_for(
     config of `first` is healed, everything in low precision uses the weights of the first such one.
 
     Raises:
-        ValueError: as for `parts_of`; a precision other than the healed config's was requested; or
-            the model runs as a whole.
+        ValueError: as for `parts_of`; a precision other than the healed config's was requested; a
+            config of `first` has a trained module; or the model runs as a whole.
     """
     if isinstance(opened, Whole):
         raise ValueError(opened.refusal("there are no sublayers to search"))
     kind, parts = parts_of(space)
     head: Literal[8, 4] | None = None
     trained: Trained | None = None
+    for other in (each.trained.kind for each in first if each.trained and each.trained.module):
+        raise ValueError(f"a search cannot try a draft of kind {other}; leave it out")
     healed = next((skip for skip in first if skip.trained and skip.low), None)
     if healed is not None and healed.low is not None:
         trained, low = healed.trained, healed.low

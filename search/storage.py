@@ -9,6 +9,7 @@ import re
 import sqlite3
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def open_storage(storage: str | os.PathLike[str] | None) -> storages.BaseStorage
     options: dict[str, Any] = {"pool_pre_ping": True}  # servers close idle connections
     if text.startswith("sqlite"):
         options = {"connect_args": {"timeout": 60, "factory": _SqliteConnection}}
+    if text.startswith("postgres") and find_spec("psycopg") is None:
+        raise ValueError("psycopg is not installed: pip install 'layerskip[postgres]'")
     text = re.sub("^postgres(ql)?://", "postgresql+psycopg://", text)  # the extra's driver
     database = storages.RDBStorage(
         text,

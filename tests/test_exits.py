@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from layerskip.config import SkipConfig
 from layerskip.files.trainings import rise
+from layerskip.model.stored import store_halves
 from layerskip.training import exit_training, judging, stages
 from layerskip.training.exit_results import best_exit, card
 from layerskip.training.exit_training import ExitRecipe, ExitTraining
@@ -303,5 +304,13 @@ def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
 def test_a_model_that_runs_whole_is_refused(tmp_path, texts):
     model = small_model("gpt2").float()
     with pytest.raises(ValueError, match="sublayers of architecture 'gpt2' are not known"):
+        ExitTraining(model, Letters(), None, texts, ExitRecipe(steps=1), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_packed_weights_are_refused(tmp_path, texts):
+    model = tiny_model("llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96).float()
+    assert store_halves(model)
+    with pytest.raises(ValueError, match="trains plain weights; name the checkpoint"):
         ExitTraining(model, Letters(), None, texts, ExitRecipe(steps=1), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -98,6 +98,7 @@ FILES = [
     ("[3, 9]", "must be a JSON object, got"),
     ("{}", "must have attention, mlp, .* low, trained, experts or window, got none"),
     ('{"schema": 2, "mlp": []}', "schema must be 3, got 2: of another version"),
+    ('{"schema": 1, "recipe": {}}', "got 1: of another version of layerskip, or another kind of"),
     ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
     ('{"mlp": null}', "mlp must be a list of layer indices, got None"),
     ('{"low": []}', "low must be a JSON object"),

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -372,6 +373,12 @@ def test_positions_that_are_asked_for(searched, tmp_path):
     """Positions come in whole texts. By default all six are traced, as the model is small."""
     result = searched("--trials", 1, "--positions", 30, "--space", "exit", "--allow-ends")
     assert warned(result) == ["--allow-ends has no effect with --space exit"]
+    idle = ("--space", "exit,experts,window", "--bits", 4, "--study-name", "idle")
+    assert warned(searched("--trials", 1, "--positions", 30, *idle)) == [
+        "--bits has no effect without bits in --space",
+        "--space experts has no effect with this model and these prompts",
+        "--space window has no effect with this model and these prompts",
+    ]
     assert read_search(tmp_path / "out" / "search.json")["trace"]["texts"] == 2
 
 
@@ -476,11 +483,14 @@ def test_an_output_that_is_a_file(folder, prompts, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_storage_that_cannot_be_opened(folder, prompts, tmp_path):
+def test_a_storage_that_cannot_be_opened(folder, prompts, tmp_path, monkeypatch):
     output, storage = tmp_path / "out", "postgresql://me:hunter2@localhost:1/x"
     reason = refused(*flags(folder, prompts, output, "--storage", storage))
     assert reason.startswith("cannot open the storage ")
     assert "hunter2" not in reason
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    reason = refused(*flags(folder, prompts, output, "--storage", storage))
+    assert reason.endswith("psycopg is not installed: pip install 'layerskip[postgres]'")
     assert list(output.iterdir()) == []
 
 

@@ -220,8 +220,9 @@ class TestTrained:
     def test_trained_modules_are_no_configs_of_a_space(self, llama, tmp_path):
         block = ExitBlock(Sublayers(llama)).state_dict()
         trained = save_trained(tmp_path / "e.safetensors", block, "exit-block", llama)
-        module = SkipConfig(exit_layer=5, trained=trained)
-        with pytest.raises(ValueError, match="skip config a: its trained weights are not"):
+        low = LowPrecision(attention=(), mlp=())
+        module = SkipConfig(exit_layer=5, trained=trained, low=low)
+        with pytest.raises(ValueError, match="a search cannot try a draft of kind exit-block"):
             find(llama, first={"a": module})
 
 

@@ -503,6 +503,21 @@ def test_judging_leaves_a_record_and_what_drafts_best(tmp_path, monkeypatch):
     assert training(tmp_path, model).finished("train.json") == record
 
 
+def test_held_out_texts_that_end_at_once_are_passed_over(tmp_path, monkeypatch):
+    model = lively_model("llama", dtype=torch.float32)
+    costs = [CostTable(0.3, (1.0,) * 7)] * 3
+    monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
+    made = training(tmp_path, model, tokens=64)
+    skip = made.run()
+    (ended,) = made.corpus.apart
+    new = generate(model, torch.tensor([ended]), enabled=False, max_new_tokens=1).sequences[0, -1]
+    model.generation_config.eos_token_id = new.item()
+    with pytest.raises(ValueError, match=r"was not judged; use .*trained\.json, or train on other"):
+        judging.judge(made, skip)
+    made.corpus.apart = [ended, [5, 9, 3, 44], ended]
+    assert judging.judge(made, skip)["held_out"]["prompts"] == 2
+
+
 # ---- What is refused ----
 
 
@@ -526,6 +541,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             training(tmp_path / "none", model, kind=kind, skip=skip)
     assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match=r"prompt long has .* an answer needs room for"):
+        source(model, given=[*prompts(), Prompt(id="long", text="long" * 1000)])
     training(tmp_path / "a", model)
     with pytest.raises(ValueError, match=f"{tmp_path} is not empty, and holds no training; name"):
         training(tmp_path, model)

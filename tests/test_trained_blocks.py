@@ -10,7 +10,7 @@ from guesses import Guesses
 from kinds import BLOCKS, weights_of
 from looped import ENDS, decoded, model_of, prompts, second_of
 from marks import thorough
-from models import Fickle, Growing, lively_model
+from models import Fickle, Growing, lively_model, tiny_model
 
 import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
@@ -23,6 +23,7 @@ from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import Heads
 from layerskip.model.cache import RowCache
+from layerskip.model.stored import store_halves
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.research import block_states as states
@@ -181,6 +182,16 @@ def test_the_doors_take_them_and_measure_what_they_cost(kind, folder):
     assert table.source == "measured"
     exact = analytic(opened, SkipConfig.early_exit(EXIT)).draft
     assert (analytic(opened, skip).draft > exact) is (kind == "exit-block")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_weights_that_are_read_in_half_the_bytes_take_them(kind, tmp_path):
+    model = tiny_model("llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96).float()
+    ids, skip = torch.arange(5, 30)[None], skip_of(kind, tmp_path, model)
+    assert store_halves(model)
+    how = {"max_new_tokens": 20, "do_sample": True, "seed": 5}
+    plain = layerskip.generate(model, ids, enabled=False, **how).sequences
+    assert torch.equal(layerskip.generate(model, ids, skip=skip, **how).sequences, plain)
 
 
 def drafting(opened, skip, ids):

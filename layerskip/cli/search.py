@@ -142,6 +142,8 @@ def search(
     kind, parts = parts_of(space)
     if kind == "exit" and allow_ends:
         warn_idle({"allow_ends": True}, "with --space exit")
+    if "bits" not in parts and bits in ("8", "4"):
+        warn_idle({"bits": bits}, "without bits in --space")
     named: dict[str, Any] = {"none": None, "8": 8, "4": 4}
     positions = positions or default_positions(loaded.model)
     chosen = chosen[: max(1, math.ceil(positions / max_new_tokens))]
@@ -159,6 +161,10 @@ def search(
             first=[*first.values()],
             context=typical_context(traced, max_new_tokens),
         )
+        tried = {"bits": within.bits, "experts": within.experts, "window": within.windows}
+        for part, values in (tried | {"vocabulary": within.vocabularies}).items():
+            if part in space and not values:
+                warn_idle({f"space {part}": True}, "with this model and these prompts")
         steps = Search(
             loaded.model,
             traced,

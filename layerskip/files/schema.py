@@ -155,7 +155,7 @@ def version(expected: int) -> Check:
         if isinstance(value, bool) or value != expected:
             raise ValueError(
                 f"{name} must be {expected}, got {shown(value)}: of another version of layerskip, "
-                "write the file again with this one"
+                "or another kind of file; name the right file, or write it again with this version"
             )
         return expected
 

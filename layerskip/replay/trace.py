@@ -149,6 +149,10 @@ class Trace:
         return torch.cat([text.states[-1] for text in self.texts])
 
 
+class NothingToDraft(ValueError):
+    """Every text of a trace ends with its first token."""
+
+
 @torch.no_grad()
 def take_trace(
     model: Any,
@@ -177,7 +181,7 @@ def take_trace(
         acceptance: of drafts in sampling, "coupled" or "rejection"; the texts are the same.
 
     Raises:
-        ValueError: an argument is out of range, or no text has a token to draft.
+        ValueError: an argument is out of range, or no text has a token to draft (NothingToDraft).
     """
     opened = opened_of(model)
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]
@@ -220,7 +224,9 @@ def take_trace(
     cache = _stacked(caches)
     trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens, rejection)
     if trace.starts == 0:
-        raise ValueError("every text of the trace ends with its first token; give other prompts")
+        raise NothingToDraft(
+            "every text of the trace ends with its first token; give other prompts"
+        )
     return trace
 
 

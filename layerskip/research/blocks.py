@@ -22,6 +22,7 @@ from layerskip.model.backend import Backend, Block, Variant
 from layerskip.model.blocks import AHEAD, DraftModule, linear_of, scaled
 from layerskip.model.cache import additive, causal
 from layerskip.model.modules import Modules
+from layerskip.model.stored import unpacked_model
 
 
 class _WholeTexts:
@@ -76,7 +77,7 @@ class Layer(nn.Module):
         writing = [part for part in model.parts if part.writes]
         full = [part for part in writing if part.kind == "full_attention"]
         part = (full or [each for each in writing if each.kind == writing[-1].kind])[-1]
-        built = deepcopy(part.module)
+        built: Any = deepcopy(unpacked_model(part.module))  # stored weights cannot be changed
         for name, parameter in [*built.named_parameters()]:
             # Separate storage, since a tensor of the model may contain several weights.
             owner = built.get_submodule(name.rpartition(".")[0])

@@ -32,6 +32,8 @@ BATCH = 48
 HELD_OUT = 8
 """One of this many prompts is held out of training."""
 LONGEST_QUESTION, LONGEST_ANSWER = 64, 256
+LEAST_ROOM = 64
+"""New tokens for which each given prompt must leave room, as judging decodes so many."""
 SHORTEST = 16
 """Minimum mean length of texts in tokens, however late it is."""
 _MARK = "\u2042\u2042"
@@ -59,7 +61,7 @@ class Corpus:
         late: time (of `time.monotonic`) after which texts are cut short.
 
     Raises:
-        ValueError: too few are given to hold one out.
+        ValueError: too few are given to hold one out, or a prompt leaves no room for an answer.
     """
 
     def __init__(
@@ -82,6 +84,13 @@ class Corpus:
         self.drawn_by, self.late = model, math.inf
         self.temperature, self.seed, self.answers = temperature, seed, answer
         ids = [encode(tokenizer, each)[0].tolist() for each in given or ()]
+        room = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+        for prompt, one in zip(given or (), ids, strict=True):  # now, since some are read last
+            if answer and len(one) + LEAST_ROOM > room:
+                raise ValueError(
+                    f"prompt {prompt.id} has {len(one):,} tokens, and an answer needs room for "
+                    f"{LEAST_ROOM}, but the model reads at most {room:,}; shorten or leave it out"
+                )
         every = max(2, min(HELD_OUT, len(ids)))
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
         self.apart = [one for i, one in enumerate(ids) if i % every == every - 1]
@@ -148,11 +157,6 @@ class Corpus:
         """The target's sampled answers to prompts; each batch number has its own noise."""
         room = self.model.config.get_text_config().max_position_embeddings
         width = max(map(len, prompts))
-        if width + 2 > room:
-            raise ValueError(
-                f"a prompt of {width} tokens leaves no room for an answer: the model reads at most "
-                f"{room}"
-            )
         rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
         parts = (rows, [*map(torch.ones_like, rows)])  # ids and mask, (B, W) each
         ids, mask = (pad_sequence(p, batch_first=True, padding_side="left") for p in parts)

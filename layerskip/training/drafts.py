@@ -161,7 +161,7 @@ class Training(Stages):
             raise ValueError(
                 f"the texts hold {sum(len(text.ids) for text in texts)} tokens, too few for a "
                 f"step ({recipe.rows} windows of {recipe.window}) and a window kept apart; give "
-                "more prompts or texts"
+                "more prompts or texts, and another folder"
             )
         return ids, texts
 

@@ -28,6 +28,7 @@ from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
 from layerskip.files.writing import readable, write_text
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
+from layerskip.model.stored import stored_weights
 from layerskip.model.wrappers import peft
 from layerskip.registry import named
 from layerskip.training import data, processes, token_files
@@ -127,6 +128,10 @@ class ExitTraining(Stages):
         folder: Path,
         **said: Any,
     ) -> None:
+        if stored_weights(model):
+            raise ValueError(
+                "--recipe exits trains plain weights; name the checkpoint that this was packed from"
+            )
         self.module = ExitModel(model)
         self.layers = self.module.known.num_layers
         self.recipe = recipe = recipe.for_model(self.layers)
@@ -175,7 +180,7 @@ class ExitTraining(Stages):
         if min(tokens // recipe.rows, counts[token_files.APART]) <= recipe.window:
             raise ValueError(
                 f"the texts hold {tokens:,} tokens, too few for a step of {recipe.rows} "
-                f"windows of {recipe.window}; give more prompts or texts, or more minutes"
+                f"windows of {recipe.window}; give more texts or minutes, and another folder"
             )
         frozen = None
         if not self.half:

@@ -31,13 +31,14 @@ from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.exits import law_of
-from layerskip.replay.trace import Trace, take_trace
+from layerskip.replay.trace import NothingToDraft, Trace, take_trace
 from layerskip.requests import end_tokens
 from layerskip.timing.tables import cost_tables
-from layerskip.training.drafts import Training
+from layerskip.training.data import LEAST_ROOM
+from layerskip.training.drafts import TRAINED_FILE, Training
 from layerskip.training.stages import RECORD
 
-PROMPTS, NEW_TOKENS = 12, 64
+PROMPTS, NEW_TOKENS = 12, LEAST_ROOM
 TIMED, REPEATS = 6, 3
 FOR_QUESTIONS, FOR_REPLAYS = 0.15, 0.4
 """Shares of judging's time for questions and replays; the rest is for timing."""
@@ -63,8 +64,19 @@ def judge(training: Training, skip: SkipConfig, usual: SkipConfig | None = None)
         drafts["untrained" if base.trained is None else "begun with"] = base
     if usual is not None:
         drafts[BEFORE] = usual
-    began = time.monotonic()
-    acceptance = _replayed(training, prompts[:1], drafts)
+    acceptance: dict[str, dict[str, list[float]]] = {}
+    while not acceptance:
+        began = time.monotonic()
+        try:
+            acceptance = _replayed(training, prompts[:1], drafts)
+        except NothingToDraft as error:
+            prompts = prompts[1:]
+            if not prompts:
+                raise ValueError(
+                    "every held-out text ends with its first token, so the draft was not judged; "
+                    f"use {training.folder / TRAINED_FILE}, or train on other texts in another "
+                    "folder"
+                ) from error
     a_prompt, left = time.monotonic() - began, training.until - began
     if left < math.inf:
         prompts = prompts[: max(1, int(FOR_REPLAYS * left / a_prompt))]
