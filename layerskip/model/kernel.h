@@ -72,24 +72,42 @@ inline Vec larger(const Vec& a, const Vec& b) {
 }
 
 // e^x for x <= 0: 2^(n + r) with |r| <= 1/2. The polynomial is the one with the least relative error
-// (9e-8) of those that are exactly 1 at 0. The result is 0 at minus infinity.
-inline Vec power(const Vec& x) {
-  // Below this bound the result underflows to 0; the bound keeps the exponent in range.
-  const Vec all = larger(Vec(-200.0f), x) * Vec(1.44269504088896341f), n = all.round(), r = all - n;
-  Vec y(1.3264728769e-3f);
-  y = at::vec::fmadd(y, r, Vec(9.6715131831e-3f));
-  y = at::vec::fmadd(y, r, Vec(5.5507337445e-2f));
-  y = at::vec::fmadd(y, r, Vec(2.4022242077e-1f));
-  y = at::vec::fmadd(y, r, Vec(6.9314697760e-1f));
-  y = at::vec::fmadd(y, r, Vec(1.0f));
+// (9e-8) of those that are exactly 1 at 0. The result is 0 at minus infinity. COUNT vectors take
+// turns, because a CPU cannot look far enough ahead to begin the next before one is done.
+template <int COUNT>
+inline void raise(Vec (&x)[COUNT]) {
+  Vec n[COUNT], y[COUNT];
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; ++i) {
+    // Below this bound the result underflows to 0; the bound keeps the exponent in range.
+    x[i] = larger(Vec(-200.0f), x[i]) * Vec(1.44269504088896341f);
+    n[i] = x[i].round();
+    x[i] = x[i] - n[i];
+    y[i] = Vec(1.3264728769e-3f);
+  }
+#pragma GCC unroll 5
+  for (const float factor : {9.6715131831e-3f, 5.5507337445e-2f, 2.4022242077e-1f, 6.9314697760e-1f, 1.0f})
+#pragma GCC unroll 4
+    for (int i = 0; i < COUNT; ++i) y[i] = at::vec::fmadd(y[i], x[i], Vec(factor));
+#pragma GCC unroll 4
+  for (int i = 0; i < COUNT; ++i) {
 #if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_scalef_ps(y, n);
+    x[i] = _mm512_scalef_ps(y[i], n[i]);
 #else
-  using Ints = at::vec::Vectorized<int32_t>;
-  const Vec some = at::vec::maximum(n, Vec(-126.0f));
-  const Ints exponent = (at::vec::convert_to_int_of_same_size<float>(some) + Ints(127)) << Ints(23);
-  return Vec::blendv(y * at::vec::cast<float>(exponent), Vec(0.0f), n < Vec(-126.0f));
+    using Ints = at::vec::Vectorized<int32_t>;
+    const Vec some = at::vec::maximum(n[i], Vec(-126.0f));
+    const Ints exponent = (at::vec::convert_to_int_of_same_size<float>(some) + Ints(127)) << Ints(23);
+    x[i] = Vec::blendv(y[i] * at::vec::cast<float>(exponent), Vec(0.0f), n[i] < Vec(-126.0f));
 #endif
+  }
+}
+
+// Calls apply(how many vectors, where they begin) for the vectors of `count` numbers, four at a time.
+template <typename Apply>
+inline void by_four(int64_t count, const Apply& apply) {
+  int64_t i = 0;
+  for (; i + 4 * LANES <= count; i += 4 * LANES) apply(std::integral_constant<int, 4>(), i);
+  for (; i < count; i += LANES) apply(std::integral_constant<int, 1>(), i);
 }
 
 // Transposes LANES / 4 rows in pieces of 4 numbers: vector i gets the i-th piece of every row.
@@ -395,7 +413,7 @@ struct Kernel {
     const int64_t none = std::clamp<int64_t>(sink - begin, 0, end - begin);
     const int64_t first = std::clamp<int64_t>(query.first - begin, none, end - begin);
     const int64_t last = std::clamp<int64_t>(query.last + 1 - begin, none, end - begin);
-    Vec scale(static_cast<float>(layer.scale)), most(NEVER), sums(0.0f);
+    Vec scale(static_cast<float>(layer.scale));
     const Vec cap(static_cast<float>(layer.softcap));
     for (int64_t s = 0; layer.eager && s < end - begin; s += LANES) {
       Vec some = rounded<S>(rounded<S>(Vec::loadu(scores + s)) * scale);
@@ -405,22 +423,33 @@ struct Kernel {
     if (layer.eager) scale = Vec(1.0f);
     std::fill(scores + none, scores + first, NEVER);
     std::fill(scores + last, scores + (end - begin), NEVER);
-    for (int64_t s = 0; s < end - begin; s += LANES)
-      most = larger(most, Vec::loadu(scores + s));
-    float largest = at::vec::vec_reduce_all<float>(
-        [](Vec& a, Vec& b) { return at::vec::maximum(a, b); }, most * scale);
+    Vec most[4] = {Vec(NEVER), Vec(NEVER), Vec(NEVER), Vec(NEVER)}, sums(0.0f);
+    by_four(end - begin, [&](auto count, int64_t s) {
+#pragma GCC unroll 4
+      for (int i = 0; i < count; ++i) most[i] = larger(most[i], Vec::loadu(scores + s + i * LANES));
+    });
+    const Vec all = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
+    float largest = at::vec::vec_reduce_all<float>([](Vec& a, Vec& b) { return larger(a, b); }, all);
     if (largest == NEVER) return {NEVER, 0.0f};
     if (known) largest = known[0];
-    for (int64_t s = 0; s < end - begin; s += LANES) {
-      Vec some = power(at::vec::fmsub(Vec::loadu(scores + s), scale, Vec(largest)));
-      sums = sums + some;
-      if (known) some = some / Vec(known[1]);
-      // as the library rounds probabilities before it multiplies values
-      if constexpr (PAIRS)
-        store_rounded(some, reinterpret_cast<S*>(scores) + s);
-      else
-        rounded<S>(some).store(scores + s);
-    }
+    by_four(end - begin, [&](auto count, int64_t s) {
+      Vec some[count];
+#pragma GCC unroll 4
+      for (int i = 0; i < count; ++i)
+        some[i] = at::vec::fmsub(Vec::loadu(scores + s + i * LANES), scale, Vec(largest));
+      raise(some);
+#pragma GCC unroll 4
+      for (int i = 0; i < count; ++i) {
+        const int64_t at = s + i * LANES;
+        sums = sums + some[i];
+        if (known) some[i] = some[i] / Vec(known[1]);
+        // as the library rounds probabilities before it multiplies values
+        if constexpr (PAIRS)
+          store_rounded(some[i], reinterpret_cast<S*>(scores) + at);
+        else
+          rounded<S>(some[i]).store(scores + at);
+      }
+    });
     return {largest, sum(sums)};
   }
 
