@@ -895,18 +895,21 @@ def test_sanitizers_find_nothing_in_attention(built, capability, sanitizers, tmp
     known = torch.backends.cpu.get_cpu_capability()
     if capability != "DEFAULT" and known not in (capability, "AVX512"):
         pytest.skip(f"no {capability}")
-    source, binary = Path(__file__).with_name("attention.cpp"), tmp_path / "attention"
+    model, binary = Path(extension.__file__).parent, tmp_path / "attention"
+    sources = [Path(__file__).with_name("attention.cpp"), model / "tiles.cpp"]
     library = Path(torch.__file__).with_name("lib")
     vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     vectors += extension.FLAGS.get(capability, ())
-    folders = [Path(extension.__file__).parent, *cpp_extension.include_paths()]
+    folders = [model, *cpp_extension.include_paths()]
     checks = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined"]
-    flags = ["-std=c++20", "-O1", "-g", "-w", "-fopenmp", *checks, *vectors]
+    flags = ["-std=c++20", "-O1", "-g", "-w", "-fopenmp", *checks, *vectors, *EMULATED.split()]
     places = [f"-I{each}" for each in folders] + [f"-L{library}", f"-Wl,-rpath,{library}"]
-    compiler = [cpp_extension.get_cxx_compiler(), *flags, str(source), "-o", str(binary), *places]
+    compiler = [cpp_extension.get_cxx_compiler(), *flags, *sources, "-o", binary, *places]
     subprocess.run([*compiler, "-ltorch_cpu", "-lc10", "-pthread"], check=True)
-    done = subprocess.run([str(binary), "150", "1"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for tiles, cases in (("0", "150"), ("1", "20")):  # emulated tiles are slow
+        environment = {**os.environ, "LAYERSKIP_TILES": tiles}
+        done = subprocess.run([binary, cases, "1"], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 WARPS = (

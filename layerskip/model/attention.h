@@ -64,6 +64,8 @@ struct Attention {
   // The queries of a token that share a key-value head, and of all tokens of a row. Divided once:
   // some CPUs take 40 cycles and more for a division.
   const int64_t groups = layer.heads / layer.kv_heads, asked = places.count * groups;
+  // The most queries of a block.
+  const int64_t most = with_kernel<S>(layer.width, [](const auto& kernel) { return kernel.QUERIES; });
 
   int64_t rows() const { return places.rows(); }
   int64_t base(int64_t row) const { return bases ? bases[row] : 0; }
@@ -108,8 +110,8 @@ struct Attention {
   int64_t own_room() const {
     const int64_t wide = padded(layer.width);
     const int64_t gathered = places.nodes ? STRIPE + places.nodes : 0;
-    return (SEGMENT + 2 * LINE + BLOCK + gathered) * wide +
-           BLOCK * (SEGMENT + 2 * part_size(layer.width));
+    return (SEGMENT + 2 * LINE + most + gathered) * wide + BLOCK * SEGMENT +
+           2 * most * part_size(layer.width);
   }
 
   // Runs one thread's share. `meet` waits for the other threads.
@@ -125,7 +127,7 @@ struct Attention {
   // Some queries of one row and key-value head, and where they are packed.
   struct Block {
     int64_t row, head, begin, count;
-    Query queries[BLOCK];
+    Query queries[TiledKernel::QUERIES];
     float *packed, *room;
   };
 
@@ -215,7 +217,7 @@ struct Attention {
   void run_along(int64_t number, int64_t of, float* room, const Meet& meet) const {
     const int64_t size = part_size(layer.width), all = units();
     const int64_t mine = all * number / of, end = all * (number + 1) / of;
-    Block block{-1, -1, 0, asked, {}, room, room + BLOCK * padded(layer.width)};
+    Block block{-1, -1, 0, asked, {}, room, room + most * padded(layer.width)};
     const auto each = [&](const auto& apply) {
       int64_t unit = 0;
       for (int64_t row = 0; row < rows(); ++row)
@@ -273,13 +275,13 @@ struct Attention {
   }
 
   void run_blocks(int64_t number, int64_t of, float* room) const {
-    const int64_t size = part_size(layer.width), blocks = (asked + BLOCK - 1) / BLOCK;
-    float *packed = room, *sums = packed + BLOCK * padded(layer.width), *some = sums + BLOCK * size;
-    float known[2 * BLOCK];
+    const int64_t size = part_size(layer.width), blocks = (asked + most - 1) / most;
+    float *packed = room, *sums = packed + most * padded(layer.width), *some = sums + most * size;
+    float known[2 * TiledKernel::QUERIES];
     for (int64_t unit = number; unit < rows() * layer.kv_heads * blocks; unit += of) {
       const int64_t i = unit % blocks, begin = asked * i / blocks;
       Block block{unit / blocks / layer.kv_heads, unit / blocks % layer.kv_heads, begin,
-                  asked * (i + 1) / blocks - begin, {}, packed, some + BLOCK * size};
+                  asked * (i + 1) / blocks - begin, {}, packed, some + most * size};
       gather(block);
       const auto each = [&](const float* known, bool weighing, const auto& apply) {
         for (int64_t s = 0, count = segments(block.row); s < count; ++s)

@@ -21,7 +21,7 @@ namespace attention {
 constexpr int64_t SEGMENT = 256;        // slots
 constexpr int64_t LINE = LANES;         // slots whose scores are computed together
 constexpr int64_t GROUPS = 4;           // vectors per piece of a line's keys
-constexpr int64_t BLOCK = 96;           // the most queries that go through a text together
+constexpr int64_t BLOCK = 96;           // queries whose scores are kept
 constexpr int ASKING = MANY_REGISTERS ? 6 : 3;  // queries whose scores are computed together
 constexpr int WEIGHING = 6;                     // and whose values are summed together
 constexpr int64_t UNPACKED = 24;                // more queries repay the packing of values
@@ -190,6 +190,7 @@ inline void store_pieces(const Vec& x, int64_t count, float* to) {
 template <typename S, bool PAIRS>
 struct Kernel {
   static constexpr int64_t PACK = PAIRS ? 2 : 1;  // numbers of S per multiplied lane
+  static constexpr int64_t QUERIES = BLOCK;       // the most that go through a text together
 
   // The lanes that a packed key takes, in whole pieces.
   static int64_t depth(int64_t width) { return up_to((width + PACK - 1) / PACK, 4); }
