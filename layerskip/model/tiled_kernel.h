@@ -29,11 +29,22 @@ struct TiledKernel : Kernel<BFloat16, true> {
     int64_t stride, step, next;
   };
 
+  // What is read next. Packing keys prefetches the values. Packing values prefetches three quarters
+  // of the next segment's keys, and the products the rest, so that memory is never idle.
+  struct Ahead {
+    const S *at = nullptr, *end = nullptr;
+
+    void fetch(int64_t lines) {
+      for (; lines > 0 && at < end; --lines, at += 64 / sizeof(S)) fetch_line(at);
+    }
+  };
+  static constexpr int64_t MULTIPLYING = 4;  // lines that are prefetched in a step of a product
+
   // Writes the products of one or two tiles of queries with `count` others side by side, an even
   // number: (queries, count x SIDE).
   template <bool TWO>
-  static void multiply(const Tiles& queries, Tiles by, int64_t steps, int64_t count, float* out,
-                       int64_t stride) {
+  static void multiply(const Tiles& queries, Tiles by, int64_t steps, int64_t count, Ahead& ahead,
+                       float* out, int64_t stride) {
     using namespace tiles;
     for (; count > 0; count -= 2, by.at += 2 * by.next, out += 2 * SIDE) {
       zero<0>(), zero<1>();
@@ -50,6 +61,7 @@ struct TiledKernel : Kernel<BFloat16, true> {
           add_bfloats<2, 5, 6>();
           add_bfloats<3, 5, 7>();
         }
+        ahead.fetch(MULTIPLYING);
       }
       store<0>(out, 4 * stride), store<1>(out + SIDE, 4 * stride);
       if constexpr (TWO) store<2>(out + SIDE * stride, 4 * stride);
@@ -57,13 +69,12 @@ struct TiledKernel : Kernel<BFloat16, true> {
     }
   }
 
-  // Packs keys (slots, width) as (slots / SIDE, width / 2, SIDE) pairs of numbers. As many bytes are
-  // prefetched from `then` on.
-  static void pack_keys(const S* keys, int64_t slots, int64_t width, const S* then, float* rest,
+  // Packs keys (slots, width) as (slots / SIDE, width / 2, SIDE) pairs of numbers.
+  static void pack_keys(const S* keys, int64_t slots, int64_t width, Ahead& ahead, float* rest,
                         float* to) {
     const int64_t deep = depth(width);
     for (int64_t s = 0; s < slots; s += SIDE) {
-      if (then) fetch(then + s * width, SIDE * width);
+      ahead.fetch(SIDE * width / 32);
       const float* from = reinterpret_cast<const float*>(keys + s * width);
       if (s + SIDE > slots) {
         std::copy_n(from, (slots - s) * deep, rest);
@@ -75,10 +86,10 @@ struct TiledKernel : Kernel<BFloat16, true> {
   }
 
   // Packs values (slots, width) as (slots / 2, width) pairs of slots, padded to whole stripes.
-  static void pack_values(const S* values, int64_t slots, int64_t width, const S* then, float* to) {
+  static void pack_values(const S* values, int64_t slots, int64_t width, Ahead& ahead, float* to) {
     for (int64_t s = 0; s < slots; s += STRIPE) {
       const int64_t here = std::min(STRIPE, slots - s), pairs = (here + 1) / 2;
-      if (then) fetch(then + s * width, STRIPE * width);
+      ahead.fetch(STRIPE * width / 32 * 3 / 4);
       Kernel::pack_values(values + s * width, here, width, to + s / 2 * width);
       std::fill_n(to + (s / 2 + pairs) * width, (SIDE - pairs) * width, 0.0f);
     }
@@ -96,6 +107,7 @@ struct TiledKernel : Kernel<BFloat16, true> {
     S* gathered = reinterpret_cast<S*>(rest + SIDE * deep);
     const tiles::Kept kept;
     int64_t configured = 0;
+    Ahead ahead{values, values + slots * width};
     // The parts of queries from .. to for the first `slots` slots that are packed.
     const auto attend = [&](int64_t from, int64_t to, int64_t slots) {
       const int64_t stripes = up_to(slots, STRIPE) / STRIPE;
@@ -105,7 +117,7 @@ struct TiledKernel : Kernel<BFloat16, true> {
         const auto multiply_all = here > SIDE ? multiply<true> : multiply<false>;
         multiply_all({q + j * deep, deep, SIDE, SIDE * deep},
                      {packed_keys, SIDE, SIDE * SIDE, SIDE * deep}, deep / SIDE, 2 * stripes,
-                     scores, SEGMENT);
+                     ahead, scores, SEGMENT);
         for (int64_t i = 0; i < here; ++i) {
           float* part = parts + (j + i) * size;
           std::tie(part[0], part[1]) =
@@ -115,17 +127,18 @@ struct TiledKernel : Kernel<BFloat16, true> {
         if (weighing)
           multiply_all({scores, SEGMENT, SIDE, SIDE * SEGMENT},
                        {packed_values, width, SIDE * width, SIDE}, stripes, width / SIDE,
-                       parts + j * size + 2, size);
+                       ahead, parts + j * size + 2, size);
       }
     };
-    pack_keys(keys, slots, width, weighing ? values : nullptr, rest, packed_keys);
-    if (weighing) pack_values(values, slots, width, keys + slots * width, packed_values);
+    pack_keys(keys, slots, width, ahead, rest, packed_keys);
+    ahead = {keys + slots * width, keys + 2 * slots * width};
+    if (weighing) pack_values(values, slots, width, ahead, packed_values);
     if (shared == end) attend(0, count, slots);
     own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t token) {
       own.gather(own.keys, token, shared, more, width, gathered);
-      pack_keys(gathered, more, width, nullptr, rest, packed_keys + slots * deep);
+      pack_keys(gathered, more, width, ahead, rest, packed_keys + slots * deep);
       if (weighing) own.gather(own.values, token, shared, more, width, gathered);
-      if (weighing) pack_values(gathered, more, width, nullptr, packed_values + slots / 2 * width);
+      if (weighing) pack_values(gathered, more, width, ahead, packed_values + slots / 2 * width);
       attend(from, to, slots + more);
     });
   }
