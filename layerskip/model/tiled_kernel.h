@@ -29,8 +29,8 @@ struct TiledKernel : Kernel<BFloat16, true> {
     int64_t stride, step, next;
   };
 
-  // What is read next. Packing keys prefetches the values. Packing values prefetches three quarters
-  // of the next segment's keys, and the products the rest, so that memory is never idle.
+  // What is read next. Packing keys prefetches the values. Packing values prefetches half of the next
+  // segment's keys, and the products prefetch the rest, so that memory is never idle.
   struct Ahead {
     const S *at = nullptr, *end = nullptr;
 
@@ -38,7 +38,7 @@ struct TiledKernel : Kernel<BFloat16, true> {
       for (; lines > 0 && at < end; --lines, at += 64 / sizeof(S)) fetch_line(at);
     }
   };
-  static constexpr int64_t MULTIPLYING = 4;  // lines that are prefetched in a step of a product
+  static constexpr int64_t MULTIPLYING = 8;  // lines that are prefetched in a step of a product
 
   // Writes the products of one or two tiles of queries with `count` others side by side, an even
   // number: (queries, count x SIDE).
@@ -89,7 +89,7 @@ struct TiledKernel : Kernel<BFloat16, true> {
   static void pack_values(const S* values, int64_t slots, int64_t width, Ahead& ahead, float* to) {
     for (int64_t s = 0; s < slots; s += STRIPE) {
       const int64_t here = std::min(STRIPE, slots - s), pairs = (here + 1) / 2;
-      ahead.fetch(STRIPE * width / 32 * 3 / 4);
+      ahead.fetch(STRIPE * width / 32 / 2);
       Kernel::pack_values(values + s * width, here, width, to + s / 2 * width);
       std::fill_n(to + (s / 2 + pairs) * width, (SIDE - pairs) * width, 0.0f);
     }
