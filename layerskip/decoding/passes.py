@@ -421,7 +421,7 @@ class Passes(Batch):
         window = self.cache.window
         self.piece = min(max(PIECE, window // 2), 2 * PIECE) if window else sys.maxsize
         behind = window + self.slack
-        # A pass may begin up to a line after its base.
+        # A pass may begin up to a stripe after its base.
         span = behind + max(self.piece, self.slack) + STRIPE if window else 0
         self._span = -(-span // STRIPE) * STRIPE
         self.cache.roll(self._span, behind)
