@@ -70,8 +70,11 @@ def space_for(
     kind, parts = parts_of(space)
     head: Literal[8, 4] | None = None
     trained: Trained | None = None
-    for other in (each.trained.kind for each in first if each.trained and each.trained.module):
-        raise ValueError(f"a search cannot try a draft of kind {other}; leave it out")
+    for skip in first:
+        if skip.trained is not None and skip.trained.module:
+            raise ValueError(
+                f"a search cannot try a draft of kind {skip.trained.kind}; leave it out"
+            )
     healed = next((skip for skip in first if skip.trained and skip.low), None)
     if healed is not None and healed.low is not None:
         trained, low = healed.trained, healed.low

@@ -161,8 +161,13 @@ def search(
             first=[*first.values()],
             context=typical_context(traced, max_new_tokens),
         )
-        tried = {"bits": within.bits, "experts": within.experts, "window": within.windows}
-        for part, values in (tried | {"vocabulary": within.vocabularies}).items():
+        tried = {
+            "bits": within.bits,
+            "experts": within.experts,
+            "window": within.windows,
+            "vocabulary": within.vocabularies,
+        }
+        for part, values in tried.items():
             if part in space and not values:
                 warn_idle({f"space {part}": True}, "with this model and these prompts")
         steps = Search(

@@ -198,6 +198,12 @@ def unpacked_model(model: nn.Module, most: float = math.inf) -> nn.Module:
     stored = stored_weights(model)
     if not stored or sum(each.numel() * each.itemsize for each in stored) > most:
         return model
+    return unpacked_copy(model)
+
+
+def unpacked_copy(model: nn.Module) -> nn.Module:
+    """A copy with stored weights unpacked, as stored ones can be neither copied nor changed."""
+    stored = stored_weights(model)
     made = {id(each): nn.Parameter(each.unpacked(), requires_grad=False) for each in stored}
     return copy.deepcopy(model, dict[int, Any](made))
 

@@ -10,7 +10,6 @@ Shapes: B rows, T tokens, H hidden width, K streams.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from functools import cached_property
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from layerskip.model.backend import Backend, Block, Variant
 from layerskip.model.blocks import AHEAD, DraftModule, linear_of, scaled
 from layerskip.model.cache import additive, causal
 from layerskip.model.modules import Modules
-from layerskip.model.stored import unpacked_model
+from layerskip.model.stored import unpacked_copy
 
 
 class _WholeTexts:
@@ -77,7 +76,7 @@ class Layer(nn.Module):
         writing = [part for part in model.parts if part.writes]
         full = [part for part in writing if part.kind == "full_attention"]
         part = (full or [each for each in writing if each.kind == writing[-1].kind])[-1]
-        built: Any = deepcopy(unpacked_model(part.module))  # stored weights cannot be changed
+        built: Any = unpacked_copy(part.module)
         for name, parameter in [*built.named_parameters()]:
             # Separate storage, since a tensor of the model may contain several weights.
             owner = built.get_submodule(name.rpartition(".")[0])

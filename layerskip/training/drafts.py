@@ -10,7 +10,6 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.model.fingerprint import fingerprint
-from layerskip.model.stored import unpacked_model
+from layerskip.model.stored import unpacked_copy
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.registry import named
@@ -176,7 +175,7 @@ class Training(Stages):
             self._foresee(limit)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
         if self.half and self.corpus.answers:  # faster, and close to the model's law
-            self.corpus.drawn_by = deepcopy(unpacked_model(self.opened.model)).bfloat16()
+            self.corpus.drawn_by = unpacked_copy(self.opened.model).bfloat16()
         self.collect(self.corpus, enough, limit)
         self.corpus.drawn_by = self.opened.model
 
