@@ -86,7 +86,8 @@ inline void raise(Vec (&x)[COUNT]) {
     y[i] = Vec(1.3264728769e-3f);
   }
 #pragma GCC unroll 5
-  for (const float factor : {9.6715131831e-3f, 5.5507337445e-2f, 2.4022242077e-1f, 6.9314697760e-1f, 1.0f})
+  for (const float factor : {9.6715131831e-3f, 5.5507337445e-2f, 2.4022242077e-1f,  //
+                             6.9314697760e-1f, 1.0f})
 #pragma GCC unroll 4
     for (int i = 0; i < COUNT; ++i) y[i] = at::vec::fmadd(y[i], x[i], Vec(factor));
 #pragma GCC unroll 4

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "unit.h"
@@ -70,54 +71,41 @@ struct Block {
   }
 };
 
-// The sums of COUNT blocks of rows for a step of tokens, (COUNT x ROWS, MOST).
-template <int COUNT>
-void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t tokens, Ahead& ahead,
-             int64_t lines, float* sums) {
-  zero<0>();
-  if constexpr (COUNT > 1) zero<1>();
-  if constexpr (COUNT > 2) zero<2>();
-  if constexpr (COUNT > 3) zero<3>();
-  for (int64_t k = 0; k < columns; k += COLUMNS) {
-    load<INPUTS>(inputs + k / 2 * tokens, 4 * tokens);
-    blocks[0].load<4>(k);
-    add_bfloats<0, 4>();
-    if constexpr (COUNT > 1) blocks[1].load<5>(k), add_bfloats<1, 5>();
-    if constexpr (COUNT > 2) blocks[2].load<6>(k), add_bfloats<2, 6>();
-    if constexpr (COUNT > 3) blocks[3].load<4>(k), add_bfloats<3, 4>();
-    ahead.fetch(lines);
-  }
-  store<0>(sums, 4 * MOST);
-  if constexpr (COUNT > 1) store<1>(sums + SUMS, 4 * MOST);
-  if constexpr (COUNT > 2) store<2>(sums + 2 * SUMS, 4 * MOST);
-  if constexpr (COUNT > 3) store<3>(sums + 3 * SUMS, 4 * MOST);
+// Calls apply(b) for blocks 0 to COUNT - 1.
+template <typename Apply, int... B>
+void each(std::integer_sequence<int, B...>, const Apply& apply) {
+  (apply(std::integral_constant<int, B>()), ...);
 }
 
-// The sums of COUNT blocks of rows for two steps of tokens, whose sums are BLOCKS x SUMS apart. Each
-// tile of a weight is read once for both, and each tile of inputs for both blocks: the caches could
-// not feed the unit otherwise.
-template <int COUNT>
-void sums_of_two(const Block* blocks, int64_t columns, const float* inputs, int64_t second,
-                 Ahead& ahead, int64_t lines, float* sums) {
+// The sums of COUNT blocks of rows for a step of tokens, (COUNT x ROWS, MOST), or for two steps, BLOCKS
+// x SUMS apart, of which the last has `tokens`. Two read each tile of a weight once, and two blocks
+// each tile of inputs: the caches could not feed the unit with more.
+template <int COUNT, int STEPS>
+void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t tokens, Ahead& ahead,
+             int64_t lines, float* sums) {
+  constexpr bool TWO = STEPS == 2;
+  constexpr std::make_integer_sequence<int, COUNT> ALL;
+  const int64_t first = TWO ? MOST : tokens;
   const float* others = inputs + up(columns, COLUMNS) / 2 * MOST;
-  zero<0>(), zero<1>();
-  if constexpr (COUNT > 1) zero<2>(), zero<3>();
+  each(ALL, [&](auto b) {
+    zero<STEPS * b>();
+    if constexpr (TWO) zero<2 * b + 1>();
+  });
   for (int64_t k = 0; k < columns; k += COLUMNS) {
-    load<INPUTS>(inputs + k / 2 * MOST, 4 * MOST);
-    blocks[0].load<4>(k);
-    add_bfloats<0, 4>();
-    load<6>(others + k / 2 * second, 4 * second);
-    add_bfloats<1, 4, 6>();
-    if constexpr (COUNT > 1) {
-      blocks[1].load<5>(k);
-      add_bfloats<2, 5>();
-      add_bfloats<3, 5, 6>();
-    }
+    load<INPUTS>(inputs + k / 2 * first, 4 * first);
+    if constexpr (TWO) load<6>(others + k / 2 * tokens, 4 * tokens);
+    each(ALL, [&](auto b) {
+      constexpr int WEIGHT = 4 + b % 3;
+      blocks[b].template load<WEIGHT>(k);
+      add_bfloats<STEPS * b, WEIGHT>();
+      if constexpr (TWO) add_bfloats<2 * b + 1, WEIGHT, 6>();
+    });
     ahead.fetch(lines);
   }
-  store<0>(sums, 4 * MOST), store<1>(sums + BLOCKS * SUMS, 4 * MOST);
-  if constexpr (COUNT > 1) store<2>(sums + SUMS, 4 * MOST);
-  if constexpr (COUNT > 1) store<3>(sums + (BLOCKS + 1) * SUMS, 4 * MOST);
+  each(ALL, [&](auto b) {
+    store<STEPS * b>(sums + b * SUMS, 4 * MOST);
+    if constexpr (TWO) store<2 * b + 1>(sums + (BLOCKS + b) * SUMS, 4 * MOST);
+  });
 }
 
 }  // namespace
@@ -225,8 +213,8 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
       configured = here;
       const float* x = inputs + begin * width / 2;
       using Function = void (*)(const Block*, int64_t, const float*, int64_t, Ahead&, int64_t, float*);
-      constexpr Function ONE[] = {sums_of<1>, sums_of<2>, sums_of<3>, sums_of<4>};
-      constexpr Function TWO[] = {sums_of_two<1>, sums_of_two<2>};
+      constexpr Function ONE[] = {sums_of<1, 1>, sums_of<2, 1>, sums_of<3, 1>, sums_of<4, 1>};
+      constexpr Function TWO[] = {sums_of<1, 2>, sums_of<2, 2>};
       if (!second) ONE[count - 1](blocks, columns, x, here, ahead, lines, sums);
       for (int64_t b = 0; second && b < count; b += 2)
         TWO[count - b > 1](blocks + b, columns, x, second, ahead, lines, sums + b * SUMS);
