@@ -20,7 +20,8 @@ namespace {
 using c10::BFloat16;
 
 constexpr int64_t COLUMNS = 32;  // in a tile of a weight
-constexpr int64_t BLOCKS = 4;    // of rows that are read side by side
+constexpr int64_t BLOCKS = 4;    // of rows that are multiplied in turn
+constexpr int64_t FEW = 2;       // the same for few tokens, and those that are read side by side
 constexpr int64_t SUMS = ROWS * MOST;
 constexpr int64_t KEPT = 512 << 10;  // bytes of weights that stay in a cache for further steps
 
@@ -29,19 +30,13 @@ constexpr int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 // The length of a step. All steps but the last have MOST tokens.
 inline int64_t length(int64_t tokens, int64_t begin) { return std::min(MOST, tokens - begin); }
 
-// Prefetches the weights from start to end, and then what is read afterwards.
-struct Ahead {
-  const char *at, *end, *then;
-  int64_t left = 0;  // lines that may still be prefetched
-
-  void fetch(int64_t lines) {
-    for (int64_t i = 0; i < std::min(lines, left); ++i, at += 64) {
-      if (at >= end && then) at = then, then = nullptr;
-      __builtin_prefetch(at, 0, 2);
-    }
-    left -= std::min(lines, left);
-  }
-};
+// Prefetches fours of lines. It takes few instructions, because a CPU looks only so many ahead: the
+// unit would wait for weights that it could have begun to load.
+inline void fetch(const char*& next, int64_t fours) {
+  for (int64_t i = 0; i < fours; ++i, next += 256)
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line) __builtin_prefetch(next + 64 * line, 0, 2);
+}
 
 // Sums are (rows, tokens), inputs (pairs of columns, pairs of tokens). With tokens of a second step,
 // tiles 1 and 3 hold their sums and tile 6 their inputs.
@@ -49,7 +44,7 @@ Shapes shapes_of(int64_t first, int64_t second) {
   Shapes out;
   for (int tile = 0; tile < 8; ++tile) {
     const bool of_second = second && (tile == 1 || tile == 3 || tile == 6);
-    const bool weight = tile >= 4 && tile < (second ? 6 : INPUTS);
+    const bool weight = tile == 4 || tile == 5;
     out.set(tile, ROWS, weight ? 64 : 4 * (of_second ? second : first));
   }
   return out;
@@ -77,12 +72,13 @@ void each(std::integer_sequence<int, B...>, const Apply& apply) {
   (apply(std::integral_constant<int, B>()), ...);
 }
 
-// The sums of COUNT blocks of rows for a step of tokens, (COUNT x ROWS, MOST), or for two steps, BLOCKS
-// x SUMS apart, of which the last has `tokens`. Two read each tile of a weight once, and two blocks
-// each tile of inputs: the caches could not feed the unit with more.
+// The sums of one or two blocks of rows for a step of tokens, (COUNT x ROWS, MOST), or for two steps,
+// BLOCKS x SUMS apart, of which the last has `tokens`. Two steps read each tile of a weight once, and
+// two blocks each tile of inputs. CPUs prefetch fewer rows into the first cache if more blocks are
+// read side by side.
 template <int COUNT, int STEPS>
-void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t tokens, Ahead& ahead,
-             int64_t lines, float* sums) {
+void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t tokens,
+             const char*& next, int64_t fours, float* sums) {
   constexpr bool TWO = STEPS == 2;
   constexpr std::make_integer_sequence<int, COUNT> ALL;
   const int64_t first = TWO ? MOST : tokens;
@@ -95,12 +91,12 @@ void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t 
     load<INPUTS>(inputs + k / 2 * first, 4 * first);
     if constexpr (TWO) load<6>(others + k / 2 * tokens, 4 * tokens);
     each(ALL, [&](auto b) {
-      constexpr int WEIGHT = 4 + b % 3;
+      constexpr int WEIGHT = 4 + b;
       blocks[b].template load<WEIGHT>(k);
       add_bfloats<STEPS * b, WEIGHT>();
       if constexpr (TWO) add_bfloats<2 * b + 1, WEIGHT, 6>();
     });
-    ahead.fetch(lines);
+    fetch(next, fours);
   }
   each(ALL, [&](auto b) {
     store<STEPS * b>(sums + b * SUMS, 4 * MOST);
@@ -175,12 +171,8 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
              const float* inputs, int64_t tokens, const BFloat16* then, Write write) {
   const int64_t width = up(columns, COLUMNS), whole = columns / COLUMNS * COLUMNS;
   const int64_t row_bytes = 2 * columns;
-  const int64_t most = std::clamp<int64_t>(KEPT / (ROWS * row_bytes), 1, BLOCKS);
-  const auto address = [&](int64_t row) {
-    return reinterpret_cast<const char*>(weight + row * columns);
-  };
-  Ahead ahead{address(std::min(last, first + most * ROWS)), address(last),
-              reinterpret_cast<const char*>(then)};
+  const int64_t most =
+      std::clamp<int64_t>(KEPT / (ROWS * row_bytes), 1, tokens <= MOST ? FEW : BLOCKS);
   static thread_local std::vector<BFloat16> padded;  // rows of an incomplete tile, with zeros
   alignas(64) BFloat16 rests[BLOCKS][ROWS * COLUMNS] = {};
   alignas(64) float sums[2 * BLOCKS * SUMS], turned[MOST * BLOCKS * ROWS];
@@ -203,21 +195,21 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
         std::copy_n(from + r * columns + whole, columns - whole, rests[b] + r * COLUMNS);
       blocks[b] = {from, row_bytes, rests[b], 2 * COLUMNS, whole};
     }
-    ahead.left = (end - row) * row_bytes / 64 + 1;
-    const int64_t passes = width / COLUMNS * (tokens / (2 * MOST) * ((count + 1) / 2) + 1);
-    const int64_t lines = (ahead.left + passes - 1) / passes;
+    // All passes over these rows share the prefetches of as many bytes of what is read next.
+    const char* next = reinterpret_cast<const char*>(end < last ? weight + end * columns : then);
+    const int64_t steps = (tokens + 2 * MOST - 1) / (2 * MOST) * ((count + 1) / 2) * (width / COLUMNS);
+    const int64_t fours = (count * ROWS * row_bytes / 256 + steps - 1) / steps;
     for (int64_t begin = 0; begin < tokens; begin += 2 * MOST) {
       const int64_t here = std::min(2 * MOST, tokens - begin);
       const int64_t second = std::max<int64_t>(0, here - MOST);
       if (here != configured) configure(shapes_of(here - second, second));
       configured = here;
       const float* x = inputs + begin * width / 2;
-      using Function = void (*)(const Block*, int64_t, const float*, int64_t, Ahead&, int64_t, float*);
-      constexpr Function ONE[] = {sums_of<1, 1>, sums_of<2, 1>, sums_of<3, 1>, sums_of<4, 1>};
-      constexpr Function TWO[] = {sums_of<1, 2>, sums_of<2, 2>};
-      if (!second) ONE[count - 1](blocks, columns, x, here, ahead, lines, sums);
-      for (int64_t b = 0; second && b < count; b += 2)
-        TWO[count - b > 1](blocks + b, columns, x, second, ahead, lines, sums + b * SUMS);
+      const auto sum = second ? sums_of<1, 2> : sums_of<1, 1>;
+      const auto sum_two = second ? sums_of<2, 2> : sums_of<2, 1>;
+      for (int64_t b = 0; b < count; b += 2)
+        (b + 1 < count ? sum_two : sum)(blocks + b, columns, x, second ? second : here, next, fours,
+                                        sums + b * SUMS);
       for (int64_t step = begin; step < begin + here; step += MOST) {
         const float* from = sums + (step - begin) / MOST * BLOCKS * SUMS;
         const int64_t some = length(tokens, step);

@@ -1,8 +1,8 @@
 // The matrix unit of some CPUs (AMX). With EMULATED_TILES, the tests replace it with plain C++.
 //
 // The unit has eight tile registers of up to 16 rows of 64 bytes. In products of bfloat16 numbers,
-// tiles 0 to 3 hold sums, tiles 4 to 6 parts of a weight, and tile 7 inputs; `fixed_unit.h` states
-// its own. A thread configures the unit before it uses it. `Kept` restores what it found.
+// tiles 0 to 3 hold sums, tiles 4 and 5 parts of a weight, and tiles 6 and 7 inputs; `fixed_unit.h`
+// states its own. A thread configures the unit before it uses it. `Kept` restores what it found.
 
 #pragma once
 
