@@ -138,7 +138,7 @@ class SkipConfig:
         if not isinstance(self.trained, Trained | None):
             raise TypeError(f"trained must be Trained, got {self.trained!r}")
         if self.trained is not None and not self.trained.module and self.low is None:
-            raise ValueError("healed weights correct what low rounds, but low rounds nothing")
+            raise ValueError("healed weights correct rounding, but low rounds no sublayer")
         optional(name_text)(self.model, "model")
         optional(name_text)(self.model_hash, "model_hash")
         if not isinstance(self.decoding, DecodingOptions | None):

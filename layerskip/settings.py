@@ -130,7 +130,7 @@ def _loaded(skip: Skips | Sequence[Skips] | None) -> tuple[SkipConfig, ...]:
         if not isinstance(each, SkipConfig | str | os.PathLike):
             raise TypeError(f"skip must be a SkipConfig, its file, or several, got {each!r}")
     if not several:
-        raise ValueError("skip must hold at least one skip config, got none; None for the default")
+        raise ValueError("skip must hold at least one skip config; give None for the default")
     skips = [each if isinstance(each, SkipConfig) else SkipConfig.load(each) for each in several]
     for number, each in enumerate(skips):
         if each in skips[:number]:

@@ -63,7 +63,7 @@ def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
     assert SkipConfig.load(tmp_path / "skip.json").num_layers == 6
 
 
-LINK = r"\]\((?!http)([^)#]*)#?([^)]*)\)|^\[[^\]]+\]: ([^\s#]+)"
+LINK = r"\]\((?!http)([^)#]*)#?([^)]*)\)|^\[[^\]]+\]: ([^\s#]+)#?(\S*)"
 
 
 def anchors(page):
@@ -75,8 +75,8 @@ def test_links_lead_somewhere():
     for page in PAGES:
         found = re.findall(LINK, page.read_text(), re.MULTILINE)
         assert found, page
-        for inline, anchor, reference in found:
-            target = page.parent / (inline or reference or page.name)
+        for inline, inner, reference, outer in found:
+            target, anchor = page.parent / (inline or reference or page.name), inner or outer
             assert target.exists(), (page, target)
             assert not anchor or anchor in anchors(target), (page, target, anchor)
 

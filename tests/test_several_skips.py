@@ -80,7 +80,7 @@ def test_what_is_told_of_several_sets(tmp_path):
 
 
 def test_sets_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="at least one skip config, got none"):
+    with pytest.raises(ValueError, match="at least one skip config; give None"):
         LayerSkipDecoding([])
     with pytest.raises(ValueError, match=r"skip holds SkipConfig\(exit_layer=2\) twice"):
         LayerSkipDecoding([*EXITS, SkipConfig.early_exit(2)])

@@ -213,7 +213,7 @@ class Plan:
         if any(kind.startswith("generate") for kind in kinds):
             model = unpacked_model(model, free_memory() or 0)
             if stored_weights(model):
-                self.say("generate() unpacks weights in every product: a copy needs more memory")
+                self.say("generate() unpacks weights in every product: no memory for a copy")
         if "generate" in kinds:
             methods.append(Peer(model, task))
         if "generate-early-exit" in kinds:

@@ -289,7 +289,7 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
             return True
         conversation.seed, conversation.answers = int(rest) if rest else None, 0
         words = f"of the next answer is {rest}" if rest else "is random for each answer"
-        idle = "" if conversation.do_sample else ", but it takes a /temperature to sample"
+        idle = "" if conversation.do_sample else ", but answers are greedy without /temperature"
         talk.say(f"the seed {words}{idle}")
     elif name == "/temperature":
         try:

@@ -37,7 +37,7 @@ def check(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that drafting changes only the speed of a model here.
+    """Check that on this machine drafting changes only the speed of a model.
 
     It compares greedy text with plain decoding and with transformers, sampled text with plain
     decoding, and tokens drawn by both acceptance rules with the model's distribution. It also

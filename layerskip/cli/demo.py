@@ -26,7 +26,7 @@ def demo(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show that self-speculative decoding is exact, and how fast."""
+    """Show that self-speculative decoding is exact, and how fast it is."""
     talk, prompts = terminal.Talk(quiet), shipped_prompts(1)
     with open_checked_drafts(draft, loading, talk) as opened:
         from layerskip.analysis.runs import ALL, Run

@@ -128,7 +128,7 @@ def _read_rows(path: Path) -> dict[str, Row]:
             ) from error
         rows[row["id"]] = row
     if not last.startswith(_BEGIN[: len(last)]):  # not the beginning of a row
-        raise ValueError(f"{path}, line {len(lines) + 1}: no row; give another --output")
+        raise ValueError(f"{path}, line {len(lines) + 1}: not a row of run; give another --output")
     return rows
 
 
@@ -172,7 +172,7 @@ def _held(lock: Path, path: Path, seconds: float = 0) -> Iterator[None]:
         held = FileLock(lock, timeout=seconds).acquire()
     except Timeout as error:
         raise ValueError(
-            f"another run writes {path}; wait for its end, or give another --output"
+            f"another run writes {path}; wait until it ends, or give another --output"
         ) from error
     with held:
         yield

@@ -143,8 +143,8 @@ class Serving:
             longest = 0 if request.pictures is None else request.pictures.longest
             if longest > batch.passes.piece:
                 raise ValueError(
-                    f"a picture of {longest} tokens that see each other cannot be read at once "
-                    f"with other texts, at most {batch.passes.piece}; use layerskip.generate"
+                    f"a picture of {longest} tokens must be read in one pass, but beside other "
+                    f"texts a pass reads {batch.passes.piece} at most; use layerskip.generate"
                 )
             needed = batch.passes.nbytes(1, text.slots, request.heard)
             if needed > self.memory:
@@ -176,8 +176,8 @@ class Serving:
         if waiting + count > self.max_queue:
             raise Refusal(
                 429,
-                f"{waiting} texts are waiting, at most {self.max_queue} may, {count} more came; "
-                "try again later, or ask for fewer at once",
+                f"{waiting} texts are waiting and {count} more came, but at most {self.max_queue} "
+                "may wait; try again later, or ask for fewer at once",
                 code="queue_full",
             )
 

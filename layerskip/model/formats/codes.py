@@ -136,7 +136,7 @@ def bits_of(words: int, count: int) -> int:
     for bits in (4, 8):
         if words == -(-count * bits // 32):
             return bits
-    raise ValueError(f"{count} codes in {words} words have neither 4 nor 8 bits, which are read")
+    raise ValueError(f"{count} codes in {words} words have neither 4 nor 8 bits each")
 
 
 def width_of(columns: int, groups: int, size: int | None = None) -> int:
