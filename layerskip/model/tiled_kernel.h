@@ -55,14 +55,15 @@ struct TiledKernel : Kernel<BFloat16, true> {
       for (int64_t k = 0; k < steps; ++k) {
         const float *rows = queries.at + k * queries.step, *from = by.at + k * by.step;
         load<4>(rows, 4 * queries.stride);
-        load<6>(from, 4 * by.stride);
-        add_bfloats<0, 4, 6>();
+        load<7>(from, 4 * by.stride);
+        add_bfloats<0, 4, 7>();
         load<7>(from + by.next, 4 * by.stride);
         add_bfloats<1, 4, 7>();
         if constexpr (TWO) {
           load<5>(rows + queries.next, 4 * queries.stride);
-          add_bfloats<2, 5, 6>();
           add_bfloats<3, 5, 7>();
+          load<7>(from, 4 * by.stride);
+          add_bfloats<2, 5, 7>();
         }
         ahead.fetch(MULTIPLYING);
       }
@@ -147,12 +148,12 @@ struct TiledKernel : Kernel<BFloat16, true> {
   }
 
  private:
-  // Tiles 0 to 3 hold sums, 4 and 5 queries or their scores, 6 and 7 keys or values.
+  // Tiles 0 to 3 hold sums, 4 and 5 queries or their scores, and 7 keys or values.
   static void configure(int64_t queries) {
     const int64_t first = std::min(SIDE, queries), second = std::max<int64_t>(1, queries - SIDE);
     tiles::Shapes shapes;
     for (int tile = 0; tile < 8; ++tile)
-      shapes.set(tile, tile > 5 ? SIDE : tile == 2 || tile == 3 || tile == 5 ? second : first, 64);
+      shapes.set(tile, tile == 7 ? SIDE : tile == 2 || tile == 3 || tile == 5 ? second : first, 64);
     tiles::configure(shapes);
   }
 };

@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "unit.h"
@@ -38,15 +37,10 @@ inline void fetch(const char*& next, int64_t fours) {
     for (int line = 0; line < 4; ++line) __builtin_prefetch(next + 64 * line, 0, 2);
 }
 
-// Sums are (rows, tokens), inputs (pairs of columns, pairs of tokens). With tokens of a second step,
-// tiles 1 and 3 hold their sums and tile 6 their inputs.
-Shapes shapes_of(int64_t first, int64_t second) {
+// Sums are (rows, tokens), inputs (pairs of columns, pairs of tokens).
+Shapes shapes_of(int64_t tokens) {
   Shapes out;
-  for (int tile = 0; tile < 8; ++tile) {
-    const bool of_second = second && (tile == 1 || tile == 3 || tile == 6);
-    const bool weight = tile == 4 || tile == 5;
-    out.set(tile, ROWS, weight ? 64 : 4 * (of_second ? second : first));
-  }
+  for (int tile = 0; tile < 8; ++tile) out.set(tile, ROWS, tile == WEIGHT ? 64 : 4 * tokens);
   return out;
 }
 
@@ -57,51 +51,40 @@ struct Block {
   const BFloat16* rest;
   int64_t rest_stride, whole;  // columns in whole tiles
 
-  template <int TILE>
   void load(int64_t k) const {
     if (k < whole)
-      tiles::load<TILE>(at + k, stride);
+      tiles::load<WEIGHT>(at + k, stride);
     else
-      tiles::load<TILE>(rest, rest_stride);
+      tiles::load<WEIGHT>(rest, rest_stride);
   }
 };
 
-// Calls apply(b) for blocks 0 to COUNT - 1.
-template <typename Apply, int... B>
-void each(std::integer_sequence<int, B...>, const Apply& apply) {
-  (apply(std::integral_constant<int, B>()), ...);
-}
-
-// The sums of one or two blocks of rows for a step of tokens, (COUNT x ROWS, MOST), or for two steps,
-// BLOCKS x SUMS apart, of which the last has `tokens`. Two steps read each tile of a weight once, and
-// two blocks each tile of inputs. CPUs prefetch fewer rows into the first cache if more blocks are
-// read side by side.
-template <int COUNT, int STEPS>
+// The sums of one or two blocks of rows for a step of tokens, (COUNT x ROWS, MOST), or for two whole
+// steps, BLOCKS x SUMS apart. Two steps read each tile of a weight once. CPUs prefetch fewer rows into
+// the first cache if more than two blocks are read side by side.
+template <int COUNT, bool TWO>
 void sums_of(const Block* blocks, int64_t columns, const float* inputs, int64_t tokens,
              const char*& next, int64_t fours, float* sums) {
-  constexpr bool TWO = STEPS == 2;
-  constexpr std::make_integer_sequence<int, COUNT> ALL;
-  const int64_t first = TWO ? MOST : tokens;
   const float* others = inputs + up(columns, COLUMNS) / 2 * MOST;
-  each(ALL, [&](auto b) {
-    zero<STEPS * b>();
-    if constexpr (TWO) zero<2 * b + 1>();
-  });
+  zero<0>(), zero<2>();
+  if constexpr (TWO) zero<1>(), zero<3>();
   for (int64_t k = 0; k < columns; k += COLUMNS) {
-    load<INPUTS>(inputs + k / 2 * first, 4 * first);
-    if constexpr (TWO) load<6>(others + k / 2 * tokens, 4 * tokens);
-    each(ALL, [&](auto b) {
-      constexpr int WEIGHT = 4 + b;
-      blocks[b].template load<WEIGHT>(k);
-      add_bfloats<STEPS * b, WEIGHT>();
-      if constexpr (TWO) add_bfloats<2 * b + 1, WEIGHT, 6>();
-    });
+    const auto take = [&](const float* from) { load<INPUTS>(from + k / 2 * tokens, 4 * tokens); };
+    take(inputs);
+    blocks[0].load(k);
+    add_bfloats<0, WEIGHT>();
+    if constexpr (TWO) take(others), add_bfloats<1, WEIGHT>();
+    if constexpr (COUNT == 2) {
+      blocks[1].load(k);
+      if constexpr (TWO) add_bfloats<3, WEIGHT>(), take(inputs);
+      add_bfloats<2, WEIGHT>();
+    }
     fetch(next, fours);
   }
-  each(ALL, [&](auto b) {
-    store<STEPS * b>(sums + b * SUMS, 4 * MOST);
-    if constexpr (TWO) store<2 * b + 1>(sums + (BLOCKS + b) * SUMS, 4 * MOST);
-  });
+  store<0>(sums, 4 * MOST);
+  if constexpr (TWO) store<1>(sums + BLOCKS * SUMS, 4 * MOST);
+  if constexpr (COUNT == 2) store<2>(sums + SUMS, 4 * MOST);
+  if constexpr (COUNT == 2 && TWO) store<3>(sums + (BLOCKS + 1) * SUMS, 4 * MOST);
 }
 
 }  // namespace
@@ -197,19 +180,18 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
     }
     // All passes over these rows share the prefetches of as many bytes of what is read next.
     const char* next = reinterpret_cast<const char*>(end < last ? weight + end * columns : then);
-    const int64_t steps = (tokens + 2 * MOST - 1) / (2 * MOST) * ((count + 1) / 2) * (width / COLUMNS);
-    const int64_t fours = (count * ROWS * row_bytes / 256 + steps - 1) / steps;
-    for (int64_t begin = 0; begin < tokens; begin += 2 * MOST) {
-      const int64_t here = std::min(2 * MOST, tokens - begin);
-      const int64_t second = std::max<int64_t>(0, here - MOST);
-      if (here != configured) configure(shapes_of(here - second, second));
-      configured = here;
+    const int64_t parts = (tokens + 2 * MOST - 1) / (2 * MOST) * ((count + 1) / 2) * width / COLUMNS;
+    const int64_t fours = (count * ROWS * row_bytes / 256 + parts - 1) / parts;
+    for (int64_t begin = 0, here; begin < tokens; begin += here) {
+      const bool two = tokens - begin >= 2 * MOST;
+      here = two ? 2 * MOST : length(tokens, begin);
+      const int64_t each = std::min(MOST, here);
+      if (each != configured) configure(shapes_of(configured = each));
       const float* x = inputs + begin * width / 2;
-      const auto sum = second ? sums_of<1, 2> : sums_of<1, 1>;
-      const auto sum_two = second ? sums_of<2, 2> : sums_of<2, 1>;
+      const auto one = two ? sums_of<1, true> : sums_of<1, false>;
+      const auto pair = two ? sums_of<2, true> : sums_of<2, false>;
       for (int64_t b = 0; b < count; b += 2)
-        (b + 1 < count ? sum_two : sum)(blocks + b, columns, x, second ? second : here, next, fours,
-                                        sums + b * SUMS);
+        (b + 1 < count ? pair : one)(blocks + b, columns, x, each, next, fours, sums + b * SUMS);
       for (int64_t step = begin; step < begin + here; step += MOST) {
         const float* from = sums + (step - begin) / MOST * BLOCKS * SUMS;
         const int64_t some = length(tokens, step);

@@ -1,8 +1,10 @@
 // The matrix unit of some CPUs (AMX). With EMULATED_TILES, the tests replace it with plain C++.
 //
 // The unit has eight tile registers of up to 16 rows of 64 bytes. In products of bfloat16 numbers,
-// tiles 0 to 3 hold sums, tiles 4 and 5 parts of a weight, and tiles 6 and 7 inputs; `fixed_unit.h`
-// states its own. A thread configures the unit before it uses it. `Kept` restores what it found.
+// tiles 0 to 3 hold sums, tile 4 a part of a weight, and tile 7 inputs; `fixed_unit.h` states its own.
+// The fewer tiles are in use, the better: a thread that shares its core has hardly more registers in
+// hardware, and each load then waits for one (with eight in use, products take four times as long).
+// A thread configures the unit before it uses it. `Kept` restores what it found.
 
 #pragma once
 
@@ -27,7 +29,7 @@ namespace {
 
 constexpr int64_t ROWS = 16;  // of a tile register
 constexpr int64_t MOST = 16;  // tokens in one tile
-constexpr int INPUTS = 7;
+constexpr int WEIGHT = 4, INPUTS = 7;
 
 // The shapes of the tiles, laid out as `ldtilecfg` reads them.
 struct alignas(64) Shapes {
