@@ -82,7 +82,7 @@ class RowCache:
         self._zeros = zeros or Pages().zeros
         self.firsts: list[int] = []  # first slot of each row in the pass
         self.settled: list[int] = []  # number of tokens of each that are sure to stay
-        self.active: range | None = None  # the rows of the pass; None: all
+        self.active = range(rows)  # the rows of the pass
         self.start = 0  # the first slot, if all rows share it
         self.end = 0  # one past the last slot that any row writes in this pass
         self.top = 0  # the maximum of `end` over all passes
@@ -111,7 +111,7 @@ class RowCache:
             settled: for each row of the pass, the number of tokens that are sure to stay in the
                 text; None: all those before the pass.
         """
-        self.active = None if rows is not None and len(rows) == self.rows else rows
+        self.active = range(self.rows) if rows is None else rows
         self.end = max(starts) + count
         if self.end > self.slots:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
@@ -142,7 +142,7 @@ class RowCache:
         if not self.trimmed:
             return
         if self._rolls:
-            for place, first in zip(self._active(), self.firsts, strict=True):
+            for place, first in zip(self.active, self.firsts, strict=True):
                 if first + self.count > self.bases[place] + self.span:
                     self._shift(place, first - self._behind)
             return
@@ -201,13 +201,9 @@ class RowCache:
 
     def first_slots(self, layer: int | None = None) -> list[int]:
         """First slots of the pass's rows in the buffers of one layer, or of trimmed layers."""
-        places = self._active()
         if layer is not None and layer not in self.trimmed:
-            return [0] * len(places)
-        return [self.bases[place] for place in places]
-
-    def _active(self) -> range:
-        return range(self.rows) if self.active is None else self.active
+            return [0] * len(self.active)
+        return [self.bases[place] for place in self.active]
 
     def borrow(self, other: RowCache, layers: Mapping[int, int]) -> None:
         """Share another cache's buffers without copying: for some layers, its layer of each."""
@@ -219,7 +215,8 @@ class RowCache:
 
     def taking_part(self, buffer: Tensor) -> Tensor:
         """A view of the rows of a buffer (B, ...) that take part in the pass."""
-        return buffer if self.active is None else buffer[self.active.start : self.active.stop]
+        rows = self.active
+        return buffer if len(rows) == self.rows else buffer[rows.start : rows.stop]
 
     def placed(self, device: Any) -> Tensor:
         """The slots that the next pass writes, (B, T)."""

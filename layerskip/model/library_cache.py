@@ -122,7 +122,7 @@ class LibraryCache(RowCache):
 
     def places(self, rows: list[int] | None = None) -> Any:
         """The places of the pass's rows, as a slice, or of some of them."""
-        active = self._active()
+        active = self.active
         return slice(active.start, active.stop) if rows is None else [active[row] for row in rows]
 
     def write(

@@ -92,14 +92,14 @@ class RecurrentCache(LibraryCache):
         device, count = tokens.device, tokens.shape[1]
         out: Tensor | None = None
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for row, (place, first) in enumerate(zip(self._active(), self.firsts, strict=True)):
+        for row, (place, first) in enumerate(zip(self.active, self.firsts, strict=True)):
             end = min(first + count, total)
             self._tokens[place, first:end] = tokens[row, : max(0, end - first)].cpu()
             if end > first:
                 groups[self._start(place, row, draft).end, first].append(row)
         for (start, first), rows in groups.items():
             end = min(first + count, total)
-            places = [self._active()[row] for row in rows]
+            places = [self.active[row] for row in rows]
             starts = [start]
             if first - start > LONGEST and not draft:
                 starts.append(first)
