@@ -157,9 +157,8 @@ class RowCache:
 
     def _renew(
         self, layers: Collection[int], places: slice | list[int], first: int, count: int
-    ) -> int:
-        """Move some slots of rows into new buffers, layer by layer; returns the bytes copied."""
-        copied = 0
+    ) -> None:
+        """Move some slots of rows into new buffers, layer by layer."""
         for layer in layers:
             for buffers in (self.keys, self.values):
                 old = buffers[layer]
@@ -168,8 +167,6 @@ class RowCache:
                 moved = old[places, :, first : first + max(0, count)]  # (B, H, count, D)
                 new[: len(moved), :, : moved.shape[2]] = moved
                 buffers[layer] = new
-                copied += moved.nbytes
-        return copied
 
     def roll(self, span: int, behind: int) -> None:
         """Let window layers keep `span` slots, or all if there are fewer, with a base per row.
@@ -317,13 +314,13 @@ class RowCache:
         count = min(last, held.shape[1])
         buffers[layer][place, :, last - count : last] = held[:, held.shape[1] - count :]
 
-    def keep(self, places: Sequence[int], length: int) -> int:
-        """Keep only the rows at `places` (ascending), up to a length; returns the bytes copied."""
+    def keep(self, places: Sequence[int], length: int) -> None:
+        """Keep only the rows at `places` (ascending), up to a length."""
         self.rows, self.top = len(places), length
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
         self.bases = [self.bases[place] for place in places]
-        copied = self._renew(whole, list(places), 0, length)
-        return copied + self._renew(some, list(places), 0, length - self.base)
+        self._renew(whole, list(places), 0, length)
+        self._renew(some, list(places), 0, length - self.base)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
         """Change the buffers to `rows` rows and `slots` slots; the first `kept` rows stay.

@@ -195,11 +195,11 @@ class RecurrentCache(LibraryCache):
     def marks(self, length: int, same: int) -> set[int]:
         return {length - 1, same}  # the last token runs again if the same prompt comes
 
-    def keep(self, places: Sequence[int], length: int) -> int:
+    def keep(self, places: Sequence[int], length: int) -> None:
         self._tokens = self._tokens[list(places)]
         self._states = [self._states[place] for place in places]
         self._drafted = [_NOTHING] * len(places)
-        return super().keep(places, length)
+        super().keep(places, length)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
         super().resize(rows, slots, kept)
