@@ -83,7 +83,6 @@ class RowCache:
         self.firsts: list[int] = []  # first slot of each row in the pass
         self.settled: list[int] = []  # number of tokens of each that are sure to stay
         self.active = range(rows)  # the rows of the pass
-        self.start = 0  # the first slot, if all rows share it
         self.end = 0  # one past the last slot that any row writes in this pass
         self.top = 0  # the maximum of `end` over all passes
         self.count = 0  # T
@@ -120,7 +119,6 @@ class RowCache:
         self.count = count
         self.firsts, self.settled = list(starts), list(starts if settled is None else settled)
         self._trim(min(lowest, *starts))
-        self.start = starts[0]
         self._index.clear()
         self.branches = branches
         alike = len({*starts}) == 1 and (not self.trimmed or len({*self.first_slots()}) == 1)
@@ -218,7 +216,7 @@ class RowCache:
     def placed(self, device: Any) -> Tensor:
         """The slots that the next pass writes, (B, T)."""
         if self.in_step:
-            slots = torch.arange(self.start, self.end, device=device)  # (T,)
+            slots = torch.arange(self.firsts[0], self.end, device=device)  # (T,)
             return slots.expand(len(self.firsts), -1)
         if device not in self._index:
             self._index[device] = self._index["cpu"].to(device, non_blocking=True)
@@ -244,9 +242,9 @@ class RowCache:
         all_keys, all_values = self.buffers(layer, *shapes, keys)
         bases = self.first_slots(layer)
         if self.in_step:
-            base = bases[0]
-            all_keys.narrow(2, self.start - base, self.count).copy_(keys)
-            all_values.narrow(2, self.start - base, self.count).copy_(values)
+            first = self.firsts[0] - bases[0]
+            all_keys.narrow(2, first, self.count).copy_(keys)
+            all_values.narrow(2, first, self.count).copy_(values)
         else:
             rows = torch.arange(len(keys), device=keys.device)[:, None]  # (B, 1)
             index = self.placed(keys.device) - on_device(bases, keys.device)[:, None]  # (B, T)
@@ -392,7 +390,7 @@ class RowCache:
             return True
         if self.count == 1:
             return False
-        return self.start > 0 or (window is not None and self.end > window)
+        return self.firsts[0] > 0 or (window is not None and self.end > window)
 
     def first(self, window: int | None, sink: int = 0) -> int:
         """The first slot that masks of window layers cover; those with a sink cover all.
@@ -405,7 +403,7 @@ class RowCache:
     def seen(self, window: int | None, device: Any, sink: int = 0) -> Tensor:
         """Whether each query sees each slot from its row's first on, (B or 1, 1, T, S) bool."""
         if self.in_step:
-            queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
+            queries = torch.arange(self.firsts[0], self.end, device=device)[None]  # (1, T)
         else:
             queries = self.positions(device)  # (B, T)
         slots = torch.arange(self.first(window, sink), self.end, device=device)  # (S,)
