@@ -19,6 +19,7 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.architecture import read_bytes
 from layerskip.model.cache import RowCache
+from layerskip.model.draft_head import spread
 from layerskip.model.family import LayerParts
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -96,9 +97,7 @@ class Official(Source):
         logits = (rows @ normed[..., None])[..., 0]  # (B, T, K)
         if self.allowed is not None:
             logits = logits.masked_fill(~self.allowed[tokens], float("-inf"))
-        raw = logits.new_full((*logits.shape[:-1], self.model.vocabulary), float("-inf"))
-        out: Tensor = raw.scatter_(-1, tokens, logits)
-        return out
+        return spread(logits, tokens, self.model.vocabulary)
 
 
 class _State(State):
