@@ -223,6 +223,10 @@ class State:
     def every_tap(self) -> list[int]:
         return [tap for tap in (self.tap, *self.taps) if tap is not None]
 
+    def places(self, offset: int = 0) -> list[int]:
+        """The place in each row of a pass of the token that step `offset` of the round feeds."""
+        return [self.batch.lengths[row] + offset for row in self.batch.rows]
+
     def offer(self, row: int, most: int) -> Proposal:
         """Propose at most `most` tokens for the row's next round."""
         return Proposal(min(most, self.longest or most))

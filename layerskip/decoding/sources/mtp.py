@@ -114,9 +114,9 @@ class HeadState(Following):
         self.carried: Tensor  # the head's state of the token fed last, (R, 1, H)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        source, batch = self.source, self.batch
+        source = self.source
         if offset:
-            places = [batch.lengths[row] + offset for row in batch.rows]
+            places = self.places(offset)
             self.cache.place(places, 1, rows=range(len(places)))
             self.carried = source.compute(tokens[:, None], self.carried, self.cache)
         else:

@@ -122,11 +122,10 @@ class _State(State):
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         batch, model = self.batch, self.source.model
         if not offset:
-            places = [batch.lengths[row] for row in batch.rows]
             self.cache.borrow(batch.cache, self.source.sources)
-            self.cache.place([place - 1 for place in places], 1, rows=range(len(places)))
+            self.cache.place(self.places(-1), 1, rows=range(len(batch.rows)))
             self.pass_ = Pass(model, self.cache, self.rotary)
-            before = batch.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
+            before = batch.tapped(self.tap, self.places(), 1, before=1)  # (R, 1, H)
             self.carried = batch.model.decoder.norm(before)
         raw, self.carried = self.source.compute(hidden, self.carried, self.pass_)
         return raw[:, 0]
