@@ -119,6 +119,7 @@ class Source(ABC):
 
     Attributes:
         prior: the expected acceptance before any token is verified.
+        longest: maximum number of tokens that it drafts in a round, if there is a limit.
         max_positions: maximum number of tokens of a row, if there is a limit.
         prefix: number of the target's first sublayers that its steps run exactly.
         keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
