@@ -115,11 +115,9 @@ def choose_drafts(
     if skips and settings.draft_vocabulary is not None:
         model = model.trimmed(settings.draft_vocabulary)
     for number, skip in enumerate(skips, 1):
-        resolved = skip.resolve(model.num_layers)
         own_hash = model.weights.fingerprint() if skip.model_hash else None
         skip.warn_if_foreign(getattr(model.model, "name_or_path", None) or None, own_hash)
-        model.weights.blocks(resolved)  # raises errors here, before decoding begins
-        sources.append(source := source_of(model, resolved))
+        sources.append(source := source_of(model, skip))
         if len(skips) > 1:
             source.name = f"{source.name} {number}"  # type: ignore[misc]
     return Drafts(model, sources, skips, reason)

@@ -36,7 +36,7 @@ class Machine:
 
     def run(self, hidden, step, blocks):
         rows, tokens = hidden.shape[:2]
-        seconds = sum(self._seconds(block, rows, tokens, step.cache.start) for block in blocks)
+        seconds = sum(self._seconds(block, rows, tokens, step.cache.firsts[0]) for block in blocks)
         if self.noise:
             seconds *= 1.0 + abs(self.draws.gauss(0.0, self.noise))
             seconds *= 5.0 if self.draws.random() < 0.01 else 1.0

@@ -21,7 +21,7 @@ from layerskip.costs.speculation import (
     speedup,
 )
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
-from layerskip.decoding.controller import Controller, completed, signal_of
+from layerskip.decoding.controller import Chooser, Controller, Offer, completed, signal_of
 from layerskip.decoding.controllers import Fixed, make_controller
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.registry import CONTROLLERS, WITH_THRESHOLD
@@ -33,9 +33,16 @@ def make(name):
     return completed(make_controller(name, costs=COSTS))
 
 
+def limits_of(controller, allowed):
+    """The limits of rows in a round that begins, with one source that takes steps."""
+    if isinstance(controller, Chooser) and controller.choose([Offer(allowed, None)]) is None:
+        allowed = dict.fromkeys(allowed, 0)
+    return {row: controller.limit(row, most) for row, most in allowed.items()}
+
+
 def lockstep(controller, allowed, sure):
     """How many tokens each row drafts in a round; `sure` gives confidences by row and position."""
-    limits = {row: controller.limit(row, most) for row, most in allowed.items()}
+    limits = limits_of(controller, allowed)
     drafted = dict.fromkeys(limits, 0)
     drafting = [row for row in limits if limits[row]]
     while drafting and controller.draft_together(drafting):
@@ -73,13 +80,13 @@ class TestContract:
         draws = random.Random(0)
         for _ in range(200):
             allowed = draws.randint(0, 30)
-            limit = controller.limit(1, allowed)
+            limit = limits_of(controller, {1: allowed})[1]
             assert isinstance(limit, int)
             assert 0 <= limit <= allowed
             controller.update(1, 0, 0)
             assert 0 <= play_round(controller, 0, allowed, draws) <= allowed
         for confidence in (0.0, 1e-9, 0.3, 0.999, 1.0, math.nan):
-            controller.limit(0, 9)
+            limits_of(controller, {0: 9})
             decision = controller.keep_drafting(0, confidence)
             assert isinstance(decision, bool)
             assert not (math.isnan(confidence) and decision)
@@ -105,10 +112,10 @@ class TestContract:
         controller = make(name)
         controller.reset(1)
         for _ in range(50):
-            assert controller.limit(0, 0) == 0
+            assert limits_of(controller, {0: 0}) == {0: 0}
             controller.update(0, 0, 0)
         # the engine may draft fewer tokens than decided, for example after a drafted end token
-        if controller.limit(0, 5) >= 2:
+        if limits_of(controller, {0: 5})[0] >= 2:
             controller.keep_drafting(0, 1.0)
             controller.update(0, 1, 1)
 
@@ -232,10 +239,11 @@ def test_adaptive_threshold_has_the_paper_s_parameters():
 
 
 class Alone(ExpectedGain):
-    """As in a batch of one row: whatever else is asked, `draft_together` is asked, too."""
+    """As in a batch of one row: whatever else is asked, all other questions are asked, too."""
 
     def limit(self, row, allowed):
-        limit = super().limit(row, allowed)
+        chosen = self.choose([Offer({row: allowed}, None)])
+        limit = super().limit(row, 0 if chosen is None else allowed)
         return limit if limit and self.draft_together([row]) else 0
 
     def keep_drafting(self, row, confidence):
@@ -268,7 +276,7 @@ def test_expected_gain_drafts_by_price_and_confidence():
     # all is accepted, so it drafts beyond the lengths of the cost table
     loop = ExpectedGain(CostTable(0.1, (1.0, 1.1, 1.2)))
     drafted = [round_of(loop, [0.99], [99], allowed=99) for _ in range(20)]
-    assert drafted[-1] == loop.limit(0, 99) == 12
+    assert drafted[-1] == limits_of(loop, {0: 99})[0] == 12
 
 
 def test_expected_gain_looks_past_a_jump_of_the_verify_cost():
@@ -346,8 +354,7 @@ def test_expected_gain_learns_overconfidence_in_all_rows_and_forgets_it_on_reset
     controller = Alone(CostTable(0.35, (1.0,)))
 
     def goes_on(row=0):
-        controller.limit(row, 9)
-        return controller.keep_drafting(row, 0.99)
+        return bool(controller.limit(row, 9)) and controller.keep_drafting(row, 0.99)
 
     controller.reset(2)
     assert goes_on()
@@ -391,8 +398,8 @@ def test_expected_gain_notices_whether_confidences_tell_anything(telling):
         controller.limit(0, 9)
         ExpectedGain.keep_drafting(controller, 0, 0.99 if high else 0.02)  # one step was taken
         controller.update(0, 1, int(accepted))
-    controller.limit(0, 9)
-    assert controller.keep_drafting(0, 0.35) is not telling
+    goes_on = bool(controller.limit(0, 9)) and controller.keep_drafting(0, 0.35)
+    assert goes_on is not telling
 
 
 def test_a_high_prior_drafts_far_at_once_and_is_corrected():

@@ -277,10 +277,10 @@ def test_trimmed_heads(built, family, dtype):
     modules, opened = both(tiny_model(family, dtype=dtype))
     hidden = modules.embed(prompt(5, rows=3))
     whole = modules.logits(hidden)
-    for rows in ([3, 50, 7, 96], slice(5, 60)):
+    for rows in ([3, 50, 7, 96], range(5, 60)):
         trimmed = opened.backend.head(TrimmedHead(opened.model.lm_head, rows))(hidden, None)
         kept = torch.isfinite(trimmed[0, 0]).nonzero()[:, 0]
-        assert kept.tolist() == (list(range(5, 60)) if isinstance(rows, slice) else sorted(rows))
+        assert kept.tolist() == sorted(rows)
         bound = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
         assert (trimmed - whole)[..., kept].abs().max() <= bound * whole.abs().max()
 
@@ -310,7 +310,7 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass(built):
 
         def add():
             while not stop.is_set():
-                opened.backend.head(TrimmedHead(opened.model.lm_head, slice(5, 60)))
+                opened.backend.head(TrimmedHead(opened.model.lm_head, range(5, 60)))
 
         adding = threading.Thread(target=add)
         adding.start()

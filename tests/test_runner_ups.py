@@ -13,6 +13,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import live_target
+from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
@@ -194,6 +195,7 @@ def test_as_many_tokens_are_verified_as_pay():
         controller = TreeGain(table)
         controller.reset(rows)
         controller.begin(100, rows)
+        assert controller.choose([Offer(dict.fromkeys(range(rows), 3), None)]) == 0
         for row in range(rows):
             controller.limit(row, 3)
         assert controller.draft_together(range(rows))

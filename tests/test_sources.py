@@ -58,6 +58,12 @@ def test_the_guides_source_drafts_and_leaves_the_text(sample):
         )
         assert torch.equal(out.sequences, plain.sequences)
         assert out.stats.num_accepted_tokens > 0
+    phrases.longest = 2
+    short = layerskip.generate(
+        model, ids, sources=[phrases], lookup=False, controller="fixed", costs=COSTS, **how
+    )
+    assert torch.equal(short.sequences, plain.sequences)
+    assert 0 < len(short.stats.accepted_per_position) <= 2 < len(out.stats.accepted_per_position)
     # with other sources, too
     out = layerskip.generate(
         model, ids, sources=[phrases], skip=SkipConfig.early_exit(3), lookup=True, **how

@@ -85,7 +85,7 @@ def test_logits_come_back_to_where_tokens_come_in(place):
         "norm": [model.model.norm],
         "last layer": [model.model.layers[-1]],
     }
-    few = TrimmedHead(model.lm_head, slice(5, 60))
+    few = TrimmedHead(model.lm_head, range(5, 60))
     for module in away[place]:
         module.to("meta")
     opened = Sublayers(model)

@@ -90,14 +90,11 @@ def test_kept_tokens_have_their_logits_and_others_none(family, execution):
 def test_a_head_with_a_bias():
     head = nn.Linear(8, 11)
     hidden = torch.randn(1, 2, 8)
-    for rows in ((9, 2, 5), slice(3, 7)):
-        trimmed = TrimmedHead(head, rows)
-        few = nn.functional.linear(hidden, trimmed.weight, trimmed.bias)
-        whole = head(hidden)
-        torch.testing.assert_close(few, whole[..., trimmed.tokens], rtol=1e-5, atol=1e-6)
-        assert trimmed.spread(few).isfinite().sum() == 2 * len(trimmed.tokens)
-        same = trimmed.weight.untyped_storage().data_ptr() == head.weight.data_ptr()
-        assert same == isinstance(rows, slice)  # a slice is no copy
+    trimmed = TrimmedHead(head, (9, 2, 5))
+    few = nn.functional.linear(hidden, trimmed.weight, trimmed.bias)
+    whole = head(hidden)
+    torch.testing.assert_close(few, whole[..., trimmed.tokens], rtol=1e-5, atol=1e-6)
+    assert trimmed.spread(few).isfinite().sum() == 2 * len(trimmed.tokens)
 
 
 def test_rows_are_copied_once_and_again_when_the_weight_has_changed():

@@ -39,8 +39,8 @@ class _Row:
 class Progress:
     """The state of a round, shared by its rows."""
 
-    offers: Sequence[Offer] | None = None  # None if the engine did not ask for a choice
-    source: int | None = 0
+    offers: Sequence[Offer] = ()
+    source: int | None = None
     cut: int = 0  # how many tokens of a looked-up draft are worth their price
     lookups: dict[int, int] = field(default_factory=dict)  # by row, used instead of steps
     looked_up: int = 0  # the longest draft of those rows
@@ -169,7 +169,7 @@ class ExpectedGain(Controller):
         return {row: lookups.get(row, source) for row in self._round.rows} if lookups else source
 
     def learn(self, draft: int, row: int, shown: int, right: int) -> None:
-        offer = (self._round.offers or ())[draft]
+        offer = self._round.offers[draft]
         if row in offer.chances:
             return  # the source has its own expectations
         match = (offer.matches or {})[row]
@@ -178,11 +178,6 @@ class ExpectedGain(Controller):
 
     def limit(self, row: int, allowed: int) -> int:
         round_, state = self._round, self._rows[row]
-        if round_.offers is None:  # there was no choice: only one source
-            if row in round_.rows:
-                self._end_round()
-            round_ = self._round
-            round_.rows.append(row)
         state.limit = allowed
         if round_.source is not None:
             number = round_.lookups.get(row, round_.source)
@@ -207,15 +202,8 @@ class ExpectedGain(Controller):
         return True
 
     def draft_together(self, rows: Sequence[int]) -> bool:
-        round_ = self._round
-        if round_.steps:
-            goes_on = self._pays(rows)
-        elif round_.offers is None:
-            lengths = {row: self._rows[row].limit for row in round_.rows}
-            goes_on = self._decide([Offer(lengths, None)]) is not None
-        else:
-            goes_on = True
-        round_.steps += goes_on
+        goes_on = not self._round.steps or self._pays(rows)
+        self._round.steps += goes_on
         return goes_on
 
     def update(self, row: int, drafted: int, accepted: int) -> None:
@@ -237,8 +225,7 @@ class ExpectedGain(Controller):
 
     def _is_looked_up(self, number: int) -> bool:
         """Whether a source drafts without steps in this round."""
-        offers = self._round.offers
-        return offers is not None and offers[number].matches is not None
+        return self._round.offers[number].matches is not None
 
     def _learn_steps(self, row: int, drafted: int, accepted: int) -> None:
         bins = self._rows[row].bins

@@ -59,11 +59,12 @@ class LiveTarget:
         return self.passes.cache.slots - self.passes.lengths[row]
 
     def offer(self, source: int, row: int, most: int) -> Proposal:
-        proposal, size = self.passes.states[source].offer(row, most), self.passes.model.vocabulary
+        of, size = self.passes.sources[source], self.passes.model.vocabulary
+        proposal = self.passes.states[source].offer(row, min(most, of.longest or most))
         if proposal.tokens and not 0 <= min(proposal.tokens) <= max(proposal.tokens) < size:
             raise ValueError(
-                f"the source {self.passes.sources[source].name} must propose token ids in 0.."
-                f"{size - 1}, the model's vocabulary; got {[*proposal.tokens]}"
+                f"the source {of.name} must propose token ids in 0..{size - 1}, the model's "
+                f"vocabulary; got {[*proposal.tokens]}"
             )
         return proposal
 

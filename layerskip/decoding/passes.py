@@ -249,7 +249,7 @@ class Passes(Batch):
             if kind != "tap":
                 self.cache.fill(row, (kind, number), filling.end, held)
             elif number in self._taps:
-                states = self._states(number, held, self.cache.rows)
+                states = self._states(number, held)
                 states[row, filling.end + 1 - len(held) : filling.end + 1] = held
 
     @in_inference_mode
@@ -293,14 +293,14 @@ class Passes(Batch):
         return self.model.run(hidden, step, range(first, last))
 
     def _keep_states(self, tap: int, hidden: Tensor) -> None:
-        states = self.cache.taking_part(self._states(tap, hidden, self.cache.rows))
+        states = self.cache.taking_part(self._states(tap, hidden))
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]  # (R, 1)
         states[rows, self.cache.placed(hidden.device) + 1] = hidden
 
-    def _states(self, tap: int, like: Tensor, rows: int) -> Tensor:
+    def _states(self, tap: int, like: Tensor) -> Tensor:
         if tap not in self._tapped:
-            shape = rows, self.cache.slots + 1, like.shape[-1]
-            self._tapped[tap] = like.new_zeros(shape)  # (R, S + 1, H)
+            shape = self.cache.rows, self.cache.slots + 1, like.shape[-1]
+            self._tapped[tap] = like.new_zeros(shape)  # (B, S + 1, H)
         return self._tapped[tap]
 
     def tapped(

@@ -141,9 +141,8 @@ class Backend(ABC):
         """
         before, add = self.norm_of(part.pre), adding(part, self.norm_of(part.post))
         mixture, tail = part.mixture, self.tail_block(part) if part.tail else None
-        beside = mixture is not None and mixture.beside
-        after_dense = self.norm_of(mixture.dense) if mixture is not None and beside else None
-        mixed = mixed if beside else None
+        after_dense = None if mixture is None else self.norm_of(mixture.dense)
+        mixed = mixed if part.dense else None  # otherwise they are `run`
         device = device_of(part.pre or part.post) if self.model.spread else None
 
         def block(hidden: Tensor, step: Step) -> Tensor:

@@ -82,8 +82,7 @@ class RowCache:
         self._zeros = zeros or Pages().zeros
         self.firsts: list[int] = []  # first slot of each row in the pass
         self.settled: list[int] = []  # number of tokens of each that are sure to stay
-        self.active: range | None = None  # the rows of the pass; None: all
-        self.start = 0  # the first slot, if all rows share it
+        self.active = range(rows)  # the rows of the pass
         self.end = 0  # one past the last slot that any row writes in this pass
         self.top = 0  # the maximum of `end` over all passes
         self.count = 0  # T
@@ -111,7 +110,7 @@ class RowCache:
             settled: for each row of the pass, the number of tokens that are sure to stay in the
                 text; None: all those before the pass.
         """
-        self.active = None if rows is not None and len(rows) == self.rows else rows
+        self.active = range(self.rows) if rows is None else rows
         self.end = max(starts) + count
         if self.end > self.slots:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
@@ -120,7 +119,6 @@ class RowCache:
         self.count = count
         self.firsts, self.settled = list(starts), list(starts if settled is None else settled)
         self._trim(min(lowest, *starts))
-        self.start = starts[0]
         self._index.clear()
         self.branches = branches
         alike = len({*starts}) == 1 and (not self.trimmed or len({*self.first_slots()}) == 1)
@@ -142,7 +140,7 @@ class RowCache:
         if not self.trimmed:
             return
         if self._rolls:
-            for place, first in zip(self._active(), self.firsts, strict=True):
+            for place, first in zip(self.active, self.firsts, strict=True):
                 if first + self.count > self.bases[place] + self.span:
                     self._shift(place, first - self._behind)
             return
@@ -157,9 +155,8 @@ class RowCache:
 
     def _renew(
         self, layers: Collection[int], places: slice | list[int], first: int, count: int
-    ) -> int:
-        """Move some slots of rows into new buffers, layer by layer; returns the bytes copied."""
-        copied = 0
+    ) -> None:
+        """Move some slots of rows into new buffers, layer by layer."""
         for layer in layers:
             for buffers in (self.keys, self.values):
                 old = buffers[layer]
@@ -168,8 +165,6 @@ class RowCache:
                 moved = old[places, :, first : first + max(0, count)]  # (B, H, count, D)
                 new[: len(moved), :, : moved.shape[2]] = moved
                 buffers[layer] = new
-                copied += moved.nbytes
-        return copied
 
     def roll(self, span: int, behind: int) -> None:
         """Let window layers keep `span` slots, or all if there are fewer, with a base per row.
@@ -201,13 +196,9 @@ class RowCache:
 
     def first_slots(self, layer: int | None = None) -> list[int]:
         """First slots of the pass's rows in the buffers of one layer, or of trimmed layers."""
-        places = self._active()
         if layer is not None and layer not in self.trimmed:
-            return [0] * len(places)
-        return [self.bases[place] for place in places]
-
-    def _active(self) -> range:
-        return range(self.rows) if self.active is None else self.active
+            return [0] * len(self.active)
+        return [self.bases[place] for place in self.active]
 
     def borrow(self, other: RowCache, layers: Mapping[int, int]) -> None:
         """Share another cache's buffers without copying: for some layers, its layer of each."""
@@ -219,12 +210,13 @@ class RowCache:
 
     def taking_part(self, buffer: Tensor) -> Tensor:
         """A view of the rows of a buffer (B, ...) that take part in the pass."""
-        return buffer if self.active is None else buffer[self.active.start : self.active.stop]
+        rows = self.active
+        return buffer if len(rows) == self.rows else buffer[rows.start : rows.stop]
 
     def placed(self, device: Any) -> Tensor:
         """The slots that the next pass writes, (B, T)."""
         if self.in_step:
-            slots = torch.arange(self.start, self.end, device=device)  # (T,)
+            slots = torch.arange(self.firsts[0], self.end, device=device)  # (T,)
             return slots.expand(len(self.firsts), -1)
         if device not in self._index:
             self._index[device] = self._index["cpu"].to(device, non_blocking=True)
@@ -250,9 +242,9 @@ class RowCache:
         all_keys, all_values = self.buffers(layer, *shapes, keys)
         bases = self.first_slots(layer)
         if self.in_step:
-            base = bases[0]
-            all_keys.narrow(2, self.start - base, self.count).copy_(keys)
-            all_values.narrow(2, self.start - base, self.count).copy_(values)
+            first = self.firsts[0] - bases[0]
+            all_keys.narrow(2, first, self.count).copy_(keys)
+            all_values.narrow(2, first, self.count).copy_(values)
         else:
             rows = torch.arange(len(keys), device=keys.device)[:, None]  # (B, 1)
             index = self.placed(keys.device) - on_device(bases, keys.device)[:, None]  # (B, T)
@@ -320,13 +312,13 @@ class RowCache:
         count = min(last, held.shape[1])
         buffers[layer][place, :, last - count : last] = held[:, held.shape[1] - count :]
 
-    def keep(self, places: Sequence[int], length: int) -> int:
-        """Keep only the rows at `places` (ascending), up to a length; returns the bytes copied."""
+    def keep(self, places: Sequence[int], length: int) -> None:
+        """Keep only the rows at `places` (ascending), up to a length."""
         self.rows, self.top = len(places), length
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
         self.bases = [self.bases[place] for place in places]
-        copied = self._renew(whole, list(places), 0, length)
-        return copied + self._renew(some, list(places), 0, length - self.base)
+        self._renew(whole, list(places), 0, length)
+        self._renew(some, list(places), 0, length - self.base)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
         """Change the buffers to `rows` rows and `slots` slots; the first `kept` rows stay.
@@ -398,7 +390,7 @@ class RowCache:
             return True
         if self.count == 1:
             return False
-        return self.start > 0 or (window is not None and self.end > window)
+        return self.firsts[0] > 0 or (window is not None and self.end > window)
 
     def first(self, window: int | None, sink: int = 0) -> int:
         """The first slot that masks of window layers cover; those with a sink cover all.
@@ -411,7 +403,7 @@ class RowCache:
     def seen(self, window: int | None, device: Any, sink: int = 0) -> Tensor:
         """Whether each query sees each slot from its row's first on, (B or 1, 1, T, S) bool."""
         if self.in_step:
-            queries = torch.arange(self.start, self.end, device=device)[None]  # (1, T)
+            queries = torch.arange(self.firsts[0], self.end, device=device)[None]  # (1, T)
         else:
             queries = self.positions(device)  # (B, T)
         slots = torch.arange(self.first(window, sink), self.end, device=device)  # (S,)

@@ -146,9 +146,8 @@ class Captured(Fused):
 
 def _is_usual(cache: RowCache) -> bool:
     """Whether a pass is neither over prompts nor over trees; its rows come first in the buffers."""
-    first = 0 if cache.active is None else cache.active.start
     short = cache.prefilled and cache.count <= _LONGEST
-    return short and cache.branches is None and first == 0
+    return short and cache.branches is None and cache.active.start == 0
 
 
 def _kernels(model: Architecture) -> Any:

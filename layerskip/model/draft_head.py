@@ -7,9 +7,8 @@ Shapes: B rows, T tokens of a pass, H hidden width, V vocabulary, n tokens kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +19,18 @@ class TrimmedHead:
 
     Args:
         head: the full head.
-        rows: token ids, whose rows are copied, or a slice, whose rows are views.
+        tokens: those whose rows are copied.
     """
 
-    def __init__(self, head: nn.Linear, rows: Sequence[int] | slice) -> None:
+    def __init__(self, head: nn.Linear, tokens: Iterable[int]) -> None:
         weight, bias = head.weight.detach(), head.bias
-        self.vocabulary = len(weight)
-        which: Any = rows
-        if not isinstance(rows, slice):
-            which = torch.tensor(sorted(rows), device=weight.device)
-        self.tokens = torch.arange(self.vocabulary, device=weight.device)[which]  # (n,)
-        self.weight = weight[which]  # (n, H)
-        self.bias = None if bias is None else bias.detach()[which]  # (n,)
-        self.spread = partial(_spread, tokens=self.tokens, vocabulary=self.vocabulary)
-        """Expand logits of the rows (B, T, n) to the vocabulary, (B, T, V), with -inf elsewhere."""
+        self.tokens = torch.tensor(sorted(tokens), device=weight.device)  # (n,)
+        self.weight = weight[self.tokens]  # (n, H)
+        self.bias = None if bias is None else bias.detach()[self.tokens]  # (n,)
+        self.spread = partial(spread, tokens=self.tokens, vocabulary=len(weight))
 
 
-def _spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """Expand logits (..., n) of tokens, (n,) or (..., n), to (..., V), with -inf elsewhere."""
     whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
     return whole.scatter_(-1, tokens.expand_as(logits), logits)

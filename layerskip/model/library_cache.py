@@ -71,9 +71,9 @@ class LibraryCache(RowCache):
         self.crossed: dict[int, list[Tensor]] = {}
         self.unread = {*range(rows)}
 
-    def keep(self, places: Sequence[int], length: int) -> int:
+    def keep(self, places: Sequence[int], length: int) -> None:
         self._place_encoded(places)
-        return super().keep(places, length)
+        super().keep(places, length)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
         self._place_encoded([*range(kept), *[0] * (rows - kept)])
@@ -122,7 +122,7 @@ class LibraryCache(RowCache):
 
     def places(self, rows: list[int] | None = None) -> Any:
         """The places of the pass's rows, as a slice, or of some of them."""
-        active = self._active()
+        active = self.active
         return slice(active.start, active.stop) if rows is None else [active[row] for row in rows]
 
     def write(

@@ -350,10 +350,10 @@ class Native(Fused):
         copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
         self._fresh.append(copy.data)
         delta = None if deltas is None else deltas.added_to(weight, bits)
-        inner, outer = (None, None) if delta is None else delta
         rows, columns = copy.shape
         how: dict[str, Any] = {"format": f"R{bits}", "rows": rows, "columns": columns}
-        if inner is not None and outer is not None:
+        if delta is not None:
+            inner, outer = delta
             filled = F.pad(outer.bfloat16(), (0, 0, 0, -len(outer) % ROWS))
             blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)
             how |= {"inner": inner.bfloat16(), "outer": blocks}

@@ -80,7 +80,7 @@ class TableRotary:
         if not cache.in_step:
             device = next(iter(self.tables.values()))[0].device
             return gathered(self.tables, cache.positions(device))
-        window = slice(cache.start, cache.end)
+        window = slice(cache.firsts[0], cache.end)
         return {k: (cos[:, window], sin[:, window]) for k, (cos, sin) in self.tables.items()}
 
 

@@ -92,14 +92,14 @@ class RecurrentCache(LibraryCache):
         device, count = tokens.device, tokens.shape[1]
         out: Tensor | None = None
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for row, (place, first) in enumerate(zip(self._active(), self.firsts, strict=True)):
+        for row, (place, first) in enumerate(zip(self.active, self.firsts, strict=True)):
             end = min(first + count, total)
             self._tokens[place, first:end] = tokens[row, : max(0, end - first)].cpu()
             if end > first:
                 groups[self._start(place, row, draft).end, first].append(row)
         for (start, first), rows in groups.items():
             end = min(first + count, total)
-            places = [self._active()[row] for row in rows]
+            places = [self.active[row] for row in rows]
             starts = [start]
             if first - start > LONGEST and not draft:
                 starts.append(first)
@@ -195,11 +195,11 @@ class RecurrentCache(LibraryCache):
     def marks(self, length: int, same: int) -> set[int]:
         return {length - 1, same}  # the last token runs again if the same prompt comes
 
-    def keep(self, places: Sequence[int], length: int) -> int:
+    def keep(self, places: Sequence[int], length: int) -> None:
         self._tokens = self._tokens[list(places)]
         self._states = [self._states[place] for place in places]
         self._drafted = [_NOTHING] * len(places)
-        return super().keep(places, length)
+        super().keep(places, length)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
         super().resize(rows, slots, kept)

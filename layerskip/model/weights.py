@@ -205,28 +205,25 @@ class DraftWeights:
     def nbytes(self, skip: SkipConfig) -> int:
         """Bytes that a draft's rounded and trained weights use, or would use."""
         skip = skip.resolve(self.model.num_layers)
-        module_bytes = 0
-        if skip.trained is not None and skip.trained.module:
-            module_bytes = read_bytes(self.module(skip).block, skip.module_bits)
-        if skip.low is None:
-            return module_bytes
-        rounded = skip.rounded()
-        weights = [linear.weight for _, linear in self.linears(rounded)]
-        if skip.experts != 0:  # the copies contain all experts, among which tokens choose
-            mixtures = [self.model.parts[index // 2].mixture for index in rounded if index % 2]
-            weights += [weight for each in mixtures if each is not None for weight in each.weights]
-        bits, packed = skip.low.bits, self.backend.packed
-        nbytes = module_bytes + sum(rounded_bytes(w, bits, packed=packed) for w in weights)
-        head_bits = skip.head_bits
-        whole = [linear.weight for _, linear in linears(self.model.unembedding)]
-        rows = self._rows_of(skip)
-        heads = whole if rows is None else [rows.weight]
-        if head_bits is not None:
-            nbytes += sum(rounded_bytes(head, head_bits, packed=packed) for head in heads)
-        if skip.trained is not None and not skip.trained.module:
-            deltas = self.deltas(skip.trained)
-            added = [deltas.added_to(weight, bits) for weight in weights]
-            nbytes += sum(part.nbytes for delta in added if delta is not None for part in delta)
+        trained, nbytes, packed = skip.trained, 0, self.backend.packed
+        if trained is not None and trained.module:  # it runs no sublayer in low precision
+            nbytes += read_bytes(self.module(skip).block, skip.module_bits)
+        elif skip.low is not None:
+            bits, rounded = skip.low.bits, skip.rounded()
+            weights = [linear.weight for _, linear in self.linears(rounded)]
+            if skip.experts != 0:  # the copies contain all experts, among which tokens choose
+                mixtures = [self.model.parts[index // 2].mixture for index in rounded if index % 2]
+                weights += [w for each in mixtures if each is not None for w in each.weights]
+            nbytes += sum(rounded_bytes(w, bits, packed=packed) for w in weights)
+            if trained is not None:
+                deltas = self.deltas(trained)
+                added = [deltas.added_to(weight, bits) for weight in weights]
+                nbytes += sum(part.nbytes for delta in added if delta is not None for part in delta)
+        if skip.head_bits is not None:
+            rows = self._rows_of(skip)
+            heads = [linear.weight for _, linear in linears(self.model.unembedding)]
+            heads = heads if rows is None else [rows.weight]
+            nbytes += sum(rounded_bytes(head, skip.head_bits, packed=packed) for head in heads)
         return nbytes
 
     def read_by(self, skip: SkipConfig) -> list[float]:

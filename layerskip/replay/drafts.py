@@ -134,7 +134,7 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             row.emitted[0].append(token)
             state.commit(0, [token], 0)
             row.commit(0)
-            proposal = state.offer(0, length)
+            proposal = state.offer(0, min(length, source.longest or length))
             offers.append((list(proposal.tokens or ())[:length], proposal.match or 0))
     tokens = [offered + [NOTHING] * (length - len(offered)) for offered, _ in offers]
     sure = torch.zeros(len(offers), length)  # confidences are not used

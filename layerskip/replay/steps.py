@@ -35,7 +35,7 @@ class Wide:
         # Whole layers, whose states the texts have, before the first whose keys others read.
         layers = min([source.prefix // 2, *self.model.read_layers])
         shared = self.model.blocks[2 * layers if follow else 0 : source.prefix]
-        self.blocks = [*shared, *self.model.weights.blocks(source.skip)]
+        self.blocks = [*shared, *source.blocks]
         self.before: Tensor | None = None
         if follow and layers:
             self.before = torch.cat([text.states[layers - 1] for text in trace.texts])  # (P, H)

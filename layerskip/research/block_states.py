@@ -68,10 +68,6 @@ class _Layered(Following):
         step = Pass(batch.model, self.cache, batch.rotary)
         return batch.model.backend.run(inputs, step, blocks)
 
-    def places(self, offset: int) -> list[int]:
-        """The place in each row of the token of step `offset`."""
-        return [self.batch.lengths[row] + offset for row in self.batch.rows]
-
 
 class ExitState(_Layered):
     """Drafts from the states after an exit."""
@@ -130,11 +126,11 @@ class StreamsState(FeatureState):
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if not offset:
-            shortest = min(self.batch.lengths[row] for row in self.batch.rows) + 1
+            shortest = min(self.places(1))
             if not self.cache.prefilled or self.missing() > min(shortest, TOGETHER):
                 self.catch_up()
             starts, _, tokens = self.latest(self.missing())
-            features = self.batch.tapped(self.tap, self.places(0), 1, before=1)  # (R, 1, H)
+            features = self.batch.tapped(self.tap, self.places(), 1, before=1)  # (R, 1, H)
             ahead = self.block.streams(features, hidden)[:, 0, : self.count - 1]
             inputs = torch.cat([self.inputs(starts, tokens), ahead], 1)
             out = self.advance(inputs, starts, self.blocks)

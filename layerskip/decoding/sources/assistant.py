@@ -127,10 +127,9 @@ class _State(Following):
             return common(self._catch_up(count), batch.model)
         if not offset:
             self.see()
-        starts = [batch.lengths[row] + offset for row in batch.rows]
         fed = of_assistant(tokens, model, batch.model)[:, None]  # (R, 1)
-        settled = [batch.lengths[row] for row in batch.rows]
-        raw = model.backend.run(*self._feed(fed, starts, settled=settled), self.blocks)[:, 0]
+        begun = self._feed(fed, self.places(offset), settled=self.places())
+        raw = model.backend.run(*begun, self.blocks)[:, 0]
         return common(raw, batch.model)
 
     def _catch_up(self, count: int) -> Tensor:

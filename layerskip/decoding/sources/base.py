@@ -119,6 +119,7 @@ class Source(ABC):
 
     Attributes:
         prior: the expected acceptance before any token is verified.
+        longest: maximum number of tokens that it drafts in a round, if there is a limit.
         max_positions: maximum number of tokens of a row, if there is a limit.
         prefix: number of the target's first sublayers that its steps run exactly.
         keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
@@ -222,6 +223,10 @@ class State:
     @property
     def every_tap(self) -> list[int]:
         return [tap for tap in (self.tap, *self.taps) if tap is not None]
+
+    def places(self, offset: int = 0) -> list[int]:
+        """The place in each row of a pass of the token that step `offset` of the round feeds."""
+        return [self.batch.lengths[row] + offset for row in self.batch.rows]
 
     def offer(self, row: int, most: int) -> Proposal:
         """Propose at most `most` tokens for the row's next round."""

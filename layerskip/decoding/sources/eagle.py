@@ -20,6 +20,7 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.mtp import HeadState, seen_by
 from layerskip.decoding.sources.official import elsewhere, unlike
 from layerskip.model.architecture import read_bytes
+from layerskip.model.draft_head import spread
 from layerskip.model.eagle import Eagle
 from layerskip.model.library_cache import LibraryCache
 from layerskip.model.sublayers import Sublayers
@@ -94,8 +95,7 @@ class EagleHead(Source):
 
     def logits(self, states: Tensor) -> Tensor:
         drafted = F.linear(self.module.normed(states[:, 0]), self.weight)  # (R, D)
-        raw = drafted.new_full((len(drafted), self.model.vocabulary), float("-inf"))
-        return raw.scatter_(-1, self.tokens.expand_as(drafted), drafted)
+        return spread(drafted, self.tokens, self.model.vocabulary)
 
 
 def _misfit(target: Sublayers, module: Eagle) -> str | None:

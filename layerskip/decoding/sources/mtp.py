@@ -34,14 +34,6 @@ class CheckpointHead(Source):
     def __init__(self, model: Whole, head: Head) -> None:
         self.model, self.module = model, head
         self.head = model.weights.head()
-        cache = LibraryCache(1, 1, (None,))
-        cache.place([0], 1)
-        nothing = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-        with torch.no_grad():
-            embedded = model.model.get_input_embeddings()(nothing)
-            self.compute(nothing, torch.zeros_like(embedded), cache)
-        buffers = (*cache.keys.values(), *cache.values.values())
-        self._slot_bytes = sum(each.nbytes / each.shape[2] for each in buffers)
 
     name = "mtp"
     words = "the checkpoint's own head for the token after the next"
@@ -57,7 +49,15 @@ class CheckpointHead(Source):
         return [float(read_bytes(self.module, None)), self.model.weights.head_bytes()]
 
     def own_bytes(self) -> float:
-        return self._slot_bytes
+        # Measured, because it is not known what the library's attention keeps.
+        cache = LibraryCache(1, 1, (None,))
+        cache.place([0], 1)
+        nothing = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        with torch.no_grad():
+            embedded = self.model.model.get_input_embeddings()(nothing)
+            self.compute(nothing, torch.zeros_like(embedded), cache)
+        buffers = (*cache.keys.values(), *cache.values.values())
+        return sum(each.nbytes / each.shape[2] for each in buffers)
 
     def before(self, batch: Batch, places: Sequence[int], count: int, rows: range) -> Tensor:
         """The states (R, count, H) before each row's tokens from those places on."""
@@ -114,9 +114,9 @@ class HeadState(Following):
         self.carried: Tensor  # the head's state of the token fed last, (R, 1, H)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        source, batch = self.source, self.batch
+        source = self.source
         if offset:
-            places = [batch.lengths[row] + offset for row in batch.rows]
+            places = self.places(offset)
             self.cache.place(places, 1, rows=range(len(places)))
             self.carried = source.compute(tokens[:, None], self.carried, self.cache)
         else:

@@ -19,6 +19,7 @@ from torch import Tensor
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.architecture import read_bytes
 from layerskip.model.cache import RowCache
+from layerskip.model.draft_head import spread
 from layerskip.model.family import LayerParts
 from layerskip.model.sublayers import Pass, Sublayers
 
@@ -96,9 +97,7 @@ class Official(Source):
         logits = (rows @ normed[..., None])[..., 0]  # (B, T, K)
         if self.allowed is not None:
             logits = logits.masked_fill(~self.allowed[tokens], float("-inf"))
-        raw = logits.new_full((*logits.shape[:-1], self.model.vocabulary), float("-inf"))
-        out: Tensor = raw.scatter_(-1, tokens, logits)
-        return out
+        return spread(logits, tokens, self.model.vocabulary)
 
 
 class _State(State):
@@ -123,11 +122,10 @@ class _State(State):
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         batch, model = self.batch, self.source.model
         if not offset:
-            places = [batch.lengths[row] for row in batch.rows]
             self.cache.borrow(batch.cache, self.source.sources)
-            self.cache.place([place - 1 for place in places], 1, rows=range(len(places)))
+            self.cache.place(self.places(-1), 1, rows=range(len(batch.rows)))
             self.pass_ = Pass(model, self.cache, self.rotary)
-            before = batch.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
+            before = batch.tapped(self.tap, self.places(), 1, before=1)  # (R, 1, H)
             self.carried = batch.model.decoder.norm(before)
         raw, self.carried = self.source.compute(hidden, self.carried, self.pass_)
         return raw[:, 0]

@@ -13,17 +13,20 @@ from torch import Tensor
 from layerskip.config import SkipConfig
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.model.backend import Block
 from layerskip.model.sublayers import Pass, Sublayers
 
 
 class SublayerDraft(Source):
-    """The sublayers that a resolved skip config keeps, and the head that drafts read."""
+    """The sublayers that a resolved skip config keeps, and the head that drafts read.
+
+    Raises:
+        ValueError: the skip config does not fit the model.
+    """
 
     skip: SkipConfig
 
     def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
-        self.model, self.skip = model, skip
+        self.model, self.skip, self.blocks = model, skip, model.weights.blocks(skip)
         self.prefix = skip.shared_prefix()
         # Rounding to 8 bits alone hardly changes the model's output.
         rounded = skip.low is not None and skip.low.bits == 8 and not skip.skipped()
@@ -43,7 +46,7 @@ class SublayerDraft(Source):
         return self.model.key_bytes(layers, self.skip.window)
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, self, self.model.weights.blocks(self.skip))
+        return _State(batch, self)
 
 
 def key_of(skip: SkipConfig) -> str:
@@ -54,9 +57,9 @@ def key_of(skip: SkipConfig) -> str:
 
 
 class _State(State):
-    def __init__(self, batch: Batch, source: SublayerDraft, blocks: Sequence[Block]) -> None:
+    def __init__(self, batch: Batch, source: SublayerDraft) -> None:
         super().__init__(batch)
-        self.prefix, self.blocks = source.prefix, blocks
+        self.prefix, self.blocks = source.prefix, source.blocks
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         return self.batch.model.backend.run(hidden, step, self.blocks)[:, 0]

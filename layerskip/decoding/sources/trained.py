@@ -97,10 +97,8 @@ class HeadsState(State):
         self.tap: int = batch.model.num_sublayers
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        batch = self.batch
         if not offset:
-            places = [batch.lengths[row] for row in batch.rows]
-            features = batch.tapped(self.tap, places, 1, before=1)  # (R, 1, H)
+            features = self.batch.tapped(self.tap, self.places(), 1, before=1)  # (R, 1, H)
             # No head depends on drafted tokens, so one pass is enough for all.
             self.raw = self.project(self.block(features, hidden)[:, 0], None)  # (R, K, V)
         # A round's last step may follow the last draft.
