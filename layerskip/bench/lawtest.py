@@ -56,7 +56,7 @@ class Recorded:
         self.target, self.draft = target, draft
         self.rows, self.lengths = {row: row for row in range(rows)}, [1] * rows
         batch: Any = self
-        self.states = [State(batch)]
+        self.states, self.sources = [State(batch)], [SimpleNamespace(name="recorded", longest=None)]
         self.model = SimpleNamespace(branches=False, device=target.device, vocabulary=len(target))
         self.cache = SimpleNamespace(slots=sys.maxsize)
 
