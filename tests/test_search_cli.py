@@ -464,16 +464,19 @@ def test_bad_flags(folder, prompts, tmp_path, more, expected):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("w5 w6\n", "a search needs at least 2 prompts"),
-        ("w5 w6\n" + "w7 " * 240 + "\n", "must be at most 256 tokens for this model, got 264"),
+        ("w5 w6\n" * 5, "a search needs at least 6 prompts, a third of them to time the best"),
+        ("w7 " * 240 + "\n" + "w5\n" * 5, "must be at most 256 tokens for this model, got 264"),
     ],
-    ids=["one", "long"],
+    ids=["few", "long"],
 )
 def test_bad_prompts(folder, tmp_path, content, expected):
     path, output = tmp_path / "p.txt", tmp_path / "out"
     path.write_text(content)
     assert expected in refused(*flags(folder, path, output))
     assert not output.exists() or list(output.iterdir()) == []
+    path.write_text("w5 w6\n")
+    reason = refused(*flags(folder, path, output, "--no-confirm"))
+    assert reason == "a search needs at least 2 prompts, got 1; give more"
 
 
 def test_an_output_that_is_a_file(folder, prompts, tmp_path):

@@ -119,7 +119,8 @@ def search(
         timeout = TIMEOUT
     started = time.monotonic()
     first = load_skips(skip, entry)
-    chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
+    asked = spoken(given_prompts(prompts, loading.model), chat)
+    chosen, held_out = split_prompts(asked, timed=not no_confirm)
     check_folder(output)
     output.mkdir(parents=True, exist_ok=True)
     talk = Talk(quiet)
@@ -248,21 +249,26 @@ def default_positions(model: Any) -> int:
     return max(FEWEST_POSITIONS, min(POSITIONS, int(WORK / weights)))
 
 
-def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+def split_prompts(prompts: Sequence[Prompt], *, timed: bool) -> tuple[list[Prompt], list[Prompt]]:
     """Split the prompts into those to trace, in turn from every category, and those held out.
 
     Finalists are timed on the first prompts of each category: a third of all, HELD_OUT at most.
 
+    Args:
+        timed: whether they are timed; one prompt could not tell a draft from the default.
+
     Raises:
-        ValueError: there are fewer than two prompts.
+        ValueError: there are too few prompts.
     """
-    if len(prompts) < 2:
+    mixed, count = in_turn(prompts), min(HELD_OUT, len(prompts) // 3)
+    if timed and count < 2:
         raise ValueError(
-            f"a search needs at least 2 prompts, one to search on and one to confirm on; got "
-            f"{len(prompts)}"
+            "a search needs at least 6 prompts, a third of them to time the best drafts on, got "
+            f"{len(prompts)}; give more, or --no-confirm to trust the predictions"
         )
-    mixed = in_turn(prompts)
-    count = max(1, min(HELD_OUT, len(prompts) // 3))
+    if len(prompts) < 2:
+        raise ValueError("a search needs at least 2 prompts, got 1; give more")
+    count = max(1, count)
     return mixed[count:], mixed[:count]
 
 
