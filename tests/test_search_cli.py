@@ -445,6 +445,28 @@ def test_workers_end_with_their_parent(begun, ending):
     assert partial(output) == []
 
 
+@pytest.mark.parametrize("storage", ["{}/out/study.log", "{}/journal.log"])
+def test_a_second_command_does_not_run_beside_the_first(
+    folder, prompts, tmp_path, storage, monkeypatch
+):
+    """Neither in one folder nor on one journal: it would give up the first one's trials."""
+    told, storage = [], storage.format(tmp_path)
+    elsewhere = "journal" in storage
+
+    def meanwhile(*_, **__):
+        output = tmp_path / ("other" if elsewhere else "out")
+        told.append(refused(*flags(folder, prompts, output, "--storage", storage)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline.Search, "run", meanwhile)
+    command = flags(folder, prompts, tmp_path / "out", "--storage", storage)
+    for _ in range(2):
+        assert run(*command).exit_code == 130
+    where, flag = (storage, "--storage") if elsewhere else (f"{tmp_path}/out", "--output")
+    assert told == [f"another run writes {where}; wait for its end, or give another {flag}"] * 2
+    assert {path.name for path in tmp_path.rglob("*.lock")} == set()
+
+
 # ---- Bad input ----
 
 

@@ -18,11 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import typer
+
 from layerskip.cli import flags
 from layerskip.cli.flags import check_limit, flag, load_skips, switch, warn_idle
 from layerskip.cli.inputs import check_folder, given_prompts, in_turn, spoken
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
+from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
@@ -53,6 +56,7 @@ on two cores. Few trials on many tokens find less than many trials on few."""
 
 def search(
     *,
+    command: typer.Context,
     output: Path = flag(
         "Folder for all results. Repeating the command resumes its study.", "DIR", default=...
     ),
@@ -122,7 +126,12 @@ def search(
     asked = spoken(given_prompts(prompts, loading.model), chat)
     chosen, held_out = split_prompts(asked, timed=not no_confirm)
     check_folder(output)
-    output.mkdir(parents=True, exist_ok=True)
+    command.with_resource(alone(output / LOCK, output))  # until the command ends
+    where = str(output / "study.log") if storage is None else storage
+    if storage is not None and "://" not in storage:  # a journal, which serves one command
+        journal = Path(storage)
+        lock = journal.with_name(f".{journal.name}.lock")
+        command.with_resource(alone(lock, journal, "--storage"))
     talk = Talk(quiet)
     if storage is not None:
         talk.progress("opening the storage")
@@ -150,7 +159,6 @@ def search(
     chosen = chosen[: max(1, math.ceil(positions / max_new_tokens))]
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
-    where = str(output / "study.log") if storage is None else storage
     with open_passes(loaded, loading, talk, _known_threads(output, workers)) as opened:
         threads = (opened.threads or 1) // workers
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)

@@ -6,6 +6,8 @@ Heavy imports happen only after the flags are checked.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
 from layerskip.config import SkipConfig
+from layerskip.files.locking import LOCK, alone
 from layerskip.files.trainings import LARGEST_RISE, check_record, rise
 from layerskip.prompts import Prompt
 from layerskip.registry import LossName, StudentName
@@ -189,7 +192,7 @@ def train(
 
     if texts is not None:
         asked = [Prompt(id=str(n), text=each) for n, each in enumerate(documents(texts), 1)]
-    with processes.process_group():
+    with _together(output):
         talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
         together = processes.count()
@@ -237,6 +240,18 @@ def train(
     else:
         words, with_it = _table(record), f" --skip {output / 'skip.json'}" if record["pays"] else ""
     _show(talk, words, f"{command}{with_it}", record, as_json)
+
+
+@contextmanager
+def _together(output: Path) -> Iterator[None]:
+    """Join the processes that were started together; the first keeps others from the folder."""
+    from layerskip.training import processes
+
+    with (
+        processes.process_group(),
+        alone(output / LOCK, output) if processes.first() else nullcontext(),
+    ):
+        yield
 
 
 def _said(talk: Talk, started: float) -> dict[str, Any]:
@@ -289,7 +304,7 @@ def train_exits(
     from layerskip.training.exits import random_model
 
     recipe = ExitRecipe(**settings)
-    with processes.process_group(), cpu_threads(loading.threads):
+    with _together(output), cpu_threads(loading.threads):
         talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
         model, tokenizer, corpus = loaded.model, loaded.tokenizer, None
