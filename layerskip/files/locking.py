@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -42,8 +42,12 @@ def held(lock: Path, path: Path, seconds: float = 0, flag: str = "--output") -> 
 @contextmanager
 def alone(lock: Path, path: Path, flag: str = "--output") -> Iterator[None]:
     """Hold the lock of a file or folder, as `held`, and leave no trace of it."""
+    made = not lock.parent.exists()
     with held(lock, path, flag=flag):
         try:
             yield
         finally:
             lock.unlink(missing_ok=True)
+            if made:
+                with suppress(OSError):  # unless it is in use now
+                    lock.parent.rmdir()
