@@ -19,6 +19,7 @@ from layerskip.decoding.sources.forced import Forced
 from layerskip.drafts import Drafts, choose_drafts
 from layerskip.model.captured import clock
 from layerskip.model.opening import sublayers_of
+from layerskip.model.sublayers import Sublayers
 from layerskip.requests import sampling_of, warpers
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
 from layerskip.timing.tables import by_bytes, cost_tables, stored
@@ -53,15 +54,18 @@ def prepare(
     drafts = choose_drafts(sublayers_of(model, settings.execution), settings)
     if not drafts.sources or settings.controller != DEFAULT_CONTROLLER:
         return None
-    opened = drafts.model
-    ids = torch.ones(rows, 4, dtype=torch.long, device=opened.device)  # (B, 4)
-    law = law_of(opened.model, rows, (), **({"do_sample": False} | sampling))
-    keys = [stream_key(0, row) for row in range(rows)]
-    most = max(2, context)
-    request = Request(ids, torch.ones_like(ids), max_new_tokens=most, law=law, keys=keys)
+    request = sample_request(drafts.model, rows, max(2, context), **sampling)
     with torch.no_grad():
-        tables = cost_tables(opened, drafts.sources, request, seconds=seconds)
+        tables = cost_tables(drafts.model, drafts.sources, request, seconds=seconds)
     return tables[-1].at(context, rows)
+
+
+def sample_request(model: Sublayers, rows: int, max_new_tokens: int, **sampling: Any) -> Request:
+    """A request like those to come, on which costs can be measured."""
+    ids = torch.ones(rows, 4, dtype=torch.long, device=model.device)  # (B, 4)
+    law = law_of(model.model, rows, (), **({"do_sample": False} | sampling))
+    keys = [stream_key(0, row) for row in range(rows)]
+    return Request(ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, law=law, keys=keys)
 
 
 def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[Costs | None]:

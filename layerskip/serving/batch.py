@@ -10,11 +10,10 @@ import torch
 
 from layerskip.costs.correction import CorrectedCosts
 from layerskip.costs.speculation import CostTable
-from layerskip.decoders import controller_of, costs_of, law_of, warn_of_branches
+from layerskip.decoders import controller_of, costs_of, sample_request, warn_of_branches
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.engine import Request
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
@@ -108,11 +107,8 @@ class Batch:
         if not isinstance(decoding.controller, str):
             return decoding.controller
         timed = [Lookup(), *self._own]
-        rows = self.num_seats
-        ids = torch.ones(rows, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
-        law = law_of(self.model.model, rows, (), do_sample=False)
         new = max(1, min(256, self.max_tokens - 4))
-        request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
+        request = sample_request(self.model, self.num_seats, new)
         drafts = Drafts(self.model, timed)
         tables = costs_of(decoding, drafts, request)
         if any(isinstance(each, CorrectedCosts) for each in tables):  # measure now, not in rounds
