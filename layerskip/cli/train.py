@@ -331,14 +331,13 @@ def _exits(record: dict[str, Any]) -> str:
             f"warning: the model's own loss rose by {risen:.3f} nats, more than {LARGEST_RISE:g}: "
             "its texts are worse than before; train with a larger --keep or a smaller --rate\n"
         )
-    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
     names = {"trained": f"exit {record['best']} with lookups", "before": "the usual draft"}
     speeds = [
         f"{names[name]} {ratio(each['speedup'], each['low'], each['high'])}"
         for name, each in record["timed"].items()
     ]
     notes = [
-        ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
+        _read(record),
         ("best exit", f"{record['best']}; expected to be {record['promised']:.2f} times as fast"),
         ("measured", f"times as fast as plain decoding: {', '.join(speeds) or 'nothing'}"),
         ("the columns", EXIT_COLUMNS),
@@ -346,13 +345,18 @@ def _exits(record: dict[str, Any]) -> str:
     return f"{words}{aligned(table_of(record))}\n{two_columns(notes)}"
 
 
+def _read(record: dict[str, Any]) -> tuple[str, str]:
+    """How much a training has read, and how long its stages took."""
+    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
+    return "trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"
+
+
 def _overlaps(record: dict[str, Any]) -> str:
     """Format the results of training an assistant further."""
     lines = [["accepted draft tokens", "1st", "2nd", "3rd", "4th"]]
     for name, shares in record["overlap"].items():
         lines.append([name, *(f"{share:.3f}" for share in shares)])
-    notes = [("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}")]
-    return f"{aligned(lines)}\n{two_columns(notes)}"
+    return f"{aligned(lines)}\n{two_columns([_read(record)])}"
 
 
 def _table(record: dict[str, Any]) -> str:
@@ -368,9 +372,8 @@ def _table(record: dict[str, Any]) -> str:
                 ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-",
             ]
         )
-    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
     notes = [
-        ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
+        _read(record),
         ("it pays", "yes" if record["pays"] else "no: the default is at least as fast"),
         ("the columns", DRAFT_COLUMNS),
     ]
