@@ -175,8 +175,8 @@ class ExitTraining(Stages):
             return done
         recipe = self.recipe
         processes.once(self._make_texts)
-        tokens = token_files.length_of(self.work / token_files.TRAIN)
-        apart = token_files.length_of(self.work / token_files.APART)
+        files = (self.work / token_files.TRAIN, self.work / token_files.APART)
+        tokens, apart = map(token_files.length_of, files)
         if min(tokens // recipe.rows, apart) <= recipe.window:
             raise ValueError(
                 f"the texts hold {tokens:,} tokens, too few for a step of {recipe.rows} "

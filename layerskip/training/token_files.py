@@ -107,7 +107,6 @@ def write_tokens(
     Yields:
         The number of training tokens so far, now and then.
     """
-    count = 0
     with (
         replacing(folder / TRAIN) as train,
         replacing(folder / APART) as kept,
@@ -117,7 +116,7 @@ def write_tokens(
         files = {TRAIN: train_file, APART: kept_file}
         for number, (name, ids) in enumerate(split(texts, apart, length)):
             files[name].write(np.asarray(ids, np.int32).tobytes())
-            count += len(ids) * (name == TRAIN)
+            count = train_file.tell() // 4
             if number % _TOGETHER == 0:
                 yield count
             if count >= tokens:
