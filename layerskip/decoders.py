@@ -68,12 +68,14 @@ def sample_request(model: Sublayers, rows: int, max_new_tokens: int, **sampling:
     return Request(ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, law=law, keys=keys)
 
 
-def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[Costs | None]:
+def costs_of(
+    settings: Settings, drafts: Drafts, request: Request, seconds: float | None = None
+) -> Sequence[Costs | None]:
     """Return the costs of each source for a request; None if the controller does not need them.
 
     They are given, or come from the skip configs; else they are measured when a round first needs
-    them. If a text depends on its drafts they are computed from byte counts instead, since measured
-    costs would let a clock affect the text.
+    them, or now if `seconds` to spend are given. If a text depends on its drafts they are computed
+    from byte counts instead, since measured costs would let a clock affect the text.
     """
     model, sources, rows = drafts.model, drafts.sources, request.input_ids.shape[0]
     given, skips = [settings.costs], settings.skips
@@ -88,7 +90,7 @@ def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[C
         return [None] * len(sources)
     if request.rejection and request.law.do_sample:
         return [by_bytes(model, source) for source in sources]
-    return cost_tables(model, sources, request)
+    return cost_tables(model, sources, request, seconds=seconds)
 
 
 def controller_of(
@@ -110,17 +112,16 @@ def controller_of(
     )
 
 
-def warn_of_branches(drafts: Drafts, request: Request | None = None) -> None:
+def warn_of_branches(drafts: Drafts, request: Request) -> None:
     """Warn why second-best tokens are not verified although branches were requested."""
-    law = None if request is None else request.law
     reason = None
     if not drafts.model.branches:
         reason = "since this model runs as a whole, and its passes have no branches"
     elif all(source.step_free for source in drafts.sources):
         reason = "since no draft takes steps of a model"
-    elif request is not None and request.rejection and request.law.do_sample:
+    elif request.rejection and request.law.do_sample:
         reason = "under the rejection rule, which accepts one draft per position"
-    elif law is not None and law.reads_history:
+    elif request.law.reads_history:
         reason = "with logits processors that read the text, since it differs between branches"
     if reason is not None:
         warnings.warn(f"branches has no effect {reason}", stacklevel=2)

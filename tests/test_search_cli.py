@@ -163,6 +163,7 @@ def test_what_it_says(found):
 
 def test_going_on_adds_what_is_missing(folder, prompts, found, tmp_path, searched):
     shutil.copytree(found[0], tmp_path / "out")
+    (tmp_path / "out" / "cost.json").write_text("[]")  # damaged; the study has the costs, too
     evaluated, evaluate = [], Objective._evaluate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -516,7 +517,7 @@ def test_a_storage_that_cannot_be_opened(folder, prompts, tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     reason = refused(*flags(folder, prompts, output, "--storage", storage))
     assert reason.endswith("psycopg is not installed: pip install 'layerskip[postgres]'")
-    assert list(output.iterdir()) == []
+    assert not output.exists()
 
 
 def test_passwords_are_shown_nowhere(tmp_path, searched, monkeypatch):

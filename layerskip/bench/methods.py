@@ -230,7 +230,7 @@ def _sublayers_of(resolved: SkipConfig | None, num_layers: int) -> dict[str, Any
 
 @dataclass(eq=False)
 class Peer:
-    """A way to decode that is part of transformers.
+    """A way to decode that is part of transformers, named by its kind.
 
     Attributes:
         options: further arguments of its `generate()`.
@@ -240,13 +240,12 @@ class Peer:
     model: Any
     task: Task
     kind: str = "generate"
-    name: str = ""
     _: KW_ONLY
     options: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.name = self.name or self.kind
+        self.name = self.kind
         self.one_row = self.kind != "generate"
 
     def describe(self) -> dict[str, Any]:

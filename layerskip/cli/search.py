@@ -244,7 +244,7 @@ def _known_threads(output: Path, workers: int) -> int | None:
     """
     import torch
 
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads((output / "cost.json").read_text())["place"]["threads"])
     return torch.get_num_threads() if workers > 1 else None
 
