@@ -31,6 +31,7 @@ from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
+    from layerskip.search.finalists import Finalist
     from layerskip.search.pipeline import Search, SearchResult
     from layerskip.search.study import Standing
 
@@ -361,7 +362,7 @@ def _finish(
     words = write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")
     print(words)
-    print(_table(record["finalists"]))
+    print(_table(result.finalists))
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
     if as_json:
         keys = "bound plain finalists best_exit winner default keep_default seconds"
@@ -369,21 +370,15 @@ def _finish(
         print(to_json({**document, "trials": len(record["trials"]), "output": str(output)}))
 
 
-def _table(finalists: Sequence[dict[str, Any]]) -> str:
+def _table(finalists: Sequence[Finalist]) -> str:
     """Format the finalists: predicted and measured speedups, with 95% intervals."""
+    from layerskip.drafts import skip_label
+
     lines = [["draft", "what", "c", "alpha", "predicted", "measured", "same text"]]
-    for row in finalists:
-        skipped, low = row["skipped"], row["low"]
-        timed, vocabulary = row["confirmed"], row["draft_vocabulary"]
-        what = [f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP skipped"]
-        if low is not None:
-            rounded = f"{len(low['attention']) + len(low['mlp'])}{' + head' * bool(low['head'])}"
-            what.append(f"{rounded} in {low['bits']} bits")
-        what += [] if row["window"] is None else [f"window {row['window']}"]
-        what += [] if vocabulary is None else [f"{vocabulary} tokens"]
-        what += ["lookup"] if row["decoding"]["lookup"] else []
-        line = [row["name"], ", ".join(what)]
-        line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
+    for each in finalists:
+        timed, what = each.confirmed, skip_label(each.skip, each.skip)
+        line = [each.name, f"{what}, lookup" if each.decoding.lookup else what]
+        line += [f"{each.costs.draft:.2f}", f"{each.alpha:.2f}", f"{each.predicted:.2f}"]
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
         lines.append([*line, same_texts(timed) if timed else "-"])
     return aligned(lines)
