@@ -262,14 +262,13 @@ def sweeps(run: Run) -> pd.DataFrame:
             shares = {name: entry[name] for name in ("exit", "agreement", "match")}
             for length, counts in zip(sweep["draft_lengths"], entry["rounds"], strict=True):
                 rounds, drafted = sum(counts), sum(d * n for d, n in enumerate(counts))
-                paid = sum(n * costs.round_cost(d) for d, n in enumerate(counts) if n)
                 rows.append(
                     {
                         **shares,
                         "draft_length": length,
                         "acceptance_rate": _share(sweep["tokens"] - rounds, drafted),
                         "tokens_per_pass": sweep["tokens"] / rounds,
-                        "speedup": sweep["tokens"] / paid,
+                        "speedup": sweep["tokens"] / costs.cost_of(counts),
                     }
                 )
     return pd.DataFrame(rows)

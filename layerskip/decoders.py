@@ -19,6 +19,7 @@ from layerskip.decoding.sources.forced import Forced
 from layerskip.drafts import Drafts, choose_drafts
 from layerskip.model.captured import clock
 from layerskip.model.opening import sublayers_of
+from layerskip.model.sublayers import Sublayers
 from layerskip.requests import sampling_of, warpers
 from layerskip.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
 from layerskip.timing.tables import by_bytes, cost_tables, stored
@@ -53,23 +54,28 @@ def prepare(
     drafts = choose_drafts(sublayers_of(model, settings.execution), settings)
     if not drafts.sources or settings.controller != DEFAULT_CONTROLLER:
         return None
-    opened = drafts.model
-    ids = torch.ones(rows, 4, dtype=torch.long, device=opened.device)  # (B, 4)
-    law = law_of(opened.model, rows, (), **({"do_sample": False} | sampling))
-    keys = [stream_key(0, row) for row in range(rows)]
-    most = max(2, context)
-    request = Request(ids, torch.ones_like(ids), max_new_tokens=most, law=law, keys=keys)
+    request = sample_request(drafts.model, rows, max(2, context), **sampling)
     with torch.no_grad():
-        tables = cost_tables(opened, drafts.sources, request, seconds=seconds)
+        tables = cost_tables(drafts.model, drafts.sources, request, seconds=seconds)
     return tables[-1].at(context, rows)
 
 
-def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[Costs | None]:
+def sample_request(model: Sublayers, rows: int, max_new_tokens: int, **sampling: Any) -> Request:
+    """A request like those to come, on which costs can be measured."""
+    ids = torch.ones(rows, 4, dtype=torch.long, device=model.device)  # (B, 4)
+    law = law_of(model.model, rows, (), **({"do_sample": False} | sampling))
+    keys = [stream_key(0, row) for row in range(rows)]
+    return Request(ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, law=law, keys=keys)
+
+
+def costs_of(
+    settings: Settings, drafts: Drafts, request: Request, seconds: float | None = None
+) -> Sequence[Costs | None]:
     """Return the costs of each source for a request; None if the controller does not need them.
 
     They are given, or come from the skip configs; else they are measured when a round first needs
-    them. If a text depends on its drafts they are computed from byte counts instead, since measured
-    costs would let a clock affect the text.
+    them, or now if `seconds` to spend are given. If a text depends on its drafts they are computed
+    from byte counts instead, since measured costs would let a clock affect the text.
     """
     model, sources, rows = drafts.model, drafts.sources, request.input_ids.shape[0]
     given, skips = [settings.costs], settings.skips
@@ -84,7 +90,7 @@ def costs_of(settings: Settings, drafts: Drafts, request: Request) -> Sequence[C
         return [None] * len(sources)
     if request.rejection and request.law.do_sample:
         return [by_bytes(model, source) for source in sources]
-    return cost_tables(model, sources, request)
+    return cost_tables(model, sources, request, seconds=seconds)
 
 
 def controller_of(
@@ -106,17 +112,16 @@ def controller_of(
     )
 
 
-def warn_of_branches(drafts: Drafts, request: Request | None = None) -> None:
+def warn_of_branches(drafts: Drafts, request: Request) -> None:
     """Warn why second-best tokens are not verified although branches were requested."""
-    law = None if request is None else request.law
     reason = None
     if not drafts.model.branches:
         reason = "since this model runs as a whole, and its passes have no branches"
     elif all(source.step_free for source in drafts.sources):
         reason = "since no draft takes steps of a model"
-    elif request is not None and request.rejection and request.law.do_sample:
+    elif request.rejection and request.law.do_sample:
         reason = "under the rejection rule, which accepts one draft per position"
-    elif law is not None and law.reads_history:
+    elif request.law.reads_history:
         reason = "with logits processors that read the text, since it differs between branches"
     if reason is not None:
         warnings.warn(f"branches has no effect {reason}", stacklevel=2)

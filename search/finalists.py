@@ -154,7 +154,7 @@ def speedup(
     length = how.max_draft_length or drafts.draft_length
     if how.controller in ("fixed", "confidence"):
         counts = count_rounds(drafts, length, how.threshold or 0.0)
-        return drafts.trace.starts / sum(n * costs.round_cost(d) for d, n in enumerate(counts))
+        return drafts.trace.starts / costs.cost_of(counts)
     sources, paid, expected = [drafts], [costs], [costs]
     if how.lookup:
         assert looked_up is not None

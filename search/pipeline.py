@@ -377,7 +377,8 @@ def search(
         model: a causal language model of a supported family, in evaluation mode.
         prompts: token ids, (T,) or (1, T) each, such as the `input_ids` of
             `tokenizer(text, return_tensors="pt")`. A few dozen, similar to the intended use.
-        held_out: other prompts, for timing the finalists; without them the prediction decides.
+        held_out: other prompts, for timing the finalists; without them the prediction decides. One
+            alone cannot show that a draft is faster than the default, which is then kept.
         space: exit, layer or sublayer, and what else to try: see `layerskip.search.fitting`.
         bits: of low precision, 8 or 4, or None for none. "auto" is 8 if products in 8 bits are
             fast (execution "native").

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from optuna import Study
 from optuna.trial import TrialState
 
-from layerskip.config import SkipConfig
+from layerskip.bench.methods import sets_of
 from layerskip.search.finalists import Finalist
 from layerskip.search.space import Space
 from layerskip.search.study import value_of
@@ -30,7 +30,7 @@ def trials_table(study: Study, space: Space) -> list[dict[str, Any]]:
             {
                 **row,
                 "state": "complete",
-                **_sets(space.skip_config(mask)),
+                **sets_of(space.skip_config(mask)),
                 "draft_vocabulary": space.number("vocabulary", mask),
                 "speedup": value_of(trial),
                 **{name: worth[name] for name in ("acceptance", "draft_cost", "draft_length")},
@@ -47,7 +47,7 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
     return {
         "name": finalist.name,
         "trial": finalist.trial,
-        **_sets(skip),
+        **sets_of(skip),
         "trained": None if skip.trained is None else skip.trained.words,
         "decoding": {
             **{name: getattr(decoding, name) for name in names},
@@ -60,12 +60,6 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
         "predicted": finalist.predicted,
         "confirmed": finalist.confirmed,
     }
-
-
-def _sets(skip: SkipConfig) -> dict[str, Any]:
-    skipped = {"attention": list(skip.attention), "mlp": list(skip.mlp)}
-    low = skip.to_dict().get("low")
-    return {"skipped": skipped, "low": low, "experts": skip.experts, "window": skip.window}
 
 
 def search_record(search: Search) -> dict[str, Any]:

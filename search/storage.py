@@ -19,6 +19,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
 from layerskip.files.records import redacted
+from layerskip.files.schema import has, integer
 from layerskip.files.writing import add_lines
 
 LOCK_SECONDS = 5
@@ -68,6 +69,18 @@ class _Journal(JournalFileBackend):
     def __init__(self, path: str) -> None:
         self.path, self.lock = path, JournalFileSymlinkLock(path, grace_period=LOCK_SECONDS)
         super().__init__(path, lock_obj=self.lock)
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        number = log_number_from + 1
+        try:
+            for log in super().read_logs(log_number_from):
+                yield has(op_code=integer())(log, "a line")
+                number += 1
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"line {number} of {self.path} is not one of a study's journal ({error}); remove "
+                "the line, or begin a new study elsewhere"
+            ) from error
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)

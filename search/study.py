@@ -20,7 +20,6 @@ from optuna.exceptions import StorageInternalError, TrialPruned
 from optuna.pruners import WilcoxonPruner
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
-from optuna.study import MaxTrialsCallback
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.search.objective import Evaluation, Losing, OutOfTime
@@ -211,10 +210,14 @@ def run(
         trial.set_user_attr("worth", asdict(evaluation))
         return evaluation.value
 
+    def complete(at: Standing) -> bool:
+        every = len(finished_sets(study, space)) >= space.size - 1  # all except the whole model
+        return every or (trials is not None and at.finished >= trials)
+
     def after(study: Study, _: FrozenTrial) -> None:
         at = standing(study, trials)
         on_trial(at)
-        if len(finished_sets(study, space)) >= space.size - 1:  # all except the whole model
+        if complete(at):
             study.stop()
 
     study.sampler = sampler
@@ -227,14 +230,9 @@ def run(
         for origin, mask in warm_starts.items():
             if space.params(mask) not in there:
                 study.enqueue_trial(space.params(mask), user_attrs={"origin": f"first:{origin}"})
-        callbacks: list[Callable[[Study, FrozenTrial], None]] = [after]
-        if trials is not None:
-            if standing(study, trials).finished >= trials:
-                return
-            callbacks.append(MaxTrialsCallback(trials, states=(TrialState.COMPLETE,)))
-        if len(finished_sets(study, space)) < space.size - 1:
+        if not complete(standing(study)):
             with suppress(OutOfTime):
-                study.optimize(objective, timeout=timeout, callbacks=callbacks)
+                study.optimize(objective, timeout=timeout, callbacks=[after])
 
 
 def standing(study: Study, trials: int | None = None) -> Standing:

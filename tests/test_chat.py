@@ -126,13 +126,15 @@ def test_a_conversation_is_saved_as_a_prompt(folder, tmp_path):
 
 
 def test_commands_say_what_they_did(folder):
-    result = talk(folder, "/help", "/seed x", "/temperature -1", "/sing", "/draft", "/quit", "w5")
+    wrong = ("/seed x", "/temperature -1", "/sing", "/image", "/draft")
+    result = talk(folder, "/help", *wrong, "/quit", "w5")
     for command in chatting.COMMANDS:
         assert command in result.stdout
     for words in (
         "a seed must be a whole number, got x",
         "a temperature must be 0 or above, got '-1'",
         "there is no command /sing; see /help",
+        "give a file name, for example /image cat.png",
         "there is no answer yet",
     ):
         assert words in result.stderr

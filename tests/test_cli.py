@@ -25,6 +25,7 @@ from layerskip.cli.terminal import PATIENCE, Talk, TextStream, aligned, reading
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
+from layerskip.files.locking import alone
 from layerskip.files.records import read_run, read_unfinished
 from layerskip.model import extension, native
 from layerskip.model.extension import refusal
@@ -209,6 +210,16 @@ def test_prompts_may_come_from_standard_input(folder, tmp_path):
         os.dup2(before, 0)
         os.close(before)
     assert [each["id"] for each in document(result)["results"]] == ["1", "nine"]
+
+
+@pytest.mark.parametrize(("command", "lock"), [("benchmark", ".out.lock"), ("train", "out/.lock")])
+def test_a_second_command_does_not_write_beside_the_first(folder, tmp_path, command, lock):
+    output = tmp_path / "out"
+    given = [command, folder, "--output", output, "--prompts", "copying"]
+    with alone(tmp_path / lock, output):
+        reason = refused(*given)
+    assert reason == f"another run writes {output}; wait for its end, or give another --output"
+    assert [*tmp_path.rglob("*.lock")] == []
 
 
 @pytest.mark.parametrize("command", ["generate", "check", "benchmark", "search"])

@@ -188,6 +188,7 @@ def test_the_words_need_no_torch():
     words = {m: third_party(m) for m in modules() if room(m) in FLOORS[0]}
     assert words.pop("layerskip.environment") == {"torch"}  # imported when it is called
     assert words.pop("layerskip.pictures") == {"PIL"}
+    assert words.pop("layerskip.files.locking") == {"filelock"}
     assert {module: names for module, names in words.items() if names - {"numpy"}} == {}
     assert "torch" in third_party(LAWS)
 

@@ -367,7 +367,7 @@ def test_commands_draft_with_heads(folder):
     plain = run("generate", folder, "--prompt", PROMPT, *flags[:2], "--draft-memory", 0)
     assert plain.stdout.strip() == result.stdout.strip()
     given = ("--prompts", folder / "prompts.txt", "--output", folder / "found")
-    assert "there are no sublayers to search" in refused("search", folder, *given)
+    assert "there are no sublayers to search" in refused("search", folder, *given, "--no-confirm")
 
 
 def test_a_server_drafts_with_heads_over_http(made):

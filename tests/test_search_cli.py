@@ -163,6 +163,7 @@ def test_what_it_says(found):
 
 def test_going_on_adds_what_is_missing(folder, prompts, found, tmp_path, searched):
     shutil.copytree(found[0], tmp_path / "out")
+    (tmp_path / "out" / "cost.json").write_text("[]")  # damaged; the study has the costs, too
     evaluated, evaluate = [], Objective._evaluate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -445,6 +446,28 @@ def test_workers_end_with_their_parent(begun, ending):
     assert partial(output) == []
 
 
+@pytest.mark.parametrize("storage", ["{}/out/study.log", "{}/journal.log"])
+def test_a_second_command_does_not_run_beside_the_first(
+    folder, prompts, tmp_path, storage, monkeypatch
+):
+    """Neither in one folder nor on one journal: it would give up the first one's trials."""
+    told, storage = [], storage.format(tmp_path)
+    elsewhere = "journal" in storage
+
+    def meanwhile(*_, **__):
+        output = tmp_path / ("other" if elsewhere else "out")
+        told.append(refused(*flags(folder, prompts, output, "--storage", storage)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline.Search, "run", meanwhile)
+    command = flags(folder, prompts, tmp_path / "out", "--storage", storage)
+    for _ in range(2):
+        assert run(*command).exit_code == 130
+    where, flag = (storage, "--storage") if elsewhere else (f"{tmp_path}/out", "--output")
+    assert told == [f"another run writes {where}; wait for its end, or give another {flag}"] * 2
+    assert {path.name for path in tmp_path.rglob("*.lock")} == set()
+
+
 # ---- Bad input ----
 
 
@@ -464,16 +487,19 @@ def test_bad_flags(folder, prompts, tmp_path, more, expected):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("w5 w6\n", "a search needs at least 2 prompts"),
-        ("w5 w6\n" + "w7 " * 240 + "\n", "must be at most 256 tokens for this model, got 264"),
+        ("w5 w6\n" * 5, "a search needs at least 6 prompts, a third of them to time the best"),
+        ("w7 " * 240 + "\n" + "w5\n" * 5, "must be at most 256 tokens for this model, got 264"),
     ],
-    ids=["one", "long"],
+    ids=["few", "long"],
 )
 def test_bad_prompts(folder, tmp_path, content, expected):
     path, output = tmp_path / "p.txt", tmp_path / "out"
     path.write_text(content)
     assert expected in refused(*flags(folder, path, output))
     assert not output.exists() or list(output.iterdir()) == []
+    path.write_text("w5 w6\n")
+    reason = refused(*flags(folder, path, output, "--no-confirm"))
+    assert reason == "a search needs at least 2 prompts, got 1; give more"
 
 
 def test_an_output_that_is_a_file(folder, prompts, tmp_path):
@@ -491,7 +517,7 @@ def test_a_storage_that_cannot_be_opened(folder, prompts, tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     reason = refused(*flags(folder, prompts, output, "--storage", storage))
     assert reason.endswith("psycopg is not installed: pip install 'layerskip[postgres]'")
-    assert list(output.iterdir()) == []
+    assert not output.exists()
 
 
 def test_passwords_are_shown_nowhere(tmp_path, searched, monkeypatch):

@@ -269,6 +269,17 @@ class TestStorage:
         assert path.read_bytes().startswith(lines)
         assert states(resumed).count("COMPLETE") == 7
 
+    @pytest.mark.parametrize("line", [b"garbage", b"[1]", b'{"a": 1}', b"\xff\xfe"])
+    def test_a_damaged_line_is_named_with_what_to_do(self, line, tmp_path):
+        path = tmp_path / "study.log"
+        before = story(searched(LAYERS, Landscape(4, 0), 3, storage=path))
+        first, rest = path.read_bytes().split(b"\n", 1)
+        path.write_bytes(b"\n".join([first, line, rest]))
+        with pytest.raises(ValueError, match=r"line 2 of .*study\.log is not .*; remove the line"):
+            open_study(LAYERS, storage=path)
+        path.write_bytes(b"\n".join([first, rest]))
+        assert story(open_study(LAYERS, storage=path)) == before
+
     def test_a_study_of_other_hands_is_refused(self, tmp_path):
         url = f"sqlite:///{tmp_path}/study.db"
         optuna.create_study(storage=url, study_name="layerskip").add_trial(

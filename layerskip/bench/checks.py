@@ -28,6 +28,8 @@ from layerskip.model.stored import unpacked_model
 LEVEL = 1e-6
 """Probability that the tests of sampled distributions together reject a correct engine."""
 
+TEMPERATURE = 0.8  # of sampled texts
+
 ANY = SkipConfig(attention=(0,))
 """A draft that is possible for every model."""
 
@@ -95,7 +97,6 @@ def check(
     skip: SkipConfig | None,
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.8,
     seed: int = 0,
     execution: str = "auto",
     note: Callable[[str], None] = lambda _: None,
@@ -108,7 +109,7 @@ def check(
         prompts: token ids, each (1, T), at least one.
         skip: only the draft vocabulary of its `decoding` block is used: every round has a fixed
             draft length, so that drafts are checked even where they would not pay.
-        temperature, seed: of the sampled parts, which otherwise use the plain softmax.
+        seed: of the sampled parts, which use the softmax at `TEMPERATURE`.
         execution: as for `LayerSkipDecoding`.
         note: called with a description of each part as it begins.
         drafts: other sources: `lookup`, `sources` and `assistant` as for `LayerSkipDecoding`.
@@ -123,7 +124,7 @@ def check(
     opened.check_lengths(lengths, max(lengths) + max_new_tokens)
     before = state_of(model)
     batches = one_by_one([ids.to(opened.device) for ids in prompts])
-    sampled = Task(max_new_tokens, True, temperature, seed=seed, execution=execution)
+    sampled = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=execution)
     greedily = Task(max_new_tokens, execution=execution)
     note("greedy, against plain decoding and transformers")
     greedy = compare(model, batches, _drafting(model, greedily, skip, drafts))
@@ -139,7 +140,7 @@ def check(
         ]
         # A lookup has no distribution of its own; that of any draft will do.
         source = next((each for each in chosen.sources if not each.step_free), ANY)
-        laws = law_tests(chosen.model, texts, source, temperature=temperature, seed=seed)
+        laws = law_tests(chosen.model, texts, source, temperature=TEMPERATURE, seed=seed)
         note("the cache")
         cache_error = _cache_error(chosen, batches[0].input_ids, max_new_tokens)
     after = state_of(model)

@@ -218,19 +218,23 @@ def _sublayers_of(resolved: SkipConfig | None, num_layers: int) -> dict[str, Any
     if resolved is None or (resolved.trained is not None and resolved.trained.alone):
         skipped = {kind: list(range(num_layers)) for kind in ("attention", "mlp")}
         return {"skipped": skipped, "low": None, "num_kept": 0, "prefix": 0}
+    kept = {"num_kept": len(resolved.kept()), "prefix": resolved.shared_prefix()}
+    return sets_of(resolved) | kept
+
+
+def sets_of(resolved: SkipConfig) -> dict[str, Any]:
+    """What a draft runs of the target, in the form of records."""
     return {
         "skipped": {"attention": list(resolved.attention), "mlp": list(resolved.mlp)},
         "low": resolved.to_dict().get("low"),
         "experts": resolved.experts,
         "window": resolved.window,
-        "num_kept": len(resolved.kept()),
-        "prefix": resolved.shared_prefix(),
     }
 
 
 @dataclass(eq=False)
 class Peer:
-    """A way to decode that is part of transformers.
+    """A way to decode that is part of transformers, named by its kind.
 
     Attributes:
         options: further arguments of its `generate()`.
@@ -240,13 +244,12 @@ class Peer:
     model: Any
     task: Task
     kind: str = "generate"
-    name: str = ""
     _: KW_ONLY
     options: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.name = self.name or self.kind
+        self.name = self.kind
         self.one_row = self.kind != "generate"
 
     def describe(self) -> dict[str, Any]:

@@ -193,8 +193,7 @@ class Plan:
         for entry in sweep["exits"]:
             costs = CostTable.from_dict(entry["costs"])
             for length, counts in zip(sweep["draft_lengths"], entry["rounds"], strict=True):
-                paid = sum(n * costs.round_cost(drafted) for drafted, n in enumerate(counts))
-                cells.append((sweep["tokens"] / paid, entry["exit"], length))
+                cells.append((sweep["tokens"] / costs.cost_of(counts), entry["exit"], length))
         engines = []
         for _, layer, length in sorted(cells, reverse=True)[:SWEEP_BEST]:
             name, skip = f"exit {layer}, {length} drafted", SkipConfig.early_exit(layer)

@@ -196,27 +196,15 @@ def decoded_records(
     task: Task,
     methods: Sequence[Method],
     prompts: Sequence[Tensor],
-    *,
-    repeats: int,
-    until: float = math.inf,
-    note: Callable[[str, float], None] = lambda _what, _share: None,
+    **how: Any,
 ) -> list[dict[str, Any]]:
     """Measure prompts (1, T) one by one; arguments are those of `benchmark`.
 
     Texts that end with their first token contain no decoding, and have no records.
     """
     records: list[dict[str, Any]] = []
-    benchmark(
-        model,
-        task,
-        methods,
-        one_by_one(prompts),
-        repeats=repeats,
-        warmup=1,
-        write=records.append,
-        until=until,
-        note=note,
-    )
+    batches = one_by_one(prompts)
+    benchmark(model, task, methods, batches, warmup=1, write=records.append, **how)
     return [each for each in records if sum(each["new_tokens"]) > sum(each["first_tokens"])]
 
 

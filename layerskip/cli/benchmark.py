@@ -15,6 +15,7 @@ from layerskip.cli import flags, inputs, opening
 from layerskip.cli.flags import flag, load_skips, switch, warn_idle
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
 from layerskip.config import SkipConfig
+from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import RunWriter, key_of, read_unfinished
 from layerskip.registry import CONTROLLERS
 from layerskip.text import decode_text
@@ -34,6 +35,7 @@ LONGEST = 8  # longest draft of --explain, in tokens
 
 def benchmark(
     *,
+    command: typer.Context,
     output: Path = flag(
         "File for the records. Repeating the command resumes it.", "RUN.jsonl", default=...
     ),
@@ -114,6 +116,7 @@ def benchmark(
     text, laws = sources.text(), opening.kept_laws(sources)
     sizes = sorted(set(batch_size or [1]))
     inputs.check_file(output)
+    command.with_resource(alone(output.with_name(f".{output.name}{LOCK}"), output))
     earlier = read_unfinished(output)
     if earlier is not None and not (earlier.records or earlier.sweeps):
         earlier = None  # it stopped before any measurement, so its settings bind nothing

@@ -310,13 +310,13 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         _draft(conversation, names)
     elif name == "/retry":
         conversation.retry()
+    elif name in ("/image", "/save") and not rest:
+        example = "cat.png" if name == "/image" else "chat.jsonl"
+        talk.say(f"give a file name, for example {name} {example}")
     elif name == "/image":
         conversation.show(Path(rest))
     elif name == "/save":
-        if rest:
-            conversation.save(Path(rest))
-        else:
-            talk.say("give a file name, for example /save chat.jsonl")
+        conversation.save(Path(rest))
     elif name == "/reset":
         conversation.reset()
         talk.say("the conversation is forgotten")

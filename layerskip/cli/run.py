@@ -287,7 +287,7 @@ def _device(name: str) -> str:
 
 
 class _Told:
-    """Shows the progress of a run on a terminal."""
+    """Shows the progress of a run."""
 
     def __init__(self, talk: Talk, answers: Answers, whole: int) -> None:
         self._talk, self._answers, self._whole = talk, answers, whole
@@ -295,7 +295,7 @@ class _Told:
 
     def __call__(self) -> None:
         now = time.monotonic()
-        if self._talk.live and now - self._last > 0.2:
+        if now - self._last > 0.2:
             self._last = now
             self._talk.progress(self.words())
 

@@ -18,16 +18,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import typer
+
 from layerskip.cli import flags
 from layerskip.cli.flags import check_limit, flag, load_skips, switch, warn_idle
 from layerskip.cli.inputs import check_folder, given_prompts, in_turn, spoken
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
+from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
 
 if TYPE_CHECKING:
+    from layerskip.search.finalists import Finalist
     from layerskip.search.pipeline import Search, SearchResult
     from layerskip.search.study import Standing
 
@@ -53,6 +57,7 @@ on two cores. Few trials on many tokens find less than many trials on few."""
 
 def search(
     *,
+    command: typer.Context,
     output: Path = flag(
         "Folder for all results. Repeating the command resumes its study.", "DIR", default=...
     ),
@@ -119,9 +124,15 @@ def search(
         timeout = TIMEOUT
     started = time.monotonic()
     first = load_skips(skip, entry)
-    chosen, held_out = split_prompts(spoken(given_prompts(prompts, loading.model), chat))
+    asked = spoken(given_prompts(prompts, loading.model), chat)
+    chosen, held_out = split_prompts(asked, timed=not no_confirm)
     check_folder(output)
-    output.mkdir(parents=True, exist_ok=True)
+    command.with_resource(alone(output / LOCK, output))  # until the command ends
+    where = str(output / "study.log") if storage is None else storage
+    if storage is not None and "://" not in storage:  # a journal, which serves one command
+        journal = Path(storage)
+        lock = journal.with_name(f".{journal.name}.lock")
+        command.with_resource(alone(lock, journal, "--storage"))
     talk = Talk(quiet)
     if storage is not None:
         talk.progress("opening the storage")
@@ -149,7 +160,6 @@ def search(
     chosen = chosen[: max(1, math.ceil(positions / max_new_tokens))]
     traced = [encode(loaded.tokenizer, prompt) for prompt in chosen]
     timed = [] if no_confirm else [encode(loaded.tokenizer, prompt) for prompt in held_out]
-    where = str(output / "study.log") if storage is None else storage
     with open_passes(loaded, loading, talk, _known_threads(output, workers)) as opened:
         threads = (opened.threads or 1) // workers
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
@@ -235,7 +245,7 @@ def _known_threads(output: Path, workers: int) -> int | None:
     """
     import torch
 
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads((output / "cost.json").read_text())["place"]["threads"])
     return torch.get_num_threads() if workers > 1 else None
 
@@ -248,21 +258,26 @@ def default_positions(model: Any) -> int:
     return max(FEWEST_POSITIONS, min(POSITIONS, int(WORK / weights)))
 
 
-def split_prompts(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+def split_prompts(prompts: Sequence[Prompt], *, timed: bool) -> tuple[list[Prompt], list[Prompt]]:
     """Split the prompts into those to trace, in turn from every category, and those held out.
 
     Finalists are timed on the first prompts of each category: a third of all, HELD_OUT at most.
 
+    Args:
+        timed: whether they are timed; one prompt could not tell a draft from the default.
+
     Raises:
-        ValueError: there are fewer than two prompts.
+        ValueError: there are too few prompts.
     """
-    if len(prompts) < 2:
+    mixed, count = in_turn(prompts), min(HELD_OUT, len(prompts) // 3)
+    if timed and count < 2:
         raise ValueError(
-            f"a search needs at least 2 prompts, one to search on and one to confirm on; got "
-            f"{len(prompts)}"
+            "a search needs at least 6 prompts, a third of them to time the best drafts on, got "
+            f"{len(prompts)}; give more, or --no-confirm to trust the predictions"
         )
-    mixed = in_turn(prompts)
-    count = max(1, min(HELD_OUT, len(prompts) // 3))
+    if len(prompts) < 2:
+        raise ValueError("a search needs at least 2 prompts, got 1; give more")
+    count = max(1, count)
     return mixed[count:], mixed[:count]
 
 
@@ -347,7 +362,7 @@ def _finish(
     words = write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")
     print(words)
-    print(_table(record["finalists"]))
+    print(_table(result.finalists))
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
     if as_json:
         keys = "bound plain finalists best_exit winner default keep_default seconds"
@@ -355,21 +370,15 @@ def _finish(
         print(to_json({**document, "trials": len(record["trials"]), "output": str(output)}))
 
 
-def _table(finalists: Sequence[dict[str, Any]]) -> str:
+def _table(finalists: Sequence[Finalist]) -> str:
     """Format the finalists: predicted and measured speedups, with 95% intervals."""
+    from layerskip.drafts import skip_label
+
     lines = [["draft", "what", "c", "alpha", "predicted", "measured", "same text"]]
-    for row in finalists:
-        skipped, low = row["skipped"], row["low"]
-        timed, vocabulary = row["confirmed"], row["draft_vocabulary"]
-        what = [f"{len(skipped['attention'])} attn, {len(skipped['mlp'])} MLP skipped"]
-        if low is not None:
-            rounded = f"{len(low['attention']) + len(low['mlp'])}{' + head' * bool(low['head'])}"
-            what.append(f"{rounded} in {low['bits']} bits")
-        what += [] if row["window"] is None else [f"window {row['window']}"]
-        what += [] if vocabulary is None else [f"{vocabulary} tokens"]
-        what += ["lookup"] if row["decoding"]["lookup"] else []
-        line = [row["name"], ", ".join(what)]
-        line += [f"{row['draft_cost']:.2f}", f"{row['alpha']:.2f}", f"{row['predicted']:.2f}"]
+    for each in finalists:
+        timed, what = each.confirmed, skip_label(each.skip, each.skip)
+        line = [each.name, f"{what}, lookup" if each.decoding.lookup else what]
+        line += [f"{each.costs.draft:.2f}", f"{each.alpha:.2f}", f"{each.predicted:.2f}"]
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
         lines.append([*line, same_texts(timed) if timed else "-"])
     return aligned(lines)

@@ -6,6 +6,8 @@ Heavy imports happen only after the flags are checked.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
 from layerskip.config import SkipConfig
+from layerskip.files.locking import LOCK, alone
 from layerskip.files.trainings import LARGEST_RISE, check_record, rise
 from layerskip.prompts import Prompt
 from layerskip.registry import LossName, StudentName
@@ -189,7 +192,7 @@ def train(
 
     if texts is not None:
         asked = [Prompt(id=str(n), text=each) for n, each in enumerate(documents(texts), 1)]
-    with processes.process_group():
+    with _together(output):
         talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
         together = processes.count()
@@ -237,6 +240,18 @@ def train(
     else:
         words, with_it = _table(record), f" --skip {output / 'skip.json'}" if record["pays"] else ""
     _show(talk, words, f"{command}{with_it}", record, as_json)
+
+
+@contextmanager
+def _together(output: Path) -> Iterator[None]:
+    """Join the processes that were started together; the first keeps others from the folder."""
+    from layerskip.training import processes
+
+    with (
+        processes.process_group(),
+        alone(output / LOCK, output) if processes.first() else nullcontext(),
+    ):
+        yield
 
 
 def _said(talk: Talk, started: float) -> dict[str, Any]:
@@ -289,7 +304,7 @@ def train_exits(
     from layerskip.training.exits import random_model
 
     recipe = ExitRecipe(**settings)
-    with processes.process_group(), cpu_threads(loading.threads):
+    with _together(output), cpu_threads(loading.threads):
         talk = Talk(quiet or not processes.first())
         loaded = open_model(loading, talk)
         model, tokenizer, corpus = loaded.model, loaded.tokenizer, None
@@ -316,14 +331,13 @@ def _exits(record: dict[str, Any]) -> str:
             f"warning: the model's own loss rose by {risen:.3f} nats, more than {LARGEST_RISE:g}: "
             "its texts are worse than before; train with a larger --keep or a smaller --rate\n"
         )
-    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
     names = {"trained": f"exit {record['best']} with lookups", "before": "the usual draft"}
     speeds = [
         f"{names[name]} {ratio(each['speedup'], each['low'], each['high'])}"
         for name, each in record["timed"].items()
     ]
     notes = [
-        ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
+        _read(record),
         ("best exit", f"{record['best']}; expected to be {record['promised']:.2f} times as fast"),
         ("measured", f"times as fast as plain decoding: {', '.join(speeds) or 'nothing'}"),
         ("the columns", EXIT_COLUMNS),
@@ -331,13 +345,18 @@ def _exits(record: dict[str, Any]) -> str:
     return f"{words}{aligned(table_of(record))}\n{two_columns(notes)}"
 
 
+def _read(record: dict[str, Any]) -> tuple[str, str]:
+    """How much a training has read, and how long its stages took."""
+    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
+    return "trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"
+
+
 def _overlaps(record: dict[str, Any]) -> str:
     """Format the results of training an assistant further."""
     lines = [["accepted draft tokens", "1st", "2nd", "3rd", "4th"]]
     for name, shares in record["overlap"].items():
         lines.append([name, *(f"{share:.3f}" for share in shares)])
-    notes = [("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}")]
-    return f"{aligned(lines)}\n{two_columns(notes)}"
+    return f"{aligned(lines)}\n{two_columns([_read(record)])}"
 
 
 def _table(record: dict[str, Any]) -> str:
@@ -353,9 +372,8 @@ def _table(record: dict[str, Any]) -> str:
                 ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-",
             ]
         )
-    spent = ", ".join(f"{name} {took / 60:.0f} min" for name, took in record["seconds"].items())
     notes = [
-        ("trained on", f"{record['tokens']:,} tokens of {record['text_tokens']:,}; {spent}"),
+        _read(record),
         ("it pays", "yes" if record["pays"] else "no: the default is at least as fast"),
         ("the columns", DRAFT_COLUMNS),
     ]

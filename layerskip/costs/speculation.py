@@ -155,6 +155,10 @@ class CostTable:
         steps = drafted if steps is None else steps
         return self.draft * steps + self.verify_cost(drafted + 1)
 
+    def cost_of(self, counts: Sequence[int]) -> float:
+        """The cost of several rounds: `counts[d]` of them drafted d tokens."""
+        return sum(number * self.round_cost(drafted) for drafted, number in enumerate(counts))
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` turns back into an equal table."""
         return {"draft": self.draft, "verify": list(self.verify), "source": self.source}

@@ -8,13 +8,10 @@ from typing import Any
 
 import torch
 
-from layerskip.costs.correction import CorrectedCosts
-from layerskip.costs.speculation import CostTable
-from layerskip.decoders import controller_of, costs_of, law_of, warn_of_branches
+from layerskip.decoders import controller_of, costs_of, sample_request, warn_of_branches
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
-from layerskip.decoding.controllers import make_controller
-from layerskip.decoding.engine import Request
+from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
@@ -26,7 +23,6 @@ from layerskip.model.cache import rounded_up
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.texts import OfTexts, Text
 from layerskip.settings import LONGEST_DRAFT
-from layerskip.timing.tables import cost_tables
 
 _PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
 _SCORED = 64  # prompt tokens per pass if their log-probabilities are requested
@@ -104,24 +100,18 @@ class Batch:
     def _controller(self, decoding: LayerSkipDecoding) -> Controller:
         """Make the controller; costs are measured here, before any text is waited for."""
         if not decoding.enabled:
-            return make_controller("fixed", costs=CostTable(1.0, (1.0,)))
+            return Fixed()
         if not isinstance(decoding.controller, str):
             return decoding.controller
-        timed = [Lookup(), *self._own]
-        rows = self.num_seats
-        ids = torch.ones(rows, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
-        law = law_of(self.model.model, rows, (), do_sample=False)
-        new = max(1, min(256, self.max_tokens - 4))
-        request = Request(ids, torch.ones_like(ids), max_new_tokens=new, law=law)
-        drafts = Drafts(self.model, timed)
-        tables = costs_of(decoding, drafts, request)
-        if any(isinstance(each, CorrectedCosts) for each in tables):  # measure now, not in rounds
-            with torch.no_grad():
-                tables = cost_tables(self.model, timed, request, seconds=_MEASURING)
+        drafts = Drafts(self.model, [Lookup(), *self._own])
+        request = sample_request(self.model, self.num_seats, max(1, min(256, self.max_tokens - 4)))
+        with torch.no_grad():
+            tables = costs_of(decoding, drafts, request, seconds=_MEASURING)
         if decoding.branches:
-            warn_of_branches(drafts)
+            warn_of_branches(drafts, request)
         # Tokens that texts bring with them cost as much as looked-up ones.
-        return controller_of(decoding, [timed[0], *timed], [tables[0], *tables], ahead=math.inf)
+        sources = [drafts.sources[0], *drafts.sources]
+        return controller_of(decoding, sources, [tables[0], *tables], ahead=math.inf)
 
     def clear(self) -> None:
         self._free = list(range(self.num_seats))

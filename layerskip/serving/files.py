@@ -16,8 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from layerskip.files.locking import alone, held
 from layerskip.files.schema import mapping, parse
 from layerskip.files.writing import add_lines, naming, replacing
 from layerskip.prompts import Prompt
@@ -150,37 +149,19 @@ def _alone(path: Path, index: int, count: int) -> Iterator[None]:
             for other in path.parent.iterdir():
                 match = pattern.fullmatch(other.name)
                 if match is not None and int(match[1]) != count:
-                    with _held(other, path):
-                        other.unlink()
-            stack.enter_context(_held(mine, path))
+                    with alone(other, path):  # left by a killed process
+                        pass
+            stack.enter_context(alone(mine, path))
         try:
             yield
         finally:
             with _locked(path):
-                mine.unlink(missing_ok=True)
                 stack.close()
-
-
-@contextmanager
-def _held(lock: Path, path: Path, seconds: float = 0) -> Iterator[None]:
-    """Hold a lock of a file. If its process dies, the lock is released.
-
-    Raises:
-        ValueError: others hold it for longer than `seconds`.
-    """
-    try:
-        held = FileLock(lock, timeout=seconds).acquire()
-    except Timeout as error:
-        raise ValueError(
-            f"another run writes {path}; wait until it ends, or give another --output"
-        ) from error
-    with held:
-        yield
 
 
 def _locked(path: Path) -> AbstractContextManager[None]:
     """Prevent others from reading or appending rows meanwhile."""
-    return _held(path.with_name(f".{path.name}.lock"), path, _WAIT)
+    return held(path.with_name(f".{path.name}.lock"), path, _WAIT)
 
 
 @dataclass(frozen=True)

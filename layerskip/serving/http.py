@@ -137,7 +137,7 @@ def make_app(
     async def about_tokenizer() -> Response:
         return JSONResponse(tokenizer_info(served))
 
-    async def encoded(work: Callable[..., Any], asked: Any, served: Served) -> Any:
+    async def encoded(work: Callable[..., Any], asked: Any) -> Any:
         long = served.encoder or any(each.pictures for each in getattr(asked, "messages", ()))
         pool = looking if long else encoding
         return await asyncio.get_running_loop().run_in_executor(pool, work, asked, served)
@@ -149,7 +149,7 @@ def make_app(
         async def translated(request: Request) -> Response:
             asked = read(kind, await _body(request, max_body))
             served.check_name(served.name if asked.model is None else asked.model)
-            return JSONResponse(await encoded(work, asked, served))
+            return JSONResponse(await encoded(work, asked))
 
     translate("/tokenize", fields.Tokenize, tokenized)
     translate("/detokenize", fields.Detokenize, detokenized)
@@ -162,7 +162,7 @@ def make_app(
                 given = read(kind, await _body(request, max_body))
                 asked = given.chat() if isinstance(given, ResponseAsked) else given
                 serving.check_room(asked.texts)  # before encoding anything
-                answer = await encoded(answer_of, asked, served)
+                answer = await encoded(answer_of, asked)
                 running = _Running(serving, metrics.told)
                 await running.submit([choice.task for choice in answer.choices])
                 told = ResponseAnswer(given, answer) if isinstance(given, ResponseAsked) else answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class Corpus:
     Attributes:
         drawn_by: the model that writes: the given one, or a copy of it in another precision.
         late: time (of `time.monotonic`) after which texts are cut short.
+        room: maximum number of tokens of a text.
 
     Raises:
         ValueError: too few are given to hold one out, or a prompt leaves no room for an answer.
@@ -84,12 +86,14 @@ class Corpus:
         self.drawn_by, self.late = model, math.inf
         self.temperature, self.seed, self.answers = temperature, seed, answer
         ids = [encode(tokenizer, each)[0].tolist() for each in given or ()]
-        room = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+        config = model.config.get_text_config()
+        self.room: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
         for prompt, one in zip(given or (), ids, strict=True):  # now, since some are read last
-            if answer and len(one) + LEAST_ROOM > room:
+            if answer and len(one) + LEAST_ROOM > self.room:
                 raise ValueError(
                     f"prompt {prompt.id} has {len(one):,} tokens, and an answer needs room for "
-                    f"{LEAST_ROOM}, but the model reads at most {room:,}; shorten or leave it out"
+                    f"{LEAST_ROOM}, but the model reads at most {self.room:,}; shorten it or leave "
+                    "it out"
                 )
         every = max(2, min(HELD_OUT, len(ids)))
         self.known = [one for i, one in enumerate(ids) if i % every != every - 1]
@@ -155,7 +159,6 @@ class Corpus:
         self, prompts: Sequence[list[int]], number: int, longest: int = LONGEST_ANSWER
     ) -> list[list[int]]:
         """The target's sampled answers to prompts; each batch number has its own noise."""
-        room = self.model.config.get_text_config().max_position_embeddings
         width = max(map(len, prompts))
         rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
         parts = (rows, [*map(torch.ones_like, rows)])  # ids and mask, (B, W) each
@@ -169,7 +172,7 @@ class Corpus:
             enabled=False,
             do_sample=True,
             temperature=self.temperature,
-            max_new_tokens=min(longest, room - width),
+            max_new_tokens=min(longest, self.room - width),
             seeds=[base + row for row in range(len(prompts))],
         ):
             for row, tokens in enumerate(round_.tokens):

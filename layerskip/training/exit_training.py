@@ -175,9 +175,9 @@ class ExitTraining(Stages):
             return done
         recipe = self.recipe
         processes.once(self._make_texts)
-        counts = parse((self.work / "tokens.json").read_bytes())
-        tokens = counts[token_files.TRAIN]
-        if min(tokens // recipe.rows, counts[token_files.APART]) <= recipe.window:
+        files = (self.work / token_files.TRAIN, self.work / token_files.APART)
+        tokens, apart = map(token_files.length_of, files)
+        if min(tokens // recipe.rows, apart) <= recipe.window:
             raise ValueError(
                 f"the texts hold {tokens:,} tokens, too few for a step of {recipe.rows} "
                 f"windows of {recipe.window}; give more texts or minutes, and another folder"
@@ -204,7 +204,7 @@ class ExitTraining(Stages):
     def _make_texts(self) -> None:
         """Write missing token files."""
         recipe, work = self.recipe, self.work
-        if (work / "tokens.json").exists():
+        if (work / token_files.TRAIN).exists():
             return
         need = math.inf if recipe.steps is None else recipe.steps * recipe.rows * recipe.window
         limit = FOR_TEXTS * 60 * (recipe.minutes or math.inf)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.files.documents import read
+from layerskip.files.locking import LOCK
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
 from layerskip.training import data, processes
@@ -116,7 +117,8 @@ class Stages:
             return
         path, now = self.work / IDENTITY, json.loads(json.dumps(identity))
         if not path.exists():
-            if {*self.folder.glob("*"), *self.work.glob("*")} - {self.work}:
+            there = {*self.folder.glob("*"), *self.work.glob("*")}
+            if there - {self.work, self.folder / LOCK}:
                 raise ValueError(
                     f"{self.folder} is not empty, and holds no training; name another folder"
                 )

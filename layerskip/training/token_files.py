@@ -5,7 +5,6 @@ Shapes: N windows, T tokens of one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip.files.schema import parse_characters, text
-from layerskip.files.writing import replacing, write_text
+from layerskip.files.writing import replacing
 from layerskip.prompts import JSON_SUFFIXES
 
 TRAIN, APART = "train.bin", "apart.bin"
@@ -100,7 +99,7 @@ def check_length(texts: Iterable[list[int]], windows: int, length: int) -> None:
 def write_tokens(
     texts: Iterable[list[int]], folder: Path, *, length: int, tokens: float, apart: int
 ) -> Iterator[int]:
-    """Write texts to the files TRAIN and APART of a folder atomically (see `split`).
+    """Write texts to the files TRAIN and APART of a folder atomically (see `split`), TRAIN last.
 
     Args:
         tokens: maximum number of training tokens.
@@ -108,7 +107,6 @@ def write_tokens(
     Yields:
         The number of training tokens so far, now and then.
     """
-    counts = {TRAIN: 0, APART: 0}
     with (
         replacing(folder / TRAIN) as train,
         replacing(folder / APART) as kept,
@@ -118,12 +116,16 @@ def write_tokens(
         files = {TRAIN: train_file, APART: kept_file}
         for number, (name, ids) in enumerate(split(texts, apart, length)):
             files[name].write(np.asarray(ids, np.int32).tobytes())
-            counts[name] += len(ids)
+            count = train_file.tell() // 4
             if number % _TOGETHER == 0:
-                yield counts[TRAIN]
-            if counts[TRAIN] >= tokens:
+                yield count
+            if count >= tokens:
                 break
-    write_text(folder / "tokens.json", json.dumps(counts))
+
+
+def length_of(path: Path) -> int:
+    """The number of tokens in a file."""
+    return path.stat().st_size // 4
 
 
 def windows(path: Path, length: int) -> Tensor:
@@ -131,5 +133,5 @@ def windows(path: Path, length: int) -> Tensor:
 
     The file holds more than T tokens.
     """
-    tokens = torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.int32)
+    tokens = torch.from_file(str(path), size=length_of(path), dtype=torch.int32)
     return tokens.unfold(0, length + 1, length)
