@@ -464,7 +464,7 @@ def test_a_second_command_does_not_run_beside_the_first(
     for _ in range(2):
         assert run(*command).exit_code == 130
     where, flag = (storage, "--storage") if elsewhere else (f"{tmp_path}/out", "--output")
-    assert told == [f"another run writes {where}; wait for its end, or give another {flag}"] * 2
+    assert told == [f"another run writes {where}; wait until it ends, or give another {flag}"] * 2
     assert {path.name for path in tmp_path.rglob("*.lock")} == set()
 
 
