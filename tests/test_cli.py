@@ -218,7 +218,7 @@ def test_a_second_command_does_not_write_beside_the_first(folder, tmp_path, comm
     given = [command, folder, "--output", output, "--prompts", "copying"]
     with alone(tmp_path / lock, output):
         reason = refused(*given)
-    assert reason == f"another run writes {output}; wait for its end, or give another --output"
+    assert reason == f"another run writes {output}; wait until it ends, or give another --output"
     assert [*tmp_path.rglob("*.lock")] == []
 
 
