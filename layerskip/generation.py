@@ -7,6 +7,7 @@ Shapes: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,17 +173,18 @@ class LayerSkipDecoding(Settings):
         criteria = list(stopping_criteria or [])
         ended, full = transformers.EosTokenCriteria, transformers.MaxLengthCriteria
         eos = [c for c in criteria if type(c) is ended]
+        limits = [c.max_length for c in criteria if type(c) is full] or [config.max_length]
         others = [c for c in criteria if type(c) not in (ended, full)]
         seeds = self.row_seeds(rows, config.do_sample)
         request = Request(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            max_new_tokens=config.max_length - width,
+            max_new_tokens=max(1, math.ceil(min(limits)) - width),
             law=Law(logits_processor or [], do_sample=config.do_sample, rows=rows),
             keys=[stream_key(*seed) for seed in seeds],
             rejection=self.acceptance == "rejection",
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
-            stop=requests.stop_of(others) if others else None,
+            stop=requests.stop_of(others, scored=bool(config.output_scores)) if others else None,
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             pictures=pictures,

@@ -295,11 +295,26 @@ def dropped_by_the_call(decoding: Any, name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:
+class _NoScores:
+    """What stopping criteria get where `generate()` would give them the scores so far."""
+
+    def __getitem__(self, _: Any = None) -> Any:
+        raise ValueError(
+            "stopping criteria that read scores are not supported; decide by input_ids, or leave "
+            "out custom_generate"
+        )
+
+    __len__ = __getitem__
+
+
+def stop_of(
+    criteria: Sequence[Callable[..., Any]], *, scored: bool
+) -> Callable[[int, Tensor], bool]:
     """Combine stopping criteria into a function of a row; all are called, as in `generate()`."""
+    scores = _NoScores() if scored else None
 
     def stop(row: int, seen: Tensor) -> bool:
-        answers = [criterion(seen, None) for criterion in criteria]
+        answers = [criterion(seen, scores) for criterion in criteria]
         return any(bool(torch.as_tensor(answer).all()) for answer in answers)
 
     return stop

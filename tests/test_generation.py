@@ -36,9 +36,11 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
     RwkvConfig,
     RwkvForCausalLM,
+    StoppingCriteriaList,
     TextIteratorStreamer,
     set_seed,
 )
@@ -337,6 +339,22 @@ def test_user_stopping_criteria_are_asked_once_per_row_and_token_in_order(llama)
         mine = [history for history in seen if history[:9] == ids[row].tolist()]
         assert mine == [full[: 9 + n] for n in range(1, 8)]
     assert len(seen) == 21
+
+
+@pytest.mark.parametrize("length", [5, 9, 15])
+def test_a_maximum_length_of_the_users_replaces_the_configs(llama, length):
+    ends = StoppingCriteriaList([MaxLengthCriteria(length)])
+    how = {"stopping_criteria": ends, "max_new_tokens": 6}
+    want = llama.generate(prompt(6), **how).tolist()
+    assert layerskip.generate(llama, prompt(6), skip=SKIP, **how).sequences.tolist() == want
+
+
+def test_criteria_that_read_scores_are_refused(llama):
+    how = {"stopping_criteria": [lambda _, scores: scores is not None and scores[-1].max() > 0]}
+    how |= {"max_new_tokens": 6, "skip": SKIP}
+    assert layerskip.generate(llama, prompt(6), **how).sequences.shape[1] == 12
+    with pytest.raises(ValueError, match="that read scores are not supported; decide by input_ids"):
+        layerskip.generate(llama, prompt(6), output_scores=True, **how)
 
 
 def test_max_time_ends_every_row(llama):
