@@ -248,6 +248,15 @@ def generate(
                 raise ValueError("assistant_tokenizer needs the model's own; pass tokenizer=")
             check_vocabularies(tokenizer, assistant_tokenizer)
         ends = transformers.StoppingCriteriaList(stopping_criteria or [])
+        for asked in (kwargs.get("generation_config"), unwrapped(model).generation_config):
+            if stop_strings is None:
+                stop_strings = getattr(asked, "stop_strings", None)
+                kwargs |= {} if stop_strings is None else {"stop_strings": None}
+            if kwargs.get("token_healing", getattr(asked, "token_healing", None)):
+                raise ValueError(
+                    "token_healing is not supported; leave it out, and give as the prompt what "
+                    "model.heal_tokens(input_ids, tokenizer) returns"
+                )
         if stop_strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")

@@ -320,6 +320,13 @@ def test_stop_strings(llama, tokenizer):
             assert expected[: len(have)] == have
     with pytest.raises(ValueError, match="stop_strings needs the tokenizer"):
         layerskip.generate(llama, ids, skip=SKIP, stop_strings=["x"], max_new_tokens=4)
+    named = {"tokenizer": tokenizer, "generation_config": GenerationConfig(stop_strings=stop)}
+    want = llama.generate(ids[2:, 3:], max_new_tokens=NEW_TOKENS, **named)
+    got = layerskip.generate(llama, ids[2:, 3:], max_new_tokens=NEW_TOKENS, **named)
+    assert got.sequences.tolist() == want.tolist()
+    assert want.shape[1] < 6 + NEW_TOKENS
+    with pytest.raises(ValueError, match=r"token_healing is not supported.*model.heal_tokens"):
+        layerskip.generate(llama, ids, token_healing=True, tokenizer=tokenizer)
 
 
 def test_user_stopping_criteria_are_asked_once_per_row_and_token_in_order(llama):
