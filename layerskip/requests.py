@@ -323,7 +323,7 @@ def stop_of(
 def padded(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig) -> Tensor:
     pad = getattr(config, "_pad_token_tensor", None)
     filler = 0 if pad is None else int(pad)
-    rows = [input_ids.new_tensor(tokens) for tokens in emitted]
+    rows = [torch.tensor(tokens, device=input_ids.device) for tokens in emitted]
     new = pad_sequence(rows, batch_first=True, padding_value=filler)  # (B, n)
     return torch.cat([input_ids, new], dim=1)
 

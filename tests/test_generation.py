@@ -667,6 +667,11 @@ def test_a_mask_of_another_dtype_serves(llama):
         assert [[token for new in row for token in new] for row in by_row] == new_tokens(want, 9)
 
 
+def test_prompts_in_32_bits_give_texts_in_64_as_in_the_library(llama):
+    ids, how = prompt(5).int(), {"max_new_tokens": 6}
+    assert layerskip.generate(llama, ids, **how).sequences.dtype is llama.generate(ids, **how).dtype
+
+
 def test_a_skip_config_of_another_model_warns_and_stays_exact(llama):
     model = lively_model("llama")
     model.name_or_path = "here/this"
