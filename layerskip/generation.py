@@ -265,6 +265,8 @@ def generate(
         if "input_ids" in given:  # the library checks the rest
             requests.check_ids(given["input_ids"])
             requests.check_tokens(model, given["input_ids"])
+            if given.get("attention_mask") is not None:
+                requests.check_mask(given["input_ids"], given["attention_mask"])
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:

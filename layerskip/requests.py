@@ -79,8 +79,7 @@ def checked_mask(
         )
     mask = model_kwargs.pop("attention_mask", None)
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask needs shape {[*input_ids.shape]}, got {[*mask.shape]}")
+    check_mask(input_ids, mask)
     unknown = sorted(
         name
         for name, value in model_kwargs.items()
@@ -250,6 +249,16 @@ def check_ids(input_ids: Any) -> None:
         )
 
 
+def check_mask(input_ids: Tensor, mask: Any) -> None:
+    """Raise an error for anything except a mask of the shape of prompts (B, W)."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}")
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask needs shape {[*input_ids.shape]}, got {[*mask.shape]}")
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("attention_mask must hold 0 (padding) and 1 only, got other numbers")
+
+
 def check_tokens(model: Any, tokens: Tensor) -> None:
     """Raise an error for token ids without an embedding, before they are looked up.
 
@@ -257,8 +266,8 @@ def check_tokens(model: Any, tokens: Tensor) -> None:
         TypeError: they are not integers.
         ValueError: one is outside the vocabulary.
     """
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(f"token ids must be integers, got a tensor of {tokens.dtype}")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"token ids must be integers (int64, int32), got {tokens.dtype}")
     embeddings = model.get_input_embeddings()
     count = getattr(embeddings, "num_embeddings", None)
     if count is None or not tokens.numel():  # the model has its own kind of table

@@ -563,8 +563,18 @@ def test_prompts_that_are_none(llama):
         refused(llama, match, inputs=ids, attention_mask=wrong)
         with pytest.raises(ValueError, match=match):
             next(layerskip.decode(llama, ids, wrong, skip=SKIP))
-    with pytest.raises(ValueError, match="attention_mask needs shape"):
-        next(layerskip.decode(llama, ids, mask[:, 1:], skip=SKIP))
+    for wrong, error, match in (
+        (mask[:, 1:], ValueError, "attention_mask needs shape"),
+        (mask[0], ValueError, "attention_mask needs shape"),
+        (mask.tolist(), TypeError, "attention_mask must be a tensor, got list"),
+        (mask * 2, ValueError, "attention_mask must hold 0 .* and 1 only"),
+    ):
+        with pytest.raises(error, match=match):
+            next(layerskip.decode(llama, ids, wrong, skip=SKIP))
+        with pytest.raises(error, match=match):
+            layerskip.generate(llama, {"input_ids": ids, "attention_mask": wrong}, skip=SKIP)
+    with pytest.raises(TypeError, match=r"integers \(int64, int32\), got torch.int16"):
+        layerskip.generate(llama, ids.short(), skip=SKIP)
     with pytest.raises(TypeError, match="unexpected keyword argument 'top'"):
         LayerSkipDecoding(SKIP).prepare(llama, top=3)
     with pytest.warns(UserWarning, match="top_k has no effect without do_sample=True"):
