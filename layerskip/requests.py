@@ -97,11 +97,13 @@ def checked_mask(
         raise ValueError("a prompt is empty: every row needs at least one token")
     if not mask[:, -1].all():
         raise ValueError(
-            "prompts are padded on the right; pad on the left (tokenizer.padding_side='left')"
+            "prompts are padded on the right; pad on the left (tokenizer.padding_side='left'), or "
+            "give an attention_mask if they only end with the pad token"
         )
     if (mask[:, 1:] < mask[:, :-1]).any():
         raise ValueError(
-            "attention_mask has holes: zeros are supported in front of a prompt only, as padding"
+            "attention_mask has holes: zeros are supported in front of a prompt only, as padding; "
+            "give an attention_mask if a prompt only contains the pad token"
         )
     if model_kwargs.get("use_cache") is False:
         warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
