@@ -7,6 +7,7 @@ Shapes: B rows, W width of the padded prompts, n new tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,17 +173,18 @@ class LayerSkipDecoding(Settings):
         criteria = list(stopping_criteria or [])
         ended, full = transformers.EosTokenCriteria, transformers.MaxLengthCriteria
         eos = [c for c in criteria if type(c) is ended]
+        limits = [c.max_length for c in criteria if type(c) is full] or [config.max_length]
         others = [c for c in criteria if type(c) not in (ended, full)]
         seeds = self.row_seeds(rows, config.do_sample)
         request = Request(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            max_new_tokens=config.max_length - width,
+            max_new_tokens=max(1, math.ceil(min(limits)) - width),
             law=Law(logits_processor or [], do_sample=config.do_sample, rows=rows),
             keys=[stream_key(*seed) for seed in seeds],
             rejection=self.acceptance == "rejection",
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
-            stop=requests.stop_of(others) if others else None,
+            stop=requests.stop_of(others, scored=bool(config.output_scores)) if others else None,
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             pictures=pictures,
@@ -246,6 +248,15 @@ def generate(
                 raise ValueError("assistant_tokenizer needs the model's own; pass tokenizer=")
             check_vocabularies(tokenizer, assistant_tokenizer)
         ends = transformers.StoppingCriteriaList(stopping_criteria or [])
+        for asked in (kwargs.get("generation_config"), unwrapped(model).generation_config):
+            if stop_strings is None:
+                stop_strings = getattr(asked, "stop_strings", None)
+                kwargs |= {} if stop_strings is None else {"stop_strings": None}
+            if kwargs.get("token_healing", getattr(asked, "token_healing", None)):
+                raise ValueError(
+                    "token_healing is not supported; leave it out, and give as the prompt what "
+                    "model.heal_tokens(input_ids, tokenizer) returns"
+                )
         if stop_strings is not None:
             if tokenizer is None:
                 raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
@@ -254,6 +265,8 @@ def generate(
         if "input_ids" in given:  # the library checks the rest
             requests.check_ids(given["input_ids"])
             requests.check_tokens(model, given["input_ids"])
+            if given.get("attention_mask") is not None:
+                requests.check_mask(given["input_ids"], given["attention_mask"])
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:

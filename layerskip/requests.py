@@ -79,8 +79,7 @@ def checked_mask(
         )
     mask = model_kwargs.pop("attention_mask", None)
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask needs shape {[*input_ids.shape]}, got {[*mask.shape]}")
+    check_mask(input_ids, mask)
     unknown = sorted(
         name
         for name, value in model_kwargs.items()
@@ -98,11 +97,13 @@ def checked_mask(
         raise ValueError("a prompt is empty: every row needs at least one token")
     if not mask[:, -1].all():
         raise ValueError(
-            "prompts are padded on the right; pad on the left (tokenizer.padding_side='left')"
+            "prompts are padded on the right; pad on the left (tokenizer.padding_side='left'), or "
+            "give an attention_mask if they only end with the pad token"
         )
     if (mask[:, 1:] < mask[:, :-1]).any():
         raise ValueError(
-            "attention_mask has holes: zeros are supported in front of a prompt only, as padding"
+            "attention_mask has holes: zeros are supported in front of a prompt only, as padding; "
+            "give an attention_mask if a prompt only contains the pad token"
         )
     if model_kwargs.get("use_cache") is False:
         warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
@@ -250,6 +251,16 @@ def check_ids(input_ids: Any) -> None:
         )
 
 
+def check_mask(input_ids: Tensor, mask: Any) -> None:
+    """Raise an error for anything except a mask of the shape of prompts (B, W)."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}")
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask needs shape {[*input_ids.shape]}, got {[*mask.shape]}")
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("attention_mask must hold 0 (padding) and 1 only, got other numbers")
+
+
 def check_tokens(model: Any, tokens: Tensor) -> None:
     """Raise an error for token ids without an embedding, before they are looked up.
 
@@ -257,8 +268,8 @@ def check_tokens(model: Any, tokens: Tensor) -> None:
         TypeError: they are not integers.
         ValueError: one is outside the vocabulary.
     """
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(f"token ids must be integers, got a tensor of {tokens.dtype}")
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"token ids must be integers (int64, int32), got {tokens.dtype}")
     embeddings = model.get_input_embeddings()
     count = getattr(embeddings, "num_embeddings", None)
     if count is None or not tokens.numel():  # the model has its own kind of table
@@ -295,11 +306,26 @@ def dropped_by_the_call(decoding: Any, name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], bool]:
+class _NoScores:
+    """What stopping criteria get where `generate()` would give them the scores so far."""
+
+    def __getitem__(self, _: Any = None) -> Any:
+        raise ValueError(
+            "stopping criteria that read scores are not supported; decide by input_ids, or leave "
+            "out custom_generate"
+        )
+
+    __len__ = __getitem__
+
+
+def stop_of(
+    criteria: Sequence[Callable[..., Any]], *, scored: bool
+) -> Callable[[int, Tensor], bool]:
     """Combine stopping criteria into a function of a row; all are called, as in `generate()`."""
+    scores = _NoScores() if scored else None
 
     def stop(row: int, seen: Tensor) -> bool:
-        answers = [criterion(seen, None) for criterion in criteria]
+        answers = [criterion(seen, scores) for criterion in criteria]
         return any(bool(torch.as_tensor(answer).all()) for answer in answers)
 
     return stop
@@ -308,7 +334,7 @@ def stop_of(criteria: Sequence[Callable[..., Any]]) -> Callable[[int, Tensor], b
 def padded(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig) -> Tensor:
     pad = getattr(config, "_pad_token_tensor", None)
     filler = 0 if pad is None else int(pad)
-    rows = [input_ids.new_tensor(tokens) for tokens in emitted]
+    rows = [torch.tensor(tokens, device=input_ids.device) for tokens in emitted]
     new = pad_sequence(rows, batch_first=True, padding_value=filler)  # (B, n)
     return torch.cat([input_ids, new], dim=1)
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from typing import get_args, get_type_hints
 
 import pytest
@@ -898,6 +899,14 @@ def test_nan_logits_stop(tmp_path):
     folder = save_checkpoint(tmp_path, model)
     assert "NaN logits" in refused("generate", folder, "--prompt", PROMPT, *DRAFT)
     assert "NaN logits" in refused("generate", folder, "--prompt", PROMPT, "--no-draft", *DRAFT[:2])
+
+
+def test_closed_streams_are_no_streams():
+    """A shell closes them with `>&-`; Python then has none, and would print errors elsewhere."""
+    close = partial(os.closerange, 2, 3)
+    with process("generate", "/none", "--prompt", "x", preexec_fn=close) as child:
+        assert child.stdout.read() == ""
+        assert child.wait() == 2
 
 
 def test_no_command():

@@ -36,9 +36,11 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
     RwkvConfig,
     RwkvForCausalLM,
+    StoppingCriteriaList,
     TextIteratorStreamer,
     set_seed,
 )
@@ -318,6 +320,13 @@ def test_stop_strings(llama, tokenizer):
             assert expected[: len(have)] == have
     with pytest.raises(ValueError, match="stop_strings needs the tokenizer"):
         layerskip.generate(llama, ids, skip=SKIP, stop_strings=["x"], max_new_tokens=4)
+    named = {"tokenizer": tokenizer, "generation_config": GenerationConfig(stop_strings=stop)}
+    want = llama.generate(ids[2:, 3:], max_new_tokens=NEW_TOKENS, **named)
+    got = layerskip.generate(llama, ids[2:, 3:], max_new_tokens=NEW_TOKENS, **named)
+    assert got.sequences.tolist() == want.tolist()
+    assert want.shape[1] < 6 + NEW_TOKENS
+    with pytest.raises(ValueError, match=r"token_healing is not supported.*model.heal_tokens"):
+        layerskip.generate(llama, ids, token_healing=True, tokenizer=tokenizer)
 
 
 def test_user_stopping_criteria_are_asked_once_per_row_and_token_in_order(llama):
@@ -337,6 +346,22 @@ def test_user_stopping_criteria_are_asked_once_per_row_and_token_in_order(llama)
         mine = [history for history in seen if history[:9] == ids[row].tolist()]
         assert mine == [full[: 9 + n] for n in range(1, 8)]
     assert len(seen) == 21
+
+
+@pytest.mark.parametrize("length", [5, 9, 15])
+def test_a_maximum_length_of_the_users_replaces_the_configs(llama, length):
+    ends = StoppingCriteriaList([MaxLengthCriteria(length)])
+    how = {"stopping_criteria": ends, "max_new_tokens": 6}
+    want = llama.generate(prompt(6), **how).tolist()
+    assert layerskip.generate(llama, prompt(6), skip=SKIP, **how).sequences.tolist() == want
+
+
+def test_criteria_that_read_scores_are_refused(llama):
+    how = {"stopping_criteria": [lambda _, scores: scores is not None and scores[-1].max() > 0]}
+    how |= {"max_new_tokens": 6, "skip": SKIP}
+    assert layerskip.generate(llama, prompt(6), **how).sequences.shape[1] == 12
+    with pytest.raises(ValueError, match="that read scores are not supported; decide by input_ids"):
+        layerskip.generate(llama, prompt(6), output_scores=True, **how)
 
 
 def test_max_time_ends_every_row(llama):
@@ -531,15 +556,25 @@ def test_prompts_that_are_none(llama):
     holes = mask.clone()
     holes[0, 4] = 0  # the library's windows would count them
     for wrong, match in (
-        (mask.flip(1), "padded on the right"),
+        (mask.flip(1), "padded on the right.* give an attention_mask if they only end with"),
         (empty, "prompt is empty"),
         (holes, "attention_mask has holes"),
     ):
         refused(llama, match, inputs=ids, attention_mask=wrong)
         with pytest.raises(ValueError, match=match):
             next(layerskip.decode(llama, ids, wrong, skip=SKIP))
-    with pytest.raises(ValueError, match="attention_mask needs shape"):
-        next(layerskip.decode(llama, ids, mask[:, 1:], skip=SKIP))
+    for wrong, error, match in (
+        (mask[:, 1:], ValueError, "attention_mask needs shape"),
+        (mask[0], ValueError, "attention_mask needs shape"),
+        (mask.tolist(), TypeError, "attention_mask must be a tensor, got list"),
+        (mask * 2, ValueError, "attention_mask must hold 0 .* and 1 only"),
+    ):
+        with pytest.raises(error, match=match):
+            next(layerskip.decode(llama, ids, wrong, skip=SKIP))
+        with pytest.raises(error, match=match):
+            layerskip.generate(llama, {"input_ids": ids, "attention_mask": wrong}, skip=SKIP)
+    with pytest.raises(TypeError, match=r"integers \(int64, int32\), got torch.int16"):
+        layerskip.generate(llama, ids.short(), skip=SKIP)
     with pytest.raises(TypeError, match="unexpected keyword argument 'top'"):
         LayerSkipDecoding(SKIP).prepare(llama, top=3)
     with pytest.warns(UserWarning, match="top_k has no effect without do_sample=True"):
@@ -640,6 +675,11 @@ def test_a_mask_of_another_dtype_serves(llama):
         )
         by_row = zip(*(r.tokens for r in rounds), strict=True)
         assert [[token for new in row for token in new] for row in by_row] == new_tokens(want, 9)
+
+
+def test_prompts_in_32_bits_give_texts_in_64_as_in_the_library(llama):
+    ids, how = prompt(5).int(), {"max_new_tokens": 6}
+    assert layerskip.generate(llama, ids, **how).sequences.dtype is llama.generate(ids, **how).dtype
 
 
 def test_a_skip_config_of_another_model_warns_and_stays_exact(llama):

@@ -192,7 +192,8 @@ def test_what_cannot_be_run_is_refused(given, tmp_path, monkeypatch):
     for shard in ("1", "2/2", "a/b", "-1/2", "0/0"):
         assert "--shard must be I/N" in run(given, output, f"--shard={shard}").stderr
     assert "is the file of prompts" in run(given, given).stderr
-    assert "/dev/full is a folder, a pipe or a device" in run(given, Path("/dev/full")).stderr
+    for place in ("/dev/full", "-"):
+        assert f"{place} is a folder, a pipe or a device" in run(given, Path(place)).stderr
     if Path("/proc").is_dir():
         assert "cannot write to /proc: " in run(given, Path("/proc/x")).stderr
     with open_answers(output, {}):

@@ -146,6 +146,22 @@ def test_every_row_of_a_batch_has_its_own_beginning(family, execution, built):
     assert out.stats.num_known_tokens >= 30 + 19 + 69  # rows 0 and 2; perhaps 3
 
 
+@pytest.mark.parametrize("family", ["gemma2", "mistral"])
+def test_slots_that_a_window_left_out_are_not_stored(family, sizes):
+    """Beside a row without a known beginning, a known row's buffers begin before its own slots."""
+    sizes(spare=16)
+    model = lively_model(family)
+    session = Session(model)
+    text = session.generate(prompt(2), max_new_tokens=60).sequences
+    other = prompt(60, seed=1)
+    session.generate(torch.cat([text[:, :60], other]), max_new_tokens=2)
+    for count in (4, 9, 20):
+        ids = torch.cat([text[:, :count], other[:, :9]], 1)
+        got = session.generate(ids, max_new_tokens=2, output_logits=True)
+        want = layerskip.generate(model, ids, max_new_tokens=2, output_logits=True)
+        torch.testing.assert_close(got.logits[0], want.logits[0], rtol=0, atol=1e-4)
+
+
 def test_rows_of_one_prompt_are_held_once():
     session = Session(lively_model("llama"), memory=LARGE)
     session.generate(prompt(40), **how(max_new_tokens=1))

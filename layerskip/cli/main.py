@@ -99,6 +99,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the console script."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as by `>&-`
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     _spin_less()
     app(prog_name="layerskip")
 

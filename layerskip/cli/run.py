@@ -93,7 +93,8 @@ def run(
         warn_idle({"ray_address": ray_address, "ray_workers": ray_workers}, "without --ray")
     if prompts.exists() and output.exists() and prompts.samefile(output):
         raise ValueError(f"--output {output} is the file of prompts; give another file")
-    if output.exists() and not output.is_file():  # reading a device might never end
+    # reading a device might never end
+    if str(output) == "-" or (output.exists() and not output.is_file()):
         raise ValueError(f"--output {output} is a folder, a pipe or a device; give a file")
     chosen = spoken(read_given(prompts), chat, writing.system)
     writing.check()

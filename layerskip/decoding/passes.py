@@ -95,6 +95,8 @@ class Passes(Batch):
         self.rows: dict[int, int] = {row: row for row in self.seated}
         self.moves = 0
         self.lengths: list[int] = [0] * len(prompts)
+        # By row, the first slot from which on window layers hold what belongs to the row.
+        self._whole: dict[int, int] = {}
         self.sources = [source_of(model, draft) for draft in drafts]
         self.states = [source.open(self) for source in self.sources]
         self._taps = sorted({tap for each in self.states for tap in each.every_tap})
@@ -134,8 +136,7 @@ class Passes(Batch):
         if any(self.lengths):  # buffers must begin where passes read
             self.cache.place(self.lengths, 1, min(self.lengths))
         for row, parts in enumerate(filled):
-            for part in parts:
-                self._fill(row, part)
+            self._fill(row, parts)
 
         def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
             hidden = self._run_prompts(
@@ -233,8 +234,10 @@ class Passes(Batch):
 
         All end with the last slot; those of window layers may begin later than the first.
         """
-        place = self.place_of(row)
-        yield from self.cache.parts(place, first, end)
+        place, whole = self.place_of(row), max(first, self._whole.get(row, 0))
+        for name, part in self.cache.parts(place, first, end):
+            unknown = part.shape[-2] - end + whole if name[1] in self.cache.trimmed else 0
+            yield name, part[..., max(0, unknown) :, :]
         for name in self.needed:
             yield name, self._tapped[name[1]][place, first + 1 : end + 1]  # (n, H)
 
@@ -244,13 +247,18 @@ class Passes(Batch):
         states = (each for each in self.states if each.whole_prompts)
         return {("tap", tap) for each in states for tap in each.every_tap}
 
-    def _fill(self, row: int, filling: Filling) -> None:
-        for (kind, number), held in filling.parts.items():
-            if kind != "tap":
-                self.cache.fill(row, (kind, number), filling.end, held)
-            elif number in self._taps:
-                states = self._states(number, held)
-                states[row, filling.end + 1 - len(held) : filling.end + 1] = held
+    def _fill(self, row: int, filled: Sequence[Filling]) -> None:
+        place, first, self._whole[row] = self.place_of(row), 0, 0
+        for end, parts in filled:
+            for (kind, number), held in parts.items():
+                if kind != "tap":
+                    self.cache.fill(place, (kind, number), end, held)
+                    if number in self.cache.trimmed and end - held.shape[-2] > first:
+                        self._whole[row] = max(self._whole[row], end - held.shape[-2])
+                elif number in self._taps:
+                    states = self._states(number, held)
+                    states[place, end + 1 - len(held) : end + 1] = held
+            first = end
 
     @in_inference_mode
     def keep(self, rows: Sequence[int]) -> None:
@@ -515,8 +523,7 @@ class Passes(Batch):
         place = self.place_of(row)
         self.lengths[row] = filled[-1].end if filled else 0
         self.cache.begin(place, self.lengths[row])
-        for part in filled:
-            self._fill(place, part)
+        self._fill(row, filled)
 
     @in_inference_mode
     def begin(self, row: int) -> None:
