@@ -57,7 +57,7 @@ def test_the_page_of_models_says_what_the_table_says():
     opened, pictures = (" ".join(groups[how]) for how in ("opened", "opened, with pictures"))
     assert f"left out): {opened}; with pictures {pictures}; with an encoder t5gemma. - " in page
     assert groups["opened, with an encoder"] == ["t5gemma"]
-    assert f"if asked): {len(groups['whole'])} others, such as " in page
+    assert f"if you ask for them): {len(groups['whole'])} others, such as " in page
     assert f"with an encoder {len(groups['whole, with an encoder'])}, such as " in page
     assert f"**Refused**: {refused}, for " in page
 

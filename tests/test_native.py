@@ -337,6 +337,7 @@ def test_what_native_passes_cannot_do_the_lean_path_does(built, calls):
         path.blocks[1](hidden, step).sum().backward()
         frozen = path.blocks[1](path.embed(prompt(5)).detach(), step)
         assert frozen.requires_grad  # because of its weights
+        assert step.rope
         cache.firsts = []
         with torch.no_grad():
             outputs.append((hidden.grad, path.run(hidden, step, range(12))))
