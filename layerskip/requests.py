@@ -269,7 +269,7 @@ def check_tokens(model: Any, tokens: Tensor) -> None:
         ValueError: one is outside the vocabulary.
     """
     if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"token ids must be integers (int64 or int32), got a tensor of {tokens.dtype}")
+        raise TypeError(f"token ids must be int64 or int32, got a tensor of {tokens.dtype}")
     embeddings = model.get_input_embeddings()
     count = getattr(embeddings, "num_embeddings", None)
     if count is None or not tokens.numel():  # the model has its own kind of table

@@ -59,7 +59,7 @@ def test_the_page_of_models_says_what_the_table_says():
     assert groups["opened, with an encoder"] == ["t5gemma"]
     assert f"if you ask for them): {len(groups['whole'])} others, such as " in page
     assert f"with an encoder {len(groups['whole, with an encoder'])}, such as " in page
-    assert f"**Refused**: {refused}, for " in page
+    assert f"**Refused**: {refused}, because of " in page
 
 
 def test_the_table_fits_any_terminal(monkeypatch):

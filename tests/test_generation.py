@@ -573,7 +573,7 @@ def test_prompts_that_are_none(llama):
             next(layerskip.decode(llama, ids, wrong, skip=SKIP))
         with pytest.raises(error, match=match):
             layerskip.generate(llama, {"input_ids": ids, "attention_mask": wrong}, skip=SKIP)
-    with pytest.raises(TypeError, match=r"integers \(int64 or int32\), got a tensor of torch.int16"):
+    with pytest.raises(TypeError, match="must be int64 or int32, got a tensor of"):
         layerskip.generate(llama, ids.short(), skip=SKIP)
     with pytest.raises(TypeError, match="unexpected keyword argument 'top'"):
         LayerSkipDecoding(SKIP).prepare(llama, top=3)

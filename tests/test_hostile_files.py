@@ -180,5 +180,5 @@ def test_token_ids_outside_of_the_vocabulary(token):
             Lookup(texts)
     with pytest.raises(ValueError, match=rf"token ids.*, got {token}"):
         layerskip.generate(model, prompt(5), lookup=Lookup([[3, token]]), max_new_tokens=2)
-    with pytest.raises(TypeError, match=r"must be integers.*, got a tensor of torch\.float"):
+    with pytest.raises(TypeError, match=r"must be int64 or int32, got a tensor of torch\.float"):
         layerskip.generate(model, prompt(5).float(), max_new_tokens=2)

@@ -40,6 +40,7 @@ from layerskip.model.backend import Variant
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.native import Native
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.replay.chain_cache import ChainCache
 from layerskip.requests import warpers
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -328,19 +329,24 @@ def test_a_head_may_be_added_while_another_thread_is_in_a_pass(built):
 def test_what_native_passes_cannot_do_the_lean_path_does(built, calls):
     """Gradients, and rows that see only some of their slots, as in replays."""
     model = tiny_model("llama", dtype=torch.float32)
-    outputs = []
-    for path in (Sublayers(model, "fused"), Sublayers(model, "native")):
-        cache = path.new_cache(1, 9)
+    fused, outputs = Sublayers(model, "fused"), []
+    text = fused.new_cache(1, 9)
+    for path in (fused, Sublayers(model, "native")):
+        cache, rotary = path.new_cache(1, 9), path.rotary(9, 9)
         cache.place([0], 5)
-        step = Pass(path, cache, path.rotary(9, 9))
+        step = Pass(path, cache, rotary)
         hidden = path.embed(prompt(5)).detach().requires_grad_()
         path.blocks[1](hidden, step).sum().backward()
         frozen = path.blocks[1](path.embed(prompt(5)).detach(), step)
         assert frozen.requires_grad  # because of its weights
-        assert step.rope
-        cache.firsts = []
         with torch.no_grad():
-            outputs.append((hidden.grad, path.run(hidden, step, range(12))))
+            if path is fused:
+                text.place([0], 5)
+                path.run(hidden, Pass(path, text, rotary), range(12))
+            chains = ChainCache(text, torch.tensor([0]), torch.tensor([[2, 4]]), 1)
+            chains.advance(0)
+            chained = path.run(path.embed(prompt(2)), Pass(path, chains, rotary), range(12))
+        outputs.append((hidden.grad, chained))
     assert not calls
     assert all(map(torch.equal, *outputs))
 
