@@ -1,4 +1,4 @@
-"""Systems from papers, which work here but pay nowhere by our measurements (docs/experiments.md).
+"""Systems from papers, which work here but gain less than the default drafts (docs/experiments.md).
 
 They use only the public protocols. Users choose them by name (see `layerskip.registry`); no other
 part imports or names them.
