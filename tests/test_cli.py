@@ -817,7 +817,7 @@ REFUSED = {  # by command
         ("--skip six.json --skip six.json", "--skip names a file twice"),
         ("--adaptive alpha", "--adaptive must be like alpha=0.85,epsilon=0.02; got 'alpha'"),
         ("--adaptive gamma=1", "adaptive may have alpha, epsilon, beta1, beta2; got 'gamma'"),
-        ("--temperature 0 --do-sample", "--temperature must be positive and finite, got 0"),
+        ("--temperature 1e-40 --do-sample", "--temperature must be at least 0.001, got 1e-40"),
         ("--repetition-penalty 0", "--repetition-penalty must be positive and finite"),
         ("--repetition-penalty nan", "--repetition-penalty must be finite, got nan"),
         ("--draft-memory inf", "--draft-memory must be finite, got inf"),

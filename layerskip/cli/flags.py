@@ -311,10 +311,11 @@ class Sampling(Flags):
 
     def check(self, seed: int | None = None) -> None:
         """Raise a ValueError for an invalid temperature, and warn about flags without effect."""
-        if self.temperature is not None and self.temperature <= 0:
+        # Lower temperatures give scores beyond float32.
+        if self.temperature is not None and self.temperature < 0.001:
             raise ValueError(
-                f"--temperature must be positive and finite, got {self.temperature}; for the "
-                "likeliest tokens leave out --temperature and --do-sample"
+                f"--temperature must be at least 0.001, got {self.temperature}; for the likeliest "
+                "tokens leave out --temperature and --do-sample"
             )
         if not self.do_sample:
             given = {**self.settings, "acceptance": self.acceptance, "seed": seed}
