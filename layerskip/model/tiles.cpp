@@ -194,11 +194,10 @@ void product(const BFloat16* weight, int64_t first, int64_t last, int64_t column
         (b + 1 < count ? pair : one)(blocks + b, columns, x, each, next, fours, sums + b * SUMS);
       for (int64_t step = begin; step < begin + here; step += MOST) {
         const float* from = sums + (step - begin) / MOST * BLOCKS * SUMS;
-        const int64_t some = length(tokens, step);
         for (int64_t b = 0; b < count; ++b)
           at::vec::transpose_mxn<float>(from + b * SUMS, MOST, turned + b * ROWS, BLOCKS * ROWS,
-                                        ROWS, static_cast<int>(some));
-        for (int64_t t = 0; t < some; ++t)
+                                        ROWS, static_cast<int>(each));
+        for (int64_t t = 0; t < each; ++t)
           write(step + t, row, end - row, turned + t * BLOCKS * ROWS);
       }
     }
