@@ -175,6 +175,7 @@ class LayerSkipDecoding(Settings):
         eos = [c for c in criteria if type(c) is ended]
         limits = [c.max_length for c in criteria if type(c) is full] or [config.max_length]
         others = [c for c in criteria if type(c) not in (ended, full)]
+        alone = any(hasattr(c, "eos_token_id") for c in criteria)  # as the library decides it
         seeds = self.row_seeds(rows, config.do_sample)
         request = Request(
             input_ids=input_ids,
@@ -184,7 +185,9 @@ class LayerSkipDecoding(Settings):
             keys=[stream_key(*seed) for seed in seeds],
             rejection=self.acceptance == "rejection",
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
-            stop=requests.stop_of(others, scored=bool(config.output_scores)) if others else None,
+            stop=requests.stop_of(
+                others, scored=bool(config.output_scores), together=0 if alone else rows
+            ),
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
             keep_logits=bool(config.return_dict_in_generate and config.output_logits),
             pictures=pictures,
@@ -199,16 +202,21 @@ class LayerSkipDecoding(Settings):
             if streamer is not None:
                 streamer.put(torch.tensor(round_.tokens[0]))  # (n,)
         decoder.stats.seeds = tuple(seed[0] for seed in seeds)
-        sequences = requests.padded(input_ids, decoder.emitted, config)  # (B, W + n)
+        new = (max if alone else min)(map(len, decoder.emitted))
+        sequences = requests.padded(input_ids, decoder.emitted, config)[:, : width + new]
         if not config.return_dict_in_generate:
             return sequences
         costs = None
         if all_costs is not None and decoder.stats.num_rounds:
             costs = all_costs.at(int(attention_mask.sum()) // rows, rows)
+        kept: dict[str, Any] = {
+            name: requests.per_step(rounds, name, rows)[:new]
+            for name in ("scores", "logits")
+            if getattr(config, f"output_{name}")
+        }
         return GenerationOutput(
             sequences=sequences,  # type: ignore[arg-type]  # the library says LongTensor
-            scores=requests.per_step(rounds, "scores", rows) if config.output_scores else None,  # type: ignore[arg-type]
-            logits=requests.per_step(rounds, "logits", rows) if config.output_logits else None,  # type: ignore[arg-type]
+            **kept,
             stats=decoder.stats,
             rounds=[replace(round_, scores=None, logits=None) for round_ in rounds],
             costs=costs,
@@ -217,7 +225,7 @@ class LayerSkipDecoding(Settings):
 
 def generate(
     model: Any,
-    inputs: Tensor | Mapping[str, Any],
+    inputs: Tensor | Mapping[str, Any] | None = None,
     *,
     skip: Skips | Sequence[Skips] | None = None,
     streamer: Any = None,
@@ -232,7 +240,7 @@ def generate(
     Args:
         model: a supported causal language model.
         inputs: token ids (B, W), left-padded, or the output of a tokenizer or, with pictures, of a
-            processor.
+            processor, which may also be given as keywords (`**inputs`).
         skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords, too.
         streamer: receives the prompt, then new tokens as 1-D tensors, one round at a time; for one
             row only. It is always ended, even after an error.

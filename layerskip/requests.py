@@ -319,14 +319,28 @@ class _NoScores:
 
 
 def stop_of(
-    criteria: Sequence[Callable[..., Any]], *, scored: bool
-) -> Callable[[int, Tensor], bool]:
-    """Combine stopping criteria into a function of a row; all are called, as in `generate()`."""
+    criteria: Sequence[Callable[..., Any]], *, scored: bool, together: int = 0
+) -> Callable[[int, Tensor], bool] | None:
+    """Combine stopping criteria into a function of a row; all are called, as in `generate()`.
+
+    Args:
+        together: the number of rows that end together, when the last of them stops: `generate()`
+            pads rows that have stopped only if there are end tokens, else it writes on. 0: each
+            row ends alone.
+    """
+    if not criteria:
+        return None
     scores = _NoScores() if scored else None
+    lengths: dict[int, int] = {}  # of rows that have stopped, at that moment
 
     def stop(row: int, seen: Tensor) -> bool:
         answers = [criterion(seen, scores) for criterion in criteria]
-        return any(bool(torch.as_tensor(answer).all()) for answer in answers)
+        stopped = any(bool(torch.as_tensor(answer).all()) for answer in answers)
+        if not together:
+            return stopped
+        if stopped:
+            lengths.setdefault(row, seen.shape[1])
+        return len(lengths) == together and seen.shape[1] >= max(lengths.values())
 
     return stop
 

@@ -313,11 +313,7 @@ def test_stop_strings(llama, tokenizer):
         got = layerskip.generate(
             llama, {"input_ids": ids, "attention_mask": mask}, skip=SKIP, controller="fixed", **how
         )
-        assert len(emitted(got)[row]) <= place + 2
-        assert [tokens[: place + 2] for tokens in emitted(got)][row] == emitted(got)[row]
-        # the library pads finished rows only if there is an end token
-        for have, expected in zip(emitted(got), want[:, 9:].tolist(), strict=True):
-            assert expected[: len(have)] == have
+        assert got.sequences.tolist() == want.tolist()
     with pytest.raises(ValueError, match="stop_strings needs the tokenizer"):
         layerskip.generate(llama, ids, skip=SKIP, stop_strings=["x"], max_new_tokens=4)
     named = {"tokenizer": tokenizer, "generation_config": GenerationConfig(stop_strings=stop)}
@@ -339,13 +335,38 @@ def test_user_stopping_criteria_are_asked_once_per_row_and_token_in_order(llama)
         return torch.tensor([input_ids.shape[1] == 9 + 7])
 
     inputs = {"input_ids": ids, "attention_mask": mask}
-    how = {"max_new_tokens": NEW_TOKENS, "stopping_criteria": [watch]}
+    how = {"max_new_tokens": NEW_TOKENS, "stopping_criteria": [watch], "eos_token_id": VOCABULARY}
     got = layerskip.generate(llama, inputs, skip=SKIP, controller="fixed", **how)
     assert [len(row) for row in emitted(got)] == [7, 7, 7]
     for row, full in enumerate(got.sequences.tolist()):
         mine = [history for history in seen if history[:9] == ids[row].tolist()]
         assert mine == [full[: 9 + n] for n in range(1, 8)]
     assert len(seen) == 21
+
+
+@pytest.mark.parametrize("ends", [None, VOCABULARY])
+def test_rows_that_a_criterion_stops_are_written_on_or_padded_as_by_the_library(llama, ends):
+    """It pads them only where there are end tokens, and returns when the last row stops."""
+    ids, mask = ragged(LENGTHS)
+
+    def stop(input_ids, scores, **_):
+        return input_ids[:, 9:].sum(-1) % 7 == 0
+
+    how = {"attention_mask": mask, "stopping_criteria": [stop], "eos_token_id": ends}
+    how |= {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_scores": True}
+    how |= {"pad_token_id": 0}
+    want = llama.generate(ids, **how)
+    stops = [min(n for n in range(1, 21) if sum(new[:n]) % 7 == 0) for new in new_tokens(want, 9)]
+    assert len(want.scores) == max(stops) > min(stops)
+    for controller in (Fixed(3), Erratic()):
+        drafts = decoding(controller=controller, assistant=llama, max_draft_length=9)
+        got = llama.generate(ids, custom_generate=drafts, **how)
+        assert got.sequences.tolist() == want.sequences.tolist()
+        assert len(got.scores) == len(want.scores)
+        assert max(map(len, emitted(got))) > max(stops) or ends
+    limited = how | {"max_new_tokens": max(stops) - 1}
+    got = llama.generate(ids, custom_generate=decoding(), **limited)
+    assert got.sequences.tolist() == llama.generate(ids, **limited).sequences.tolist()
 
 
 @pytest.mark.parametrize("length", [5, 9, 15])
