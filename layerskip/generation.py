@@ -44,6 +44,8 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
         rounds: a record of every round, without its scores and logits.
         costs: the cost table of the last source as the controller first used it; None if the
             controller had nothing to decide.
+        past_key_values: always None, under every name that the library has for it. To continue a
+            text, keep a `layerskip.Session`.
     """
 
     stats: DecodingStats | None = None
@@ -59,7 +61,8 @@ class LayerSkipDecoding(Settings):
     coupled rule it depends on model, prompt, settings and seed alone, never on the drafts.
 
     A `streamer` of `model.generate()` works, but is not ended if the library itself rejects the
-    call. If a thread waits for its end, use `layerskip.generate`, which always ends it.
+    call. If a thread waits for its end, use `layerskip.generate`, which always ends it. Also use it
+    for `stop_strings`: the library does not find their tokenizer beside `custom_generate`.
 
     Args:
         skip: the sublayers that the model's own draft skips or rounds, or a path to the JSON. If
@@ -71,8 +74,8 @@ class LayerSkipDecoding(Settings):
             texts).
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
             same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
-            alone if prompts have pictures. Or the official assistant of a Gemma 4, an EAGLE-3 head
-            (`layerskip.model.eagle`), or a folder or Hub id from which to load one of these.
+            alone if prompts have pictures. Or the official assistant of a Gemma 4, or an EAGLE-3
+            head (`layerskip.model.eagle`); these two may be given as a folder or Hub id.
         sources: further sources, including your own (see `layerskip.Source`).
         controller: one of `layerskip.registry.CONTROLLERS` ("expected-gain" by default), or an
             object of the `Controller` protocol, which serves one call at a time.
@@ -269,18 +272,20 @@ def generate(
             if tokenizer is None:
                 raise ValueError("stop_strings needs the tokenizer; pass tokenizer=")
             ends.append(transformers.StopStringCriteria(tokenizer, stop_strings))
-        given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-        if "input_ids" in given:  # the library checks the rest
-            requests.check_ids(given["input_ids"])
-            requests.check_tokens(model, given["input_ids"])
-            if given.get("attention_mask") is not None:
-                requests.check_mask(given["input_ids"], given["attention_mask"])
+        if not isinstance(inputs, Mapping):
+            inputs = {} if inputs is None else {"input_ids": inputs}
+        named = {**inputs, **kwargs}
+        if "input_ids" in named:  # the library checks the rest
+            requests.check_ids(named["input_ids"])
+            requests.check_tokens(model, named["input_ids"])
+            if named.get("attention_mask") is not None:
+                requests.check_mask(named["input_ids"], named["attention_mask"])
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:
             raise ValueError("assistant_model is not supported; give assistant= for a second model")
         output = model.generate(
-            **given,
+            **inputs,
             custom_generate=partial(decoding._decode, streamer=streamer),
             streamer=streamer,
             stopping_criteria=ends,

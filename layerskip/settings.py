@@ -63,9 +63,8 @@ class Settings:
         self.sources = tuple(sources) if isinstance(sources, Iterable) else (sources,)
         if not all(isinstance(each, Source) for each in self.sources):
             raise TypeError(f"sources must be a list of layerskip.Source objects, got {sources!r}")
-        for given_seed in (seed, *(self.seeds or ())):
-            if given_seed is not None and not hasattr(given_seed, "__index__"):
-                raise TypeError(f"a seed must be an integer, got {given_seed!r}")
+        for each in (seed, *(self.seeds or ())):
+            schema.optional(schema.integer())(each, "a seed")
         stored = (main and main.decoding) or DecodingOptions()
         given = DecodingOptions(  # validates
             controller=controller if isinstance(controller, str) else None,

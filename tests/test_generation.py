@@ -91,7 +91,7 @@ def test_the_three_doors_agree(llama, sample):
     how |= {"temperature": 0.7, "top_k": 9, "top_p": 0.9} if sample else {}
     settings = {"skip": SKIP, "controller": Fixed(2), "costs": COSTS}
     inputs = {"input_ids": ids, "attention_mask": mask}
-    two = layerskip.generate(llama, inputs, **settings, **how)
+    two = layerskip.generate(llama, **inputs, **settings, **how)
     rounds = []
     for round_ in layerskip.decode(llama, ids, mask, **settings, **how):
         assert torch.is_grad_enabled()
@@ -448,6 +448,7 @@ def test_seeds_must_be_one_per_row(llama):
         ({"seed": 1, "seeds": (1,)}, ValueError, "not both"),
         ({"seed": 1.5}, TypeError, "a seed must be an integer, got"),
         ({"seeds": (1, "2")}, TypeError, "a seed must be an integer, got"),
+        ({"seed": -1}, ValueError, "a seed must be 0 or more, got -1"),
     ):
         with pytest.raises(error, match=match):
             llama.generate(

@@ -121,8 +121,9 @@ def _only_reading(config: type) -> type:
 def assistant_class(model_type: str) -> Any:
     if model_type not in ASSISTANTS:
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not a supported assistant; supported are "
-            f"{', '.join(ASSISTANTS)}"
+            f"model type {model_type!r} is not one of the official assistants, "
+            f"{', '.join(ASSISTANTS)}; an ordinary second model drafts, too, but has to be loaded "
+            "first: assistant=AutoModelForCausalLM.from_pretrained(...)"
         )
     try:
         library = _library_class(model_type, f"{ASSISTANTS[model_type].prefix}AssistantForCausalLM")
