@@ -24,6 +24,7 @@ from transformers import (
 from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
+from layerskip.library import CACHE_NAMES, begun, cache_in
 from layerskip.model.families import CONDITIONAL, unopened
 from layerskip.model.library_cache import EncoderStates
 from layerskip.model.pictures import Pictures
@@ -36,8 +37,7 @@ _OTHER_MEDIA = {
     "audio": "audio",
     "input_features": "audio",
 }
-_HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", "past_key_values"}
-_HARMLESS |= {"cache_params"}  # Mamba's name for its cache
+_HARMLESS = {"logits_to_keep", "use_cache", "cache_position", "position_ids", *CACHE_NAMES}
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
@@ -69,13 +69,10 @@ def checked_mask(
             raise ValueError(f"{name} is not supported; leave out custom_generate to get it")
     if "inputs_embeds" in model_kwargs:
         raise ValueError("inputs_embeds is not supported: processors need tokens; pass input_ids")
-    past = model_kwargs.get("past_key_values")
-    states = model_kwargs.get("cache_params")
-    begun = past is not None and (past.get_seq_length() or getattr(past, "_is_user_defined", False))
-    if begun or (states is not None and states.has_previous_state()):
+    if begun(cache_in(model_kwargs)):
         raise ValueError(
-            "past_key_values is not supported: the engine keeps its own cache; pass the whole "
-            "conversation as input_ids"
+            "a KV cache of your own (past_key_values, cache) is not supported: the engine keeps "
+            "one itself; pass the whole conversation as input_ids"
         )
     mask = model_kwargs.pop("attention_mask", None)
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)

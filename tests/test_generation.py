@@ -53,6 +53,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
 from layerskip.drafts import automatic_draft
+from layerskip.library import cache_name
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
@@ -540,15 +541,16 @@ def refused(model, match, error=ValueError, **how):
 def test_what_is_not_served_is_refused_by_name(llama):
     ids = prompt(5)
     empty, filled = (DynamicCache(config=llama.config) for _ in range(2))
-    llama(ids[:, :3], past_key_values=filled)
+    name = cache_name(llama)
+    llama(ids[:, :3], **{name: filled})
     embeds = llama.model.embed_tokens(ids).detach()
     cases = [
         ({"num_beams": 2}, "num_beams must be 1, got 2"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha asks for another way"),
         ({"dola_layers": "low"}, "dola_layers asks for another way"),
         ({"inputs": None, "inputs_embeds": embeds}, "inputs_embeds is not supported"),
-        ({"past_key_values": empty}, "past_key_values is not supported"),
-        ({"past_key_values": filled}, "past_key_values is not supported"),
+        ({name: empty}, f"a KV cache of your own .*{name}.* is not supported"),
+        ({name: filled}, "a KV cache of your own"),
         ({"output_attentions": True}, "output_attentions is not supported"),
         ({"output_hidden_states": True}, "output_hidden_states is not supported"),
         ({"position_ids": torch.arange(5)[None] + 3}, "position_ids of your own"),

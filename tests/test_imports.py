@@ -31,6 +31,7 @@ FLOORS = [
         "costs",
         "files",
     },  # words
+    {"library"},
     {"model", "vocabulary"},
     {"decoding"},
     {"timing"},

@@ -24,6 +24,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.official import Official
 from layerskip.files.records import read_run
+from layerskip.library import cache_name
 from layerskip.model.sublayers import Sublayers
 
 pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
@@ -57,8 +58,8 @@ def library_steps(family, built, prompt, tokens):
         own = type(built).__mro__[2](built.config).double().eval()
     own.load_state_dict(built.state_dict())
     target = target_of(family)
-    past = transformers.DynamicCache()
-    states = target.model(prompt[None], past_key_values=past, use_cache=True).last_hidden_state
+    past, name = transformers.DynamicCache(), cache_name(target.model)
+    states = target.model(prompt[None], use_cache=True, **{name: past}).last_hidden_state
     shared = {}
     for kind, part in zip(target.config.layer_types, Sublayers(target).parts, strict=True):
         if part.writes:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 import layerskip
 from layerskip.decoding.sources.assistant import state_bytes
+from layerskip.library import cache_name
 from layerskip.model.opening import sublayers_of
 from layerskip.model.recurrent import ONE_BY_ONE, SERVED
 from layerskip.serving.requests import TextRequest
@@ -56,7 +57,7 @@ def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind):
     """`ONE_BY_ONE` names models for which the library's passes of several tokens are wrong."""
     model, ids = model_of(kind), prompt(12)
     past = DynamicCache(config=model.config)
-    name = "cache_params" if kind == "mamba" else "past_key_values"
+    name = cache_name(model.base_model)
     model.base_model(ids[:, :7], **{name: past}, use_cache=True)
     later = model.base_model(ids[:, 7:], **{name: past}, use_cache=True)[0]
     whole = model.base_model(ids, use_cache=False)[0][:, 7:]

@@ -256,10 +256,10 @@ _REFUSED = {
     "bert": "bidirectional attention",
     "deepseek_v32": r"cache \(DynamicIndexedLayer\) cannot be rolled back",
     "kimi_linear": "recurrent state of a kind that is not kept here",
-    "openai-gpt": "no past_key_values",
+    "openai-gpt": "takes no cache",
     "recurrent_gemma": "recurrent state in its modules, so for one text",
     "rwkv": "recurrent state of a kind that is not kept here",
-    "xlnet": "no past_key_values",
+    "xlnet": "takes no cache",
 }
 
 

@@ -33,6 +33,7 @@ from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Method, Peer, Task
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.library import cache_in, cache_name
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.wrappers import unwrapped
@@ -164,16 +165,17 @@ def _scored(
     """
     total = ids.shape[1]
     starts = range(0, total, width) if width else (0, *range(first, total))
-    cache, done = None, 0
+    name, cache, done = cache_name(unwrapped(model)), None, 0
+    assert name is not None
     for start, end in pairwise((*starts, total)):
         count = max(0, end - max(start, first - 1))
         out = model(
             input_ids=ids[:, start:end],
-            past_key_values=cache,
+            **{name: cache},
             use_cache=True,
             logits_to_keep=max(1, count),
         )
-        cache = out.past_key_values
+        cache = cache_in(out)
         if count:
             yield scores(out.logits[0, -count:], done)
         done += count

@@ -86,7 +86,7 @@ _GROUPS = {
     "refused: its decoder is a model of its own, with a head": """
         encoder-decoder
     """,
-    "refused: its forward keeps no keys and values (it has no past_key_values)": """
+    "refused: its forward keeps no keys and values (it takes no cache)": """
         openai-gpt xlm xlnet
     """,
     "refused: its head reads its encoder's routers": """

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from layerskip.files.writing import replacing_folder, write_text
+from layerskip.library import cache_name
 from layerskip.model.formats.tensors import Tensors
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
@@ -87,6 +88,7 @@ class Eagle(nn.Module):
             self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.long))
         # In a tuple, so that it stays in float32.
         self.angles = (library[f"{prefix}RotaryEmbedding"](shape),)
+        self.cache_name = cache_name(layer.self_attn)
         self.eval().requires_grad_(False)
 
     @property
@@ -130,8 +132,9 @@ class Eagle(nn.Module):
         angles = self.angles[0](embedded, places)
         normed = layer.hidden_norm(states)
         both = torch.cat([layer.input_layernorm(embedded), normed], -1)  # (R, T, 2 W)
+        assert self.cache_name is not None
         attended, _ = layer.self_attn(
-            both, position_embeddings=angles, attention_mask=mask, past_key_values=cache
+            both, position_embeddings=angles, attention_mask=mask, **{self.cache_name: cache}
         )
         hidden = (normed if self.residual_of_normed else states) + attended
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
+from layerskip.library import cache_name
 from layerskip.model.backend import EXACT, Block, Step, Variant
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.draft_head import TrimmedHead
@@ -38,9 +39,8 @@ class Forward(Modules):
         together, eager, dtype, device = model.together, model.eager, model.dtype, model.device
         windows = model.window_by_type
 
-        taken = inspect.signature(type(base).forward).parameters
-        placed = "position_ids" in taken
-        past_name = "past_key_values" if "past_key_values" in taken else "cache_params"
+        placed = "position_ids" in inspect.signature(type(base).forward).parameters
+        past_name = cache_name(base) or "past_key_values"
         one_by_one = model.model.config.get_text_config().model_type in ONE_BY_ONE
 
         def forward(tokens: Tensor, places: Tensor, past: Any, **more: Any) -> Tensor:

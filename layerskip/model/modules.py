@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from layerskip.library import cache_name
 from layerskip.model import backend
 from layerskip.model.architecture import Architecture, device_of
 from layerskip.model.backend import Backend, Block, Step, Tables, Variant
@@ -98,6 +99,8 @@ class Modules(Backend):
         device = device_of(before or part.after) if self.model.spread else None
         bool_masks, positions = self.bool_masks, self.model.family.positions
         shares = self.model.family.shares_keys
+        name = cache_name(attend)
+        assert name is not None
 
         def block(hidden: Tensor, step: Step) -> Tensor:
             mask, rope = step.mask(window, sink), step.rope[kind]
@@ -105,9 +108,9 @@ class Modules(Backend):
                 hidden, rope = hidden.to(device), tuple(each.to(device) for each in rope)
             if mask is not None:  # an additive mask in the layer's own dtype
                 mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
-            more: dict[str, Any] = {}
             # Blocks are trained without a cache.
             cache = None if step.cache is None else _Narrowed(step.cache, window, sink)
+            more: dict[str, Any] = {name: cache}
             if positions:
                 places = step.slots if cache is None else step.cache.positions(hidden.device)
                 more["position_ids"] = places
@@ -120,7 +123,6 @@ class Modules(Backend):
                 hidden_states=hidden if before is None else before(hidden),
                 position_embeddings=rope,
                 attention_mask=mask,
-                past_key_values=cache,
                 **more,
             )[0]  # (B, T, H)
             return add(hidden, out)
@@ -134,6 +136,8 @@ class Modules(Backend):
 
 def _with_cross(block: Block, attend: Any, before: Any, after: Any) -> Block:
     """Combine a self attention and the cross attention after it into one block."""
+    name = cache_name(attend)
+    assert name is not None
 
     def with_cross(hidden: Tensor, step: Step) -> Tensor:
         hidden = block(hidden, step)
@@ -142,7 +146,7 @@ def _with_cross(block: Block, attend: Any, before: Any, after: Any) -> Block:
             hidden_states=before(hidden),
             encoder_hidden_states=states,
             attention_mask=mask,
-            past_key_values=cache,
+            **{name: cache},
         )[0]  # (B, T, H)
         out = hidden + after(out)  # (B, T, H)
         return out

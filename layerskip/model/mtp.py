@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from layerskip.library import cache_name
 from layerskip.model.formats.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -69,14 +70,17 @@ class Head(nn.Module):
             self.layer: Any = type(base.layers[number])(config, number)
             self.last = norm(width, eps=config.rms_norm_eps)
         self.layer.self_attn.layer_idx = 0  # of a cache with one layer
+        self.cache_name = cache_name(self.layer)
         self.eval().requires_grad_(False)
 
-    def forward(self, embedded: Tensor, states: Tensor, **more: Any) -> Tensor:
+    def forward(self, embedded: Tensor, states: Tensor, cache: Any, **more: Any) -> Tensor:
         """Its layer's output for embeddings and states (R, T, H), before the model's head.
 
         Args:
-            more: other arguments of the layer: mask, angles, cache.
+            more: other arguments of the layer: mask, angles.
         """
+        assert self.cache_name is not None
+        more[self.cache_name] = cache
         parts = [self.of_tokens(embedded), self.of_states(states)]
         hidden = self.layer(self.join(torch.cat(parts, -1)), **more)
         hidden = hidden if isinstance(hidden, Tensor) else hidden[0]  # early releases of version 5

@@ -22,6 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSA
 from transformers.cache_utils import DynamicCache
 
 from layerskip.config import SkipConfig
+from layerskip.library import cache_name
 from layerskip.model import recurrent as recurrents
 from layerskip.model.architecture import device_of, foreign_hooks, read_bytes
 from layerskip.model.backend import Backend, Block, Rotary, Variant
@@ -96,8 +97,8 @@ def _refusal(model: Any, config: Any) -> str | None:
         return "it has bidirectional attention (its config says is_decoder=False)"
     if two_way(config.get_text_config(decoder=True)):
         return "it has bidirectional attention (use_bidirectional_attention)"
-    if not {"past_key_values", "cache_params"} & {*inspect.signature(kind.forward).parameters}:
-        return "its forward keeps no keys and values (it has no past_key_values)"
+    if cache_name(kind.forward) is None:
+        return "its forward keeps no keys and values (it takes no cache)"
     try:
         layers = DynamicCache(config=config).layers
     except (AttributeError, KeyError, ValueError) as error:

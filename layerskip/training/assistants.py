@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from layerskip.decoding.sources.official import Official
 from layerskip.files.writing import replacing_folder
+from layerskip.library import cache_name
 from layerskip.model.assistants import load_assistant
 from layerskip.model.backend import finishing
 from layerskip.model.blocks import AHEAD
@@ -49,7 +50,9 @@ class TargetReading:
 def read(target: Sublayers, ids: Tensor) -> TargetReading:
     """Run a Gemma 4 once over texts (B, T)."""
     cache: Any = DynamicCache()  # without a config, every layer keeps all keys
-    out = target.decoder(ids, past_key_values=cache, use_cache=True)
+    name = cache_name(target.decoder)
+    assert name is not None
+    out = target.decoder(ids, **{name: cache}, use_cache=True)
     states: Tensor = out.last_hidden_state
     with torch.autocast(ids.device.type, enabled=False):  # laws need more than half precision
         logits = target.unembedding(states.to(target.dtype)).float()

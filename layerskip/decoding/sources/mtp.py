@@ -77,7 +77,7 @@ class CheckpointHead(Source):
             attention_mask=additive(seen, model.dtype) if model.eager else seen,
             position_embeddings=model.base.rotary_emb(embedded, places),
             position_ids=places,
-            past_key_values=cache.for_library(),
+            cache=cache.for_library(),
         )
         return out
 
