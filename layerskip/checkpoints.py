@@ -16,9 +16,14 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-from transformers.utils import logging as chatter
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+)
+from transformers import logging as chatter
 
 from layerskip.config import SkipConfig
 from layerskip.model import extension
@@ -180,7 +185,7 @@ def load(
         if how == "refused":
             raise UnsupportedModelError(reason)
         # The library has two auto classes for models that continue text.
-        causal = config.model_type not in CONDITIONAL or config.model_type in CAUSAL
+        causal = config.model_type not in CONDITIONAL or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
         auto: Any = AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
         auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto
         if is_packed(config) and how == "opened" and causal and place.type == "cpu":

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from layerskip import requests
 from layerskip.costs.speculation import CostTable
@@ -28,6 +27,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.drafts import explain_drafts
 from layerskip.files.schema import integer
+from layerskip.library import GenerateDecoderOnlyOutput, dropped_by_the_call
 from layerskip.model.wrappers import unwrapped
 from layerskip.settings import Settings, Skips
 from layerskip.vocabulary import check_vocabularies
@@ -142,8 +142,8 @@ class LayerSkipDecoding(Settings):
         Raises:
             ValueError: an argument is not supported; the message names it.
         """
-        streamer = streamer or requests.dropped_by_the_call(self, "streamer")  # already has prompt
-        if requests.dropped_by_the_call(self, "assistant_model") is not None:
+        streamer = streamer or dropped_by_the_call(self, "streamer")  # already has prompt
+        if dropped_by_the_call(self, "assistant_model") is not None:
             warnings.warn(
                 "assistant_model has no effect with custom_generate: give the second model to "
                 "LayerSkipDecoding(assistant=...)",

@@ -21,10 +21,9 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.utils import GenerationMixin
 
 from layerskip.decoding.rounds import Round
-from layerskip.library import CACHE_NAMES, begun, cache_in
+from layerskip.library import CACHE_NAMES, begun, cache_in, pad_token
 from layerskip.model.families import CONDITIONAL, unopened
 from layerskip.model.library_cache import EncoderStates
 from layerskip.model.pictures import Pictures
@@ -289,20 +288,6 @@ def ending(streamer: Any) -> Iterator[None]:
             streamer.end()
 
 
-def dropped_by_the_call(decoding: Any, name: str) -> Any:
-    """Find an argument that the calling `model.generate()` received but did not pass on.
-
-    transformers 5.23 drops `streamer`, whose readers would wait forever, and `assistant_model`.
-    """
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and not (
-        frame.f_code is code and frame.f_locals.get("custom_generate") is decoding
-    ):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
-
-
 class _NoScores:
     """What stopping criteria get where `generate()` would give them the scores so far."""
 
@@ -343,10 +328,8 @@ def stop_of(
 
 
 def padded(input_ids: Tensor, emitted: list[list[int]], config: GenerationConfig) -> Tensor:
-    pad = getattr(config, "_pad_token_tensor", None)
-    filler = 0 if pad is None else int(pad)
     rows = [torch.tensor(tokens, device=input_ids.device) for tokens in emitted]
-    new = pad_sequence(rows, batch_first=True, padding_value=filler)  # (B, n)
+    new = pad_sequence(rows, batch_first=True, padding_value=pad_token(config))  # (B, n)
     return torch.cat([input_ids, new], dim=1)
 
 

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import transformers
 
 import layerskip
 
@@ -202,6 +204,82 @@ def test_every_third_party_import_is_a_declared_dependency():
     declared = {re.split(r"\W", requirement)[0] for requirement in requirements}
     found = set().union(*map(third_party, modules())) - {"PIL", "triton"}  # it comes with torch
     assert found <= declared - {"pillow"}
+
+
+SEAM = "layerskip.library"  # what is private in transformers, or moves, is asked there
+# Attributes that are private in other packages, and the modules beside the seam that read them.
+PRIVATE = {
+    "_attn_implementation": {
+        "bench.comparison",
+        "model.architecture",
+        "model.eagle",
+        "model.whole",
+    },
+    "_buffers": {"model.formats.building"},
+    "_forward_hooks": {"model.architecture"},
+    "_forward_pre_hooks": {"model.architecture"},
+    "_global_forward_hooks": {"model.opening", "model.plain"},
+    "_global_forward_pre_hooks": {"model.opening", "model.plain"},
+    "_is_avx512_bf16_supported": {"training.stages"},
+    "_is_stateful": {"model.whole"},
+    "_make_wrapper_subclass": {"model.stored"},
+    "_parameters": {"model.norms", "model.stored"},
+    "_schema": {"model.stored"},
+    "_storage": {"search.study"},
+    "_supports_sdpa": {"bench.comparison"},
+    "_to_copy": {"model.stored"},
+}
+
+
+def inner_names(source, module):
+    """What a source uses of transformers beside its public names, such as modules inside it."""
+    names = imported(source, module)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    listed = {name for name in transformers.__all__ if not name.islower()} | {"logging"}
+    names = {name for name in names if re.match(r"transformers\.\w", name)}
+    return {name for name in names if name.split(".")[1] not in listed}
+
+
+def test_only_the_seam_knows_the_inside_of_transformers():
+    sources = {name: path.read_text("utf-8") for name, path in modules().items()}
+    found = {name: inner_names(source, name) for name, source in sources.items()}
+    assert len(found.pop(SEAM)) >= 4
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from transformers import DynamicCache, logging\nlogging.set_verbosity_error()", set()),
+        ("import transformers\ntransformers.GenerationConfig.from_pretrained('x')", set()),
+        ("from transformers.cache_utils import Cache", {"transformers.cache_utils.Cache"}),
+        ("from transformers import cache_utils", {"transformers.cache_utils"}),
+        ("import transformers\ntransformers.cache_utils", {"transformers.cache_utils"}),
+        ("import_module(f'transformers.models.{name}')", {"transformers.models."}),
+    ],
+)
+def test_the_check_catches_the_inside_of_transformers(source, expected):
+    assert inner_names(source, "layerskip.generation") == expected
+
+
+def test_private_attributes_of_other_packages_are_listed():
+    own, read = {"_asdict", "_fields", "_replace"}, defaultdict(set)  # those of named tuples
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+                read[node.attr].add(module.removeprefix("layerskip."))
+                if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+                    own.add(node.attr)
+    others = {name: where - {"library"} for name, where in read.items() if name not in own}
+    assert {name: where for name, where in others.items() if where} == PRIVATE
 
 
 def loaded_by(*arguments):

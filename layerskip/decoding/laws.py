@@ -11,8 +11,8 @@ from copy import copy
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
+import transformers
 from torch import Tensor
-from transformers.generation import logits_process
 
 from layerskip.text import in_common
 
@@ -60,7 +60,7 @@ class _Text:
 
 def _library(*names: str) -> frozenset[type]:
     """Those of the named classes that the installed version of `transformers` has."""
-    return frozenset(vars(logits_process)[name] for name in names if name in vars(logits_process))
+    return frozenset(getattr(transformers, n) for n in names if hasattr(transformers, n))
 
 
 # Processors of `transformers` whose output depends on the scores alone, position by position.
@@ -188,11 +188,11 @@ class Law:
         warp, order = Warp(), []
         for processor in self.processors:
             warper, kind = cast(Any, processor), type(processor)
-            if kind is logits_process.TemperatureLogitsWarper:
+            if kind is transformers.TemperatureLogitsWarper:
                 warp, place = warp._replace(temperature=float(warper.temperature)), 0
-            elif kind is logits_process.TopKLogitsWarper:
+            elif kind is transformers.TopKLogitsWarper:
                 warp, place = warp._replace(top_k=min(int(warper.top_k), _MOST)), 1
-            elif kind is logits_process.TopPLogitsWarper:
+            elif kind is transformers.TopPLogitsWarper:
                 least = max(1, warper.min_tokens_to_keep)
                 warp, place = warp._replace(top_p=float(warper.top_p), least=least), 2
             else:
@@ -225,7 +225,7 @@ class Law:
         large = logits.device.type == "cpu" and logits.shape[-1] >= _LARGE
         for number, processor in enumerate(self.processors):
             kind = type(processor)
-            if kind is logits_process.TopPLogitsWarper and large:
+            if kind is transformers.TopPLogitsWarper and large:
                 scores = _nucleus(processor, scores)
             elif kind in _POSITIONWISE:
                 scores = cast(Processor, processor)(history[:1], scores)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from layerskip.library import classes_of
 from layerskip.model.families import ASSISTANTS
 from layerskip.model.wrappers import UnsupportedModelError
 
@@ -106,8 +107,7 @@ class _Built:
 
 def _library_class(package: str, name: str) -> Any:
     """Return a class of a package in `transformers.models`."""
-    module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    return vars(module)[name]
+    return vars(importlib.import_module(classes_of(package)))[name]
 
 
 @cache

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from layerskip.files.writing import replacing_folder, write_text
-from layerskip.library import cache_name
+from layerskip.library import cache_name, classes_of
 from layerskip.model.formats.tensors import Tensors
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
@@ -52,7 +52,7 @@ class Eagle(nn.Module):
         values = dict(config["transformer_layer_config"])
         kind = values.pop("model_type", "llama")
         prefix = _PREFIXES[kind]
-        library = vars(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"))
+        library = vars(importlib.import_module(classes_of(kind)))
         layer_type, norm = library[f"{prefix}DecoderLayer"], library[f"{prefix}RMSNorm"]
         self.config, self.shape = config, CONFIG_MAPPING[kind](**values)
         shape: Any = self.shape

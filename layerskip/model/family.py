@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from layerskip.config import SINK
+from layerskip.library import classes_of
 from layerskip.model.experts import Mixture
 
 
@@ -64,8 +65,7 @@ class Family:
     @property
     def home(self) -> str:
         """The module that defines its classes."""
-        package = self.package or self.name
-        return f"transformers.models.{package}.modeling_{package}"
+        return classes_of(self.package or self.name)
 
     def embed(self, decoder: Any, tokens: Tensor) -> Tensor:
         """Embed token ids (B, T): the hidden states before the first layer, (B, T, H)."""

@@ -10,9 +10,8 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
-from layerskip.library import cache_name
+from layerskip.library import BaseModelOutput, cache_name
 from layerskip.model.backend import EXACT, Block, Step, Variant
 from layerskip.model.cache import RowCache, additive
 from layerskip.model.draft_head import TrimmedHead

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers import Cache, DynamicLayer, EncoderDecoderCache
 
+from layerskip.library import CacheLayerMixin
 from layerskip.model.cache import RowCache
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers import Cache
 
+from layerskip.library import CacheLayerMixin, LinearAttentionLayer
 from layerskip.model.library_cache import AttentionLayer, LibraryCache
 
 LONGEST = 16
@@ -33,11 +33,6 @@ ONE_BY_ONE = frozenset(("falcon_mamba", "jamba", "mamba"))
 """Those that the library can continue from a state by only one token at a time."""
 
 
-class _Absent:
-    """Replaces classes that early versions of the library lack."""
-
-
-_Linear: Any = vars(cache_utils).get("LinearAttentionLayer", _Absent)
 KINDS = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 
 
@@ -139,9 +134,9 @@ class RecurrentCache(LibraryCache):
         layers = self.make()
         for number, layer in enumerate(layers):
             if isinstance(layer, CacheLayerMixin):
-                made = _Both if isinstance(layer, _Linear) else AttentionLayer
+                made = _Both if isinstance(layer, LinearAttentionLayer) else AttentionLayer
                 layers[number] = made(self, number, rows, start, end)
-            for kind in ("conv", "recurrent") if isinstance(layer, _Linear) else ():
+            for kind in ("conv", "recurrent") if isinstance(layer, LinearAttentionLayer) else ():
                 parts = [each.tensors.get((kind, number)) for each in states]
                 if parts[0] is not None:
                     _fill(layers[number], kind, torch.cat(parts))  # type: ignore[arg-type]
@@ -150,7 +145,7 @@ class RecurrentCache(LibraryCache):
     def _keep(self, rows: list[int], places: list[int], past: Cache, end: int, draft: bool) -> None:
         tensors: dict[tuple[str, int], Tensor] = {}
         for number, layer in enumerate(past.layers):
-            if isinstance(layer, _Linear):
+            if isinstance(layer, LinearAttentionLayer):
                 for kind, held in (
                     ("conv", layer.conv_states),
                     ("recurrent", layer.recurrent_states),
@@ -224,11 +219,11 @@ class RecurrentCache(LibraryCache):
         states[one], states[other] = states[other], states[one]
 
 
-class _Both(_Linear, AttentionLayer):  # type: ignore[misc]
+class _Both(LinearAttentionLayer, AttentionLayer):  # type: ignore[misc]
     """A layer with both a state and an attention."""
 
     def __init__(self, *given: Any) -> None:
-        _Linear.__init__(self)
+        LinearAttentionLayer.__init__(self)
         AttentionLayer.__init__(self, *given)
 
 

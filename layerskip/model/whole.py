@@ -18,8 +18,11 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-from transformers.cache_utils import DynamicCache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    DynamicCache,
+)
 
 from layerskip.config import SkipConfig
 from layerskip.library import cache_name

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils.hub import cached_file
 
 from layerskip.files.reading import read_file
+from layerskip.library import file_of
 
 _FILE = "model.safetensors"
 _INDEX = f"{_FILE}.index.json"
@@ -87,27 +87,16 @@ def _opened(path: Path) -> Any:
 
 
 def _files(source: str, revision: str | None, fetch: bool) -> dict[str, Path]:
-    index, single = (_file(source, name, revision, fetch) for name in (_INDEX, _FILE))
+    index, single = (file_of(source, name, revision, fetch=fetch) for name in (_INDEX, _FILE))
     try:
         if index is not None:
             inside = json.loads(read_file(index))["weight_map"].items()
             parts = {Path(file).name for _, file in inside} if fetch else ()
             for part in parts:  # download them next to the index
-                _file(source, part, revision, fetch)
+                file_of(source, part, revision, fetch=fetch)
             return {name: index.parent / Path(file).name for name, file in inside}
         if single is not None:
             return dict.fromkeys(_opened(single).keys(), single)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"cannot read {index or single}: {error}") from error
     return {}
-
-
-def _file(source: str, name: str, revision: str | None, fetch: bool) -> Path | None:
-    quiet = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
-    how: dict[str, Any] = {f"_raise_exceptions_for_{what}": no for what, no in quiet.items()}
-    how |= {"local_files_only": not fetch, "revision": revision}
-    try:
-        path = cached_file(source, name, **how) if source else None
-    except (OSError, ValueError):  # neither a folder nor a repository name
-        return None
-    return None if path is None else Path(path)
