@@ -798,7 +798,7 @@ def test_offloaded_models_stay_exact(family, disk, tmp_path):
     assert model.model.layers[0].self_attn.q_proj.weight.is_meta
 
 
-def test_hooks_fire_and_those_that_would_be_lost_are_refused():
+def test_hooks_fire_and_hooks_and_forwards_that_would_be_lost_are_refused():
     model = lively_model("llama")
     plain = model.generate(prompt(6), max_new_tokens=12)
     hook = model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * -3)
@@ -814,6 +814,16 @@ def test_hooks_fire_and_those_that_would_be_lost_are_refused():
             with pytest.raises(UnsupportedModelError, match="has forward hooks"):
                 next(layerskip.decode(model, prompt(4), skip=SKIP))
             hook.remove()
+        kind, module.forward = type(module), lambda *_, **__: None
+        with pytest.raises(UnsupportedModelError, match=f"{kind.__name__}.* a forward of its own"):
+            Sublayers(model)
+        module.forward = torch.compile(kind.forward.__get__(module), backend="eager")
+        Sublayers(model)
+        del module.forward
+        module.__class__ = type("Own", (kind,), {"forward": lambda *_, **__: None})
+        with pytest.raises(UnsupportedModelError, match=r"Own.* a forward of its own"):
+            Sublayers(model)
+        module.__class__ = kind
 
 
 def test_generation_config_of_the_model_is_used(llama):

@@ -80,7 +80,7 @@ class Architecture:
             decoder, head = inner.decoder, head.out_proj
         self.decoder, self.unembedding = decoder, head
         self.layers: Sequence[Any] = decoder.layers[: config.num_hidden_layers]
-        self._check_hooks(inner)
+        self._check_calls(inner)
         self._check_rope()
         self.num_layers = len(self.layers)
         self.num_sublayers = 2 * self.num_layers
@@ -253,16 +253,18 @@ class Architecture:
                     f"stay at or below {switch}, or start above it"
                 )
 
-    def _check_hooks(self, inner: nn.Module) -> None:
-        """Reject hooks on modules that are never called as a whole, since they would not run."""
+    def _check_calls(self, inner: nn.Module) -> None:
+        """Reject what would not run, since these modules are never called as a whole."""
         named = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
         named |= {"the model": self.model, "its inner model": inner, "the decoder": self.decoder}
         for name, module in named.items():
-            if foreign_hooks(module):
+            what = "a forward of its own" if own_forward(module) else None
+            what = "forward hooks" if foreign_hooks(module) else what
+            if what is not None:
                 raise UnsupportedModelError(
-                    f"{name} ({type(module).__name__}) has forward hooks, which are not supported "
-                    "there: it is never called as a whole; hook its self_attn, its mlp or a norm "
-                    "instead, or remove the hooks"
+                    f"{name} ({type(module).__name__}) has {what}, which would not run there: it "
+                    "is never called as a whole; hook its self_attn, its mlp or a norm instead, or "
+                    "load the model as transformers defines it"
                 )
 
     def _check_rope(self) -> None:
@@ -317,6 +319,18 @@ def device_of(module: nn.Module) -> torch.device:
         if device is not None:
             return torch.device(device)
     return next(module.parameters()).device
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether a module has another forward than the library gave its class.
+
+    It may be compiled, or wrapped by accelerate.
+    """
+    if "forward" in vars(module):
+        compiled = hasattr(module.forward, "_torchdynamo_orig_callable")
+        return not compiled and "_hf_hook" not in vars(module)
+    maker = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return not maker.__module__.startswith(("transformers.", "layerskip."))
 
 
 def foreign_hooks(module: nn.Module) -> bool:

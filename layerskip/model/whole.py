@@ -27,7 +27,7 @@ from transformers import (
 from layerskip.config import SkipConfig
 from layerskip.library import cache_name
 from layerskip.model import recurrent as recurrents
-from layerskip.model.architecture import device_of, foreign_hooks, read_bytes
+from layerskip.model.architecture import device_of, foreign_hooks, own_forward, read_bytes
 from layerskip.model.backend import Backend, Block, Rotary, Variant
 from layerskip.model.cache import RowCache
 from layerskip.model.families import two_way, unopened
@@ -261,7 +261,7 @@ class Whole(Sublayers):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not supported: its decoder is not a separate module"
             )
-        patched = "forward" in vars(model) and "_hf_hook" not in vars(model)
+        patched = "forward" in vars(model) and own_forward(model)
         if patched or foreign_hooks(model):
             raise UnsupportedModelError(
                 f"the model ({type(model).__name__}) has "
