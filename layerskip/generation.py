@@ -168,6 +168,7 @@ class LayerSkipDecoding(Settings):
         config = generation_config  # named as in the other functions
         encoded = requests.encoded_of(input_ids, inputs_tensor, model_kwargs)
         pictures = requests.pictures_of(model, input_ids, config, model_kwargs)
+        requests.drop_token_types(model, input_ids, model_kwargs)
         attention_mask = requests.checked_mask(input_ids, config, model_kwargs)
         requests.check_tokens(model, input_ids)
         rows, width = input_ids.shape

@@ -77,11 +77,7 @@ def checked_mask(
     mask = torch.ones_like(input_ids) if mask is None else mask  # (B, W)
     check_mask(input_ids, mask)
     unknown = sorted(
-        name
-        for name, value in model_kwargs.items()
-        if value is not None
-        and name not in _HARMLESS
-        and (name not in _TOKEN_TYPES or value.any())  # no effect if all tokens are text
+        name for name, value in model_kwargs.items() if value is not None and name not in _HARMLESS
     )
     if unknown:
         raise ValueError(f"model arguments {', '.join(unknown)} are not supported; leave them out")
@@ -104,6 +100,20 @@ def checked_mask(
     if model_kwargs.get("use_cache") is False:
         warnings.warn("use_cache=False has no effect under layerskip", UserWarning, stacklevel=4)
     return mask
+
+
+def drop_token_types(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Take token types out of the arguments if they are zeros and mean the same as none.
+
+    They do unless the model embeds them, as GPT-2 does. The model is asked, with two tokens.
+    """
+    for name in _TOKEN_TYPES:
+        types = model_kwargs.get(name)  # (B, W)
+        if types is None or types.any():
+            continue
+        tokens, zeros = input_ids[:1, -2:], types[:1, -2:]  # (1, T) each
+        if torch.equal(model(tokens)[0], model(tokens, **{name: zeros})[0]):
+            del model_kwargs[name]
 
 
 def encoded_of(

@@ -14,7 +14,17 @@ from commands import PROMPT, document, refused, run
 from marks import slow, thorough
 from models import VOCABULARY, Erratic, prompt, ragged, tiny_model
 from servers import running
-from small import BATCHES, COSTS, EIGHT, NEW_TOKENS, decoded, every_draft, new_tokens, small_model
+from small import (
+    BATCHES,
+    COSTS,
+    EIGHT,
+    NEW_TOKENS,
+    alone,
+    decoded,
+    every_draft,
+    new_tokens,
+    small_model,
+)
 from transformers import AutoConfig
 
 import layerskip
@@ -76,6 +86,24 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
     assert len({*map(tuple, expected)}) == 3
     for settings in every_draft(small_model(family), EIGHT):
         assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
+
+
+DECODERS = """
+    bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart trocr whisper
+"""
+
+
+@pytest.mark.parametrize("family", DECODERS.split())
+def test_a_decoder_alone_gives_the_tokens_of_transformers(family):
+    """Its class has a wrapper around the decoder, whose forward names no arguments."""
+    model = small_model(family, is_encoder_decoder=False, tie_word_embeddings=False)
+    inputs = ragged(BATCHES["ragged"], seed=3)
+    expected, law = alone(model, *inputs), {"sample": True, "seeds": (11, 12, 13)}
+    sampled = new_tokens(decoded(model, inputs, enabled=False, **law))
+    assert len({token for row in expected for token in row}) > 4
+    for settings in ({"enabled": False}, *every_draft(model, EIGHT)):
+        assert new_tokens(decoded(model, inputs, **settings)) == expected
+        assert new_tokens(decoded(model, inputs, **law, **settings)) == sampled
 
 
 def test_drafts_are_looked_up_in_what_the_encoder_read():

@@ -79,6 +79,22 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
         assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
 
 
+@pytest.mark.parametrize("family", ["codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj"])
+def test_token_types_of_zeros_are_refused_where_a_model_embeds_them(family):
+    how = {"token_type_ids": torch.zeros(1, 5, dtype=torch.long), "max_new_tokens": 2}
+    with pytest.raises(ValueError, match="arguments token_type_ids are not supported"):
+        layerskip.generate(small_model(family), prompt(5), **how)
+
+
+def test_token_types_of_zeros_change_nothing_where_they_mean_none():
+    model, ids = small_model("bert", is_decoder=True), prompt(5)
+    how = {"token_type_ids": torch.zeros_like(ids), "max_new_tokens": 9}
+    want = model.generate(ids, **how)
+    assert layerskip.generate(model, ids, **how).sequences.tolist() == want.tolist()
+    with pytest.raises(ValueError, match="arguments token_type_ids are not supported"):
+        layerskip.generate(model, ids, **how | {"token_type_ids": torch.ones_like(ids)})
+
+
 def test_rows_of_one_length_run_together_where_places_are_no_arguments():
     assert not sublayers_of(small_model("llama4_text")).together
     assert not sublayers_of(small_model("bloom")).together
@@ -205,6 +221,11 @@ def test_hooks_on_what_is_called_run_and_others_are_refused():
         sublayers_of(model)
     del model.forward
     assert isinstance(sublayers_of(model), Whole)
+    model.__class__ = type(
+        "Own", (type(model),), {"forward": lambda _, tokens, own=3, **more: None}
+    )
+    with pytest.raises(UnsupportedModelError, match="names no cache among its arguments"):
+        sublayers_of(model)
 
 
 def test_the_model_is_left_as_it_was_and_let_go():
@@ -256,10 +277,11 @@ _REFUSED = {
     "bert": "bidirectional attention",
     "deepseek_v32": r"cache \(DynamicIndexedLayer\) cannot be rolled back",
     "kimi_linear": "recurrent state of a kind that is not kept here",
-    "openai-gpt": "takes no cache",
+    "openai-gpt": "names no cache among its arguments",
     "recurrent_gemma": "recurrent state in its modules, so for one text",
     "rwkv": "recurrent state of a kind that is not kept here",
-    "xlnet": "takes no cache",
+    "xlm": "a mask token",
+    "xlnet": "names no cache among its arguments",
 }
 
 

@@ -70,6 +70,9 @@ _GROUPS = {
     "refused: it predicts in several streams": """
         prophetnet
     """,
+    "refused: it predicts the place of a mask token, which its attention sees from all sides": """
+        xlm
+    """,
     "refused: it puts virtual tokens in front of the prompt": """
         cpmant
     """,
@@ -86,8 +89,8 @@ _GROUPS = {
     "refused: its decoder is a model of its own, with a head": """
         encoder-decoder
     """,
-    "refused: its forward keeps no keys and values (it takes no cache)": """
-        openai-gpt xlm xlnet
+    "refused: its forward names no cache among its arguments": """
+        openai-gpt xlnet
     """,
     "refused: its head reads its encoder's routers": """
         switch_transformers

@@ -39,7 +39,7 @@ class Forward(Modules):
         windows = model.window_by_type
 
         placed = "position_ids" in inspect.signature(type(base).forward).parameters
-        past_name = cache_name(base) or "past_key_values"
+        past_name = str(cache_name(base))
         one_by_one = model.model.config.get_text_config().model_type in ONE_BY_ONE
 
         def forward(tokens: Tensor, places: Tensor, past: Any, **more: Any) -> Tensor:

@@ -54,6 +54,7 @@ _NAMED = {
     "switch_transformers": "its head reads its encoder's routers",
     "encoder-decoder": "its decoder is a model of its own, with a head",
     "fsmt": "its decoder has no configuration",
+    "xlm": "it predicts the place of a mask token, which its attention sees from all sides",
 }
 _NO_LIMIT = 1 << 40
 
@@ -101,7 +102,7 @@ def _refusal(model: Any, config: Any) -> str | None:
     if two_way(config.get_text_config(decoder=True)):
         return "it has bidirectional attention (use_bidirectional_attention)"
     if cache_name(kind.forward) is None:
-        return "its forward keeps no keys and values (it takes no cache)"
+        return "its forward names no cache among its arguments"
     try:
         layers = DynamicCache(config=config).layers
     except (AttributeError, KeyError, ValueError) as error:
@@ -268,7 +269,14 @@ class Whole(Sublayers):
                 f"{'a forward of its own' if patched else 'forward hooks'}, which is not supported "
                 "there: decoder and head are called one by one; hook these, or remove it"
             )
-        return inner, model.get_decoder() if self.encoder else inner
+        wraps = self.encoder or cache_name(inner) is None  # Bart's, say, around a decoder alone
+        base = model.get_decoder() if wraps else inner
+        if cache_name(base) is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is not supported: the forward of its decoder "
+                f"({type(base).__name__}) names no cache (past_key_values) among its arguments"
+            )
+        return inner, base
 
 
 class _Weights(DraftWeights):
