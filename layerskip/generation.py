@@ -25,6 +25,7 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
+from layerskip.decoding.seats import Reason
 from layerskip.drafts import explain_drafts
 from layerskip.files.schema import integer
 from layerskip.library import GenerateDecoderOnlyOutput, dropped_by_the_call
@@ -44,6 +45,8 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
         rounds: a record of every round, without its scores and logits.
         costs: the cost table of the last source as the controller first used it; None if the
             controller had nothing to decide.
+        finish_reasons: why each row ended: "stop" (an end token, a stop string or another
+            criterion) or "length".
         past_key_values: always None, under every name that the library has for it. To continue a
             text, keep a `layerskip.Session`.
     """
@@ -51,6 +54,7 @@ class GenerationOutput(GenerateDecoderOnlyOutput):
     stats: DecodingStats | None = None
     rounds: list[Round] | None = None
     costs: CostTable | None = None
+    finish_reasons: list[Reason | None] | None = None
 
 
 class LayerSkipDecoding(Settings):
@@ -224,6 +228,7 @@ class LayerSkipDecoding(Settings):
             stats=decoder.stats,
             rounds=[replace(round_, scores=None, logits=None) for round_ in rounds],
             costs=costs,
+            finish_reasons=[seat.reason for seat in decoder.seats],
         )
 
 

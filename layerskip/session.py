@@ -55,7 +55,9 @@ class Session:
         self.settings = settings
         self._cached = CachedTexts(share(opened.device) if memory is None else memory)
 
-    def generate(self, inputs: Tensor | Mapping[str, Any], **kwargs: Any) -> GenerationOutput:
+    def generate(
+        self, inputs: Tensor | Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> GenerationOutput:
         """`layerskip.generate` on the session's model."""
         return generate(self.model, inputs, **{**self.settings, **kwargs, "cached": self._cached})
 

@@ -365,9 +365,11 @@ def test_rows_that_a_criterion_stops_are_written_on_or_padded_as_by_the_library(
         assert got.sequences.tolist() == want.sequences.tolist()
         assert len(got.scores) == len(want.scores)
         assert max(map(len, emitted(got))) > max(stops) or ends
+        assert got.finish_reasons == ["stop"] * 3
     limited = how | {"max_new_tokens": max(stops) - 1}
     got = llama.generate(ids, custom_generate=decoding(), **limited)
     assert got.sequences.tolist() == llama.generate(ids, **limited).sequences.tolist()
+    assert got.finish_reasons[stops.index(max(stops))] == "length"
 
 
 @pytest.mark.parametrize("length", [5, 9, 15])

@@ -64,10 +64,8 @@ def generate(
         settings = opened.settings | opened.law | writing.arguments(tokenizer)
 
         from layerskip.generation import generate as generate_tokens
-        from layerskip.requests import end_tokens
         from layerskip.session import Session
 
-        ends = end_tokens(loaded.model)
         continued: Any = partial(generate_tokens, loaded.model)
         if len(chosen) > 1 and not opened.model.encoder:
             continued = Session(loaded.model, execution=loading.execution).generate
@@ -94,12 +92,10 @@ def generate(
             if not stream and not as_json:
                 talk.progress("")
                 terminal.write_out(text + "\n")
-            stopped = len(token_ids) < max_new_tokens or token_ids[-1] in ends
-            stopped = stopped or any(end in text for end in writing.stop or ())
             result = {
                 "text": text,
                 "token_ids": token_ids,
-                "finish_reason": "stop" if stopped else "length",
+                "finish_reason": output.finish_reasons[0],
                 "prompt_tokens": prompt_tokens,
                 "new_tokens": len(token_ids),
                 "seconds": seconds,
