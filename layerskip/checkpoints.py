@@ -31,7 +31,8 @@ from layerskip.model.assistants import load_assistant
 from layerskip.model.eagle import Eagle, eagle_config, load_eagle
 from layerskip.model.families import ASSISTANTS, CONDITIONAL
 from layerskip.model.formats.folders import folder_model, is_packed, left_whole
-from layerskip.model.formats.gguf import gguf_model, gguf_tokenizer
+from layerskip.model.formats.gguf import gguf_model
+from layerskip.model.formats.gguf_tokenizer import gguf_tokenizer
 from layerskip.model.opening import open_model, runs_natively
 from layerskip.model.stored import Stored, store_halves, stored_words, unpacked_model
 from layerskip.model.whole import level
@@ -258,12 +259,13 @@ def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loa
     """Load a GGUF file. Activations default to float32, since the file does not name a dtype."""
     numbers = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     packed = packed and place.type == "cpu" and numbers in _SERVED and extension.refusal() is None
-    model = gguf_model(path, numbers, packed=packed)
+    model: Any = gguf_model(path, numbers, packed=packed)
     try:
-        tokenizer = gguf_tokenizer(path)
+        tokenizer, ends = gguf_tokenizer(path)
     except Exception as error:  # any error here is about the file
         reason = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(f"{path} does not describe a readable tokenizer: {reason}") from error
+    model.generation_config.eos_token_id = ends or None
     return Loaded(str(path), model if packed else model.to(place), tokenizer, None)
 
 

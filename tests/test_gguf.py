@@ -18,6 +18,8 @@ from layerskip.files.gguf import read_gguf
 from layerskip.model import extension
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.stored import Stored, stored_weights
+from layerskip.requests import end_tokens
+from layerskip.serving.api import Served
 from layerskip.settings import Settings
 
 native = pytest.mark.skipif(
@@ -152,7 +154,10 @@ NO_MODELS = [
     ("attention.head_count_kv", 0, f"{POSITIVE}0"),
     ("rope.freq_base", "x", f"{POSITIVE}'x'"),
     ("rope.freq_base", float("nan"), f"{POSITIVE}nan"),
-    ("rope.scaling.type", "linear", "rotary scaling 'linear' in GGUF"),  # without a factor
+    ("rope.scaling.factor", -2.0, f"{POSITIVE}-2.0"),
+    ("rope.scaling.attn_factor", 1.5, "gemma3.rope.scaling.attn_factor = 1.5 is not supported"),
+    ("attention.sliding_window_pattern", 3, "attention.sliding_window_pattern = 3 is not"),
+    ("attention.causal", False, "attention.causal = False is not supported and may change"),
     ("block_count", 1.0, "does not describe a model: "),
     ("rope.scaling.type", "yarn", "rotary scaling 'yarn' in GGUF"),
     ("rope.dimension_count", 32, "rope.dimension_count other than the width"),
@@ -167,6 +172,146 @@ def test_numbers_that_describe_no_model_are_refused(tmp_path, key, value, words)
         load(str(changed))
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+def test_rotary_positions_are_scaled_as_the_file_says(tmp_path, kind):
+    """Without a type a factor is linear, under its old name too."""
+    shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 32, "head_dim": 32}
+    rope = {"rope_theta": 50_000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    ids = torch.arange(40, 70)[None]
+    files = {}
+    for scaled in (False, True):
+        path = tmp_path / f"{scaled}.gguf"
+        plain = write(
+            path, kind, ("F32",), **shape, **{name: rope[name] for name in [*rope][: 1 + scaled]}
+        )
+        with torch.no_grad():
+            files[scaled] = path, plain.double()(ids).logits
+    base = {"rope.freq_base": 50_000.0}
+    for given, scaled in (
+        ({"rope.scaling.factor": 4.0}, True),
+        ({"rope.scale_linear": 4.0}, True),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, True),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, False),
+        ({"rope.scaling.type": "linear"}, False),
+    ):
+        path, expected = files[scaled]
+        said = {f"{kind}.{key}": value for key, value in (base | given).items()}
+        model = load(str(rewritten(path, {}, **said)), packed=False, dtype="float64").model
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected), given
+    assert not torch.equal(files[True][1], files[False][1])
+
+
+def spelling(path, names, **metadata):
+    """A copy of the file with names and types for its last tokens, and other metadata."""
+    tokens = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].contents()
+    tokens[len(tokens) - len(names) :] = names
+    types = [1] * (len(tokens) - len(names)) + [*names.values()]
+    said = {"tokens": tokens, "token_type": types, **metadata}
+    return rewritten(path, {}, **{f"tokenizer.ggml.{name}": each for name, each in said.items()})
+
+
+def test_a_turn_ends_a_text_though_eos_does_not_name_it(file, tmp_path):
+    """Its token is not shown, even if the file does not mark it as special."""
+    ids = torch.arange(40, 52)[None]
+    plain = load(str(file)).model
+    text = text_of(plain, ids, enabled=False)[12:]
+    end = text.index(text[9])
+    for said in (
+        {"eot_token_id": text[9]},
+        {"eom_token_id": text[9]},
+        {"fim_pad_token_id": text[9]},
+    ):
+        path = spelling(file, {}, eos_token_id=0, **said)
+        loaded = load(str(path))
+        assert loaded.model.generation_config.eos_token_id == [0, text[9]]
+        out = loaded.model.generate(ids, custom_generate=LayerSkipDecoding(), max_new_tokens=24)
+        assert out[0, 12:].tolist() == text[: end + 1]
+        assert loaded.tokenizer.decode(text[: end + 1], skip_special_tokens=True) == (
+            loaded.tokenizer.decode(text[:end])
+        )
+
+
+NAMES = {"<|im_end|>": 4, "<\uff5cUser\uff5c>": 3, "</s>": 4, "<|endoftext|>": 3, "<think>": 4}
+
+
+def test_ends_that_templates_use_by_name(file):
+    """In `</s>` a file means an end only if it is a control token."""
+    loaded = load(str(spelling(file, NAMES, eos_token_id=298, pre="qwen2")))
+    assert loaded.model.generation_config.eos_token_id == [298, 295]
+    tokenizer = loaded.tokenizer
+    assert len(tokenizer) == 300
+    text = "<\uff5cUser\uff5c>a<think></s><|im_end|>"
+    assert tokenizer(text)["input_ids"] == [296, 64, 299, 297, 295]
+    assert tokenizer.decode([296, 64, 299, 297, 295], skip_special_tokens=True) == "a<think></s>"
+    assert end_tokens(loaded.model) == Served(loaded).ends == {295, 298}
+    control = load(str(spelling(file, {**NAMES, "</s>": 3})))
+    assert control.model.generation_config.eos_token_id == [295, 297, 298]
+    with pytest.raises(ValueError, match="it has 300 tokens, and none is the end token 300"):
+        load(str(spelling(file, {}, eot_token_id=300)))
+
+
+SPLIT = [
+    ("smollm", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("gpt-2", ["it", "'s", "Ġ1234", "ĊĊ", "Ġok"]),
+    ("llama-bpe", ["it", "'s", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
+    ("qwen2", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("tekken", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("gpt-4o", ["it's", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
+    ("default", ["it", "'", "s", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
+]
+
+
+@pytest.mark.parametrize(("pre", "pieces"), SPLIT)
+def test_texts_are_split_as_the_file_says(file, pre, pieces):
+    tokenizer = load(str(spelling(file, {"<s>": 3}, pre=pre, bos_token_id=299))).tokenizer
+    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("it's 1234\n\n ok")
+    assert [piece for piece, _ in split] == pieces
+    begins = tokenizer("a")["input_ids"] == [299, 64]
+    assert begins is (pre in ("llama-bpe", "tekken"))
+
+
+def test_a_splitting_that_is_not_known_is_refused_by_name(file):
+    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre = 'tomorrow' is not supported; load"):
+        load(str(spelling(file, {}, pre="tomorrow")))
+    with pytest.raises(
+        ValueError, match=r"tokenizer.ggml.suppress_tokens = \[1\] is not supported"
+    ):
+        load(str(spelling(file, {}, suppress_tokens=[1])))
+
+
+def test_a_space_is_put_in_front_as_the_file_says(file):
+    how = {"model": "llama", "scores": [0.0] * 300, "merges": ["▁ a"]}
+    for prefix, ids, text in ((True, [299, 299], "a a"), (False, [64, 299], "a a")):
+        path = spelling(file, {"▁": 1, "▁a": 1}, add_space_prefix=prefix, **how)
+        tokenizer = load(str(path)).tokenizer
+        assert tokenizer(text)["input_ids"] == ids
+        assert tokenizer.decode(ids) == text
+
+
+def test_what_changes_no_text_is_ignored(file):
+    said = {"general.tags": ["a"], "general.sampling.temp": 0.5, "quantize.imatrix.file": "x"}
+    said |= {
+        "split.count": 0,
+        "split.no": 0,
+        "mradermacher.quantized_by": "m",
+        "llama.vocab_size": 9,
+    }
+    said |= {"llama.expert_count": 0, "llama.rope.scaling.attn_factor": 1.0}
+    said |= {"llama.attention.causal": True, "llama.rope.scaling.finetuned": True}
+    said |= {"tokenizer.chat_templates": ["t"], "tokenizer.chat_template.t": "u"}
+    said |= {"tokenizer.ggml.add_sep_token": False, "tokenizer.ggml.seperator_token_id": 3}
+    load(str(rewritten(file, {}, **said)))
+
+
+def test_a_part_of_a_split_file_says_so(file):
+    part = rewritten(file, {}, **{"split.count": 2, "split.no": 1})
+    words = refused("generate", str(part), "--prompt", "a")
+    assert (
+        "is part 2 of 2 of a split file; join the parts with llama.cpp's llama-gguf-split" in words
+    )
 
 
 def rewritten(path, more, *left_out, **metadata):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class Contents:
     """The contents of a file.
 
     Attributes:
-        metadata: by key. For arrays of strings and long arrays, only the length.
+        metadata: by key. For arrays of strings and long arrays, the length, unless asked for.
         data: the file, mapped; changes stay in memory.
     """
 
@@ -74,8 +74,8 @@ class Contents:
 
 
 class _Reader:
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, path: Path, data: mmap.mmap, whole: Collection[str]) -> None:
+        self.path, self.data, self.whole, self.at = path, data, whole, 0
 
     def refusal(self, words: str) -> ValueError:
         return ValueError(f"{self.path} is not a readable GGUF file: {words}")
@@ -120,6 +120,8 @@ class _Reader:
         of = self.number("I", key)
         if of == _STRING:
             count = self.count(8, f"strings of {key}")
+            if key in self.whole:
+                return [self.string(key) for _ in range(count)]
             for _ in range(count):
                 self.skip(self.count(1, f"bytes of {key}"), key)
             return count
@@ -128,7 +130,7 @@ class _Reader:
         width = struct.calcsize(_SCALARS[of])
         count = self.count(width, f"numbers of {key}")
         at = self.skip(count * width, key)
-        if count > _KEPT:
+        if count > _KEPT and key not in self.whole:
             return count
         return list(struct.unpack_from(f"<{count}{_SCALARS[of]}", self.data, at))
 
@@ -162,12 +164,15 @@ class _Reader:
         return shape, form, offset, math.prod(shape) // numbers * nbytes
 
 
-def read_gguf(path: Path) -> Contents:
+def read_gguf(path: Path, whole: Collection[str] = ()) -> Contents:
     """Read a file's metadata, and map it without reading any tensor.
 
+    Args:
+        whole: keys of arrays that are read completely.
+
     Raises:
-        ValueError: it is not a GGUF file, is incomplete, contradicts itself, or uses a format that
-            is not supported.
+        ValueError: it is not a GGUF file, is incomplete or one part of several, contradicts itself,
+            or uses a format that is not supported.
         OSError: it cannot be opened.
     """
     with path.open("rb") as file:
@@ -175,7 +180,7 @@ def read_gguf(path: Path) -> Contents:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except ValueError as error:
             raise ValueError(f"{path} is not a GGUF file: it is empty") from error
-    reader = _Reader(path, data)
+    reader = _Reader(path, data, whole)
     if data[: reader.skip(4, "its first word") + 4] != b"GGUF":
         raise reader.refusal("its first four bytes are not GGUF")
     version = reader.number("I", "its version")
@@ -185,6 +190,13 @@ def read_gguf(path: Path) -> Contents:
     metadata = reader.named(
         key_count, "a key", lambda key: reader.value(reader.number("I", key), key)
     )
+    if (parts := metadata.get("split.count", 0)) not in (0, 1):
+        number = metadata.get("split.no")
+        number = number + 1 if isinstance(number, int) else "?"
+        raise ValueError(
+            f"{path} is part {number} of {parts} of a split file; join the parts with llama.cpp's "
+            "llama-gguf-split --merge FIRST-PART OUTPUT, and give that file"
+        )
     entries = reader.named(tensor_count, "a tensor", reader.entry)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:

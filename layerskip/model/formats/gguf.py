@@ -1,8 +1,7 @@
 """Models of GGUF files, with their weights as the file stores them.
 
-The configuration and the names of the weights are those that transformers derives from a file's
-metadata. Parts that it would omit (factors of rotary frequencies) or guess are read here, or
-rejected by name. Nothing is trusted: tensors must be finite, in the model's number and shapes.
+A file means what llama.cpp computes from it. Metadata that changes a text is read here, or refused
+by name. Nothing is trusted: tensors must be finite, in the model's number and shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig
 
 from layerskip.files.gguf import BLOCKS, Contents, Entry, read_gguf
 from layerskip.model.formats.building import put, unfilled
@@ -43,13 +42,26 @@ _NUMBERS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.key_length": "head_dim",
+    "rope.scale_linear": "rope_scaling",  # the old name of the next
+    "rope.scaling.factor": "rope_scaling",
 }
 _GEMMA_NUMBERS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-    "rope.scaling.factor": "rope_scaling",
 }
+_OWN_NUMBERS = {
+    "gemma2": _GEMMA_NUMBERS,
+    "gemma3": _GEMMA_NUMBERS | {"rope.freq_base_swa": "rope_local_base_freq"},
+}
+_ALSO_READ = ("attention.value_length", "rope.dimension_count", "rope.scaling.type")
+_IDLE = (
+    *("vocab_size", "tensor_data_layout", "pooling_type", "attention.layer_norm_epsilon"),
+    *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
+)
+"""Keys that change no text of these models, whatever they say."""
+_OFF = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
+"""Values that change no text. Of all other keys these are 0 and false."""
 _TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad"}
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -80,8 +92,6 @@ _SCALES = {
 }
 """The bytes of a block that are float16: if they are finite, so are all its numbers."""
 _FACTORS = "rope_freqs.weight"
-_DIGITS = ("smollm", "starcoder", "refact", "command-r")
-"""Kinds of tokenizers that split off each digit, which the library's conversion omits."""
 
 
 def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
@@ -131,19 +141,6 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
     return model.eval()  # type: ignore[no-any-return]
 
 
-def gguf_tokenizer(path: Path) -> Any:
-    """Load the tokenizer that a file describes."""
-    tokenizer = PreTrainedTokenizerFast(gguf_file=path.name, name_or_path=str(path.parent))
-    kind = read_gguf(path).metadata.get("tokenizer.ggml.pre")
-    if kind in _DIGITS:
-        from tokenizers import pre_tokenizers
-
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        fast = tokenizer.backend_tokenizer
-        fast.pre_tokenizer = pre_tokenizers.Sequence([digits, fast.pre_tokenizer])
-    return tokenizer
-
-
 def _values(contents: Contents, kind: str) -> dict[str, Any]:
     """The values of the model's configuration."""
     metadata, tensors, path = contents.metadata, contents.tensors, contents.path
@@ -153,9 +150,16 @@ def _values(contents: Contents, kind: str) -> dict[str, Any]:
             f"{path}: {words} in GGUF is not supported; supported are {', '.join(MODELS)}; convert "
             "others to a folder with transformers (save_pretrained)"
         )
-    given = {key.removeprefix(f"{kind}."): value for key, value in metadata.items()}
-    values: dict[str, Any] = {}
-    for key, name in (_NUMBERS | (_GEMMA_NUMBERS if kind in _GEMMAS else {})).items():
+    prefix, numbers = f"{kind}.", _NUMBERS | _OWN_NUMBERS.get(kind, {})
+    given = {k.removeprefix(prefix): each for k, each in metadata.items() if k.startswith(prefix)}
+    for key in given.keys() - {*numbers, *_ALSO_READ, *_IDLE}:
+        if given[key] != _OFF.get(key, 0):
+            raise ValueError(
+                f"{path}: {kind}.{key} = {given[key]!r} is not supported and may change the text; "
+                "load the model's folder"
+            )
+    values: dict[str, Any] = {"rope_theta": 10_000.0}
+    for key, name in numbers.items():
         if key not in given:
             continue
         values[name] = number = given[key]
@@ -193,13 +197,15 @@ def _values(contents: Contents, kind: str) -> dict[str, Any]:
     if kind in _GEMMAS:  # a file does not say how scores are scaled
         largest = len(layers) == _GEMMAS[kind]
         values["query_pre_attn_scalar"] = width // heads if largest else head
-    scaling, factor = given.get("rope.scaling.type", "none"), values.pop("rope_scaling", None)
-    if scaling == "linear" and kind == "gemma3" and factor is not None:
-        values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    elif scaling != "none":
+        if "sliding_window" not in values and kind == "gemma3":
+            values["layer_types"] = ["full_attention"] * len(layers)
+    scaling, factor = given.get("rope.scaling.type", "linear"), values.pop("rope_scaling", None)
+    if scaling not in ("none", "linear"):
         raise ValueError(
             f"{path}: rotary scaling {scaling!r} in GGUF is not supported; load the model's folder"
         )
+    if scaling == "linear" and factor is not None:
+        values["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return values
 
 
