@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import pandas as pd
 from layerskip.analysis import searches, tables, trainings
 from layerskip.analysis.labels import setting
 from layerskip.analysis.runs import ALL, Run
+from layerskip.files.searches import doubt
 
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is too favourable
 FEW_PROMPTS = 8
@@ -160,10 +161,10 @@ def judge_search(search: searches.Search) -> Verdict:
         but = ", not distinguishable from plain" if winner["low"] <= 1 else ""
         verdict.lines.append(
             f"The best draft found, {winner['name']}, {_draft(search, winner)}{but} "
-            f"({setting(document)}): it {_speed(winner)}."
+            f"({setting(document)}): it {_speed(winner, document)}."
         )
         if best is not None and best["name"] != winner["name"]:
-            verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
+            verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best, document)}.")
         verdict.lines.append(
             f"A step of that draft costs c = {winner['draft_cost']:.2f} target steps; its first "
             f"token is right with probability alpha = {winner['alpha']:.2f}."
@@ -184,8 +185,12 @@ def judge_search(search: searches.Search) -> Verdict:
 def _what_to_type(search: searches.Search) -> str:
     """The fastest command, and its effect compared with the one without a skip config."""
     document = search.document
-    name, default = document["model"]["name"], document["default"]
-    plain = f"layerskip generate {name} --prompt TEXT"
+    default, law = document["default"], document["law"]
+    plain = f"layerskip generate {document['model']['name']} --prompt TEXT"
+    plain += " --chat" if document["prompts"].get("chat") else ""
+    if law["do_sample"]:
+        names = [n for n in ("temperature", "top_p", "top_k") if law[n] is not None]
+        plain += "".join([" --do-sample", *(f" --{n} {law[n]:g}".replace("_", "-") for n in names)])
     has = "" if default is None else f" ({default['speedup']:.2f} times plain decoding)"
     if document["keep_default"]:
         return (
@@ -201,7 +206,8 @@ def _what_to_type(search: searches.Search) -> str:
     with_it = f"Run `{plain} --skip {search.folder}/skip.json`"
     timed = best["confirmed"]
     if timed is None:
-        return f"{with_it}: it should be {best['predicted']:.2f} times as fast as plain decoding."
+        predicted = f"{best['predicted']:.2f}{doubt(document['cost'])}"
+        return f"{with_it}: it should be {predicted} times as fast as plain decoding."
     over = timed["over_default"]
     low, high = (searches.number(over[end]) for end in ("low", "high"))
     return (
@@ -215,6 +221,7 @@ def _draft(search: searches.Search, row: Any) -> str:
     """What a finalist's draft does with the model's sublayers."""
     finalist = next(each for each in search.document["finalists"] if each["name"] == row["name"])
     low, count = finalist.get("low"), 2 * search.document["model"]["num_layers"]
+    rest = count - row["left_out"]
     words = (
         f"skips {row['left_out']} of {count} sublayers"
         if row["left_out"]
@@ -222,19 +229,23 @@ def _draft(search: searches.Search, row: Any) -> str:
     )
     words += f" of {search.document['model']['name']}"
     if low is not None:
-        words += f", {len(low['attention']) + len(low['mlp'])} of them in {low['bits']} bits"
+        some = len(low["attention"]) + len(low["mlp"])
+        which = "the others" if some == rest else f"{some} of the other {rest}"
+        which = f" and runs {which}" if row["left_out"] else f", {some} of them"
+        words += f"{which} in {low['bits']} bits"
     if finalist.get("trained") is not None:
         words += f", with {finalist['trained']}"
     return f"{words}, with lookups" if row["lookup"] else words
 
 
-def _speed(row: Any) -> str:
+def _speed(row: Any, document: Mapping[str, Any]) -> str:
     """How fast a finalist was, or is predicted to be."""
+    predicted = f"{row['predicted']:.2f}{doubt(document['cost'])}"
     if math.isnan(row["measured"]):
-        return f"is predicted to be {row['predicted']:.2f} times as fast as plain, but not timed"
+        return f"is predicted to be {predicted} times as fast as plain, but not timed"
     return (
         f"was timed at {row['measured']:.2f} times the speed of plain decoding "
-        f"({_interval(row)}, n = {row['prompts']:.0f}; predicted {row['predicted']:.2f})"
+        f"({_interval(row)}, n = {row['prompts']:.0f}; predicted {predicted})"
     )
 
 

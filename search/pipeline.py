@@ -23,6 +23,7 @@ from layerskip.bench.methods import Task
 from layerskip.config import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
 from layerskip.drafts import automatic_draft
+from layerskip.files.searches import doubt
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
@@ -43,8 +44,10 @@ FEWEST_TRIALS, TRIALS_PER_SWITCH = 60, 4
 """Number of trials in a study without a given number or time."""
 FINALISTS = 3
 REPEATS = 2
-FOR_COSTS = 1.5
-"""Seconds for timing costs."""
+FOR_COSTS = 10.0
+"""Maximum seconds for timing costs."""
+DISTURBED = 0.15
+"""A spread of the costs that no quiet machine shows; .02 to .1 were seen."""
 FOR_REPLAYS = 0.5
 """Share of the time after the trials for replaying the best; the rest is for timing."""
 PREFILL = 1.5
@@ -211,13 +214,13 @@ class Search:
             contexts=[min(each, self.opened.max_positions // 2) for each in sorted(seen)],
             law=self.law,
             low=low,
-            budget=FOR_COSTS,
+            budget=max(1.0, min(FOR_COSTS, (self.until - time.monotonic()) / 10)),
             progress=self.progress,
         )
-        if sublayer_costs.disturbed(record):
+        if record["busy"] or record["spread"] > DISTURBED:
             warnings.warn(
-                "other work on this machine disturbed the costs: what the search finds may be "
-                "slower than it says; search again when the machine is quiet, under another study "
+                "other work on this machine disturbed the costs: on a quiet machine, drafts may "
+                "gain more or less than this search says; search again then, under another study "
                 "name",
                 stacklevel=3,
             )
@@ -312,6 +315,7 @@ class Search:
                 "alpha": best.alpha,
                 "draft_cost": best.costs.draft,
                 "predicted_speedup": best.predicted,
+                "spread": self.objective.cost.get("spread"),
                 "confirmed": best.confirmed,
             }
         if self.keep_default:  # the same as without a config, so that using it loses nothing
@@ -440,7 +444,8 @@ def search(
         sampler=sampler,
         timeout=timeout,
         on_trial=lambda at: progress(
-            f"trials, best {at.best:.2f}x", at.finished / at.trials if at.trials else 0.0
+            f"trials, best {at.best:.2f}x{doubt(steps.objective.cost)}",
+            at.finished / at.trials if at.trials else 0.0,
         ),
     )
     steps.judge(finalists, repeats)

@@ -30,7 +30,7 @@ from layerskip.model import architecture
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
 from layerskip.timing import tables as timing_tables
-from layerskip.timing.sublayers import disturbed, low_facts, measure
+from layerskip.timing.sublayers import low_facts, measure
 from layerskip.timing.tables import cost_tables
 
 LAYERS = 6
@@ -376,7 +376,8 @@ def test_one_record_prices_every_skip_config(name, noise):
         assert list(table.verify) == sorted(table.verify)
         assert (table.source, table.verify_cost(1)) == ("measured", 1.0)
     assert prices_of(record, SkipConfig())[0].passes.draft == 0
-    assert not disturbed(record)
+    assert 0 < record["spread"] < 0.05 if noise else record["spread"] < 1e-9
+    assert not record["busy"]
 
 
 def test_a_record_follows_the_context():
@@ -438,13 +439,23 @@ def test_a_draft_vocabulary_costs_its_share_of_the_head():
     assert "vocabulary" not in record
 
 
-def test_a_busy_machine_shows_and_the_model_is_left_as_it_was():
+def test_timings_are_repeated_until_their_medians_agree(monkeypatch):
+    """Other work slows the draft, but not the model, for a bit more than the first second."""
+    low = SkipConfig.low_precision(8).resolve(LAYERS)
+    true, cost = cost_table(recorded(machine(), low=low), low).draft, Machine.low.fget
+    slow = property(lambda of: cost(of) * (2.0 if of.now() < 1.1 else 1.0))
+    monkeypatch.setattr(Machine, "low", slow)
+    record = recorded(machine(), low=low)
+    assert cost_table(record, low).draft == pytest.approx(true, rel=0.03)
+    assert record["spread"] > 0.3
+
+
+def test_a_busy_machine_shows_and_the_model_is_left_as_it_was(monkeypatch):
     opened = Sublayers(lively_model("gemma2"))
     before = dict(opened.__dict__)
-    record = measure(opened, [prompt(5)[0]], contexts=(16,), budget=0.01)
+    monkeypatch.setattr(Sublayers, "limited", True)
+    assert measure(opened, [prompt(5)[0]], contexts=(16,), budget=0.01)["busy"]
     assert opened.__dict__ == before
-    assert not disturbed(record | {"gap": 0.1})
-    assert disturbed(record | {"gap": 0.4})
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from layerskip.timing.sublayers import low_facts
 from layerskip.timing.tables import machine
 
 FILES = {"skip.json", "trials.csv", "cost.json", "search.json", "study.log", "report"}
-COST = MACHINES["reads weights"] | {"vocabulary": 97, "gap": 0.0}
+COST = MACHINES["reads weights"] | {"vocabulary": 97, "spread": 0.031, "busy": False}
 Search = Callable[..., Any]
 
 
@@ -158,7 +158,10 @@ def test_what_it_says(found):
     drafts = last["skip"].get("decoding", {}).get("enabled") is not False
     assert drafts is (last["winner"] is not None or last["keep_default"])
     for row in last["finalists"]:
-        assert row["name"] in result.stdout
+        assert f"{row['predicted']:.2f} ±4%" in result.stdout
+    table = result.stdout[result.stdout.index("\ndraft ") :].splitlines()[:-1]
+    assert max(map(len, table)) <= 80
+    assert "predicted speedups are uncertain by ±4%" in result.stderr
 
 
 def test_going_on_adds_what_is_missing(folder, prompts, found, tmp_path, searched):

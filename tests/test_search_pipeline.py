@@ -413,7 +413,6 @@ class TestResult:
             "measure",
             lambda *a, **k: measure(*a, **k | {"budget": 1e-9, "contexts": [16]}),
         )
-        monkeypatch.setattr(pipeline.sublayer_costs, "disturbed", lambda record: False)
         result = find(llama, cost=None, trials=2)
         assert result.record["cost"]["contexts"] == [16]
         assert result.record["cost"]["place"] == machine(Sublayers(llama))
@@ -464,7 +463,7 @@ class TestStudy:
 
         def measure(*_, **__):
             measured.append(len(measured))
-            return COST | {"measured": measured[-1], "gap": 0.0}
+            return COST | {"measured": measured[-1], "spread": 0.0, "busy": False}
 
         monkeypatch.setattr(pipeline.sublayer_costs, "measure", measure)
 

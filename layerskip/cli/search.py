@@ -24,9 +24,10 @@ from layerskip.cli import flags
 from layerskip.cli.flags import check_limit, flag, load_skips, switch, warn_idle
 from layerskip.cli.inputs import check_folder, given_prompts, in_turn, spoken
 from layerskip.cli.opening import open_model, open_passes
-from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
+from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json, two_columns
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
+from layerskip.files.searches import doubt
 from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
 
@@ -232,6 +233,7 @@ def search(
     header["prompts"] |= {
         "traced": [prompt.id for prompt in chosen],
         "held_out": [prompt.id for prompt in looked_at[len(chosen) :]],
+        "chat": chat,
     }
     study = {"name": study_name, "storage": redacted(where)}
     record = {**header, "kind": "search", "schema": SCHEMA, "study": study, **result.record}
@@ -297,8 +299,8 @@ def _run(
             left = min(left, spent / done * (at.trials - at.finished))
         seconds = f", {left:.0f} s left" if left < math.inf else ""
         talk.progress(
-            f"trials {at.finished}, of which guided {at.guided}, best {at.best:.2f}x "
-            f"({at.best_origin}){seconds}"
+            f"trials {at.finished}, of which guided {at.guided}, best {at.best:.2f}x"
+            f"{doubt(steps.objective.cost)} ({at.best_origin}){seconds}"
         )
 
     def keep() -> int:
@@ -331,6 +333,8 @@ def _say_bound(talk: Talk, steps: Search) -> None:
         f"bound: no draft of {steps.space} is faster than {steps.bound:.1f}x plain decoding "
         f"({plain:.0f} tokens/s here)"
     )
+    if words := doubt(steps.objective.cost):
+        talk.say(f"predicted speedups are uncertain by{words}, as timings of the costs differed")
     if steps.bound < LEAST_BOUND:
         warnings.warn(
             f"even a draft that is always right would gain less than {LEAST_BOUND - 1:.0%}",
@@ -362,7 +366,7 @@ def _finish(
     words = write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")
     print(words)
-    print(_table(result.finalists))
+    print(_table(result.finalists, doubt(record["cost"])))
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
     if as_json:
         keys = "bound plain finalists best_exit winner default keep_default seconds"
@@ -370,18 +374,19 @@ def _finish(
         print(to_json({**document, "trials": len(record["trials"]), "output": str(output)}))
 
 
-def _table(finalists: Sequence[Finalist]) -> str:
-    """Format the finalists: predicted and measured speedups, with 95% intervals."""
+def _table(finalists: Sequence[Finalist], doubt: str) -> str:
+    """Format the finalists: predicted speedups, measured ones with 95% intervals, and what runs."""
     from layerskip.drafts import skip_label
 
-    lines = [["draft", "what", "c", "alpha", "predicted", "measured", "same text"]]
+    lines, runs = [["draft", "c", "alpha", "predicted", "measured", "same text"]], []
     for each in finalists:
         timed, what = each.confirmed, skip_label(each.skip, each.skip)
-        line = [each.name, f"{what}, lookup" if each.decoding.lookup else what]
-        line += [f"{each.costs.draft:.2f}", f"{each.alpha:.2f}", f"{each.predicted:.2f}"]
+        line = [each.name, f"{each.costs.draft:.2f}", f"{each.alpha:.2f}"]
+        line.append(f"{each.predicted:.2f}{doubt}")
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
         lines.append([*line, same_texts(timed) if timed else "-"])
-    return aligned(lines)
+        runs.append((each.name, f"{what}, lookup" if each.decoding.lookup else what))
+    return "\n\n".join([aligned(lines), *([two_columns(runs)] if runs else [])])
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

@@ -5,6 +5,7 @@ Speedups are over plain decoding, times in seconds, costs in target steps, inter
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from itertools import product
@@ -26,6 +27,11 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     advice = "; run the search again with the same --output, which writes it again"
     return read(path, "search", _check, advice)
+
+
+def doubt(cost: Mapping[str, Any]) -> str:
+    """How far predictions with these costs may be off: " ±4%"; empty if they do not say."""
+    return f" ±{math.ceil(100 * cost['spread'])}%" if "spread" in cost else ""
 
 
 def _trial(value: Any, name: str) -> None:
@@ -106,13 +112,14 @@ _SEARCH = has(
         categories=schema.named(COUNT),
         traced=items(text),
         held_out=items(text),
+        chat=Maybe(flag),
     ),
     space=has(kind=text, num_layers=schema.integer(1), allow_ends=flag, switches=COUNT, size=COUNT),
     study=has(name=text, storage=optional(text)),
     trace=has(**dict.fromkeys(("texts", "starts", "draft_length"), COUNT)),
     sampler=text,
     influence=items(schema.NUMBER),
-    cost=schema.mapping,
+    cost=has(spread=Maybe(schema.number(0))),
     step_seconds=POSITIVE,
     bound=POSITIVE,
     trials=items(_trial),

@@ -5,6 +5,9 @@ requested, everything in low precision. Divided by bytes, attentions cost what a
 saves, and MLPs what an exit saves in addition; the head costs as much as an MLP of its size.
 A short draft repeats its few sublayers, which stay in the processor's caches; the shorter exit
 shows how much that saves.
+
+A machine's pace drifts, and other work comes and goes. So the timing is repeated until one more
+repeat hardly changes the medians. Each repeat is counted in its own plain steps.
 """
 
 from __future__ import annotations
@@ -29,17 +32,22 @@ from layerskip.decoding.sources.base import Source
 from layerskip.model.opening import opened_of
 from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.rounds import CONTEXT, Times, time_rounds, typical
+from layerskip.timing.rounds import CONTEXT, STEPS, Times, time_rounds, typical
 from layerskip.timing.tables import machine, traffic_of
 
 LOW_FACTS = ("low_bits", "low_head_bits", "healed")
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
-DISTURBED = 0.25  # a gap that no quiet machine shows; .01 to .09 were seen
-BUDGET = 6.0  # approximate seconds of a measurement
+BUDGET = 6.0  # seconds after which no further repeat starts
 LEAST = 1e-15  # seconds per byte, if a model is so small that only the constant is visible
 _TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens per row in timed passes
-_REPEATS = 3  # of the timing, each starting from a short context
+_REPEAT = 1.0  # approximate seconds of a repeat; two sweeps may take longer
+_STARTS = 3  # maximum number of timings in a repeat, each starting from a short context
+_REPEATS = 3  # minimum number of repeats
+_AGREE = 0.02  # maximum difference of the medians with and without the last repeat
 _FAR = 256  # tokens; the keys of fewer cost too little to be distinguished from noise
+
+Seconds = dict[Place, dict[Work, float]]
+"""The time of each kind of work at each place."""
 
 
 def low_facts(low: SkipConfig | None) -> dict[str, Any]:
@@ -76,8 +84,8 @@ def measure(
             positions are left out. After the longest one, if it is long, passes are timed, too.
         law: processors of this law are timed as well; greedy by default.
         low: a draft with everything in low precision, which is timed if given.
-        budget: seconds after which no further sweep starts. At least two are made.
-        progress: called with the current activity and the completed share.
+        budget: seconds after which no further repeat starts. At least three are made.
+        progress: called before each repeat with the current activity and the completed share.
 
     Returns:
         The record. In seconds over one token of every row, by layer: `attention` and `mlp`, their
@@ -86,7 +94,8 @@ def measure(
         row, and `repeated`, by a draft's share of all sublayers' seconds. `windows`, the maximum
         number of tokens that each attention sees. With `low`, its `low_facts`, `low_attention`,
         `low_mlp` and `low_head`; for a mixture `experts`: by number of experts, the share of each
-        MLP's bytes that a draft reads. `gap`: how much the two quickest times of a kind differ.
+        MLP's bytes that a draft reads. `spread`: the largest difference of a draft's round between
+        one repeat and the median, as a share. `busy`: whether other processes needed the cores.
     """
     opened = opened_of(model)
     if not budget > 0:
@@ -120,48 +129,74 @@ def measure(
     sources = {name: source_of(opened, skip.resolve(layers)) for name, skip in skips.items()}
     places = [Place(1, CONTEXT)]
     places += [Place(1, fitting[-1])] if fitting[-1] >= _FAR else []
-    times: dict[Place, Times] = {place: {} for place in places}
-    for number, place in enumerate(places):
-        progress("costs of the sublayers", number / len(places))
-        timed = [] if number else [each for name, each in sources.items() if name != "plain"]
-        for _ in range(_REPEATS):
-            time_rounds(
-                opened,
-                timed,
-                request,
-                times[place],
-                place=place,
-                budget=budget / len(places) / _REPEATS,
-                tokens=_TOKENS,
-                now=now,
-            )
-    quickest = [sorted(seconds)[:2] for works in times.values() for seconds in works.values()]
+    drafts = [source for name, source in sources.items() if name != "plain"]
+    repeats: list[list[float]] = []
+    started, busy = now(), False
+    while True:
+        progress("costs of the sublayers", min(1.0, (now() - started) / budget))
+        times = _repeat(opened, drafts, request, places, now)
+        with opened.disturbed():
+            busy = busy or opened.limited
+        names = [(place, work) for place, works in times.items() for work in works]
+        repeats.append([typical(times[place][work]) for place, work in names])
+        seconds = np.array(repeats)  # (R, W)
+        steps = seconds / seconds[:, :1]  # (R, W), in plain steps of the same repeat
+        at = {work: column for column, (place, work) in enumerate(names) if place == places[0]}
+        rounds = steps[:, [at[None, STEPS + 1]]]  # (R, 1)
+        rounds = rounds + STEPS * steps[:, [at[each.key, 0] for each in drafts]]  # (R, drafts)
+        median = np.median(rounds, 0)  # (drafts,)
+        if len(repeats) >= _REPEATS:
+            settled = np.abs(np.median(rounds[:-1], 0) / median - 1).max() <= _AGREE
+            if settled or now() - started > budget:
+                break
+    found: Seconds = {place: {} for place in places}
+    for (place, work), each in zip(
+        names, np.median(steps, 0) * np.median(seconds[:, 0]), strict=True
+    ):
+        found[place][work] = float(each)
     return {
         "kind": "cost",
         "place": machine(opened),
         "batch_size": 1,
         "contexts": fitting,
-        "gap": max(second / first - 1.0 for first, second in quickest),
-        **_parts(opened, sources, times),
+        "spread": float(np.abs(rounds / median - 1).max()),
+        "busy": busy,
+        **_parts(opened, sources, found),
         **low_facts(low),
         **({"experts": _read_of_experts(opened)} if opened.mixtures else {}),
         **({} if head_refusal(opened.unembedding) else {"vocabulary": opened.vocabulary}),
     }
 
 
-def disturbed(record: Mapping[str, Any]) -> bool:
-    """Whether a record shows other work on the machine."""
-    return bool(record["gap"] > DISTURBED)
+def _repeat(
+    model: Sublayers,
+    drafts: Sequence[Source],
+    request: Request,
+    places: Sequence[Place],
+    now: Callable[[], float],
+) -> dict[Place, Times]:
+    """Time passes at all places, and the drafts' steps at the first; a plain step comes first."""
+    times: dict[Place, Times] = {place: {} for place in places}
+    started = now()
+    for start in range(_STARTS):
+        if start and now() - started > _REPEAT:
+            break
+        for place in places:
+            time_rounds(
+                model,
+                drafts if place == places[0] else [],
+                request,
+                times[place],
+                place=place,
+                budget=_REPEAT / len(places) / _STARTS,
+                tokens=_TOKENS,
+                now=now,
+            )
+    return times
 
 
-def _parts(
-    model: Sublayers, sources: Mapping[str, Source], times: Mapping[Place, Times]
-) -> dict[str, Any]:
+def _parts(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) -> dict[str, Any]:
     """The parts of the record that are prices."""
-    seconds = {
-        place: {work: typical(each) for work, each in works.items()}
-        for place, works in times.items()
-    }
     works = next(iter(seconds.values()))
     steps = {name: works.get((source.key, 0), 0.0) for name, source in sources.items()}
     steps["plain"] = works[None, 1]
@@ -212,9 +247,7 @@ def _by_kind(source: Source) -> tuple[float, float]:
     return attention, sum(read) - attention + head
 
 
-def _longer(
-    model: Sublayers, sources: Mapping[str, Source], seconds: Mapping[Place, Mapping[Work, float]]
-) -> dict[str, Any]:
+def _longer(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) -> dict[str, Any]:
     """The costs of more tokens in a pass, and of more tokens before it."""
     place, works = next(iter(seconds.items()))
     rates = fitted(seconds, {each.key: traffic_of(model, each) for each in sources.values()})
