@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -219,10 +220,12 @@ def choose(
         looked_up = replay(trace, Lookup()), objective.prices.passes
     finalists = []
     for number, mask in within(chosen, until):
-        progress("replaying the best drafts in full", number / len(chosen))
+        tell = partial(progress, "replaying the best drafts in full", number / len(chosen))
+        tell()
         trial, size = trials[mask], space.number("vocabulary", mask)
         skip, costs = space.skip_config(mask), objective.prices.table(mask)
-        drafts = replay(trace, skip, allowed=objective.allowed(size))
+        during = tell if not number else lambda: None  # what was replayed counts
+        drafts = replay(trace, skip, allowed=objective.allowed(size), during=during)
         ways = choices(drafts, costs, looked_up, all_controllers="controller" in parts)
         decoding, predicted = best_choice(ways)
         tokens = None if size is None else objective.vocabulary(size)

@@ -39,8 +39,8 @@ Losing = Callable[[float, Mapping[int, float]], bool]
 """Given the value so far and those of further pieces by number: whether it loses to the best."""
 
 
-class OutOfTime(Exception):
-    """Ends a trial that would end too late."""
+class OutOfTime(ValueError):
+    """The time of a search is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Objective:
         right, twice, once = torch.zeros(0), 0.0, 0.0  # (N,)
         for number, starts in enumerate(self.parts):
             if time.monotonic() > self.until:
-                raise OutOfTime
+                raise OutOfTime("the time was over during a trial")
             steps = 2 if number < SECONDS else 1
             more = follow(self.trace, skip, steps, starts, allowed=allowed).float()  # (n, steps)
             right = torch.cat([right, more[:, 0]])

@@ -13,6 +13,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from layerskip.requests import check_tokens, end_tokens, sampling_of
 from layerskip.search import finalists, study
 from layerskip.search.finalists import Finalist, Progress
 from layerskip.search.fitting import Bits, influence, parts_of, space_for, typical_context
-from layerskip.search.objective import Objective
+from layerskip.search.objective import Objective, OutOfTime
 from layerskip.search.proposals import given, warm_starts
 from layerskip.search.record import search_record
 from layerskip.search.space import Space
@@ -81,9 +82,11 @@ class Search:
         traced: token ids of the calibration prompts, (T,) or (1, T) each.
         held_out: token ids of prompts for timing finalists; none: nothing is timed.
         positions: maximum number of starts in a trial; by default all of the traced texts.
-        until: time (of `time.monotonic`) by which stages after the trials try to end.
+        until: time (of `time.monotonic`) at which all stages end, with the drafts that are judged
+            by then.
 
     Raises:
+        OutOfTime: the time was over before anything could be found; also raised by the methods.
         ValueError: as for `take_trace`, also for held-out prompts; the space is for another number
             of layers.
     """
@@ -102,7 +105,7 @@ class Search:
         until: float = math.inf,
     ) -> None:
         self.task, self.space, self.parts = task, space, parts
-        self.positions, self.progress, self.until = positions, progress, until
+        self.positions, self.until, self._tell = positions, until, progress
         self.opened = Sublayers(model, execution=task.execution)
         self.model: Any = self.opened.model  # without an adapter library's wrapper
         if space.num_layers != self.opened.num_layers:
@@ -138,10 +141,16 @@ class Search:
             seeds=[task.seed + number for number in range(len(self.traced))],
             eos=end_tokens(self.model),
             acceptance=task.acceptance,
-            progress=progress,
+            progress=self.progress,
         )
         self.influence = influence(self.opened, self.trace.texts)
         self.seconds["trace"] = time.perf_counter() - started
+
+    def progress(self, what: str, share: float) -> None:
+        """Tell what is done now; raises OutOfTime if there is no time for it."""
+        if time.monotonic() > self.until:
+            raise OutOfTime(f"no time was left for this: {what}; give a longer timeout")
+        self._tell(what, share)
 
     def open(
         self,
@@ -247,11 +256,13 @@ class Search:
 
         Args:
             trials: by default as many as suit the space, or as fit into `timeout`.
+
+        Raises:
+            OutOfTime: the study has no finished trial.
         """
-        started = time.perf_counter()
-        if timeout is not None:
-            self.objective.until = time.monotonic() + timeout
-        elif trials is None:
+        started = time.monotonic()
+        self.objective.until = math.inf if timeout is None else started + timeout
+        if timeout is None and trials is None:
             trials = default_trials(self.space)
         self.sampler = sampler
         surrogate = Surrogate(self.space, self.objective.prices, self.influence)
@@ -268,10 +279,15 @@ class Search:
                 on_trial=on_trial,
             )
         finally:
-            self.seconds["trials"] = time.perf_counter() - started
+            self.seconds["trials"] = time.monotonic() - started
+        if not study.standing(self.study).finished:
+            raise OutOfTime("no trial finished in time; give a longer timeout")
 
     def judge(self, count: int = FINALISTS, repeats: int = REPEATS) -> None:
-        """Replay the best drafts in full, and time them if prompts are held out; after `run`."""
+        """Replay the best drafts in full, and time them if prompts are held out; after `run`.
+
+        They are not timed if there is time for one prompt only, which would not tell them apart.
+        """
         started, now = time.perf_counter(), time.monotonic()
         replayed = now + FOR_REPLAYS * (self.until - now)
         self.finalists = finalists.choose(
@@ -282,18 +298,22 @@ class Search:
         # Plain decoding, the default, and drafts with at least half the speed of plain decoding.
         texts = self.task.max_new_tokens * self.objective.prices.step
         a_text = PREFILL * texts * (2 + len(self.finalists))
-        most = max(1.0, min(len(self.held_out), (self.until - time.monotonic()) / a_text))
-        self.plain_tokens_per_second, self.default = finalists.confirm(
-            self.model,
-            self.task,
-            self.finalists,
-            self.held_out[: int(most)],
-            default=automatic_draft(self.opened).skip,
-            repeats=repeats,
-            until=self.until,
-            progress=self.progress,
-        )
-        self.seconds["confirm"] = time.perf_counter() - started
+        most = min(len(self.held_out), (self.until - time.monotonic()) / a_text)
+        if most < min(2, len(self.held_out)):
+            return
+        with suppress(OutOfTime):
+            self.plain_tokens_per_second, self.default = finalists.confirm(
+                self.model,
+                self.task,
+                self.finalists,
+                self.held_out[: int(most)],
+                default=automatic_draft(self.opened).skip,
+                repeats=repeats,
+                until=self.until,
+                # What was timed counts, so only the first prompt may be cut off.
+                progress=lambda what, share: (self._tell if share else self.progress)(what, share),
+            )
+            self.seconds["confirm"] = time.perf_counter() - started
 
     def result(self) -> SearchResult:
         """The result, with the config to decode with; after `judge`."""
@@ -403,7 +423,7 @@ def search(
 
     Raises:
         ValueError: there are no prompts, or they are empty or too long; settings are out of range;
-            the storage cannot be opened or holds another search.
+            the storage cannot be opened or holds another search; no trial finished in time.
     """
     if finalists < 1 or repeats < 1:
         raise ValueError(

@@ -9,7 +9,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -180,7 +179,7 @@ def run(
 
     Args:
         name: recorded as the origin of the sampler's trials; warm starts have their own names.
-        timeout: seconds; the trial then running is finished first, or ended by OutOfTime.
+        timeout: seconds; the trial then running is finished first, or dropped by OutOfTime.
 
     Raises:
         ValueError: `trials` or `timeout` is not positive, or the storage is gone.
@@ -206,7 +205,11 @@ def run(
                 trial.set_user_attr("ended_early", True)
             return loses
 
-        evaluation = evaluate(mask, losing)
+        try:
+            evaluation = evaluate(mask, losing)
+        except OutOfTime as error:
+            study.stop()
+            raise TrialPruned from error  # it has no value, but did not fail
         trial.set_user_attr("worth", asdict(evaluation))
         return evaluation.value
 
@@ -231,8 +234,7 @@ def run(
             if space.params(mask) not in there:
                 study.enqueue_trial(space.params(mask), user_attrs={"origin": f"first:{origin}"})
         if not complete(standing(study)):
-            with suppress(OutOfTime):
-                study.optimize(objective, timeout=timeout, callbacks=[after])
+            study.optimize(objective, timeout=timeout, callbacks=[after])
 
 
 def standing(study: Study, trials: int | None = None) -> Standing:

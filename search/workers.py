@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from layerskip.bench.methods import Task
 from layerskip.checkpoints import encode, load
 from layerskip.config import SkipConfig
 from layerskip.prompts import Prompt
+from layerskip.search.objective import OutOfTime
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.search.study import SamplerName
@@ -83,15 +85,22 @@ def work(
         if os.getppid() != parent:
             raise Orphaned
 
-    with cpu_threads(threads), contextlib.suppress(Orphaned):
+    spent = time.time() - started
+    until = math.inf if timeout is None else time.monotonic() + timeout - spent
+    with cpu_threads(threads), contextlib.suppress(Orphaned, OutOfTime):
         loaded = load(**loading)
         traced = [encode(loaded.tokenizer, prompt) for prompt in prompts]
         steps = Search(
-            loaded.model, traced, task=task, space=space, parts=frozenset(), positions=positions
+            *(loaded.model, traced),
+            task=task,
+            space=space,
+            parts=frozenset(),
+            positions=positions,
+            until=until,
         )
         steps.open(storage, study_name, first)
         steps.price(cost)
         if timeout is not None:
-            timeout -= time.time() - started
+            timeout = until - time.monotonic()
         if timeout is None or timeout > 0:
             steps.run(trials, sampler=sampler, timeout=timeout, on_trial=look)

@@ -247,17 +247,16 @@ def test_samplers_and_spaces_by_name(searched, tmp_path):
     assert "got 'magic'" in refused("search", "--space", "magic", "--output", tmp_path / "no")
 
 
-def test_time_over(tmp_path, searched, monkeypatch):
-    """A search without trials writes all its files, and a report."""
-    monkeypatch.undo()
-    fast(monkeypatch)
-    result = searched("--timeout", 1e-6, "--json")
-    assert document(result)["winner"] is None
-    assert trials(tmp_path / "out") == []
-    assert (tmp_path / "out" / "report" / "index.html").exists()
-    skip = SkipConfig.load(tmp_path / "out" / "skip.json")
-    assert skip.decoding is not None
-    assert skip.decoding.enabled is False
+def test_time_over(folder, prompts, found, tmp_path):
+    """A search without a finished trial writes no draft, and leaves earlier ones alone."""
+    how = ("--timeout", 1e-6)
+    reason = refused(*flags(folder, prompts, tmp_path / "out", *how))
+    assert reason == "no time was left for this: texts of the target; give a longer timeout"
+    assert not (tmp_path / "out").exists() or not [*(tmp_path / "out").iterdir()]
+    output = shutil.copytree(found[0], tmp_path / "there")
+    before = (output / "skip.json").read_bytes()
+    refused(*flags(folder, prompts, output, *how))
+    assert (output / "skip.json").read_bytes() == before
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then(searched, capsys):

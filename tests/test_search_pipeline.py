@@ -1,7 +1,9 @@
 """A search from Python, end to end on live models: what it finds, keeps and refuses."""
 
 import json
+import math
 import tempfile
+import time
 from dataclasses import replace
 
 import pytest
@@ -23,7 +25,7 @@ from layerskip.replay.drafts import replay
 from layerskip.research.blocks import ExitBlock
 from layerskip.search import fitting, pipeline, search
 from layerskip.search.finalists import winner
-from layerskip.search.objective import Objective
+from layerskip.search.objective import Objective, OutOfTime
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.timing.tables import machine, stored
@@ -437,6 +439,58 @@ class TestResult:
         assert result.skip.decoding.acceptance == "rejection"
         checked(result, tmp_path)
         assert result.skip.notes["law"]["acceptance"] == "rejection"
+
+
+class TestTime:
+    """`until`, by which every stage ends, and the cut-off of trials."""
+
+    def test_no_stage_begins_after_the_end(self, llama):
+        with pytest.raises(OutOfTime, match="no time was left for this: texts of the target"):
+            steps(llama, until=0.0)
+        going = steps(llama, held_out=HELD_OUT * 2)
+        going.open()
+        going.until = 0.0
+        with pytest.raises(OutOfTime, match="costs of the sublayers"):
+            going.price()
+        going.price(COST)
+        with pytest.raises(OutOfTime, match="no trial finished in time; give a longer timeout"):
+            going.run(3, timeout=1e-9)
+        going.run(3)
+        with pytest.raises(OutOfTime, match="replaying the best drafts in full"):
+            going.judge()
+
+    def test_drafts_are_timed_on_two_prompts_or_not_at_all(self, llama):
+        """The texts of one prompt should take 1.5 * 24 steps of 13 ms, of three methods."""
+        going = steps(llama, held_out=HELD_OUT * 2)
+        going.open()
+        going.price(COST)
+        going.run(3)
+        going.until = time.monotonic() + 2.5
+        going.judge(1)
+        result = going.result()
+        assert result.finalists
+        assert result.record["default"] is result.record["seconds"]["confirm"] is None
+        assert [each.confirmed for each in result.finalists] == [None] * len(result.finalists)
+        going.until = math.inf
+        going.judge(1, repeats=1)
+        assert going.finalists[0].confirmed["prompts"] == 2
+
+    def test_a_trial_that_is_cut_off_has_not_failed(self, llama, tmp_path, monkeypatch):
+        evaluate, path = Objective._evaluate, tmp_path / "study.log"
+
+        def cut(self, mask, losing):
+            if len(self._evaluated) == 3:
+                self.until = 0.0
+            return evaluate(self, mask, losing)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Objective, "_evaluate", cut)
+            result = find(llama, trials=9, storage=path)
+        assert [trial["state"] for trial in result.record["trials"]] == ["complete"] * 3
+        again = find(llama, trials=9, storage=path)
+        assert [trial["state"] for trial in again.record["trials"]] == ["complete"] * 9
+        sets = [trial["origin"] for trial in find(llama, trials=9).record["trials"]]
+        assert {trial["origin"] for trial in again.record["trials"]} == {*sets}
 
 
 class TestStudy:

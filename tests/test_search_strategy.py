@@ -205,7 +205,8 @@ class TestStops:
         except KeyboardInterrupt:
             assert end is KeyboardInterrupt
         found = searched(LAYERS, Landscape(4, 0), 7, **how)
-        assert states(found) == ["COMPLETE"] * 3 + ["FAIL"] + ["COMPLETE"] * 4
+        ended = "PRUNED" if end is OutOfTime else "FAIL"
+        assert states(found) == ["COMPLETE"] * 3 + [ended] + ["COMPLETE"] * 4
 
     def test_a_first_set_that_was_interrupted_is_tried_again(self, tmp_path):
         def interrupted(mask, losing):
@@ -215,7 +216,7 @@ class TestStops:
         searched(LAYERS, Landscape(4, 0), 3, evaluate=interrupted, **how)
         found = searched(LAYERS, Landscape(4, 0), 3, **how)
         assert found.trials[1].user_attrs["origin"] == "first:mine"
-        assert states(found) == ["FAIL", *["COMPLETE"] * 3]
+        assert states(found) == ["PRUNED", *["COMPLETE"] * 3]
 
     def test_time_over(self):
         def slow(mask, losing):

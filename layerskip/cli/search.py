@@ -45,7 +45,7 @@ JUDGING, LONGEST_JUDGING = 0.22, 150.0
 MOMENT = 1e-6
 """Seconds given to the trials when no time is left for them."""
 WRITING = 10.0
-"""Maximum seconds for writing the files and the report."""
+"""Seconds for writing the files and the report; a fifth of a short time."""
 HELD_OUT = 12
 """Maximum number of prompts to time finalists on; also never more than a third of all."""
 POSITIONS = 1024
@@ -190,7 +190,7 @@ def search(
             parts=parts,
             positions=positions,
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
-            until=math.inf if timeout is None else started + timeout - WRITING,
+            until=math.inf if timeout is None else started + timeout - min(WRITING, timeout / 5),
         )
         steps.open(where, study_name, first)
         fail_abandoned(steps.study)

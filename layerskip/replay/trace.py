@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -179,6 +179,8 @@ def take_trace(
         eos: tokens that end a text.
         draft_length: maximum number of tokens that a replay drafts from one start.
         acceptance: of drafts in sampling, "coupled" or "rejection"; the texts are the same.
+        progress: called after every round with the current activity and the completed share; may
+            end the trace by an error.
 
     Raises:
         ValueError: an argument is out of range, or no text has a token to draft (NothingToDraft).
@@ -209,12 +211,15 @@ def take_trace(
     texts: list[TraceText] = []
     caches: list[RowCache] = []
     for first in range(0, len(rows), together):
-        progress("texts of the target", first / len(rows))
+        during = partial(progress, "texts of the target", first / len(rows))
         batch, batch_keys = rows[first : first + together], keys[first : first + together]
         room = opened.max_positions - max(map(len, batch)) - max_new_tokens
         longest = max_new_tokens + max(0, min(draft_length, room))
         for prompt, key, new in zip(
-            batch, batch_keys, _decode(opened, batch, batch_keys, law, eos, longest), strict=True
+            batch,
+            batch_keys,
+            _decode(opened, batch, batch_keys, law, eos, longest, during),
+            strict=True,
         ):
             tokens = torch.cat([prompt, torch.tensor(new, device=opened.device)])  # (T,)
             emitted = min(len(new), max_new_tokens)
@@ -237,6 +242,7 @@ def _decode(
     law: Law,
     eos: frozenset[int],
     max_new_tokens: int,
+    during: Callable[[], None],
 ) -> list[list[int]]:
     """New tokens of each prompt, by plain decoding of all of them together."""
     masks = list(map(torch.ones_like, prompts))
@@ -250,7 +256,7 @@ def _decode(
     )
     decoder = Decoder(model, SkipConfig(), Fixed(), request, max_draft_length=0)
     for _ in decoder.rounds():
-        pass
+        during()
     return decoder.emitted
 
 
