@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any
 
 NONE: AbstractSet[int] = frozenset()
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTED}
+_BYTES |= {chr(256 + n): byte for n, byte in enumerate(b for b in range(256) if b not in _PRINTED)}
+"""How byte-level vocabularies spell each byte."""
 
 
 def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = NONE) -> str:
@@ -23,6 +28,20 @@ def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = 
     shown = [token for token in tokens if token in keep or token not in special]
     text = tokenizer.decode(shown, skip_special_tokens=False)
     return text
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The text of a token in UTF-8; a token of a byte-level or byte-fallback vocabulary may hold
+    only part of a character."""
+    spelled: str = tokenizer.convert_ids_to_tokens(token) or ""  # None: of a padded head
+    text: str = tokenizer.decode([token])
+    steps = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+    if "ByteLevel" in steps and "\ufffd" in text and {*spelled} <= _BYTES.keys():
+        return bytes(_BYTES[letter] for letter in spelled)
+    if "ByteFallback" in steps and re.fullmatch("<0x[0-9A-F]{2}>", spelled):
+        return bytes([int(spelled[3:5], 16)])
+    stripped = spelled.startswith("▁") and not text.startswith(" ")  # as at the start of a text
+    return (" " * stripped + text).encode()
 
 
 @lru_cache(maxsize=4)  # a tokenizer may have thousands of added tokens

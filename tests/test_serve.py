@@ -13,7 +13,8 @@ import torch
 from checkpoints import shallow_demo
 from models import lively_model
 from servers import running
-from transformers import RepetitionPenaltyLogitsProcessor
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from layerskip.checkpoints import load
 from layerskip.cli import main
@@ -26,7 +27,7 @@ from layerskip.serving.http import make_app
 from layerskip.serving.requests import Piece, Refusal
 from layerskip.serving.responses import ResponseAsked
 from layerskip.serving.scheduler import Serving, ServingStats
-from layerskip.text import Detokenizer, decode_text
+from layerskip.text import Detokenizer, decode_text, token_bytes
 
 TOOLS_TEMPLATE = (
     "{% if tools %}<tool_call> {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
@@ -212,6 +213,25 @@ class TestAnswers:
         logprobs = plain.choices[0].logprobs
         for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
             assert plain.choices[0].text[offset:].startswith(token)
+
+    def test_bytes_of_tokens_with_part_of_a_character(self, place):
+        text = "A fox: \U0001f98a!"
+        tokens = place.served.tokenizer.encode(text, add_special_tokens=False)
+        told = Piece(tokens, [{token: -1.0} for token in tokens], reason="stop")
+        asked = {"logprobs": True, "top_logprobs": 1}
+        answer = answer_of(ChatAsked(**ASKED, **asked), place.served)
+        answer.add(0, told)
+        [choice] = answer.whole()["choices"]
+        content = choice["logprobs"]["content"]
+        assert b"".join(bytes(each["bytes"]) for each in content) == text.encode()
+        assert [top["bytes"] for each in content for top in each["top_logprobs"]] == [
+            each["bytes"] for each in content
+        ]
+        answer = answer_of(CompletionAsked(**GREEDY, prompt="a", logprobs=1), place.served)
+        answer.add(0, told)
+        logprobs = answer.whole()["choices"][0]["logprobs"]
+        assert logprobs["tokens"][-5:] == [*(f"bytes:\\x{b:02x}" for b in b"\xf0\x9f\xa6\x8a"), "!"]
+        assert logprobs["top_logprobs"] == [{token: -1.0} for token in logprobs["tokens"]]
 
     def test_penalties_and_bias_are_those_of_the_library(self, place):
         penalties = Penalties(len(place.served.tokenizer(STORY)["input_ids"]), 1.5, 0.5)
@@ -872,6 +892,26 @@ def test_characters_are_never_split(size):
     told = [decoder.put(data[i : i + size]) for i in range(0, len(data), size)]
     assert "\ufffd" not in "".join(told)
     assert "".join(told) + decoder.end() == text
+
+
+def test_bytes_of_tokens_where_bytes_are_the_last_resort():
+    words = ["▁", "▁a", "a", "\ufffd", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    fast = Tokenizer(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace()
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(left=1),
+        ]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    text = "a a \ufffd\U0001f98a"
+    ids = tokenizer(text)["input_ids"]
+    assert b"".join(token_bytes(tokenizer, id_) for id_ in ids) == f" {text}".encode()
+    assert token_bytes(tokenizer, 999) == b""
 
 
 def test_a_stop_string_of_the_prompt_does_not_count():

@@ -11,7 +11,7 @@ from typing import Any
 from layerskip.serving.fields import Asked, ChatAsked
 from layerskip.serving.formats.reading import Delta, Reader, held_back
 from layerskip.serving.requests import Counts, Piece, Refusal, TextRequest
-from layerskip.text import Detokenizer
+from layerskip.text import Detokenizer, token_bytes
 
 
 class Choice:
@@ -129,10 +129,9 @@ class Choice:
         }
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._tokenizer.decode([token])
-        data = None if "\ufffd" in text else list(text.encode())
+        data = token_bytes(self._tokenizer, token)
         shown = None if logprob is None else max(logprob, -9999.0)
-        return {"token": text, "logprob": shown, "bytes": data}
+        return {"token": data.decode(errors="replace"), "logprob": shown, "bytes": [*data]}
 
 
 def merged(deltas: Sequence[Delta]) -> Delta:
@@ -292,12 +291,20 @@ def _of_chat(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"content": shown, "refusal": None}
 
 
+def _spelled(token: dict[str, Any]) -> str:
+    """A token as a name, which two of them should not share."""
+    data = bytes(token["bytes"])
+    if data == token["token"].encode():
+        return str(token["token"])
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 def _of_completion(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "tokens": [each["token"] for each in told],
+        "tokens": [_spelled(each) for each in told],
         "token_logprobs": [each["logprob"] for each in told],
         "top_logprobs": [
-            {top["token"]: top["logprob"] for top in each["top_logprobs"]}
+            {_spelled(top): top["logprob"] for top in each["top_logprobs"]}
             if each["logprob"] is not None
             else None
             for each in told
