@@ -1,4 +1,4 @@
-"""Texts as token ids: decoded all at once or as they come, and compared."""
+"""Texts as token ids: decoded all at once or as they come, and compared; and numbers in words."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 def _special(tokenizer: Any) -> frozenset[int]:
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(id_ for id_, token in added if token.special)
+
+
+def plural(number: int, noun: str) -> str:
+    """A number with its noun: `1 draft`, `2,048 drafts`."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -456,7 +456,7 @@ def test_batches_are_of_one_category_and_padded_on_the_left():
     assert pair.category == "a"
     assert pair.attention_mask.tolist() == [[0, 0, 1, 1, 1], [1] * 5]
     assert pair.input_ids[0].tolist() == [0, 0, *prompts[0].ids[0].tolist()]
-    assert words == ["3 prompts are left out at batch size 2: too few for a batch"]
+    assert words == ["3 prompts left out at batch size 2: too few for a batch"]
 
 
 def test_prices_are_measured_once_and_used(model, monkeypatch):

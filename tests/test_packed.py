@@ -170,7 +170,7 @@ INT4 = {"quant_method": "torchao", "quant_type": "int4_weight_only"}
 SPOILT = {
     "cut": ("gptq 4", {}, "cannot load the checkpoint"),
     "a file elsewhere": ("gptq 4", {}, "a.safetensors: No such file"),
-    "no weight": ("gptq 4", {"qweight": None}, "7 weights are missing, model.layers.0.self_attn"),
+    "no weight": ("gptq 4", {"qweight": None}, "7 weights missing, model.layers.0.self_attn"),
     "no scales": ("awq", {"scales": None}, "q_proj.scales is missing"),
     "shape": ("awq", {"qweight": lambda t: t[:-8]}, "qweight must have shape (64, 8), got (56"),
     "dtype": ("gptq 4", {"scales": lambda t: t.int()}, "scales must be in torch.float32 or"),

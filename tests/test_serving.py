@@ -423,7 +423,7 @@ def test_a_full_queue_refuses(model):
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
-    with pytest.raises(Refusal, match="2 texts are waiting and 1 more came, but at most 2 may"):
+    with pytest.raises(Refusal, match="2 texts waited and 1 more came, but at most 2 may"):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
 
 

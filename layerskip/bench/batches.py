@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.checkpoints import encode
 from layerskip.prompts import Prompt
+from layerskip.text import plural
 
 
 class Encoded(NamedTuple):
@@ -76,7 +77,9 @@ def make_batches(
                     )
                 )
         if left:
-            words.append(f"{left} prompts are left out at batch size {size}: too few for a batch")
+            words.append(
+                f"{plural(left, 'prompt')} left out at batch size {size}: too few for a batch"
+            )
     return batches, words
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TextIO
 
-from layerskip.text import Detokenizer
+from layerskip.text import Detokenizer, plural
 
 if TYPE_CHECKING:
     from layerskip.bench.comparison import Comparison
@@ -129,13 +129,14 @@ class TextStream:
 
 def verdict(comparison: Comparison) -> str:
     """The result of a comparison in a few words."""
-    words = f"{comparison.tokens} tokens, {comparison.prompts} prompts: "
+    words = f"{plural(comparison.tokens, 'token')}, {plural(comparison.prompts, 'prompt')}: "
     if comparison.faults:
         words += f"DIFFERENT in {comparison.faults}"
     else:
         words += "the same"
     if comparison.near_ties:
-        words += f" {'and' if comparison.faults else 'up to'} {comparison.near_ties} near-tie(s)"
+        joined = "and" if comparison.faults else "up to"
+        words += f" {joined} {plural(comparison.near_ties, 'near-tie')}"
     if comparison.resolution is None:
         return words
     exact = comparison.resolution == 0
@@ -176,7 +177,7 @@ def differences(comparison: Comparison, ids: Sequence[str], tokenizer: Any) -> l
             for d in every[:_SHOWN]
         ]
         more = len(every) - _SHOWN
-        lines += [f"prompt {ids[prompt]}: {more} more differences"] if more > 0 else []
+        lines += [f"prompt {ids[prompt]}: {plural(more, 'more difference')}"] if more > 0 else []
     return lines
 
 
@@ -194,8 +195,8 @@ def ratio(value: float | None, low: float | None, high: float | None) -> str:
 def same_texts(row: Mapping[str, Any]) -> str:
     """How many of a method's texts equal the reference, and how the others differ."""
     words = [f"{row['equal']}/{row['compared']}" if row["compared"] else "-"]
-    words += [f"{row['near_ties']} near-ties"] if row["near_ties"] else []
-    words += [f"{row['faults']} FAULTS"] if row["faults"] else []
+    words += [plural(row["near_ties"], "near-tie")] if row["near_ties"] else []
+    words += [plural(row["faults"], "fault").upper()] if row["faults"] else []
     return ", ".join(words)
 
 

@@ -27,6 +27,7 @@ from transformers import AutoConfig, PreTrainedModel
 from layerskip.library import classes_of
 from layerskip.model.families import ASSISTANTS
 from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.text import plural
 
 
 def is_assistant(config: Any) -> bool:
@@ -148,7 +149,7 @@ def load_assistant(path: str | os.PathLike[str], *, dtype: torch.dtype | None = 
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
     if lacking:
         raise ValueError(
-            f"the assistant {path} is incomplete: {len(lacking)} weights are missing or have "
+            f"the assistant {path} is incomplete: {plural(len(lacking), 'weight')} missing or of "
             f"another shape, {lacking[0]} first"
         )
     return model.eval()

@@ -23,7 +23,7 @@ from layerskip.prompts import Prompt
 from layerskip.serving.answers import Answer
 from layerskip.serving.requests import Piece
 from layerskip.serving.scheduler import Serving
-from layerskip.text import decode_text
+from layerskip.text import decode_text, plural
 
 Row = dict[str, Any]
 Numbered = tuple[int, Prompt]
@@ -106,8 +106,8 @@ def _refusal(path: Path, rows: Mapping[str, Row], fingerprints: Mapping[str, str
     )
     what = " and ".join(name for name, old, new in pairs if old != new)
     return (
-        f"{path} has {len(rows)} rows with another origin; the first is that of prompt {first}, "
-        f"from {what}; give another --output, or --force to answer these prompts again"
+        f"{path} has {plural(len(rows), 'row')} with another origin; the first is that of prompt "
+        f"{first}, from {what}; give another --output, or --force to answer these prompts again"
     )
 
 

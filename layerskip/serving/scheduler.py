@@ -20,6 +20,7 @@ from layerskip.serving.batch import Batch
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.texts import Tell, Text, index_of
 from layerskip.session import share
+from layerskip.text import plural
 
 PIECE = 512
 """Prompt tokens that a step runs while others decode."""
@@ -176,8 +177,8 @@ class Serving:
         if waiting + count > self.max_queue:
             raise Refusal(
                 429,
-                f"{waiting} texts are waiting and {count} more came, but at most {self.max_queue} "
-                "may wait; try again later, or ask for fewer at once",
+                f"{plural(waiting, 'text')} waited and {count} more came, but at most "
+                f"{self.max_queue} may wait; try again later, or ask for fewer at once",
                 code="queue_full",
             )
 

@@ -23,6 +23,7 @@ from layerskip.model.formats.gptq import gptq
 from layerskip.model.formats.one_byte import fp8, torchao
 from layerskip.model.formats.tensors import FLOATS, Tensors
 from layerskip.model.stored import UNIT, Stored
+from layerskip.text import plural
 
 _READERS: dict[str, Callable[[dict[str, Any]], Read]] = {
     "compressed-tensors": compressed,
@@ -93,7 +94,7 @@ def folder_model(folder: Path, config: Any, dtype: torch.dtype, *, packed: bool)
             continue
         put(model, name, weight)
     if lacking:
-        raise ValueError(f"{len(lacking)} weights are missing, {lacking[0]} first")
+        raise ValueError(f"{plural(len(lacking), 'weight')} missing, {lacking[0]} first")
     model.tie_weights()
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
