@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
@@ -275,20 +274,12 @@ class SkipConfig:
             return self.model == model
         return None
 
-    def warn_if_foreign(self, model: str | None, model_hash: str | None = None) -> None:
-        """Warn if this was searched on another model, by hash or else by name."""
-        if self.matches(model, model_hash) is False:
-            warnings.warn(
-                f"this skip config was searched on {self.model or 'another model'}, not on "
-                f"{model}: the output stays exact, but it may be slower",
-                stacklevel=2,
-            )
-
     @classmethod
     def load(cls, path: str | os.PathLike[str], entry: str | None = None) -> SkipConfig:
         """Read a file written by `save`, or bare sets `{"attention": [...], "mlp": [...]}`.
 
         Args:
+            path: the file, or a folder with a `skip.json`, as a search or a training writes it.
             entry: the config to choose from a file that holds several by name, such as the
                 `skip_layers.json` that Draft & Verify publishes for four models.
 
@@ -296,7 +287,9 @@ class SkipConfig:
             ValueError: the file is missing, is not JSON or is not a skip config (the message says
                 which); the entry is missing; or there are several configs and no entry is named.
         """
-        folder = Path(path).absolute().parent
+        path = Path(path)
+        path = path / "skip.json" if path.is_dir() else path
+        folder = path.absolute().parent
         try:
             content = _entry(schema.parse_characters(read_file(path)), entry)
             return cls.from_dict(content)._weights_at(lambda name: folder / name)

@@ -115,12 +115,31 @@ def choose_drafts(
     if skips and settings.draft_vocabulary is not None:
         model = model.trimmed(settings.draft_vocabulary)
     for number, skip in enumerate(skips, 1):
-        own_hash = model.weights.fingerprint() if skip.model_hash else None
-        skip.warn_if_foreign(getattr(model.model, "name_or_path", None) or None, own_hash)
-        sources.append(source := source_of(model, skip))
+        sources.append(source := source_of(model, without_origin(model, skip)))
         if len(skips) > 1:
             source.name = f"{source.name} {number}"  # type: ignore[misc]
     return Drafts(model, sources, skips, reason)
+
+
+def without_origin(model: Sublayers, skip: SkipConfig) -> SkipConfig:
+    """Return a skip config that fits the model, without where it was searched.
+
+    Warns if that was another model; what is returned does not warn again.
+
+    Raises:
+        ValueError: it does not fit the model.
+    """
+    own_hash = model.weights.fingerprint() if skip.model_hash else None
+    name = getattr(model.model, "name_or_path", None) or None
+    foreign = skip.matches(name, own_hash) is False
+    origin = f"this skip config was searched on {skip.model or 'another model'}, not on {name}"
+    try:
+        skip.resolve(model.num_layers)
+    except ValueError as error:
+        raise ValueError(f"{error}; {origin}" if foreign else str(error)) from error
+    if foreign:
+        warnings.warn(f"{origin}: the output stays exact, but it may be slower", stacklevel=3)
+    return replace(skip, model=None, model_hash=None)
 
 
 def _second_model(target: Sublayers, settings: Settings) -> Source:

@@ -143,7 +143,7 @@ class Plan:
             for label, skip in given:
                 stored = skip.decoding is not None and skip.decoding.lookup is True
                 how = stored if lookup is None else lookup
-                drafts.append(("self", label, {"skip": self._checked(skip), "lookup": how}))
+                drafts.append(("self", label, {"skip": skip, "lookup": how}))
             entry = self._entries.get("self")
             if entry is not None and not given:
                 default = None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
@@ -158,7 +158,7 @@ class Plan:
         if "self-lookup" in kinds:
             drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         if "self-together" in kinds:
-            skips = [self._checked(skip) for _, skip in given]
+            skips = [skip for _, skip in given]
             drafts.append(("self-together", "together", {"skip": skips, "lookup": lookup or False}))
         if "self-8bit" in kinds:
             drafts.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
@@ -245,12 +245,6 @@ class Plan:
         if alone and any(batch.rows > 1 for batch in self.batches):
             self.say(f"{', '.join(alone)}: batch size 1 only, larger batches are refused")
         return methods
-
-    def _checked(self, skip: SkipConfig) -> SkipConfig:
-        model = self.loaded.model
-        skip.resolve(model.config.get_text_config().num_hidden_layers)
-        skip.warn_if_foreign(self.loaded.name, fingerprint(model))
-        return replace(skip, model=None, model_hash=None)  # one warning is enough
 
     def _depth(self, engines: Sequence[Engine]) -> int:
         """The early exit of transformers: as many sublayers as our draft runs, or half of them."""

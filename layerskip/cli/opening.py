@@ -115,11 +115,11 @@ def own_drafts(
     Returns:
         The skip configs, the checkpoint's own head, and why there are no better drafts, in words.
     """
-    from layerskip.drafts import automatic_draft, in_words, own_head
+    from layerskip.drafts import automatic_draft, in_words, own_head, without_origin
 
     if given:
         warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
-        return [sources.changed(each) for each in given], [], []
+        return [sources.changed(without_origin(model, each)) for each in given], [], []
     default, reasons, limit = SkipConfig(), [], sources.memory
     if sources.low_precision is None:
         automatic = automatic_draft(model, limit)
@@ -285,7 +285,8 @@ def open_decoding(
     law["do_sample"] = sampling.do_sample
     idle = flags.settings | {"acceptance": sampling.acceptance}
     if flags.no_draft:
-        warn_idle(flags.idle | idle, "with --no-draft")
+        own = {"skip": flags.skip, "entry": flags.entry, "exit_layer": flags.exit_layer}
+        warn_idle(own | flags.idle | idle, "with --no-draft")
     with open_drafts(flags, loading, talk, checked, plain=flags.no_draft, reads=reads) as opened:
         settings = opened.settings | flags.settings | {"acceptance": sampling.acceptance}
         names = opened.names if settings["enabled"] else []
