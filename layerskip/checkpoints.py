@@ -15,6 +15,10 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    are_progress_bars_disabled,
+    enable_progress_bars,
+)
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -37,9 +41,10 @@ from layerskip.model.opening import open_model, runs_natively
 from layerskip.model.stored import Stored, store_halves, stored_words, unpacked_model
 from layerskip.model.whole import level
 from layerskip.model.wrappers import UnsupportedModelError
-from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, suggestion
+from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS, model_folder, names_here, suggestion
 from layerskip.pictures import encode_pictures, pictures_shown
 from layerskip.prompts import Prompt
+from layerskip.text import plural
 
 # transformers' default for an assistant whose checkpoint does not say how many tokens the library's
 # own assisted generation should draft; it fails without one.
@@ -149,7 +154,7 @@ def load(
         dtype: one of `DTYPES`; "auto" is the checkpoint's own, but float32 for a shipped model on
             the CPU: it is small, and narrower types would only cause near-ties.
         trust_remote_code: run code that comes with the checkpoint.
-        bars: show the library's progress bars.
+        bars: show progress bars of downloads from the Hub.
         packed: keep weights of few bits as they are stored where native passes can run the model
             (on a CPU, in float32 or bfloat16); else they are unpacked.
         reads: also accept an encoder-decoder.
@@ -162,8 +167,10 @@ def load(
     name = str(name)
     chatter.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    if not bars:
-        chatter.disable_progress_bar()
+    downloads = bars and not are_progress_bars_disabled()
+    chatter.disable_progress_bar()  # the Hub's, too
+    if downloads:
+        enable_progress_bars()
     place = _device(device)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -202,7 +209,7 @@ def load(
     lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
     if lacking:
         raise ValueError(
-            f"checkpoint {name!r} is incomplete: {len(lacking)} weights are missing or have "
+            f"checkpoint {name!r} is incomplete: {plural(len(lacking), 'weight')} missing or of "
             f"another shape, {lacking[0]} first"
         )
     model = _on_lines(model.to(place).eval())
@@ -217,7 +224,7 @@ def _unreadable(name: str, folder: Path | None, error: Exception) -> ValueError:
         return ValueError(f"cannot load the checkpoint in {folder}: {reason}")
     return ValueError(
         f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
-        f"folder, {', '.join(SHIPPED + MADE)}{suggestion(name)}"
+        f"folder, {', '.join(names_here())}{suggestion(name)}"
     )
 
 

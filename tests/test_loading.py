@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_refused(folder, damage):
         tensors = load_file(weights)
         del tensors["model.layers.3.mlp.up_proj.weight"]
         save_file(tensors, weights, metadata={"format": "pt"})
-    words = "1 weights are missing" if damage == "one weight" else "cannot load the checkpoint in"
+    words = "1 weight missing" if damage == "one weight" else "cannot load the checkpoint in"
     with pytest.raises(ValueError, match=words):
         load(str(folder))
 
@@ -170,8 +170,13 @@ def test_made_checkpoints_are_found_from_anywhere(monkeypatch, tmp_path):
     assert str(load("smollm2").folder) == "smollm2"  # a folder of that name comes first
 
 
-def test_wrong_names_suggest_the_nearest_right_one(tmp_path):
+def test_wrong_names_suggest_the_nearest_right_one(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "mistral-tiny")
+    monkeypatch.setenv("LAYERSKIP_CHECKPOINTS", str(tmp_path / "made"))
+    with pytest.raises(ValueError, match=r"allowed are [^;]*demo-gemma4$"):
+        load("smolm2")  # smollm2 is not made
+    for name in MADE:
+        (tmp_path / "made" / name).mkdir(parents=True)
     for name, meant in {
         "demo-lama": "demo-llama",
         "smolm2": "smollm2",
