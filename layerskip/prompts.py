@@ -11,7 +11,7 @@ from typing import Any
 
 from layerskip.files import schema
 from layerskip.files.reading import read_text
-from layerskip.files.schema import anything, has, items, mapping, name_text, optional
+from layerskip.files.schema import anything, has, integer, items, mapping, name_text, optional
 from layerskip.pictures import showing
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -28,6 +28,8 @@ class Prompt:
     category: str | None = None
     response_format: dict[str, Any] | None = None
     """The form that the text must have, as OpenAI's API defines it."""
+    max_new_tokens: int | None = None
+    """The maximum number of new tokens, if the line of the file sets one."""
     body: dict[str, Any] | None = None
     """The body of a line in OpenAI's batch format, including the text or the messages."""
 
@@ -35,7 +37,9 @@ class Prompt:
     def asked(self) -> dict[str, Any]:
         """Everything on which an answer may depend."""
         names = ("text", "messages", "response_format", "body")
-        return {name: getattr(self, name) for name in names}
+        asked = {name: getattr(self, name) for name in names}
+        limit = self.max_new_tokens  # left out without one, as in the fingerprints of older rows
+        return asked if limit is None else asked | {"max_new_tokens": limit}
 
     def as_chat(self) -> Prompt:
         """Convert to a chat prompt: text becomes a user message; messages are unchanged."""
@@ -56,14 +60,18 @@ class Prompt:
         return replace(self, messages=({"role": "system", "content": text}, *messages))
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+def read_prompts(path: str | os.PathLike[str], *, strict: bool = False) -> list[Prompt]:
     """Read a prompt file. Blank lines are ignored.
 
     Each JSON line contains one of `prompt` (a string), `messages` (a chat: objects with `role` and
     `content`) or `turns` (Spec-Bench, arXiv 2401.07851: the first turn is the prompt). It may also
-    contain `category`, `id` and `response_format`; other keys are ignored. A line of OpenAI's batch
-    files has `custom_id` and `body`, which contains `prompt` or `messages`. A file that neither has
-    one of `JSON_SUFFIXES` nor starts with a JSON object is plain text, one prompt per line.
+    contain `category`, `id`, `reference`, `response_format` and `max_new_tokens` (or `max_tokens`).
+    A line of OpenAI's batch files has `custom_id` and `body`, which contains `prompt` or
+    `messages`. A file that neither has one of `JSON_SUFFIXES` nor starts with a JSON object is
+    plain text, one prompt per line.
+
+    Args:
+        strict: refuse other keys of a line; otherwise they are ignored.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8, has no prompt, or a line is wrong. The
@@ -86,7 +94,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     prompts: dict[str, Prompt] = {}
     for number, line in numbered:
         try:
-            prompt = _parse(line, number)
+            prompt = _parse(line, number, strict)
             if prompt.id in prompts:
                 raise ValueError(f"id must be unique, got {prompt.id!r} again")
         except (TypeError, ValueError) as error:
@@ -110,11 +118,14 @@ def _is_json_object(line: str) -> bool:
         return False
 
 
-def _parse(line: str, number: int) -> Prompt:
+def _parse(line: str, number: int, strict: bool) -> Prompt:
     values = mapping(schema.parse_characters(line), "a line")
+    allowed = _BATCH_KEYS if "body" in values else _KEYS
+    if strict and (unknown := [key for key in values if key not in allowed]):
+        raise ValueError(f"a line may have the keys {', '.join(allowed)}, got {shown(unknown[0])}")
     if "body" in values:
         return _parse_body(values)
-    kinds = [kind for kind in ("prompt", "messages", "turns") if kind in values]
+    kinds = [kind for kind in _KINDS if kind in values]
     if len(kinds) != 1:
         got = " and ".join(kinds) or f"the keys {shown(list(values))}"
         raise ValueError(f"a line must hold one of prompt, messages or turns, got {got}")
@@ -124,6 +135,7 @@ def _parse(line: str, number: int) -> Prompt:
     also = {
         "category": optional(name_text)(values.get("category"), "category"),
         "response_format": optional(mapping)(values.get("response_format"), "response_format"),
+        "max_new_tokens": _limit(values),
     }
     if kinds == ["messages"]:
         messages = tuple(_MESSAGES(values["messages"], "messages"))
@@ -133,6 +145,13 @@ def _parse(line: str, number: int) -> Prompt:
     else:
         text = name_text(values["prompt"], "prompt")
     return Prompt(id=str(id_), text=text, **also)
+
+
+def _limit(values: dict[str, Any]) -> int | None:
+    limits: list[int | None] = [optional(integer(1))(values.get(name), name) for name in _LIMITS]
+    if None not in limits and limits[0] != limits[1]:
+        raise ValueError("max_tokens is another name of max_new_tokens; give one of them")
+    return limits[0] or limits[1]
 
 
 def _parse_body(values: dict[str, Any]) -> Prompt:
@@ -148,4 +167,7 @@ def _parse_body(values: dict[str, Any]) -> Prompt:
     return Prompt(id=id_, text=name_text(body["prompt"], "body.prompt"), body=body)
 
 
+_KINDS, _LIMITS = ("prompt", "messages", "turns"), ("max_new_tokens", "max_tokens")
+_KEYS = (*_KINDS, "id", "question_id", "category", "reference", "response_format", *_LIMITS)
+_BATCH_KEYS = ("custom_id", "method", "url", "body")
 _MESSAGES = items(has(role=name_text, content=name_text), least=1)

@@ -29,12 +29,17 @@ def test_json_lines_of_every_kind(tmp_path):
         "",
         {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": BODY},
         {"question_id": 81, "category": "writing", "turns": ["First", "Second"], "reference": []},
+        {"prompt": "Hello", "max_tokens": 5, "max_new_tokens": None},
     )
-    assert read_prompts(path) == [
+    prompts = read_prompts(path, strict=True)
+    old = {"text", "messages", "response_format", "body"}  # in fingerprints of rows
+    assert [each.asked.keys() - old for each in prompts] == [{*()}] * 4 + [{"max_new_tokens"}]
+    assert prompts == [
         Prompt(id="a", text="def f(x):\n", category="code"),
         Prompt(id="2", messages=tuple(CHAT)),
         Prompt(id="b", messages=tuple(CHAT), body=BODY),
         Prompt(id="81", text="First", category="writing"),
+        Prompt(id="6", text="Hello", max_new_tokens=5),
     ]
 
 
@@ -73,6 +78,8 @@ def test_json_is_recognised_whatever_the_name(tmp_path):
         ({"body": {"prompt": "Hello"}}, "custom_id must be a string"),
         ({"custom_id": "a", "body": {}}, "body must hold either prompt or messages"),
         ({"custom_id": "a", "body": {"messages": []}}, "body.messages must have at least 1 items"),
+        ({"prompt": "Hello", "max_tokens": 0}, "max_tokens must be 1 or more, got 0"),
+        ({"prompt": "x", "max_tokens": 2, "max_new_tokens": 3}, "give one of them"),
         ({"prompt": "Hello", "id": 1}, "id must be unique, got '1' again"),
     ],
 )

@@ -57,6 +57,27 @@ def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_
     assert settled(parts) == settled(whole)
 
 
+def test_a_line_may_limit_its_own_text(given, tmp_path):
+    """Whatever limits the others in the batch have."""
+    whole, output = tmp_path / "whole", tmp_path / "new" / "out"
+    lines = [json.loads(line) for line in given.read_text().splitlines()]
+    assert run(given, whole, *SAMPLED, "-n", "9").exit_code == 0
+    limits = {line["id"]: 1 + 4 * number % 9 for number, line in enumerate(lines) if number % 4}
+    for number, line in enumerate(lines):
+        if line["id"] in limits:
+            line["max_tokens" if number % 2 else "max_new_tokens"] = limits[line["id"]]
+    given.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run(given, output, *SAMPLED)
+    assert result.exit_code == 0
+    assert f"--output makes the folder {output.parent}, which" in result.stderr
+    for id_, row in rows(output).items():
+        assert row["token_ids"] == rows(whole)[id_]["token_ids"][: limits.get(id_, 8)]
+        assert row["finish_reason"] == "length"
+    assert "9 of 9 prompts already answered" in run(given, output, *SAMPLED).stderr
+    given.write_text(given.read_text().replace('_tokens": 5', '_tokens": 6'))
+    assert "from another prompt" in run(given, output, *SAMPLED).stderr
+
+
 def test_models_that_run_whole_answer_files(tmp_path):
     folder = save_checkpoint(tmp_path / "whole", deepcopy(small_model("phi")).float())
     asked, output = tmp_path / "asked.txt", tmp_path / "out"
@@ -97,7 +118,7 @@ def test_a_prompt_that_fails_has_a_row_of_its_own(given, tmp_path):
     given.write_text(json.dumps(long) + "\n" + given.read_text())
     result = run(given, output)
     assert result.exit_code == 1
-    assert "1 prompts failed" in result.stderr
+    assert "1 prompt failed" in result.stderr
     found = rows(output)
     assert found["long"].keys() == {"id", "error", "fingerprint"}
     assert "texts have at most 512 tokens" in found["long"]["error"]
@@ -139,7 +160,7 @@ def test_batch_files_of_openai_are_answered_in_their_shape(given, tmp_path):
     assert run(given, output).exit_code == 1
     found = rows(output)
     assert all(row["custom_id"] == id_ for id_, row in found.items())
-    words = "has 1 rows with another origin; the first is that of prompt c5, from another prompt"
+    words = "has 1 row with another origin; the first is that of prompt c5, from another prompt"
     assert words in run(given, output, "--seed", "6").stderr
     given.write_text(json.dumps({"id": "a", "prompt": text["prompt"]}))
     assert run(given, plain).exit_code == 0
@@ -202,6 +223,8 @@ def test_what_cannot_be_run_is_refused(given, tmp_path, monkeypatch):
     result = run(given, output)
     assert result.exit_code == 2
     assert "line 10: id must be unique, got 'a0' again" in result.stderr
+    given.write_text(json.dumps({"custom_id": "a", "max_tokens": 5, "body": {"prompt": "x"}}))
+    assert "may have the keys custom_id, method, url, body, got 'max_t" in run(given, output).stderr
     assert not output.exists()
 
 
@@ -280,7 +303,7 @@ def test_rows_that_came_from_something_else_are_refused_before_a_model_is_loaded
     monkeypatch.undo()
     lines = given.read_text().splitlines(keepends=True)
     given.write_text("".join(lines[:3]).replace("return 1", "return 11") + "".join(lines[3:]))
-    words = "has 1 rows with another origin; the first is that of prompt a1, from another prompt"
+    words = "has 1 row with another origin; the first is that of prompt a1, from another prompt"
     assert words in run(given, output, *SAMPLED).stderr
     assert run(given, output, *SAMPLED, "--force").exit_code == 0
     after = settled(output)
@@ -312,7 +335,7 @@ def test_processes_of_torchrun_write_the_file_of_one(given, tmp_path):
     # torchrun would kill the other processes if one failed
     done = subprocess.run([*command, *FLAGS, *SAMPLED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "1 prompts failed" in done.stderr
+    assert "1 prompt failed" in done.stderr
     assert settled(output) == settled(whole)
 
 

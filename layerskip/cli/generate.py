@@ -14,7 +14,7 @@ from layerskip.cli.flags import flag, switch
 from layerskip.cli.inputs import read_given, read_pictures, spoken
 from layerskip.cli.opening import open_decoding
 from layerskip.prompts import Prompt
-from layerskip.text import decode_text
+from layerskip.text import decode_text, plural
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,15 +44,18 @@ def generate(
     quiet: flags.Quiet = False,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Continue a prompt with the text of plain decoding, but faster."""
+    """Continue a prompt with the text of plain decoding, but faster.
+
+    Example: layerskip generate demo-llama --prompt "def main():" --stream
+    """
     began = time.perf_counter()
     pictures = read_pictures(image)
     chosen = spoken(_given_prompts(prompt, prompts), chat, writing.system)
     chosen = [each.showing(pictures) for each in chosen] if pictures else chosen
-    writing.check(seed)
+    talk = terminal.Talk(quiet)
+    writing = writing.checked(talk, seed)
     if writing.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
-    talk = terminal.Talk(quiet)
     inputs: list[dict[str, Tensor]] = []
 
     def encoded(loaded: Loaded) -> None:
@@ -81,7 +84,7 @@ def generate(
                 seed=own_seed,
                 progress=terminal.reading(talk),
                 clock=time.perf_counter,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=each.max_new_tokens or max_new_tokens,
                 **settings,
             )
             seconds, stats = time.perf_counter() - start, output.stats
@@ -125,7 +128,11 @@ def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
     if prompt is not None and path is not None:
         raise ValueError("give either --prompt TEXT or --prompts FILE; got both")
     if path is not None:
-        return read_given(path)
+        chosen = read_given(path, strict=True)
+        for each in chosen:
+            if each.body or each.response_format:
+                raise ValueError(f"prompt {each.id} has a form of its own; use layerskip run")
+        return chosen
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n") or None
@@ -144,7 +151,7 @@ def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
 
 def _summary(result: dict[str, Any]) -> str:
     words = (
-        f"{result['new_tokens']} tokens in {result['seconds']:.2f} s: the first after "
+        f"{plural(result['new_tokens'], 'token')} in {result['seconds']:.2f} s: the first after "
         f"{result['time_to_first_token']:.2f} s (prefill, "
         f"{result['prefill_tokens_per_second']:.0f} tokens/s)"
     )
@@ -153,11 +160,12 @@ def _summary(result: dict[str, Any]) -> str:
     if result["finish_reason"] == "length":
         words += "; cut off by --max-new-tokens"
     if result["num_known_tokens"]:
-        words += f"; {result['num_known_tokens']} tokens cached from earlier prompts"
+        words += f"; {plural(result['num_known_tokens'], 'token')} cached from earlier prompts"
     if result["num_drafts"]:
         by = f" ({terminal.by_source(result)})" if len(result["sources"]) > 1 else ""
         words += (
-            f"; {result['num_drafts']} drafts{by} with {result['num_draft_tokens']} tokens, "
+            f"; {plural(result['num_drafts'], 'draft')}{by} with "
+            f"{plural(result['num_draft_tokens'], 'token')}, "
             f"accepted {result['num_accepted_tokens']} ({result['acceptance_rate']:.2f}), "
             f"mean acceptance length {result['mean_acceptance_length']:.2f}"
         )

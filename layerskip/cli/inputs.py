@@ -9,6 +9,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+from layerskip.cli.terminal import Talk
 from layerskip.files.reading import read_text
 from layerskip.named import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
 from layerskip.pictures import read_picture
@@ -25,11 +26,13 @@ def check_folder(folder: Path) -> None:
         raise ValueError(f"--output {folder} cannot be made or written to: {there} is read-only")
 
 
-def check_file(file: Path) -> None:
-    """The same for an --output file."""
-    if file.is_dir():
-        raise ValueError(f"--output {file} is a folder; give a file")
+def check_file(file: Path, talk: Talk) -> None:
+    """The same for an --output file. Says if a folder will be made for it."""
+    if str(file) == "-" or (file.exists() and not file.is_file()):  # a device might never end
+        raise ValueError(f"--output {file} is a folder, a pipe or a device; give a file")
     check_folder(file.absolute().parent)
+    if not file.absolute().parent.exists():
+        talk.say(f"--output makes the folder {file.parent}, which does not exist yet")
 
 
 def given_prompts(path: Path | None, model: str) -> list[Prompt]:
@@ -45,11 +48,12 @@ def given_prompts(path: Path | None, model: str) -> list[Prompt]:
     return shipped_prompts(None)
 
 
-def read_given(path: Path) -> list[Prompt]:
+def read_given(path: Path, *, strict: bool = False) -> list[Prompt]:
     """Read prompts from a file, from the shipped set of that name, or from standard input ("-")."""
     if str(path) == "-":
         path = Path("/dev/stdin")
-    return read_prompts(path if path.exists() else NAMED_PROMPTS.get(str(path), path))
+    path = path if path.exists() else NAMED_PROMPTS.get(str(path), path)
+    return read_prompts(path, strict=strict)
 
 
 def read_tasks(folder: Path) -> list[Prompt]:

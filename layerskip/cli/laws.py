@@ -10,6 +10,7 @@ from layerskip.cli.inputs import check_file
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, to_json
 from layerskip.registry import named
+from layerskip.text import plural
 
 
 def laws(
@@ -31,10 +32,12 @@ def laws(
 
     The file lists the likely next tokens after each sequence of four tokens. With `--laws FILE`,
     `generate`, `chat`, `run`, `serve` and `benchmark` draft from it. It works for this model only.
+
+    Example: layerskip laws demo-llama --text notes.txt --output notes.laws
     """
     texts = [text_in("--text", each) for each in text]
-    check_file(output)
     talk = Talk(quiet)
+    check_file(output, talk)
     loaded = open_model(loading, talk)
     with open_passes(loaded, loading, talk) as opened:
         kept, read = named("store", "laws")(places), 0
@@ -47,7 +50,8 @@ def laws(
     kept.save(output)
     size = output.stat().st_size
     talk.say(
-        f"{read:,} tokens read, likely tokens of {len(kept):,} contexts kept: {output}, "
+        f"{plural(read, 'token')} read, likely tokens of {plural(len(kept), 'context')} kept: "
+        f"{output}, "
         f"{size / 1e6:.1f} MB; draft from it with --laws {output}"
     )
     if as_json:

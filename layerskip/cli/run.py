@@ -18,11 +18,12 @@ import typer
 
 from layerskip.cli import flags
 from layerskip.cli.flags import flag, switch, warn_idle
-from layerskip.cli.inputs import read_given, spoken
+from layerskip.cli.inputs import check_file, read_given, spoken
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 from layerskip.named import model_folder
 from layerskip.prompts import Prompt
+from layerskip.text import plural
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
@@ -83,7 +84,10 @@ def run(
     decoding: flags.Decoding,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Answer a file of prompts, and resume an earlier run."""
+    """Answer a file of prompts, and resume an earlier run.
+
+    Example: layerskip run demo-llama prompts.jsonl --output answers.jsonl
+    """
     # torchrun sets these
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     part = (rank, ranks) if shard is None else _shard(shard)
@@ -93,13 +97,11 @@ def run(
         warn_idle({"ray_address": ray_address, "ray_workers": ray_workers}, "without --ray")
     if prompts.exists() and output.exists() and prompts.samefile(output):
         raise ValueError(f"--output {output} is the file of prompts; give another file")
-    # reading a device might never end
-    if str(output) == "-" or (output.exists() and not output.is_file()):
-        raise ValueError(f"--output {output} is a folder, a pipe or a device; give a file")
-    chosen = spoken(read_given(prompts), chat, writing.system)
-    writing.check()
-    decoding.refuse_keeping("run")
     talk = Talk(quiet or rank > 0)
+    check_file(output, talk)
+    chosen = spoken(read_given(prompts, strict=True), chat, writing.system)
+    writing = writing.checked(talk)
+    decoding.refuse_keeping("run")
 
     from layerskip.serving.files import answer_all, open_answers
 
@@ -110,7 +112,7 @@ def run(
     with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
         left = sum(each.id not in answers.done for _, each in asked)
         if left < len(asked):
-            talk.say(f"{len(asked) - left} of {len(asked)} prompts already have a row")
+            talk.say(f"{len(asked) - left} of {plural(len(asked), 'prompt')} already answered")
         if not left:
             return
         told = _Told(talk, answers, left)
@@ -133,7 +135,7 @@ def run(
                 answer_all(answering, asked, answers, told)
         talk.say(told.words())
     if errors := answers.errors:
-        talk.say(f"{errors} prompts failed; --retry-errors tries them again")
+        talk.say(f"{plural(errors, 'prompt')} failed; --retry-errors tries them again")
         if ranks == 1:  # on an error torchrun would end the other processes
             raise typer.Exit(1)
 
@@ -241,7 +243,7 @@ class _Model:
             return CompletionAsked.model_construct(
                 **given,
                 prompt=encode(loaded.tokenizer, prompt)[0].tolist(),
-                max_tokens=self.limits.max_new_tokens,
+                max_tokens=prompt.max_new_tokens or self.limits.max_new_tokens,
                 response_format=prompt.response_format,
             )
         said = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
@@ -304,7 +306,8 @@ class _Told:
         """Rows done, speed, and the time left as estimated from the rows so far."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         rows, tokens = self._answers.rows, self._answers.tokens
-        words = f"{rows} of {self._whole} prompts, {tokens} tokens, {tokens / seconds:.1f} tokens/s"
+        words = f"{rows} of {plural(self._whole, 'prompt')}, {plural(tokens, 'token')}, "
+        words += f"{tokens / seconds:.1f} tokens/s"
         if 0 < rows < self._whole:
             left = seconds / rows * (self._whole - rows)
             words += f", {left / 60:.1f} min left"
