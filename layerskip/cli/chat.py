@@ -6,10 +6,11 @@ import json
 import os
 import signal
 import sys
+import termios
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns
 from layerskip.files.writing import write_text
 from layerskip.pictures import parts_of, showing
 from layerskip.prompts import Prompt
-from layerskip.text import Detokenizer, decode_text
+from layerskip.text import Detokenizer, decode_text, plural
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
@@ -70,17 +71,20 @@ def chat(
     """Talk with a model in the terminal; /help lists the commands.
 
     If standard input is not a terminal, each line is a message, and answers are plain text.
+
+    Example: layerskip chat HuggingFaceTB/SmolLM2-135M-Instruct
     """
     pictures = read_pictures(image)
-    writing.check(seed)
     talk = Talk(quiet)
+    writing = writing.checked(talk, seed)
 
     def check(loaded: Loaded) -> None:
         _ = loaded.processor if pictures else None  # raises for a model without vision
         if not loaded.tokenizer.chat_template:
             raise ValueError(
                 f"{loaded.name} has no chat template: it was not made for conversations; choose "
-                "one that was, such as smollm2, or use layerskip generate"
+                "one that was, such as HuggingFaceTB/SmolLM2-135M-Instruct, or use layerskip "
+                "generate"
             )
 
     with open_decoding(decoding, writing, loading, talk, check) as opened:
@@ -96,12 +100,30 @@ def chat(
         typed = sys.stdin.isatty()
         if typed:
             talk.say("/help shows the commands; Ctrl-C ends an answer, Ctrl-D the conversation")
-        for line in typed_lines() if typed else (line.rstrip("\n") for line in sys.stdin):
-            if line.startswith("/"):
-                if not _command(conversation, line, opened.names):
-                    break
-            elif line.strip():
-                conversation.say(line)
+        with _keys_kept() if typed else nullcontext():
+            for line in typed_lines() if typed else (line.rstrip("\n") for line in sys.stdin):
+                if line.startswith("/"):
+                    if not _command(conversation, line, opened.names):
+                        break
+                elif line.strip():
+                    conversation.say(line)
+
+
+@contextmanager
+def _keys_kept() -> Iterator[None]:
+    """Keep what is typed during an answer, unseen, for the next message; also after Ctrl-C.
+
+    While a message is typed, prompt_toolkit sets another mode of the terminal.
+    """
+    before = termios.tcgetattr(sys.stdin)
+    read, written, control, local, *rest = before
+    read &= ~termios.ICRNL  # Enter stays what it is, also after Alt
+    local = local & ~termios.ECHO & ~termios.ICANON | termios.NOFLSH
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, [read, written, control, local, *rest])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def typed_lines() -> Iterator[str]:
@@ -183,14 +205,16 @@ class Conversation:
         except OSError as error:
             self.talk.say(f"cannot write {path}: {error.strerror}")
             return
-        self.talk.say(f"{len(self.messages)} messages written to {path}, without pictures")
+        self.talk.say(
+            f"{plural(len(self.messages), 'message')} written to {path}, without pictures"
+        )
 
     def show(self, path: Path) -> None:
         """Show a picture with the next message."""
         try:
             _ = self.loaded.processor  # raises for a model without vision
             self.pictures += read_pictures([path])
-            self.talk.say(f"the next message shows {len(self.pictures)} picture(s)")
+            self.talk.say(f"the next message shows {plural(len(self.pictures), 'picture')}")
         except ValueError as error:
             self.talk.say(str(error))
 
@@ -379,7 +403,8 @@ def _gain(output: GenerationOutput) -> str:
     assert rounds is not None
     times = [each.times for each in rounds if each.times is not None]
     words = (
-        f"{stats.num_new_tokens} tokens in {1 + stats.num_rounds} passes of the model; drafted "
+        f"{plural(stats.num_new_tokens, 'token')} in {plural(1 + stats.num_rounds, 'pass')} of the "
+        "model; drafted "
         f"{stats.num_draft_tokens}, accepted {stats.num_accepted_tokens}"
     )
     if stats.num_rounds:
@@ -389,5 +414,5 @@ def _gain(output: GenerationOutput) -> str:
             f"{(stats.num_new_tokens - 1) / seconds:.1f} tokens/s after the first"
         )
     if stats.num_known_tokens:
-        words += f"; {stats.num_known_tokens} tokens were cached from earlier turns"
+        words += f"; {plural(stats.num_known_tokens, 'token')} cached from earlier turns"
     return words + (f"; seed {stats.seeds[0]}" if stats.seeds else "")
