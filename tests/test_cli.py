@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -17,11 +18,13 @@ from checkpoints import CHAT, save_checkpoint, tiny_tokenizer
 from commands import PROMPT, document, process, refused, run, warned
 from marks import thorough
 from models import tiny_model
+from typer.main import get_command
 
 from layerskip import __version__
 from layerskip.checkpoints import DTYPES
 from layerskip.cli import main as cli
-from layerskip.cli.flags import Decoding, Loading
+from layerskip.cli.benchmark import _table
+from layerskip.cli.flags import PANELS, Decoding, Loading
 from layerskip.cli.terminal import PATIENCE, Talk, TextStream, aligned, reading
 from layerskip.config import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
@@ -122,6 +125,21 @@ def test_a_seed_gives_one_text_whatever_is_drafted(folder):
     assert first["text"] + "\n" == again.stdout == plain.stdout != other.stdout
 
 
+def test_a_temperature_alone_samples_and_0_is_greedy(folder, expected):
+    warm = ("--temperature", 1.5, "--seed", 4)
+    result = generate(folder, *DRAFT, *warm)
+    asked = generate(folder, *DRAFT, *warm, "--do-sample")
+    said = "sampling, as --temperature 1.5 asks\n"
+    assert (result.stderr.count(said), asked.stderr.count(said)) == (1, 0)
+    assert tiny_tokenizer().decode(expected) not in (result.stdout, asked.stdout)
+    assert result.stdout == asked.stdout
+    for cold in (0, 1e-40):
+        result = generate(folder, *DRAFT, "--temperature", cold, "--do-sample", "--json")
+        assert document(result)["token_ids"] == expected
+        (line,) = warned(result)
+        assert line.startswith(f"--do-sample has no effect with --temperature {cold:g}, which")
+
+
 def test_a_drawn_seed_is_reported_and_repeats_the_text(folder):
     sampled = document(generate(folder, *DRAFT, "--do-sample", "--json"))
     other = document(generate(folder, *DRAFT, "--do-sample", "--json"))
@@ -133,16 +151,21 @@ def test_a_drawn_seed_is_reported_and_repeats_the_text(folder):
 
 def test_several_prompts(folder, tmp_path, expected):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(f'{{"prompt": "{PROMPT}"}}\n{{"prompt": "w9", "id": "nine"}}\n')
+    path.write_text(
+        f'{{"prompt": "{PROMPT}"}}\n{{"prompt": "w9", "id": "nine", "max_new_tokens": 15}}\n'
+    )
     flags = ("--max-new-tokens", 16, "--prompt-file", path)
     results = document(run("generate", folder, *DRAFT, *flags, "--json"))["results"]
     assert [result["id"] for result in results] == ["1", "nine"]
     assert results[0]["token_ids"] == expected
+    assert [result["finish_reason"] for result in results] == ["length"] * 2
+    assert results[1]["new_tokens"] == 15
     text = run("generate", folder, *DRAFT, *flags).stdout
     assert text.index("prompt 1") < text.index(results[0]["text"]) < text.index("prompt nine")
     sample = ("--do-sample", "--seed", 8)
     sampled = document(run("generate", folder, *DRAFT, *flags, *sample, "--json"))["results"]
-    alone = generate(folder, *DRAFT, *sample[:-1], sampled[1]["seed"], prompt="w9")
+    sample = (*sample[:-1], sampled[1]["seed"])
+    alone = generate(folder, *DRAFT, *sample, prompt="w9", tokens=15)
     assert [result["seed"] for result in sampled] == [8, 9]
     assert alone.stdout == sampled[1]["text"] + "\n"
 
@@ -185,7 +208,7 @@ def test_penalties_and_min_p_are_those_of_transformers(folder, expected):
     assert document(generate(folder, *DRAFT, *sample, "--min-p", 1))["token_ids"] == expected
     assert document(generate(folder, *DRAFT, *sample))["token_ids"] != expected
     assert warned(generate(folder, *DRAFT, "--min-p", 0.1, "--quiet")) == [
-        "--min-p has no effect without --do-sample"
+        "--min-p has no effect without --do-sample or --temperature"
     ]
 
 
@@ -338,12 +361,14 @@ def test_settings_without_effect_warn(folder):
         assert result.exit_code == 0
         return warned(result)
 
-    idle = ("--temperature", 0.5, "--top-p", 0.9, "--top-k", 5, "--acceptance", "rejection")
+    idle = ("--top-p", 0.9, "--top-k", 5, "--acceptance", "rejection")
     assert of(*DRAFT, *idle, "--seed", 1) == [
-        f"--{name} has no effect without --do-sample"
-        for name in ("temperature", "top-p", "top-k", "acceptance", "seed")
+        f"--{name} has no effect without --do-sample or --temperature"
+        for name in ("top-p", "top-k", "acceptance", "seed")
     ]
-    assert of(*DRAFT, "--no-draft") == ["--controller has no effect with --no-draft"]
+    assert of(*DRAFT, "--no-draft") == [
+        f"--{name} has no effect with --no-draft" for name in ("exit-layer", "controller")
+    ]
     nothing = ("--low-precision", "none", "--no-lookup")
     assert of("--max-draft-length", 3, *nothing) == [
         "--max-draft-length has no effect without drafts"
@@ -364,15 +389,20 @@ def test_settings_without_effect_warn(folder):
     ):
         (line,) = of("--branches", *flags)
         assert line.startswith(f"branches has no effect {reason}")
-    assert of(*DRAFT, *idle, "--do-sample") == []
+    assert of(*DRAFT, *idle, "--do-sample") == of(*DRAFT, *idle, "--temperature", 0.5) == []
 
 
 def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
     path = save_skip(exit_layer=3, model="someone/else")
     result = generate(folder, "--skip", path, "--controller", "fixed", "--quiet", "--json")
     assert document(result)["token_ids"] == expected
-    (line,) = set(warned(result))
+    (line,) = warned(result)
     assert line.startswith("this skip config was searched on someone/else")
+    result = generate(folder, "--skip", save_skip(attention=(6,), model="someone/else"), "--quiet")
+    (line,) = result.stderr.splitlines()  # no warning before the error
+    assert "0..5 for a 6-layer model, got 6; this skip config was searched on someone/else" in line
+    SkipConfig(exit_layer=2).save(path.parent / "skip.json")
+    assert drafts_said(generate(folder, "--skip", path.parent, tokens=2)) == ["drafts: exit 2"]
 
 
 # ---- check, demo, env, version, help ----
@@ -557,12 +587,35 @@ def test_version_and_help():
     assert run("--version").stdout == f"layerskip {__version__}\n"
     assert "/help" in run("chat", "-h").stdout
     assert "epeatable" not in run("check", "-h").stdout
-    commands = re.findall(r"(?m)^  (\w+) +[A-Z]", run("--help", columns=80).stdout)
-    assert len(commands) == 12
-    for command in commands:
+    text = run("--help", columns=80).stdout
+    assert "..." not in text.partition("Commands:")[2]
+    assert re.findall(r"(?m)^  (\w+) +[A-Z]", text) == [*COMMANDS]
+    for command in COMMANDS:
         text = run(command, "-h", columns=80).stdout
         assert max(map(len, text.splitlines())) <= 80, command
         assert ("--json " in text) == (command not in ("chat", "serve", "run"))
+
+
+COMMANDS = get_command(cli.app).commands
+
+
+def test_help_is_in_groups_and_its_examples_are_commands():
+    given = {each.name for command in COMMANDS.values() for each in command.params}
+    assert given | {"help"} >= {flag for flags in PANELS.values() for flag in flags.split()}
+    for name, command in COMMANDS.items():
+        text = run(name, "-h", columns=80).stdout
+        (example,) = re.findall(r"Example: layerskip (.*)", text)
+        assert shlex.split(example)[0] == name
+        command.make_context(name, shlex.split(example)[1:])  # raises for what it does not take
+        found = re.findall(r"(?m)^(\S.*):$", text)
+        assert found == [each for each in ("Arguments", *PANELS) if each in found]
+    text = run("generate", "-h", columns=80).stdout
+    assert re.findall(r"(?m)^\S.*:\n  (\S+)", text) == [
+        "model", "--prompt", "-n,", "--temperature", "--no-draft", "--threads",
+    ]  # fmt: skip
+    assert (
+        "--window T " in run("train", "-h").stdout.partition("exits:")[2].partition("Sampling")[0]
+    )
 
 
 def test_choices_are_those_of_the_library():
@@ -604,9 +657,12 @@ def test_benchmark_measures_and_goes_on(folder, two_prompts, tmp_path, priced):
     assert [row["method"] for row in found["methods"]] == names
     assert all((row["compared"], row["faults"]) == (2, 0) for row in found["methods"])
     assert found["methods"][0]["speedups"]["plain"] == [1.0, 1.0, 1.0]
+    usual = [row | {"method": row["method"][:8]} for row in found["methods"][0:4]]
+    assert max(map(len, _table(usual).splitlines())) <= 80  # method names of 8 letters
     for words in (*names, "x plain", "x generate", "same text"):
         assert words in result.stdout
     assert f"layerskip report {output}" in result.stderr
+    assert f"--output makes the folder {output.parent}, which" in result.stderr
     records = read_run(output)
     assert len(records.records) == 2 * 5
     assert records.header["law"]["do_sample"] is False
@@ -651,7 +707,7 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     output = tmp_path / "run.jsonl"
     flags = ("--method", "self", "--method", "self-together", "--exit-layer", 2)
     flags += ("--exit-layer", 4, "--batch-size", 2)
-    draw = ("--do-sample", "--temperature", 0.8, "--top-k", 9, "--seed", 3, "--save-text")
+    draw = ("--temperature", 0.8, "--top-k", 9, "--seed", 3, "--save-text")
     result = bench(folder, two_prompts, output, *flags, *draw)
     assert result.exit_code == 0
     run_ = read_run(output)
@@ -791,6 +847,8 @@ FILES = {  # files in the folder that the commands run in
     "empty": "",
     "bytes": b"\xff\xfe\x00",
     "some": "w3 w9",
+    "form.jsonl": '{"prompt": "w5", "response_format": {"type": "json_object"}}',
+    "key.jsonl": '{"prompt": "w5", "temperature": 3}',
     "two.txt": f"{PROMPT}\nw9 w8 w7\n",
     "chat.jsonl": '{"messages": [{"role": "user", "content": "w5"}]}',
     "torn.jsonl": '{"prompt": ',
@@ -817,7 +875,7 @@ REFUSED = {  # by command
         ("--skip six.json --skip six.json", "--skip names a file twice"),
         ("--adaptive alpha", "--adaptive must be like alpha=0.85,epsilon=0.02; got 'alpha'"),
         ("--adaptive gamma=1", "adaptive may have alpha, epsilon, beta1, beta2; got 'gamma'"),
-        ("--temperature 1e-40 --do-sample", "--temperature must be at least 0.001, got 1e-40"),
+        ("--temperature -1", "--temperature must be 0 or more, got -1.0"),
         ("--repetition-penalty 0", "--repetition-penalty must be positive and finite"),
         ("--repetition-penalty nan", "--repetition-penalty must be finite, got nan"),
         ("--draft-memory inf", "--draft-memory must be finite, got inf"),
@@ -837,7 +895,11 @@ REFUSED = {  # by command
         ("--prompt-file no", "cannot read prompts"),
         ("--prompt-file chat.jsonl", "no chat template"),
         ("--prompt-file empty", "are empty"),
+        ("--prompt-file key.jsonl", "line 1: a line may have the keys prompt,.*got 'temperature'"),
+        ("--prompt-file form.jsonl", "prompt 1 has a form of its own; use layerskip run"),
     ],
+    "generate demo-lama ": [("--prompt x", "is no model demo-lama; did you mean demo-llama?")],
+    "run MODEL key.jsonl ": [("--output new/out", "got 'temperature'")],
     "check ": [
         ("MODEL --exit-layer 2 --prompts torn.jsonl", "torn.jsonl, line 1"),
         ("missing.gguf", "there is no file missing.gguf"),
@@ -862,14 +924,14 @@ REFUSED = {  # by command
     "benchmark MODEL ": [
         ("--prompts two.txt --output diary --exit-layer 3", "not a file of records"),
         ("--output other.jsonl", "a model of your own needs --prompts FILE"),
-        ("--prompts two.txt --output .", "--output . is a folder; give a file"),
+        ("--prompts two.txt --output .", "--output . is a folder, a pipe or a device"),
         ("", "Missing option"),
     ],
     "report ": [
         ("none.jsonl --output report", "cannot read records"),
         ("diary --output report", "not a file of records"),
     ],
-    "laws MODEL --text some --output ": [(".", "--output . is a folder; give a file")],
+    "laws MODEL --text some --output ": [(".", "--output . is a folder, a pipe or a device")],
     "answer ": [("", "No such (command|option)")],
 }
 
@@ -898,7 +960,7 @@ def test_nan_logits_stop(tmp_path):
         model.model.layers[4].mlp.up_proj.weight[0, 0] = float("nan")
     folder = save_checkpoint(tmp_path, model)
     assert "NaN logits" in refused("generate", folder, "--prompt", PROMPT, *DRAFT)
-    assert "NaN logits" in refused("generate", folder, "--prompt", PROMPT, "--no-draft", *DRAFT[:2])
+    assert "NaN logits" in refused("generate", folder, "--prompt", PROMPT, "--no-draft")
 
 
 def test_closed_streams_are_no_streams():
@@ -913,6 +975,7 @@ def test_no_command():
     result = run()
     assert result.exit_code == 2
     assert result.stderr == "layerskip: error: Missing command. (see layerskip --help)\n"
+    assert refused("check", "--colour").endswith(" (see layerskip check --help)")
 
 
 # ---- Real processes ----

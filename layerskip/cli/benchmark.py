@@ -29,7 +29,7 @@ DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
 PEERS = ("generate-early-exit", "generate-prompt-lookup", "llama.cpp", "llama.cpp-flash")
 METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-together", *ASSISTED, *PEERS)
-_METHODS, _CONTROLLERS = ", ".join(METHODS), ", ".join(CONTROLLERS)
+_METHODS, _CONTROLLERS = ", ".join(METHODS), f"<{'|'.join(CONTROLLERS)}>"
 LONGEST = 8  # longest draft of --explain, in tokens
 
 
@@ -50,7 +50,7 @@ def benchmark(
         f"Method to measure: {_METHODS}. Repeatable.  [default: the first three]", "NAME"
     ),
     controller: list[str] | None = flag(
-        f"Controller of self: {_CONTROLLERS}. Repeatable.  [default: expected-gain]", "NAME"
+        "Controller of self; repeatable.  [default: expected-gain]", _CONTROLLERS
     ),
     pace: flags.Pace,
     sweep: str | None = flag(
@@ -79,6 +79,8 @@ def benchmark(
 
     All methods run in one process, interleaved prompt by prompt. The same command resumes a run
     that was stopped.
+
+    Example: layerskip benchmark demo-llama --output run.jsonl
     """
     for name, names, allowed in (
         ("method", method, METHODS),
@@ -87,7 +89,8 @@ def benchmark(
         if wrong := [each for each in names or () if each not in allowed]:
             raise ValueError(f"--{name} must be one of {', '.join(allowed)}, got {wrong[0]!r}")
     kinds, how = _kinds(method, sources.assistant), pace.settings
-    sampling.check()
+    talk = Talk(quiet)
+    sampling = sampling.checked(talk)
     if sweep and explain:
         raise ValueError("--explain is a --sweep of every exit; give only one of them")
     if context and (sweep or explain):
@@ -115,7 +118,7 @@ def benchmark(
         raise ValueError("--keep-laws would let calls learn from each other's texts; leave it out")
     text, laws = sources.text(), opening.kept_laws(sources)
     sizes = sorted(set(batch_size or [1]))
-    inputs.check_file(output)
+    inputs.check_file(output, talk)
     command.with_resource(alone(output.with_name(f".{output.name}{LOCK}"), output))
     earlier = read_unfinished(output)
     if earlier is not None and not (earlier.records or earlier.sweeps):
@@ -124,14 +127,13 @@ def benchmark(
     chosen = inputs.spoken(read, chat)
     if not context:
         chosen = inputs.first_in_turn(inputs.first_of_each(chosen, per_category), limit)
-    talk = Talk(quiet)
     loaded = opening.open_model(loading, talk)
     second = opening.second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
 
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
     from layerskip.bench.plans import Plan, make_header
     from layerskip.bench.runner import try_out
-    from layerskip.drafts import choose_drafts
+    from layerskip.drafts import choose_drafts, without_origin
 
     threads = earlier.header["threads"] if earlier else None  # as when the run began
     with opening.open_passes(loaded, loading, talk, threads) as opened:
@@ -162,6 +164,8 @@ def benchmark(
         plan = Plan(loaded, task, short, batches, earlier, talk.say, talk.progress)
         if not given and (beside := loaded.skip_config()) is not None:
             given = [("layerskip", beside)]
+        used = given if kinds & {"self", "self-together"} else []
+        given = [(name, sources.changed(without_origin(opened, each))) for name, each in used]
         own: Sequence[SkipConfig] = ()
         heads: Sequence[Source] = ()
         if "self" in kinds:
@@ -171,7 +175,7 @@ def benchmark(
                 talk.say(reason)
         engines = plan.engines(
             kinds,
-            [(name, sources.changed(each)) for name, each in given],
+            given,
             opening.looked_up(sources, text, loaded, talk),
             next(iter(own), None),
             second,
@@ -293,17 +297,14 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     places = {"batch": "batch_size", "context": "context", "task": "task"}
     told = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
-    parts = ("prefill", "decode")  # over the baseline, which is the first
     head = ["method", *told, "tokens/s", *(f"x {name}" for name in over)]
-    lines = [[*head, *parts, "accepted", "repeats", "same text"]]
+    lines = [[*head, "accepted", "same text"]]
     for row in rows:
         line = [row["method"], *(str(row[places[name]]) for name in told)]
         line.append(f"{row['tokens_per_second']:.1f}")
         for name in over:
             speedup, low, high = row["speedups"].get(name, (None, None, None))
             line.append(ratio(speedup, None if row["method"] == name else low, high))
-        line += [ratio(row[f"{part}_speedups"].get(over[0]), None, None) for part in parts]
         rate = row["acceptance_rate"]
-        line += ["-" if rate is None else f"{rate:.2f}", f"{row['repeated_4grams']:.0%}"]
-        lines.append([*line, same_texts(row)])
+        lines.append([*line, "-" if rate is None else f"{rate:.2f}", same_texts(row)])
     return aligned(lines, keys=1 + len(told))

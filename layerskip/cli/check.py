@@ -13,6 +13,7 @@ from layerskip.cli.flags import AsJson, Chat, DraftFlags, Loading, MaxNewTokens,
 from layerskip.cli.inputs import read_given, shipped_prompts, spoken
 from layerskip.cli.opening import open_checked_drafts
 from layerskip.cli.terminal import Talk, differences, to_json, two_columns, verdict, wrap
+from layerskip.text import plural
 
 if TYPE_CHECKING:
     from layerskip.bench.checks import CheckReport
@@ -37,11 +38,13 @@ def check(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that on this machine drafting changes only the speed of a model.
+    """Check that drafting changes only the speed on this machine.
 
     It compares greedy text with plain decoding and with transformers, sampled text with plain
     decoding, and tokens drawn by both acceptance rules with the model's distribution. It also
     checks the cache, and that the model is left unchanged.
+
+    Example: layerskip check demo-llama --exit-layer 6 --low-precision 8
     """
     if len(draft.given()) > 1:
         raise ValueError("check takes one --skip or --exit-layer; run it once for each")
@@ -80,7 +83,7 @@ def _table(report: CheckReport, ids: Sequence[str], tokenizer: Any) -> str:
     )
     rows = [(words, verdict(comparison)) for _, words, comparison in compared]
     for rule, test in report.laws.items():
-        words = f"p-values from {min(test.p_values):.2g}, {len(test.p_values)} tests"
+        words = f"p-values from {min(test.p_values):.2g}, {plural(len(test.p_values), 'test')}"
         rows.append((f"{rule} law", words))
     same = "the same" if report.cache_passed else "DIFFERENT"
     rows.append(("cache = fresh prefill", f"within {report.cache_error:.1g}: {same}"))

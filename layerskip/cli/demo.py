@@ -26,7 +26,10 @@ def demo(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show that self-speculative decoding is exact, and how fast it is."""
+    """Show that drafting changes no text, and how fast it is.
+
+    Example: layerskip demo demo-gemma2
+    """
     talk, prompts = terminal.Talk(quiet), shipped_prompts(1)
     with open_checked_drafts(draft, loading, talk) as opened:
         from layerskip.analysis.runs import ALL, Run

@@ -9,7 +9,10 @@ from layerskip.cli.terminal import to_json
 def env(
     rebuild: bool = switch("--rebuild", "Rebuild the native extension."), as_json: AsJson = False
 ) -> None:
-    """Show versions, hardware and supported models for a bug report."""
+    """Show versions, hardware and supported models for a bug report.
+
+    Example: layerskip env --json
+    """
     from layerskip.environment import environment, render
     from layerskip.model import extension
     from layerskip.model.architectures import TABLE

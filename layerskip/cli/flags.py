@@ -7,18 +7,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import typer
 from typer.models import OptionInfo
 
 from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.reading import read_text
-from layerskip.registry import ADAPTIVE, CONTROLLERS, ControllerName
+from layerskip.registry import ADAPTIVE, ControllerName
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Task
     from layerskip.checkpoints import Loaded
+    from layerskip.cli.terminal import Talk
+
+COLDEST = 0.001
+"""The lowest temperature at which --temperature samples: lower ones give scores beyond float32."""
+PANEL_OF_EXITS = "With --recipe exits"
+PANELS = {
+    "Prompt": "prompt prompts tasks chat system image text texts limit per_category",
+    "Output": "output max_new_tokens stream stop json_schema regex save_text as_json quiet help",
+    "Options": "",  # those of one command
+    PANEL_OF_EXITS: "exits keep dropout curriculum lora steps rows init config",
+    "Sampling": "temperature do_sample seed top_p top_k min_p repetition_penalty acceptance",
+    "Drafts": "no_draft draft lookup lookup_file low_precision exit_layer skip entry assistant "
+    "laws keep_laws start rank controller max_draft_length threshold adaptive branches window "
+    "draft_memory",
+    "Model": "threads device dtype execution trust_remote_code",
+}
+"""Headings of a command's help, with the names of their flags; those of a first run come first."""
 
 
 def flag(
@@ -119,8 +136,8 @@ class Skip(Flags):
     """The model's own draft."""
 
     skip: list[str] | None = flag(
-        "Draft with the skip config in this JSON file. Repeatable: each round uses the config with "
-        "the highest expected gain.",
+        "Draft with the skip config in this JSON file, or in the skip.json of this folder. "
+        "Repeatable: each round uses the config with the highest expected gain.",
         "FILE",
     )
     entry: Entry = None
@@ -274,8 +291,7 @@ class Decoding(Pace, DraftFlags):
     """How to decode: what drafts, how many tokens, and whether to draft at all."""
 
     controller: ControllerName | None = flag(
-        "How to set the draft length: " + ", ".join(CONTROLLERS) + ".  [default: expected-gain]",
-        "NAME",
+        "How to set the draft length.  [default: expected-gain]"
     )
     no_draft: bool = switch("--no-draft", "Decode without drafting.")
 
@@ -290,7 +306,9 @@ class Sampling(Flags):
 
     do_sample: bool = switch("--do-sample", "Sample instead of taking the most likely token.")
     temperature: float | None = flag(
-        "Sampling temperature.  [default: the model's setting, else 1]", "T"
+        "Sample at this temperature; 0: take the most likely tokens.  [default: 0; with "
+        "--do-sample the model's setting, else 1]",
+        "T",
     )
     top_p: float | None = flag(
         "Sample from the smallest set of most likely tokens whose probabilities add up to P.  "
@@ -309,17 +327,28 @@ class Sampling(Flags):
         "Acceptance rule for drafts when sampling.  [default: coupled]"
     )
 
-    def check(self, seed: int | None = None) -> None:
-        """Raise a ValueError for an invalid temperature, and warn about flags without effect."""
-        # Lower temperatures give scores beyond float32.
-        if self.temperature is not None and self.temperature < 0.001:
-            raise ValueError(
-                f"--temperature must be at least 0.001, got {self.temperature}; for the likeliest "
-                "tokens leave out --temperature and --do-sample"
-            )
-        if not self.do_sample:
-            given = {**self.settings, "acceptance": self.acceptance, "seed": seed}
-            warn_idle(given, "without --do-sample")
+    def checked(self, talk: Talk, seed: int | None = None) -> Self:
+        """Return these flags with sampling on or off as --temperature says.
+
+        Warns about flags without effect.
+
+        Raises:
+            ValueError: a value is invalid.
+        """
+        chosen, given = self, self.temperature
+        if given is not None and given < 0:
+            raise ValueError(f"--temperature must be 0 or more, got {given}")
+        if given is not None and given < COLDEST:
+            idle = {"do_sample": self.do_sample or None}
+            warn_idle(idle, f"with --temperature {given:g}, which takes the most likely tokens")
+            chosen = replace(self, do_sample=False, temperature=None)
+        elif given is not None and not self.do_sample:
+            talk.say(f"sampling, as --temperature {given:g} asks")
+            chosen = replace(self, do_sample=True)
+        if not chosen.do_sample:
+            settings = {**chosen.settings, "acceptance": self.acceptance, "seed": seed}
+            warn_idle(settings, "without --do-sample or --temperature")
+        return chosen
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -359,14 +388,15 @@ class Writing(Sampling):
     repetition_penalty: float | None = flag(
         "Make tokens that are already in the text less likely if X is above 1.", "X"
     )
-    system: str | None = flag("System message for prompts that have none; implies --chat.", "TEXT")
+    system: str | None = flag(
+        "Begin chats that have no system message with this one; all prompts become chats.", "TEXT"
+    )
     stop: list[str] | None = flag("End the text after this string; repeatable.", "TEXT")
     json_schema: Path | None = flag("Write JSON that matches the schema in this file.", "FILE")
     regex: str | None = flag("Write text that matches this regular expression.", "PATTERN")
 
-    def check(self, seed: int | None = None) -> None:
-        """Raise a ValueError for invalid values, and warn about flags without effect."""
-        super().check(seed)
+    def checked(self, talk: Talk, seed: int | None = None) -> Self:
+        chosen = super().checked(talk, seed)
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(
                 "--repetition-penalty must be positive and finite (1 is off), got "
@@ -374,11 +404,12 @@ class Writing(Sampling):
             )
         if not all(self.stop or ()):
             raise ValueError("--stop is empty; give the text to end at")
-        if not self.do_sample:
-            warn_idle({"min_p": self.min_p}, "without --do-sample")
+        if not chosen.do_sample:
+            warn_idle({"min_p": self.min_p}, "without --do-sample or --temperature")
         if self.json_schema is not None and self.regex is not None:
             raise ValueError("give --json-schema or --regex, not both")
-        _ = self.schema  # before anything is loaded
+        _ = chosen.schema  # before anything is loaded
+        return chosen
 
     @cached_property
     def schema(self) -> str | None:

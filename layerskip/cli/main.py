@@ -17,7 +17,7 @@ from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from layerskip import __version__
@@ -26,6 +26,7 @@ from layerskip.cli.chat import chat
 from layerskip.cli.check import check
 from layerskip.cli.demo import demo
 from layerskip.cli.env import env
+from layerskip.cli.flags import PANELS
 from layerskip.cli.generate import generate
 from layerskip.cli.laws import laws
 from layerskip.cli.report import report
@@ -66,12 +67,31 @@ class _Commands(TyperGroup):
             if "Input should be" in reason:  # in pydantic's words, which do not repeat the value
                 cause: Any = error.__cause__
                 reason += f", got {cause.errors()[0]['input']!r}"
-            return _refuse(f"{reason} (see layerskip --help)")
+            command = getattr(getattr(error, "ctx", None), "command_path", "layerskip")
+            return _refuse(f"{reason} (see {command} --help)")
         except (ValueError, OSError, FloatingPointError) as error:
             return _refuse(str(error))
         if code == 130:
             print("\nlayerskip: interrupted", file=sys.stderr)
         return code or 0
+
+
+class _Command(TyperCommand):
+    """Lists the options of a command under the headings of `PANELS`."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        places = {flag: panel for panel, flags in PANELS.items() for flag in flags.split()}
+        order = {flag: number for number, flag in enumerate(places)}
+        panels: dict[str, list[tuple[str, str]]] = {each: [] for each in ("Arguments", *PANELS)}
+        for each in sorted(self.get_params(ctx), key=lambda each: order.get(str(each.name), 0)):
+            panel = getattr(each, "rich_help_panel", None) or places.get(str(each.name), "Options")
+            panel = "Arguments" if each.param_type_name == "argument" else panel
+            if (record := each.get_help_record(ctx)) is not None:
+                panels[panel].append(record)
+        for name, records in panels.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
 
 
 def _one_line(text: str) -> str:
@@ -88,6 +108,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 app = typer.Typer(
+    name="layerskip",
     cls=_Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -168,4 +189,4 @@ def _spliced(command: Callable[..., None]) -> Callable[..., None]:
 for command in (
     *(generate, chat, serve, run, laws, search, train, benchmark, check, demo, report, env),
 ):
-    app.command()(_spliced(command))
+    app.command(cls=_Command)(_spliced(command))

@@ -23,7 +23,10 @@ def report(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make tables and plots from `benchmark`, `search` and `train`."""
+    """Make tables and plots from `benchmark`, `search` and `train`.
+
+    Example: layerskip report run.jsonl --output report
+    """
     from layerskip.analysis import write_report
 
     talk = Talk(quiet)

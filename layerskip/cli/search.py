@@ -118,8 +118,11 @@ def search(
 
     A draft may skip sublayers or round their weights. After Ctrl-C all finished trials are kept,
     and the same command resumes. Machines with the same --storage and --study-name share a study.
+
+    Example: layerskip search demo-llama --output found
     """
-    sampling.check()
+    talk = Talk(quiet)
+    sampling = sampling.checked(talk)
     check_limit("timeout", timeout, "seconds")
     if timeout is None and trials is None:
         timeout = TIMEOUT
@@ -134,7 +137,6 @@ def search(
         journal = Path(storage)
         lock = journal.with_name(f".{journal.name}.lock")
         command.with_resource(alone(lock, journal, "--storage"))
-    talk = Talk(quiet)
     if storage is not None:
         talk.progress("opening the storage")
         from layerskip.search.storage import check_storage

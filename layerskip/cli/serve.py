@@ -66,7 +66,10 @@ def serve(
     loading: flags.Loading,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Serve a model to OpenAI clients, with many texts at once."""
+    """Serve a model to OpenAI clients, with many texts at once.
+
+    Example: layerskip serve HuggingFaceTB/SmolLM2-135M-Instruct
+    """
     if api_key is not None and not api_key.strip():
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
     decoding.refuse_keeping("serve")

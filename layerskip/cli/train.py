@@ -12,7 +12,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from layerskip.cli.flags import AsJson, Flags, Loading, Quiet, Seed, check_limit, flag
+from layerskip.cli.flags import (
+    PANEL_OF_EXITS,
+    AsJson,
+    Flags,
+    Loading,
+    Quiet,
+    Seed,
+    check_limit,
+    flag,
+)
 from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
@@ -57,7 +66,9 @@ class ExitFlags(Flags):
     )
     steps: int | None = flag("Train for N steps.", "N", min=1)
     rows: int | None = flag("Windows per step.  [default: 4]", "B", min=1)
-    window: int | None = flag("Tokens per window.  [default: 256]", "T", min=2)
+    window: int | None = flag(
+        "Tokens per window.  [default: 256]", "T", min=2, rich_help_panel=PANEL_OF_EXITS
+    )
     init: Literal["checkpoint", "random"] | None = flag(
         "Start from the checkpoint or from random weights.  [default: checkpoint]"
     )
@@ -140,6 +151,8 @@ def train(
     The model stays as it is, except with --recipe exits. DIR keeps every stage (texts, features,
     training, judging), so the same command resumes after a stop. To train in several processes,
     run torchrun --nproc-per-node N -m layerskip train ..., or accelerate launch.
+
+    Example: layerskip train demo-llama --output draft --minutes 30
     """
     started = time.monotonic()
     check_limit("minutes", minutes, "minutes")
