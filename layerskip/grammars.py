@@ -21,6 +21,12 @@ IN_A_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref")  # keywords that add other schemas
 _VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords of schemas by name
+_MOST = 10**5  # of multipleOf: compilation takes memory and time in proportion to it
+
+
+class GrammarLimit(ValueError):
+    """A text needs more of its grammar than llguidance computes."""
 
 
 class Grammar:
@@ -97,12 +103,11 @@ class Grammar:
         V may be larger than the tokenizer's vocabulary, as with padded heads, or smaller.
         """
         allowed = np.zeros(len(scores), dtype=bool)  # (V,)
-        if not self._behind:
-            packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-            if self.matcher.is_error():
-                raise ValueError(f"the grammar failed: {_line(self.matcher.get_error())}")
-            bits = np.unpackbits(packed, bitorder="little")[: len(scores)]
-            allowed[: len(bits)] = bits
+        packed = b"" if self._behind else self.matcher.compute_bitmask()
+        if self.matcher.is_error():
+            raise GrammarLimit(f"the grammar failed: {_reason(self.matcher)}; simplify it")
+        bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
+        allowed[: len(bits)] = bits[: len(scores)]
         ends = [token for token in self.eos if token < len(scores)]
         allowed[ends] = self._behind > 0 or self.matcher.is_accepting()
         here = torch.from_numpy(allowed).to(scores.device)  # (V,)
@@ -110,9 +115,15 @@ class Grammar:
 
 
 def response_format(
-    given: Mapping[str, Any], tokenizer: Any, *, eos: Sequence[int] | None = None
+    given: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    eos: Sequence[int] | None = None,
+    behind: str | None = None,
 ) -> list[Grammar]:
     """Convert OpenAI's `response_format` to logits processors; there are none for text.
+
+    Arguments are those of `json_schema`.
 
     Raises:
         ValueError: the format is unknown, or as for `json_schema`.
@@ -132,7 +143,7 @@ def response_format(
                 "(there with a name, a description and strict, if you like), "
                 '{"type": "json_object"} or {"type": "text"}'
             )
-    return [json_schema(schema, tokenizer, eos=eos)]
+    return [json_schema(schema, tokenizer, eos=eos, behind=behind)]
 
 
 def json_schema(
@@ -141,6 +152,7 @@ def json_schema(
     *,
     eos: int | Sequence[int] | None = None,
     whitespace: bool = False,
+    behind: str | None = None,
 ) -> Grammar:
     """Make a logits processor that restricts new text to JSON that matches a schema.
 
@@ -156,6 +168,7 @@ def json_schema(
         eos: tokens that end a text; by default the tokenizer's.
         whitespace: whether whitespace is allowed between JSON tokens; if not, the JSON is written
             on one line, as by `json.dumps`.
+        behind: a mark, as `</think>`, up to which the text is free; the JSON follows it.
 
     Raises:
         ValueError: the schema is invalid or cannot be satisfied, or llguidance is not installed or
@@ -172,7 +185,7 @@ def json_schema(
     grammar = _library().LLMatcher.grammar_from_json_schema(
         closed(schema), overrides={} if whitespace else IN_A_LINE
     )
-    return _compiled(grammar, tokenizer, eos)
+    return _compiled(grammar, tokenizer, eos, behind)
 
 
 def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None) -> Grammar:
@@ -186,12 +199,37 @@ def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = Non
     return _compiled(_library().LLMatcher.grammar_from_regex(pattern), tokenizer, eos)
 
 
-def lark(grammar: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None) -> Grammar:
+def lark(
+    grammar: str,
+    tokenizer: Any,
+    *,
+    eos: int | Sequence[int] | None = None,
+    behind: str | None = None,
+) -> Grammar:
     """Make a logits processor that restricts new text to a grammar in llguidance's Lark syntax.
 
     Arguments and errors are those of `json_schema`.
     """
-    return _compiled(_library().LLMatcher.grammar_from_lark(grammar), tokenizer, eos)
+    given = json.dumps({"grammars": [{"lark_grammar": grammar}]})
+    return _compiled(given, tokenizer, eos, behind)
+
+
+def searched(pattern: str) -> str | None:
+    """A Lark terminal for the strings in which a schema's pattern is found.
+
+    None if it has anchors elsewhere than around the whole.
+    """
+    plain = re.sub(r"\\.|\[(?:\\.|[^]\\])*\]", "x", pattern, flags=re.DOTALL)
+    begin, end = plain.startswith("^"), plain.endswith("$")
+    inner, outer = plain[begin : len(plain) - end], None
+    if "^" in inner or "$" in inner:
+        return None
+    while outer != inner:  # without groups
+        outer, inner = inner, re.sub(r"\([^()]*\)", "", inner)
+    if "|" in inner and (begin or end):
+        return None
+    core = _library().regex_to_lark(pattern[begin : len(pattern) - end], "dw")
+    return f"/{'' if begin else '(?s:.*)'}({core}){'' if end else '(?s:.*)'}/"
 
 
 def _ascii(escaped: re.Match[str]) -> str:
@@ -207,7 +245,9 @@ def _schemas(value: Any) -> Iterator[dict[str, Any]]:
     """Yield all schema objects inside a schema, but not the values that it lists."""
     if isinstance(value, dict):
         yield value
-        value = [each for name, each in value.items() if name not in _VALUES]
+        named = [[*value[name].values()] for name in _NAMED if isinstance(value.get(name), dict)]
+        others = [each for name, each in value.items() if name not in (*_VALUES, *_NAMED)]
+        value = [*named, *others]
     if isinstance(value, list):
         for each in value:
             yield from _schemas(each)
@@ -220,11 +260,18 @@ def _refuse_rings(schema: dict[str, Any], root: dict[str, Any]) -> None:
         if place in seen:
             raise ValueError(f"a JSON schema has references that form a cycle: {place}")
         seen.append(place)
-        target: Any = root
-        for part in place.removeprefix("#").split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            target = target.get(name) if isinstance(target, dict) else None
-        schema = target
+        schema = referred(place, root)
+
+
+def referred(place: str, root: Any) -> Any:
+    """The part of a schema that a reference, as `#/$defs/A`, means; None if there is none."""
+    for part in place.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(root, list) and name.isdecimal() and int(name) < len(root):
+            root = root[int(name)]
+        else:
+            root = root.get(name) if isinstance(root, dict) else None
+    return root
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,12 +280,14 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     A schema that combines others is unchanged, since one may add properties to another.
 
     Raises:
-        ValueError: references form a cycle.
+        ValueError: references form a cycle, or a `multipleOf` is too large to be compiled.
     """
     schema = dict(schema)
     every = list(_schemas(schema))
     for each in every:
         _refuse_rings(each, schema)
+        if isinstance(step := each.get("multipleOf"), int | float) and step > _MOST:
+            raise ValueError(f"multipleOf must be at most {_MOST} in a JSON schema, got {step}")
     if any("properties" in each and each.keys() & {*_COMBINED} for each in every) or any(
         "allOf" in each for each in every
     ):
@@ -262,20 +311,38 @@ def _library() -> Any:
     return llguidance
 
 
-def _compiled(grammar: str, tokenizer: Any, eos: int | Sequence[int] | None) -> Grammar:
+def _behind(mark: str, grammar: str, tokenizer: Any) -> str:
+    """Put free text up to the first occurrence of a mark, and up to two spaces, before a grammar.
+
+    If the mark is one token, it ends the text; its characters cannot be spelled by others.
+    """
+    given = json.loads(grammar)
+    given["grammars"][0]["name"] = "answer"
+    text, spelled = "/(?s:.*)/", json.dumps(mark)
+    if (token := tokenizer.get_added_vocab().get(mark)) is None:
+        head = f"start: free SPACE @answer\nfree[lazy]: TEXT\nTEXT: {text} {spelled}"
+    else:
+        head = f"start: TEXT <[{token}]> SPACE @answer\nTEXT: {text} & ~({text} {spelled} {text})"
+    first = {"lark_grammar": f"{head}\nSPACE: /\\s{{0,2}}/"}
+    return json.dumps({**given, "grammars": [first, *given["grammars"]]})
+
+
+def _compiled(
+    grammar: str, tokenizer: Any, eos: int | Sequence[int] | None, behind: str | None = None
+) -> Grammar:
     given = tokenizer.eos_token_id if eos is None else eos
     ends = (given,) if isinstance(given, int) else tuple(given or ())
     if not ends:
         raise ValueError(
             "a grammar needs a token that ends a text, but the tokenizer has none; give eos="
         )
+    if behind is not None:
+        grammar = _behind(behind, grammar, tokenizer)
     first = _library().LLMatcher(_for_llguidance(tokenizer, ends), grammar, log_level=0)
     if not first.is_error():
         first.compute_bitmask()
     if first.is_error():
-        reason = _line(first.get_error()).partition(" <state>")[0]
-        reason = "nothing fits it" if reason == "NoExtensionBias" else reason
-        raise ValueError(f"llguidance refuses the grammar: {reason}")
+        raise ValueError(f"llguidance refuses the grammar: {_reason(first)}")
     return Grammar(first, ends, tokenizer)
 
 
@@ -286,5 +353,8 @@ def _for_llguidance(tokenizer: Any, eos: tuple[int, ...]) -> Any:
     return from_tokenizer(tokenizer, eos_token=list(eos))
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def _reason(matcher: Any) -> str:
+    """An error in a line, without llguidance's state and lines of the grammar, perhaps ours."""
+    reason = " ".join(re.split(r"\s<state>|\n\s*\d+ \| ", matcher.get_error())[0].split())
+    reason = re.sub(r"^at \S+ (failed to compile JSON schema: )?", "", reason)
+    return "nothing fits it" if reason == "NoExtensionBias" else reason

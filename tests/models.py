@@ -236,6 +236,18 @@ def pure(processor):
     return processor
 
 
+def scripted(tokens, width):
+    """A stateless processor that favours these tokens, in their order, after a prompt."""
+
+    @pure
+    def processor(ids, scores):
+        pull = torch.zeros_like(scores[0])  # (V,)
+        pull[tokens[ids.shape[1] - width :][:1]] = 100.0
+        return scores + pull
+
+    return processor
+
+
 def seated(keys, lengths, emitted, width):
     """Seats of prompts of some lengths that have emitted some tokens."""
     rows = zip(keys, lengths, emitted, strict=True)

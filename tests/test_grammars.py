@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import document, refused, run
-from models import Erratic, Fickle, lively_model, prompt, pure
+from models import Erratic, Fickle, lively_model, prompt, pure, scripted
 from transformers import AutoTokenizer, LogitsProcessor
 
 import layerskip
@@ -275,10 +275,45 @@ def test_no_property_is_given_twice(tokenizer):
     closed = grammars.json_schema(listed, tokenizer)
     assert fits(closed, '{"a": {"properties": {}}}')
     assert not fits(closed, '{"b": 1}')
+    named = {"properties": {"properties": listed, "default": listed}}  # names that are keywords
+    assert fits(grammars.json_schema(named, tokenizer), '{"properties": {}, "default": {}}')
+    assert not fits(grammars.json_schema(named, tokenizer), '{"default": {"b": 1}}')
     for more in ({"additionalProperties": True}, {"required": ["b"]}):
         assert fits(grammars.json_schema(listed | more, tokenizer), '{"b": 1}')
     parts = [{"properties": {"a": {"const": 1}}}, {"properties": {"b": {"const": 2}}}]
     assert fits(grammars.json_schema({"allOf": parts}, tokenizer), '{"a": 1, "b": 2}')
+
+
+def test_a_text_that_needs_too_much_of_its_grammar(tokenizer):
+    schema = {"type": "string", "pattern": "(.*[aeiou].{2000}b.*){2000}"}
+    state = grammars.json_schema(schema, tokenizer).start()
+    for token in tokenizer.encode('"' + "bead" * 50, add_special_tokens=False):
+        state.advance(token)
+    with pytest.raises(grammars.GrammarLimit, match=r"too many expressions.*; simplify it"):
+        state.mask(torch.zeros(PADDED))
+
+
+@pytest.mark.parametrize("mark", ["</think>", "<|pad|>"])  # spelled, and one token
+def test_text_is_free_up_to_a_mark(mark, tokenizer):
+    grammar = grammars.json_schema({"type": "object"}, tokenizer, behind=mark)
+    for text in (f'a {{"\n{mark}\n\n{{}}', f'{mark}{{"a": 1}}'):
+        assert fits(grammar, text)
+    for text in ("{}", mark, f"{mark}\n\n\n{{}}", f"a{mark}b{mark}{{}}"):
+        assert not fits(grammar, text)
+
+
+def test_a_mark_inside_a_draft(model, tokenizer):
+    """What is drafted behind it obeys the grammar."""
+    ids, grammar = prompt(9), grammars.json_schema({}, tokenizer, behind="</think>")
+    text, wrong = (tokenizer.encode(f"so</think>{end}") for end in ('{"a": 1}', "no {}"))
+    how = {"logits_processor": [grammar, scripted([*text, EOS], 9)], "max_draft_length": 24}
+    how |= {"draft_memory": 0, "controller": "fixed", "max_new_tokens": 30}
+    for drafted, rounds in ((text, 2), (wrong, 9)):
+        known = Lookup([[*ids[0, -4:].tolist(), *drafted]])
+        out = generate(model, ids, lookup=known, **how)
+        assert out.sequences[0, 9:].tolist() == [*text, EOS]
+        assert out.stats.acceptance_rate == 1
+        assert out.stats.num_rounds < rounds
 
 
 def test_whitespace_between_tokens_of_json(tokenizer):
@@ -375,6 +410,8 @@ def test_every_row_and_law_has_a_state_of_its_own():
         ),
         (lambda t: grammars.json_schema({"anyOf": [{"$ref": "#"}]}, t), "nothing fits it"),
         (lambda t: grammars.regex("a", t, eos=[]), "needs a token that ends a text"),
+        (lambda t: grammars.json_schema({"multipleOf": 10**6}, t), "must be at most 100000"),
+        (lambda t: grammars.lark("start: a\na: b", t), 'unknown name: "b"$'),
     ],
 )
 def test_what_is_no_grammar_is_refused_in_one_line(call, message, tokenizer):

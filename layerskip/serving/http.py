@@ -220,7 +220,8 @@ class _Running:
                 self._news.clear()
             if piece.reason in ("error", "cancelled"):
                 _log.error("a text has ended early: %s", piece.error or piece.reason)
-                raise Refusal(500, "the server could not finish this text")
+                message = "the server could not finish this text"
+                raise Refusal(400, f"{piece.error}") if piece.refused else Refusal(500, message)
             if piece.reason is not None:
                 self._texts.pop(index, None)
             yield index, piece

@@ -95,6 +95,7 @@ class Piece:
         logprobs: per token, its own and the largest as {token: log-probability}, if requested.
         prompt_logprobs: the same for requested prompt tokens; in the first piece.
         reason: why the text has ended; None while it continues.
+        refused: whether the error lies in the request, for all that was known before.
         before: seconds of the text up to the previous piece; 0 if this is the first.
     """
 
@@ -104,6 +105,7 @@ class Piece:
     reason: Reason | None = None
     before: float = 0.0
     error: str | None = None
+    refused: bool = False
     counts: Counts = field(default_factory=Counts)
 
     def then(self, other: Piece) -> Piece:

@@ -24,6 +24,7 @@ from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, 
 from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.decoding.speculator import Outcome
+from layerskip.grammars import GrammarLimit
 from layerskip.requests import end_tokens
 from layerskip.serving.requests import Counts, Piece, TextRequest
 
@@ -99,6 +100,7 @@ class Text(Seat):
         """End only this text because of an error in its processors or stop function."""
         self.reason = "error"
         self.piece.error = f"{type(error).__name__}: {error}".split("\n")[0]
+        self.piece.refused = isinstance(error, GrammarLimit)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
