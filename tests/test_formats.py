@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import layerskip
@@ -14,7 +16,7 @@ from layerskip.serving.formats import FORMATS, REASONING, format_of, reasoning_o
 from layerskip.serving.formats.reading import Reader
 
 MESSY = '{"x": "a}\\"<tool_call>", "y": [1, {"z": 2}]}'
-F, G = ("f", '{"x": 1}'), ("g", "{}")
+F, G, NAMES = ("f", '{"x": 1}'), ("g", "{}"), ("f", "g", "weather", "now")
 READ = [
     (
         "hermes",
@@ -35,8 +37,27 @@ READ = [
         [F, G],
     ),
     ("llama3", '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', "", [F]),
-    ("llama3", '{"age": 3}', '{"age": 3}', []),
-    ("llama3", 'Say {"name": "f"}', 'Say {"name": "f"}', []),
+    *(
+        ("llama3", text, text, [])  # only looks like a call
+        for text in (
+            '{"age": 3}',
+            '{"name": "Alice", "age": 30}',
+            '{"name": "Alice", "parameters": {"x": 1}} ok',
+            '{"name": "f", "age": 30}',
+            '{"name": "f", "parameters": 5}',
+            'Say {"name": "f"}',
+        )
+    ),
+    *(
+        (name, text, text, [])
+        for name, text in (
+            ("hermes", '<tool_call>{"name": "Alice", "arguments": {}}</tool_call> ok'),
+            ("mistral", '[TOOL_CALLS][{"name": "Alice", "arguments": {}}]'),
+            ("mistral-named", '[TOOL_CALLS]Alice[ARGS]{"x": 1}'),
+            ("gemma4", "<|tool_call>call:Alice{x:1}<tool_call|> ok"),
+            ("gemma4", "<|tool_call>call:f{x:NaN}<tool_call|> ok"),
+        )
+    ),
     (
         "mistral",
         '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
@@ -50,7 +71,14 @@ READ = [
         '<|tool_call>call:f{x:<|"|>a,b}<|"|>,l:[1,2.5],o:{k:true}}<tool_call|>'
         "<|tool_call>call:g{}<tool_call|>",
         "",
-        [("f", '{"x": "a,b}", "l": [1, 2.5], "o": {"k": true}}'), G],
+        [("f", '{"x":"a,b}","l":[1,2.5],"o":{"k":true}}'), G],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{$filter:<|"|><tool_call|>"<|"|>,Basic LLM Chain:1e999,'
+        '<|"|>a:b<|"|>:null}<tool_call|>',
+        "",
+        [("f", '{"$filter":"<tool_call|>\\"","Basic LLM Chain":1e999,"a:b":null}')],
     ),
     ("gemma4", "<|tool_call>call:f{x<tool_call|>done", "<|tool_call>call:f{x<tool_call|>done", []),
     *(
@@ -64,7 +92,7 @@ READ = [
         "functiongemma",
         "<start_function_call>call:f{x:<escape>Paris<escape>}<end_function_call>",
         "",
-        [("f", '{"x": "Paris"}')],
+        [("f", '{"x":"Paris"}')],
     ),
 ]
 
@@ -86,11 +114,11 @@ def told(reader, text, size):
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
 def test_calls_are_read_whatever_pieces_they_come_in(size):
     for name, text, content, calls in READ:
-        assert told(Reader(FORMATS[name]), text, size) == (content, "", calls), text
+        assert told(Reader(FORMATS[name], NAMES), text, size) == (content, "", calls), text
 
 
 def test_arguments_are_told_before_a_call_ends():
-    reader = Reader(FORMATS["hermes"])
+    reader = Reader(FORMATS["hermes"], NAMES)
     first = reader.feed('<tool_call>{"name": "f", "arguments": {"path": "a')
     assert first[0]["tool_calls"][0]["function"]["name"] == "f"
     more = reader.feed('b", "n')
@@ -108,12 +136,12 @@ def test_reasoning_is_apart_from_content_and_calls(size):
         ("no <thought>", False, ("no <thought>", "", [])),
         (f"<think>{call}</think>" + call, False, ("", call, [F])),
     ):
-        assert told(Reader(hermes, think, inside=inside), text, size) == expected
+        assert told(Reader(hermes, NAMES, think, inside=inside), text, size) == expected
 
 
 def test_of_calls_that_may_not_be_parallel_the_first_counts():
     name, text, content, calls = READ[0]
-    assert told(Reader(FORMATS[name], several=False), text, 5) == (content, "", calls[:1])
+    assert told(Reader(FORMATS[name], NAMES, several=False), text, 5) == (content, "", calls[:1])
 
 
 @pytest.mark.parametrize(
@@ -166,17 +194,25 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(Path(layerskip.__file__).parent / "models" / "demo-llama")
 
 
+@pytest.fixture(scope="module")
+def marked():
+    """The same with a token for each mark."""
+    made = AutoTokenizer.from_pretrained(Path(layerskip.__file__).parent / "models" / "demo-llama")
+    made.add_tokens([mark for each in FORMATS.values() for mark in each.marks])
+    return made
+
+
 def walk(grammar, tokenizer, seed):
     """A random text of a grammar, with short strings."""
     state, tokens = grammar.start(), list[int]()
     generator = torch.Generator().manual_seed(seed)
     for step in range(300):
-        allowed = state.mask(torch.zeros(2048)) == 0  # (V,)
+        allowed = state.mask(torch.zeros(len(tokenizer))) == 0  # (V,)
         weights = allowed.double()
         weights[tokenizer.eos_token_id] *= 1000
         if step > 40:  # prefers the ends of strings and numbers
-            for token in tokenizer.convert_tokens_to_ids(['"', "}", "<", "]"]):
-                weights[token] *= 1000
+            weights[tokenizer.convert_tokens_to_ids(['"', "}", "]", ":"])] *= 1000
+            weights[tokenizer.convert_tokens_to_ids(['<|"|>', "<escape>"])] *= 1e6
         token = int(torch.multinomial(weights, 1, generator=generator))
         if token == tokenizer.eos_token_id:
             return str(tokenizer.decode(tokens))
@@ -186,20 +222,21 @@ def walk(grammar, tokenizer, seed):
 
 
 def calls_of(name, text):
-    content, _, calls = told(Reader(FORMATS[name]), text, 11)
+    content, _, calls = told(Reader(FORMATS[name], NAMES), text, 11)
     assert content == ""
     return [(called, json.loads(arguments)) for called, arguments in calls]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_texts_of_its_grammar_are_read_as_calls(name, tokenizer):
+def test_texts_of_its_grammar_are_read_as_calls(name, marked):
     """The tools' arguments have schemas; one call or several."""
+    ids = marked.get_added_vocab()
     for several in (False, True):
-        rules = FORMATS[name].grammar(TOOLS, several, json.dumps)
-        grammar = lark(f"start: calls\n{rules}", tokenizer)
+        rules = FORMATS[name].grammar(TOOLS, several, lambda mark: f"<[{ids[mark]}]>")
+        grammar = lark(f"start: calls\n{rules}", marked)
         seen = set()
         for seed in range(8):
-            calls = calls_of(name, walk(grammar, tokenizer, seed))
+            calls = calls_of(name, walk(grammar, marked, seed))
             assert len(calls) == 1 or (several and calls)
             for called, arguments in calls:
                 seen.add(called)
@@ -213,7 +250,174 @@ def test_texts_of_its_grammar_are_read_as_calls(name, tokenizer):
         assert seen == {"weather", "now"}
 
 
-def test_a_schema_without_a_type_is_refused_where_calls_are_no_json():
-    tool = {"name": "f", "parameters": {"properties": {"x": {"anyOf": []}}}}
-    with pytest.raises(ValueError, match="a schema of a tool must say type, enum or const"):
-        FORMATS["gemma4"].grammar([tool], False, json.dumps)
+def grammar_of(name, parameters, tokenizer, mark=json.dumps):
+    rules = FORMATS[name].grammar([{"name": "f", "parameters": parameters}], False, mark)
+    return lark(f"start: calls\n{rules}", tokenizer)
+
+
+def fits(grammar, text):
+    state, tokens = grammar.start(), grammar.tokenizer.encode(text, add_special_tokens=False)
+    return state.matcher.try_consume_tokens(tokens) == len(tokens) and state.matcher.is_accepting()
+
+
+def written(name, arguments):
+    """A call as chat templates write it; keys and strings of Gemma 4 stand as they are."""
+    whole = json.dumps(arguments, ensure_ascii=False)
+    match name:
+        case "hermes":
+            return f'<tool_call>\n{{"name": "f", "arguments": {whole}}}\n</tool_call>'
+        case "llama3":
+            return f'{{"name": "f", "parameters": {whole}}}'
+        case "mistral":
+            return f'[TOOL_CALLS][{{"name": "f", "arguments": {whole}}}]'
+        case "mistral-named":
+            return f"[TOOL_CALLS]f[ARGS]{whole}"
+    form = FORMATS[name]
+    return f"{form.begin}call:f{bare(arguments, form.quote)}{form.end}"
+
+
+def bare(value, quote):
+    match value:
+        case str():
+            return f"{quote}{value}{quote}"
+        case dict():
+            keys = {k: f"{quote}{k}{quote}" if {*k} & {*":<,"} else k for k in value}
+            pairs = (f"{keys[k]}:{bare(each, quote)}" for k, each in value.items())
+            return f"{{{','.join(pairs)}}}"
+        case list():
+            return f"[{','.join(bare(each, quote) for each in value)}]"
+    return json.dumps(value)
+
+
+V = {"type": "object", "properties": {"v": {"type": "integer"}}, "required": ["v"]}
+KIDS = {"kids": {"type": "array", "items": {"$ref": "#/$defs/N"}}}
+DEFS = {"N": V | {"properties": V["properties"] | KIDS}, "A": {"type": "null"}}
+ODD = ["<|", 1, None, {"a:b": ["", 0.5]}]
+HELD = [  # schemas, values that fit, and values that do not
+    ({"type": "integer", "minimum": 3, "exclusiveMaximum": 9}, [3, 8], [2, 9, 3.5]),
+    ({"type": "number", "multipleOf": 0.5}, [1.5, 2], [1.2]),
+    ({"type": "string", "minLength": 1, "maxLength": 2}, ["a", "é<"], ["", "abc"]),
+    ({"type": "string", "pattern": "^(a|/)+$"}, ["a/a"], ["ab", ""]),
+    ({"type": "string", "pattern": "\\d[|]"}, ["x1|y"], ["x|", "٣|"]),
+    ({"type": "string", "format": "date"}, ["2024-02-29"], ["2024-13-01", "٢024-02-29"]),
+    ({"type": "string", "format": "date-time"}, ["2024-02-29T10:00:00.5Z"], ["2024-02-29"]),
+    ({"type": "array", "minItems": 1, "maxItems": 2}, [[1], ["a", {}]], [[], [1, 2, 3]]),
+    ({"type": "object"}, [{}, {"b": {"c": []}}], [[], "a"]),
+    ({"type": ["string", "null"], "enum": ["a", None, 1]}, ["a", None], ["b", 1]),
+    ({"enum": ODD}, ODD, [0, {}]),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None}, [1, None], ["a"]),
+    ({"allOf": [{"$ref": "#/$defs/N"}]}, [{"v": 1, "kids": [{"v": 2}]}], [{}, {"v": "a"}]),
+    ({"properties": {"b": {}}, "required": ["c"]}, [{"b": 1, "c": 2}, {"c": 1}, "a"], [{"b": 1}]),
+    ({"properties": {"properties": {"type": "null"}}}, [{"properties": None}], [{"b": 1}]),
+]
+ROOTS = [  # the same of whole parameters
+    ({"properties": {"a": V, "b": {"$ref": "#/properties/a"}}}, {"b": {"v": 1}}, {"b": {}}),
+    ({"properties": {"a": {"$ref": "#/definitions/V"}}, "definitions": {"V": V}}, {}, {"a": 1}),
+    ({"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}, {"a": [{}]}, {"a": [1]}),
+    ({"$ref": "#/$defs/N", "$defs": DEFS}, {"v": 1, "kids": [{"v": 2}]}, {}),
+]
+PIECES = [
+    "a",
+    "é😀",
+    '"',
+    "\\",
+    "\n",
+    " ",
+    "<",
+    "<tool_call|>",
+    "</tool_call>",
+    "}",
+    "7:",
+    "[ARGS]",
+]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
+NUMBERS = st.integers(-(10**20), 10**20) | st.sampled_from([0.5, -1e-07, 3e300])
+KEYS = ["a", "b", "$filter", "Basic LLM Chain", "a:b", "<k", '"q"', "properties"]
+ANY = st.recursive(
+    TEXTS | NUMBERS | st.sampled_from([True, False, None]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYS[:4]), inner),
+    max_leaves=4,
+)
+
+
+def asking(schema):
+    return {"properties": {"a": schema}, "required": ["a"], "$defs": DEFS}
+
+
+@st.composite
+def schemas(draw, deep=2):
+    """A schema, and its values."""
+    held, good, _ = draw(st.sampled_from(HELD))
+    kinds = [({}, ANY), ({"type": "string"}, TEXTS), (held, st.sampled_from(good))]
+    if deep:
+        inner, values = draw(schemas(deep - 1))
+        kinds += [
+            ({"type": "array", "items": inner}, st.lists(values, max_size=3)),
+            ({"additionalProperties": inner}, st.dictionaries(st.sampled_from(KEYS[:4]), values)),
+            ({"anyOf": [{"type": "boolean"}, inner]}, st.booleans() | values),
+            draw(objects(deep)),
+        ]
+    return draw(st.sampled_from(kinds))
+
+
+@st.composite
+def objects(draw, deep=2):
+    names = draw(st.lists(st.sampled_from(KEYS), max_size=3, unique=True))
+    made = {name: draw(schemas(deep - 1)) for name in names}
+    needed = [name for name in names if draw(st.booleans())]
+    schema = {"type": "object", "properties": {name: made[name][0] for name in names}}
+    every = st.fixed_dictionaries({name: made[name][1] for name in names})
+    left_out = st.sets(st.sampled_from(names)) if names else st.just(set())
+    return schema | {"required": needed, "additionalProperties": False}, st.builds(
+        lambda found, less: {n: found[n] for n in names if n in needed or n not in less},
+        every,
+        left_out,
+    )
+
+
+@settings(max_examples=40)
+@given(objects(), st.data())
+def test_what_is_written_to_a_schema_is_read_again(tokenizer, made, data):
+    """By the grammar of each format and by its reader; random schemas and values."""
+    value = data.draw(made[1])
+    for name in FORMATS:
+        text = written(name, value)
+        assert fits(grammar_of(name, made[0] | {"$defs": DEFS}, tokenizer), text), text
+        assert calls_of(name, text) == [("f", value)]
+
+
+def test_keywords_and_references_are_held_in_every_format(tokenizer):
+    rows = [
+        (asking(schema), [{"a": each} for each in good], [{"a": each} for each in bad])
+        for schema, good, bad in HELD
+    ]
+    for name in FORMATS:
+        for schema, good, bad in rows + [(root, [good], [bad]) for root, good, bad in ROOTS]:
+            grammar = grammar_of(name, schema, tokenizer)
+            assert all(fits(grammar, written(name, value)) for value in good), schema
+            assert not any(fits(grammar, written(name, value)) for value in bad), schema
+
+
+def test_strings_do_not_spell_the_mark_that_ends_them(marked):
+    end = marked.convert_tokens_to_ids('<|"|>')
+    state = grammar_of("gemma4", asking({"type": "string"}), marked, lambda _: f"<[{end}]>").start()
+    ids = [marked.encode(each, add_special_tokens=False) for each in ("call:f{a:", '"<|x>', "}")]
+    spelled = marked.convert_tokens_to_ids(["<", "|", '"', "|", ">"])
+    tokens = [end, *ids[0], end, *ids[1], *spelled]
+    assert state.matcher.try_consume_tokens(tokens) == len(tokens) - 1
+    assert state.matcher.try_consume_tokens([end, *ids[2], end]) == 2 + len(ids[2])
+
+
+def test_what_has_no_rule_is_refused_by_name(tokenizer):
+    for schema, words in (
+        ({"const": '<|"|>'}, "cannot be written"),
+        ({"type": "string", "pattern": "^a|b$"}, "no rule for 'pattern'"),
+        ({"type": "string", "format": "ipv6"}, "no rule for 'format'.*leave it out"),
+        ({"type": "array", "prefixItems": [{}]}, "no rule for 'prefixItems'"),
+        ({"anyOf": [{}], "minimum": 1}, "no rule for 'minimum'"),
+        ({"allOf": [{}, {}]}, "no rule for 'allOf'"),
+        ({"$ref": "#/$defs/A", "type": "string"}, "no rule for 'type'"),
+        ({"type": "colour"}, "Invalid type: colour$"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            grammar_of("gemma4", asking(schema), tokenizer)

@@ -13,12 +13,12 @@ from typing import Any
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from layerskip.checkpoints import Loaded
-from layerskip.grammars import lark, response_format
+from layerskip.grammars import json_schema, lark, response_format
 from layerskip.requests import end_tokens, look, read_text
 from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked
 from layerskip.serving.formats import format_of, reasoning_of
-from layerskip.serving.formats.base import Format
+from layerskip.serving.formats.base import Format, schema_of
 from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.prompts import check_tokens, prompts_of
@@ -113,9 +113,15 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
     check_tokens(asked.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(asked, served)
     format_, reasoning = _format(asked, served), served.reasoning if chat else None
+    end = served.tokenizer.decode(prompts[0][-16:]).rstrip() if reasoning else ""
+    inside = reasoning is not None and end.endswith(reasoning[0].rstrip())  # by the template
+    behind = reasoning[1] if reasoning and inside else None
+    grammar = _calls(asked, served, format_, behind)
+    if form := _grammar(asked, served, behind):
+        grammar, format_ = form, None  # no calls are read in text of a form
     marks = [*(reasoning or ()), *(() if format_ is None else format_.marks)]
     keep = served.marks([mark.strip() for mark in marks])
-    grammar = _calls(asked, served, format_) or _grammar(asked, served)
+    names = {tool.function.name for tool in getattr(asked, "tools", ())}
     predicted = _predicted(asked, served)
     choices = list[Choice]()
     for index, text in enumerate(prompts):
@@ -145,15 +151,13 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
             pictures=pictures,
             encoded=encoded,
         )
-        end = served.tokenizer.decode(text[-16:]).rstrip() if reasoning else ""
-        inside = reasoning is not None and end.endswith(reasoning[0].rstrip())  # by the template
         for number in range(asked.n):
             own = number if asked.same_seed else len(choices)
             choice = Choice(
                 served.tokenizer,
                 replace(task, seed=seed + own),
                 asked.stops,
-                reader=Reader(format_, reasoning, inside=inside, several=asked.several),
+                reader=Reader(format_, names, reasoning, inside=inside, several=asked.several),
                 keep=keep,
                 echo=echo,
                 hidden=limit == 0,
@@ -185,7 +189,7 @@ def _format(asked: Asked, served: Served) -> Format | None:
     return served.format
 
 
-def _calls(asked: Asked, served: Served, format_: Format | None) -> list[Any]:
+def _calls(asked: Asked, served: Served, format_: Format | None, behind: str | None) -> list[Any]:
     """A processor that enforces calls which are required, or required by name."""
     if not isinstance(asked, ChatAsked) or format_ is None or asked.choice == "auto":
         return []
@@ -200,8 +204,10 @@ def _calls(asked: Asked, served: Served, format_: Format | None) -> list[Any]:
         return f"<[{next(iter(tokens))}]>" if tokens else json.dumps(text)
 
     with refusing("tools"):
-        rules = format_.grammar(tools, asked.several, mark)
-        return [lark(f"start: calls\n{rules}", served.tokenizer, eos=served.eos)]
+        for tool in tools:  # one by one, so that an error shows the schema and not our rules
+            json_schema(schema_of(tool), served.tokenizer, eos=served.eos)
+        rules = f"start: calls\n{format_.grammar(tools, asked.several, mark)}"
+        return [lark(rules, served.tokenizer, eos=served.eos, behind=behind)]
 
 
 def _limit(asked: Asked, prompt: int, served: Served) -> int:
@@ -221,17 +227,17 @@ def _limit(asked: Asked, prompt: int, served: Served) -> int:
     return min(served.max_new_tokens, room) if wanted is None else wanted
 
 
-def _grammar(asked: Asked, served: Served) -> list[Any]:
+def _grammar(asked: Asked, served: Served, behind: str | None) -> list[Any]:
     """`response_format` as a processor, which serves any number of texts."""
     if asked.response_format is None:
         return []
     with refusing("response_format"):
-        return _form(json.dumps(asked.response_format), served.tokenizer, served.eos)
+        return _form(json.dumps(asked.response_format), served.tokenizer, served.eos, behind)
 
 
 @lru_cache(16)  # many requests have the same
-def _form(given: str, tokenizer: Any, eos: tuple[int, ...] | None) -> list[Any]:
-    return [*response_format(json.loads(given), tokenizer, eos=eos)]
+def _form(given: str, tokenizer: Any, eos: tuple[int, ...] | None, behind: str | None) -> list[Any]:
+    return [*response_format(json.loads(given), tokenizer, eos=eos, behind=behind)]
 
 
 def _bias(asked: Asked, width: int, served: Served) -> list[Any]:

@@ -92,15 +92,17 @@ class JsonCall(Call):
 
     Args:
         end: the text that follows the object.
+        bare: whether no mark precedes the object; it is then a call only if its arguments are an
+            object.
 
     Attributes:
         values: the finished values of the object by their keys, as they are written.
         ends: where each of them ends in the text.
     """
 
-    def __init__(self, end: str = "") -> None:
+    def __init__(self, end: str = "", bare: bool = False) -> None:
         super().__init__()
-        self._end = end
+        self._end, self._bare = end, bare
         self.values: dict[str, str] = {}
         self.ends: dict[str, int] = {}
         self._place = self._depth = 0
@@ -116,11 +118,9 @@ class JsonCall(Call):
             self._place = token.end()
             self._step(token[0], token.start())
             self._closed = self._depth == 0
-        if self.name is None:
-            name = _loaded(self.values.get("name", ""))
-            self.name = name if isinstance(name, str) and name else None
-        if self.name is not None:
-            self.arguments = self._argued()
+        name, arguments = _loaded(self.values.get("name", "")), self._argued()
+        if isinstance(name, str) and name and (arguments.startswith("{") or not self._bare):
+            self.name, self.arguments = name, arguments
         if self._closed:
             self.rest = self._behind(self.text[self._place :])
 
@@ -133,7 +133,7 @@ class JsonCall(Call):
             whole = "" if begun.lstrip().startswith('"') else begun.strip()
         elif whole.startswith('"'):
             whole = str(_loaded(whole))
-        return "{}" if self._closed and not whole else whole
+        return "{}" if self._closed and not whole and not self._bare else whole
 
     def _behind(self, rest: str) -> str | None:
         """The text after the object and its end; None: its end may still come."""
@@ -179,13 +179,13 @@ def json_calls(tools: Sequence[Tool], key: str) -> str:
     Args:
         key: the key of the arguments.
     """
-    kinds = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool["name"]}, key: schema_of(tool)},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return f"call: %json {json.dumps({'x-guidance': IN_A_LINE, 'anyOf': kinds})}\n"
+    calls = []
+    for tool in tools:
+        begin = json.dumps(f'{{"name": "{tool["name"]}", "{key}": ')
+        calls.append(f'{begin} {json_arguments(tool)} "}}"')
+    return f"call: {' | '.join(calls)}\n"
+
+
+def json_arguments(tool: Tool) -> str:
+    """The arguments in a Lark rule, as a schema of their own, to whose root references lead."""
+    return f"%json {json.dumps(schema_of(tool) | {'x-guidance': IN_A_LINE})}"

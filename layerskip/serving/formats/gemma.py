@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from layerskip.serving.formats.base import Call, Format, Mark, Tool, schema_of
+from layerskip.serving.formats.schemas import Rules
 
 
 class _Call(Call):
@@ -18,25 +18,35 @@ class _Call(Call):
         self._end, self._quote = end, quote
 
     def _read(self) -> None:
-        body, end, rest = self.text.partition(self._end)
-        if not end:
+        parts = self.text.split(self._quote)  # every second one is a string
+        last = next((n for n in range(0, len(parts), 2) if self._end in parts[n]), None)
+        if last is None:
             return
-        self.rest = rest
-        named = re.match(r"\s*call:([\w.-]+)\s*(?=\{)", body)
+        parts[last], _, rest = parts[last].partition(self._end)
+        self.rest = self._quote.join([rest, *parts[last + 1 :]])
+        named = re.match(r"\s*call:([\w.-]+)\s*(?=\{)", parts[0])
         if named is None:
             return
+        parts[0] = parts[0][named.end() :]
+        told = "".join(
+            json.dumps(part, ensure_ascii=False) if number % 2 else _WORD.sub(_as_key, part)
+            for number, part in enumerate(parts[: last + 1])
+        )
         try:
-            arguments, _ = json.JSONDecoder().raw_decode(_as_json(body[named.end() :], self._quote))
+            _, length = _DECODER.raw_decode(told)
         except (ValueError, RecursionError):  # perhaps thousands of brackets
             return
-        self.name, self.arguments = named[1], json.dumps(arguments, ensure_ascii=False)
+        self.name, self.arguments = named[1], told[:length]
 
 
-def _as_json(text: str, quote: str) -> str:
-    """Rewrite a value as JSON: strings between marks, and keys, get quotation marks."""
-    mark = re.escape(quote)
-    parts = rf"{mark}(.*?){mark}|([\w.-]+)(?=\s*:)"
-    return re.sub(parts, lambda part: json.dumps(part[2] or part[1]), text, flags=re.DOTALL)
+_WORD = re.compile(r"([^{}\[\],:]+)(:?)")
+_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=int)  # refuses NaN
+
+
+def _as_key(word: re.Match[str]) -> str:
+    """A word with quotation marks, if it is a key."""
+    key = word[1].strip(" \n")
+    return json.dumps(key, ensure_ascii=False) + ":" if key and word[2] else word[0]
 
 
 class Gemma4(Format):
@@ -50,10 +60,11 @@ class Gemma4(Format):
 
     def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
         begin, end, quote = map(mark, self.marks)
-        rules: dict[str, str] = {"string": f"{quote} /[^<]*/ {quote}"}
+        rules: dict[str, str] = {}
         calls = []
         for tool in tools:
-            arguments = _rule(schema_of(tool), rules, quote)
+            schema = schema_of(tool)
+            arguments = Rules(schema, self.quote, quote, rules).value(schema)
             calls.append(f'{begin} "call:{tool["name"]}" {arguments} {end}')
         rules["calls"] = f"({' | '.join(calls)}){'+' if several else ''}"
         return "".join(f"{name}: {body}\n" for name, body in rules.items())
@@ -61,59 +72,3 @@ class Gemma4(Format):
 
 class FunctionGemma(Gemma4):
     begin, end, quote = "<start_function_call>", "<end_function_call>", "<escape>"
-
-
-def _rule(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str:
-    """Add a rule for values of a schema to the rules; returns its name.
-
-    Raises:
-        ValueError: this notation has no rule for such values.
-    """
-    kind = schema.get("type")
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        told = [
-            f"{quote} {json.dumps(value)} {quote}"
-            if isinstance(value, str)
-            else json.dumps(json.dumps(value))
-            for value in values
-        ]
-        body = " | ".join(told)
-    elif kind == "string":
-        return "string"
-    elif kind == "object":
-        body = _object(schema, rules, quote)
-    elif kind == "array":
-        item = _rule(schema.get("items") or {"type": "string"}, rules, quote)
-        body = f'"[" ({item} ("," {item})*)? "]"'
-    elif kind in ("integer", "number", "boolean", "null"):
-        body = _WORDS[kind]
-    else:
-        raise ValueError(
-            f"a schema of a tool must say type, enum or const for this model's calls, got {schema}"
-        )
-    name = f"value{len(rules)}"
-    rules[name] = body
-    return name
-
-
-_WORDS = {
-    "integer": r"/-?(0|[1-9][0-9]*)/",
-    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?/",
-    "boolean": '"true" | "false"',
-    "null": '"null"',
-}
-
-
-def _object(schema: Mapping[str, Any], rules: dict[str, str], quote: str) -> str:
-    """A rule for properties in their order; optional ones may be left out."""
-    properties = schema.get("properties") or {}
-    required = [name for name in properties if name in schema.get("required", ())]
-    others = [name for name in properties if name not in required]
-    rule = {name: f'"{name}:" {_rule(properties[name], rules, quote)}' for name in properties}
-    if required:
-        body = ' "," '.join(rule[name] for name in required)
-        body += "".join(f' ("," {rule[name]})?' for name in others)
-    else:  # at most one optional property: commas between several would need many rules
-        body = f"({' | '.join(rule[name] for name in others)})?" if others else ""
-    return f'"{{" {body} "}}"'

@@ -16,7 +16,7 @@ class Llama3(Format):
         return self.begin in template or ("ipython" in template and '"parameters"' in template)
 
     def call(self) -> Call:
-        return JsonCall()
+        return JsonCall(bare=True)
 
     def starts(self, text: str, first: bool) -> tuple[int, int] | None:
         if (marked := super().starts(text, first)) is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
-from layerskip.grammars import IN_A_LINE
 from layerskip.serving.formats import base
 
 _NAME = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
@@ -67,10 +65,8 @@ class Mistral(base.Format):
         if not self._named:
             more = '(", " call)*' if several else ""
             return f'calls: {begin} "[" call {more} "]"\n{base.json_calls(tools, "arguments")}'
-        args, lines = mark("[ARGS]"), []
-        for number, tool in enumerate(tools):
-            schema = json.dumps({"x-guidance": IN_A_LINE} | base.schema_of(tool))
-            lines.append(f'call{number}: {begin} "{tool["name"]}" {args} arguments{number}')
-            lines.append(f"arguments{number}: %json {schema}")
-        names = " | ".join(f"call{number}" for number in range(len(tools)))
-        return "\n".join([f"calls: one{'+' if several else ''}", f"one: {names}", *lines, ""])
+        calls = " | ".join(
+            f'{begin} "{tool["name"]}" {mark("[ARGS]")} {base.json_arguments(tool)}'
+            for tool in tools
+        )
+        return f"calls: call{'+' if several else ''}\ncall: {calls}\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from layerskip.serving.formats.base import Call, Format
@@ -23,6 +23,7 @@ class Reader:
 
     Args:
         format_: format of tool calls; None: there are none.
+        names: the declared tools. What looks like a call of another is content.
         reasoning: the marks around reasoning; None: there is none.
         inside: whether the answer begins inside reasoning, since the prompt ends with its mark.
         several: whether more than one call is allowed.
@@ -34,12 +35,14 @@ class Reader:
     def __init__(
         self,
         format_: Format | None = None,
+        names: Collection[str] = (),
         reasoning: tuple[str, str] | None = None,
         *,
         inside: bool = False,
         several: bool = True,
     ) -> None:
-        self._format, self._reasoning, self._several = format_, reasoning, several
+        self._format, self._names, self._several = format_, names, several
+        self._reasoning = reasoning
         self._inside = inside and reasoning is not None
         self._call: Call | None = None
         self._mark = ""  # of the current call
@@ -129,7 +132,7 @@ class Reader:
         text, self._text = self._text, ""
         call.feed(text)
         ended = call.rest is not None
-        if call.name is None:
+        if call.name not in self._names:
             if ended or last:  # not a call, but content
                 rest = call.rest or ""
                 shown = self._mark + call.text[: len(call.text) - len(rest)]
