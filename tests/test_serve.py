@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 from checkpoints import shallow_demo
-from models import lively_model
+from models import lively_model, scripted
 from servers import running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcess
 from layerskip.checkpoints import load
 from layerskip.cli import main
 from layerskip.generation import decode
+from layerskip.grammars import Grammar, GrammarLimit
 from layerskip.serving import connections, http
 from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import ChatAsked, CompletionAsked
+from layerskip.serving.formats import FORMATS
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
 from layerskip.serving.requests import Piece, Refusal
@@ -41,6 +43,9 @@ THIS, NAMED = ({"type": "function", "function": {"name": name}} for name in "fg"
 BAD_TOOL = {"type": "function", "function": {"name": "a b"}}
 WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "colour"}}}
 WRONG_CALL = {"tools": [WRONG_TOOL], "tool_choice": "required"}
+FORM = {"type": "json_schema", "json_schema": {"schema": {"enum": [17]}}}
+LOST = {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/$defs/A"}}}}
+LOST_CALL = {"tools": [{"type": "function", "function": LOST}], "tool_choice": "required"}
 RING = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}
 SOUND, EMPTY = (
     {"messages": [{"role": "user", "content": [{"type": kind}]}]}
@@ -381,6 +386,48 @@ class TestTools:
         assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
         assert chunk["choices"][0]["delta"]["reasoning_content"] == "I think"
 
+    @pytest.mark.parametrize("size", [3, 1000])
+    def test_what_only_looks_like_a_call_is_content(self, place, size):
+        """A name that is not declared, and any JSON that was asked for as such."""
+        served = copy(place.served)
+        served.format = FORMATS["llama3"]
+        call = '{"name": "f", "parameters": {"x": 1}}'
+        for text, form in (('{"name": "Alice", "age": 30}', None), (call, FORM), (call, None)):
+            asked = ChatAsked(**ASKED, tools=[TOOL], response_format=form)
+            answer = answer_of(asked, served)
+            tokens, chunks = served.tokenizer.encode(text, add_special_tokens=False), []
+            for at in range(0, len(tokens), size):
+                end = None if at + size < len(tokens) else "stop"
+                chunks += answer.add(0, Piece(tokens[at : at + size], reason=end))
+            streamed = "".join(each["choices"][0]["delta"].get("content", "") for each in chunks)
+            [choice] = answer.whole()["choices"]
+            called = text == call and form is None
+            assert (choice["message"]["content"] or "") == streamed == ("" if called else text)
+            assert ("tool_calls" in choice["message"]) is called
+            assert choice["finish_reason"] == ("tool_calls" if called else "stop")
+
+    @pytest.mark.parametrize("how", [{"tool_choice": "required"}, {"tool_choice": THIS}, FORM])
+    def test_what_is_forced_follows_reasoning_that_the_template_opens(self, place, how):
+        how = {"response_format": FORM} if how is FORM else {"tools": [TOOL], **how}
+        asked = ChatAsked(**ASKED, **how, chat_template_kwargs={"think": True})
+        answer = answer_of(asked, place.served)
+        task = answer.choices[0].task
+        script = place.served.tokenizer.encode("Hm.</think>\n", add_special_tokens=False)
+        processors = [*task.processors, scripted(script, len(task.prompt))]
+        ids, settings = torch.tensor([task.prompt]), {"execution": "fused", "draft_memory": 0}
+        rounds = decode(
+            *(place.model, ids),
+            **{"max_new_tokens": 90, "logits_processor": processors, **settings},
+        )
+        answer.add(0, Piece([t for each in rounds for t in each.tokens[0]], reason="stop"))
+        message = answer.whole()["choices"][0]["message"]
+        assert message["reasoning_content"] == "Hm."
+        if "tools" in how:
+            call = message["tool_calls"][0]["function"]
+            assert (call["name"], json.loads(call["arguments"])["x"] in (1, 23)) == ("f", True)
+        else:
+            assert message["content"] == "17"
+
     def test_a_model_without_a_format_of_calls(self, place):
         plain = copy(place.served)
         plain.format = None
@@ -578,6 +625,7 @@ class TestRefusals:
             ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0", "needs content"),
             ("chat/completions", {"tools": [BAD_TOOL]}, "tools.0.function.name", "match pattern"),
             ("chat/completions", WRONG_CALL, "tools", "llguidance refuses"),
+            ("chat/completions", LOST_CALL, "tools", "Pointer '/$defs/A' does not exist"),
             ("chat/completions", {"messages": []}, "messages", "at least 1 item"),
             ("chat/completions", SOUND, "messages.0.content.0.type", "be 'text' or 'image_url'"),
             ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
@@ -594,7 +642,17 @@ class TestRefusals:
         error = got.json()["error"]
         assert error["param"] == param
         assert words in error["message"]
+        assert "%json" not in error["message"]
         assert error["type"] == "invalid_request_error"
+
+    def test_a_grammar_that_grows_too_large_while_it_is_written(self, place, monkeypatch):
+        def mask(self, scores):
+            raise GrammarLimit("the grammar failed: too large; simplify it")
+
+        monkeypatch.setattr(Grammar, "mask", mask)
+        got = place.post("completions", {**GREEDY, "prompt": STORY, "response_format": FORM})
+        assert got.status_code == 400
+        assert "too large; simplify it" in got.json()["error"]["message"]
 
     def test_what_asks_for_nothing_is_taken(self, place):
         idle = {"user": "me", "store": False, "stop": None, "suffix": None, "top_k": -1}
