@@ -258,13 +258,13 @@ class Architecture:
         named = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
         named |= {"the model": self.model, "its inner model": inner, "the decoder": self.decoder}
         for name, module in named.items():
-            what = "a forward of its own" if own_forward(module) else None
-            what = "forward hooks" if foreign_hooks(module) else what
-            if what is not None:
+            hooked = foreign_hooks(module)
+            if hooked or own_forward(module):
+                what = "forward hooks" if hooked else "a forward of its own"
                 raise UnsupportedModelError(
                     f"{name} ({type(module).__name__}) has {what}, which would not run there: it "
                     "is never called as a whole; hook its self_attn, its mlp or a norm instead, or "
-                    "load the model as transformers defines it"
+                    "load the model as transformers defines it (trust_remote_code=False)"
                 )
 
     def _check_rope(self) -> None:
