@@ -266,7 +266,9 @@ def test_a_skip_config_and_the_flags_that_override_it(folder, save_skip, expecte
     assert longer["token_ids"] == expected
     assert longer["num_drafts"] < longer["num_draft_tokens"] / 2
     off = save_skip("off.json", exit_layer=3, decoding=DecodingOptions(enabled=False))
-    assert document(generate(folder, "--skip", off, "--json"))["num_drafts"] == 0
+    result = generate(folder, "--skip", off, "--controller", "fixed", "--json")
+    assert document(result)["num_drafts"] == 0
+    assert warned(result) == ["--controller has no effect without drafts"]
 
 
 def test_an_entry_of_a_file_of_skip_configs(folder, tmp_path, expected):

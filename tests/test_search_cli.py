@@ -74,7 +74,8 @@ def _fast(monkeypatch):
 
 
 def flags(folder, prompts, output, *more):
-    always = ["--prompts", prompts, "--output", output, "--max-new-tokens", 24, "--repeats", 1]
+    always = ["--prompts", prompts, "--output", output, "--max-new-tokens", 24]
+    always += [] if "--no-confirm" in more else ["--repeats", 1]
     always += [] if "--bits" in more else ["--bits", "none"]
     return ["search", folder, *always, *more]
 
@@ -288,7 +289,7 @@ def test_ctrl_c_keeps_finished_trials(tmp_path, searched, monkeypatch):
         result = searched("--trials", 8)
     assert result.exit_code == 130
     assert result.stderr.endswith("layerskip: interrupted\n")
-    assert "4 finished trials are kept; the same command resumes the search\n" in result.stderr
+    assert "4 finished trials kept; the same command resumes the search\n" in result.stderr
     output = tmp_path / "out"
     with (output / "trials.csv").open(newline="") as lines:
         assert [row["state"] for row in csv.DictReader(lines)] == ["complete"] * 4 + ["failed"]
@@ -412,7 +413,8 @@ def test_a_lock_that_complains_of_ctrl_c(folder, prompts, tmp_path, monkeypatch,
             (tmp_path / "lock.rename").unlink()
 
     monkeypatch.setattr(pipeline.Search, "run", broken)
-    result = run(*flags(folder, prompts, tmp_path / "out", "--no-confirm"))
+    result = run(*flags(folder, prompts, tmp_path / "out", "--no-confirm", "--repeats", 3))
+    assert warned(result) == ["--repeats has no effect with --no-confirm"]
     assert result.exit_code == (130 if interrupted else 2)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli import flags
+from layerskip.cli.flags import COLDEST
 from layerskip.cli.inputs import read_pictures
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
@@ -323,6 +324,7 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         if not 0 <= value < float("inf"):
             talk.say(f"a temperature must be 0 or above, got {rest!r}; for example /temperature .7")
             return True
+        value = value if value >= COLDEST else 0.0
         conversation.do_sample, conversation.temperature = value > 0, value or None
         words = f"sampled at temperature {value:g}" if value else "the most likely tokens"
         talk.say(f"answers are now {words}")

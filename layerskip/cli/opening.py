@@ -293,7 +293,7 @@ def open_decoding(
         if not flags.no_draft:
             off = opened.names and not settings["enabled"]
             talk.say(f"drafts: {'none, as the skip config says' if off else opened.words}")
-            if not opened.names:
+            if not names:
                 warn_idle(idle, "without drafts")
         if settings["enabled"] and not opened.model.encoder:
             from layerskip.generation import LayerSkipDecoding

@@ -30,6 +30,7 @@ from layerskip.files.records import redacted
 from layerskip.files.searches import doubt
 from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
+from layerskip.text import plural
 
 if TYPE_CHECKING:
     from layerskip.search.finalists import Finalist
@@ -105,7 +106,9 @@ def search(
         "N",
         min=1,
     ),
-    repeats: int = flag("Timed calls of each finalist per prompt.", "N", default=2, min=1),
+    repeats: int | None = flag(
+        "Timed calls of each finalist per prompt.  [default: 2]", "N", min=1
+    ),
     no_confirm: bool = switch("--no-confirm", "Trust the predictions; do not time the finalists."),
     max_new_tokens: flags.MaxNewTokens = 64,
     sampling: flags.Sampling,
@@ -124,6 +127,8 @@ def search(
     talk = Talk(quiet)
     sampling = sampling.checked(talk)
     check_limit("timeout", timeout, "seconds")
+    if no_confirm:
+        warn_idle({"repeats": repeats}, "with --no-confirm")
     if timeout is None and trials is None:
         timeout = TIMEOUT
     started = time.monotonic()
@@ -228,7 +233,7 @@ def search(
         with cpu_threads(max(1, threads)), further:
             _run(steps, trials, sampler, timeout, output, talk)
         talk.progress("")
-        steps.judge(repeats=repeats)
+        steps.judge(repeats=repeats or 2)
         result = steps.result()
         looked_at = [*chosen, *(held_out if timed else [])]
         header = make_header(loaded, steps.opened, steps.task, looked_at, prompts)
@@ -315,7 +320,7 @@ def _run(
     except (KeyboardInterrupt, OSError, RuntimeError) as error:
         if not _interrupted(error):
             raise
-        talk.say(f"{keep()} finished trials are kept; the same command resumes the search")
+        talk.say(f"{plural(keep(), 'finished trial')} kept; the same command resumes the search")
         raise KeyboardInterrupt from error
     keep()  # now, since the following steps may be interrupted, too
     at = standing(steps.study)
