@@ -28,7 +28,7 @@ PANELS = {
     "Prompt": "prompt prompts tasks chat system image text texts limit per_category",
     "Output": "output max_new_tokens stream stop json_schema regex save_text as_json quiet help",
     "Options": "",  # those of one command
-    PANEL_OF_EXITS: "exits keep dropout curriculum lora steps rows init config",
+    PANEL_OF_EXITS: "",  # all of `ExitFlags`
     "Sampling": "temperature do_sample seed top_p top_k min_p repetition_penalty acceptance",
     "Drafts": "no_draft draft lookup lookup_file low_precision exit_layer skip entry assistant "
     "laws keep_laws start rank controller max_draft_length threshold adaptive branches window "

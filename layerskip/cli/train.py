@@ -66,9 +66,7 @@ class ExitFlags(Flags):
     )
     steps: int | None = flag("Train for N steps.", "N", min=1)
     rows: int | None = flag("Windows per step.  [default: 4]", "B", min=1)
-    window: int | None = flag(
-        "Tokens per window.  [default: 256]", "T", min=2, rich_help_panel=PANEL_OF_EXITS
-    )
+    window: int | None = flag("Tokens per window.  [default: 256]", "T", min=2)
     init: Literal["checkpoint", "random"] | None = flag(
         "Start from the checkpoint or from random weights.  [default: checkpoint]"
     )
@@ -92,6 +90,10 @@ class ExitFlags(Flags):
             raise ValueError(
                 f"--exits must be all, or layers with commas, such as 4,8; got {self.exits!r}"
             ) from error
+
+
+for each in fields(ExitFlags):
+    getattr(ExitFlags, each.name).rich_help_panel = PANEL_OF_EXITS
 
 
 def train(
