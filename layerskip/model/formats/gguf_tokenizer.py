@@ -22,22 +22,18 @@ _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHERS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 _PATTERNS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
-    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]"),
     "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4": (_WORDS,),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (r"\p{N}", _WORDS),
     f"{_LLAMA3} dbrx smaug-bpe": (rf"{_SUFFIX}|{_WORD}|\p{{N}}{{1,3}}|{_OTHERS}",),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": (
         rf"{_SUFFIX}|{_WORD}|\p{{N}}|{_OTHERS}",
     ),
-    "tekken": (rf"{_CASED}|{_CAPITALS}|\p{{N}}|{_PATHS}",),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": (
-        rf"{_CASED}{_SUFFIX}?|{_CAPITALS}{_SUFFIX}?|\p{{N}}{{1,3}}|{_PATHS}",
-    ),
+    "tekken": (rf"{_CASED}|{_CAPITALS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",),
 }
 _SPLITS = {name: patterns for names, patterns in _PATTERNS.items() for name in names.split()}
 """The patterns that split a text one after another, by `tokenizer.ggml.pre`."""
@@ -120,8 +116,8 @@ def _byte_level(given: Mapping[str, Any], types: list[int]) -> Any:
     special = {f"{name}_token": tokens[id_] for name, id_ in found.items() if id_ is not None}
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
-        add_bos_token=given.get("add_bos_token", pre in _WHOLE),
-        add_eos_token=given.get("add_eos_token", False),
+        add_bos_token="bos_token" in special and given.get("add_bos_token", pre in _WHOLE),
+        add_eos_token="eos_token" in special and given.get("add_eos_token", False),
         **special,
     )
 
