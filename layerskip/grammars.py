@@ -20,6 +20,9 @@ IN_A_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 """llguidance's options for JSON on one line, as by `json.dumps`."""
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "$ref")  # keywords that add other schemas
+_FORMATS = {
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+}
 _VALUES = ("const", "enum", "default", "examples")  # keywords that hold values, not schemas
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords of schemas by name
 _MOST = 10**5  # of multipleOf: compilation takes memory and time in proportion to it
@@ -277,23 +280,25 @@ def referred(place: str, root: Any) -> Any:
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Add `additionalProperties: false` where a schema lists properties but does not mention it.
 
-    A schema that combines others is unchanged, since one may add properties to another.
+    A schema that combines others gets none, since one may add properties to another. Formats of
+    strings that are not known are left out, as annotations.
 
     Raises:
         ValueError: references form a cycle, or a `multipleOf` is too large to be compiled.
     """
-    schema = dict(schema)
-    every = list(_schemas(schema))
+    copied: dict[str, Any] = json.loads(json.dumps(dict(schema)))
+    every = list(_schemas(copied))
     for each in every:
-        _refuse_rings(each, schema)
+        _refuse_rings(each, copied)
+        if isinstance(form := each.get("format"), str) and form not in _FORMATS:
+            del each["format"]
         if isinstance(step := each.get("multipleOf"), int | float) and step > _MOST:
             raise ValueError(f"multipleOf must be at most {_MOST} in a JSON schema, got {step}")
     if any("properties" in each and each.keys() & {*_COMBINED} for each in every) or any(
         "allOf" in each for each in every
     ):
-        return schema
-    copied: dict[str, Any] = json.loads(json.dumps(schema))
-    for each in _schemas(copied):
+        return copied
+    for each in every:
         listed, required = each.get("properties"), each.get("required", ())
         others = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
         if isinstance(listed, dict) and not each.keys() & others and {*required} <= listed.keys():

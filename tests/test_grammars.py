@@ -316,6 +316,16 @@ def test_a_mark_inside_a_draft(model, tokenizer):
         assert out.stats.num_rounds < rounds
 
 
+def test_formats_that_are_not_known_are_annotations(tokenizer):
+    properties = {"format": {"type": "string", "format": "phone"}, "day": {"format": "date"}}
+    schema = {"properties": properties, "required": ["format", "day"], "type": "object"}
+    for asked in (schema, {"allOf": [schema]}):
+        grammar = grammars.json_schema(asked, tokenizer)
+        assert fits(grammar, '{"format": "none", "day": "2026-11-28"}')
+        assert not fits(grammar, '{"format": "none", "day": "today"}')
+    assert properties["format"]["format"] == "phone"
+
+
 def test_whitespace_between_tokens_of_json(tokenizer):
     for whitespace in (False, True):
         state = grammars.json_schema(SCHEMA, tokenizer, whitespace=whitespace).start()
