@@ -33,6 +33,10 @@ __all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained",
 SCHEMA = 3
 """Version of the JSON that `SkipConfig.save` writes, and the only one that `load` reads."""
 
+COLDEST = 0.001
+"""Commands and servers take the most likely tokens at any lower temperature, which would divide
+scores by so little that they may leave float32."""
+
 SINK = 4
 """The first slots of a text, which drafts with a window also see: they receive much attention
 (StreamingLLM, arXiv 2309.17453)."""

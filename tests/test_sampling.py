@@ -336,6 +336,8 @@ def test_processors_that_do_not_say_that_they_keep_no_state_are_refused():
     whisper = object.__new__(WhisperTimeStampLogitsProcessor)
     with pytest.raises(ValueError, match="WhisperTimeStampLogitsProcessor of transformers keeps"):
         Law([whisper], do_sample=True, rows=1)
+    with pytest.raises(ValueError, match="temperature must be at least 1e-30, or scores leave"):
+        Law([TemperatureLogitsWarper(1e-40)], do_sample=True, rows=1)
 
 
 def test_every_processor_of_the_library_is_known_or_refused():

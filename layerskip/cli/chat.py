@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerskip.cli import flags
-from layerskip.cli.flags import COLDEST
 from layerskip.cli.inputs import read_pictures
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
+from layerskip.config import COLDEST
 from layerskip.files.writing import write_text
 from layerskip.pictures import parts_of, showing
 from layerskip.prompts import Prompt

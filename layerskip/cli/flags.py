@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import typer
 from typer.models import OptionInfo
 
-from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
+from layerskip.config import COLDEST, DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.reading import read_text
 from layerskip.registry import ADAPTIVE, ControllerName
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
     from layerskip.cli.terminal import Talk
 
-COLDEST = 0.001
-"""The lowest temperature at which --temperature samples: lower ones give scores beyond float32."""
 PANEL_OF_EXITS = "With --recipe exits"
 PANELS = {
     "Prompt": "prompt prompts tasks chat system image text texts limit per_category",

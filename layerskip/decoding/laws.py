@@ -160,7 +160,7 @@ class Law:
         do_sample: False makes the law one-hot at the largest score (greedy decoding).
 
     Raises:
-        ValueError: a processor is not known to be pure.
+        ValueError: a processor is not known to be pure, or a temperature is too low for float32.
     """
 
     def __init__(
@@ -168,6 +168,12 @@ class Law:
     ) -> None:
         for processor in processors:
             check_processor(processor)
+            cold = getattr(processor, "temperature", 1.0)
+            if type(processor) is transformers.TemperatureLogitsWarper and cold < _COLDEST:
+                raise ValueError(
+                    f"temperature must be at least {_COLDEST}, or scores leave float32, got {cold};"
+                    " use do_sample=False for the most likely tokens"
+                )
         self.processors = list(processors)
         self.do_sample = do_sample
         self.rows = rows
@@ -309,6 +315,7 @@ class Law:
         return out
 
 
+_COLDEST = 1e-30  # lowest temperature that keeps finite scores of any model in float32
 _MOST = 2**31 - 1  # of a top-k: more than any vocabulary has
 _LARGE = 2**14  # vocabulary size from which a CPU uses `_nucleus`
 # A token is unlikely below (1 - top_p) divided by one of these, or by twice the vocabulary.

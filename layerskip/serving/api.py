@@ -13,6 +13,7 @@ from typing import Any
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from layerskip.checkpoints import Loaded
+from layerskip.config import COLDEST
 from layerskip.grammars import json_schema, lark, response_format
 from layerskip.requests import end_tokens, look, read_text
 from layerskip.serving.answers import Answer, Choice
@@ -80,9 +81,9 @@ class Served:
         """Whether it reads a prompt with an encoder before it decodes."""
         return bool(self.loaded.model.config.is_encoder_decoder)
 
-    def check_name(self, name: str) -> None:
+    def check_name(self, name: str | None) -> None:
         """Refuse another model's name."""
-        if name != self.name:
+        if name not in (None, self.name):
             message = f"there is no model {name!r}; this server has {self.name!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
@@ -109,6 +110,7 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
         message = "this model reads its prompt in an encoder, which gives no log-probabilities"
         raise Refusal(400, message, param="echo")
     temperature = served.temperature if asked.temperature is None else asked.temperature
+    sampled = temperature >= COLDEST
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
     check_tokens(asked.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(asked, served)
@@ -137,8 +139,8 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
         task = TextRequest(
             prompt,
             max(1, limit),
-            do_sample=temperature > 0,
-            temperature=temperature or None,
+            do_sample=sampled,
+            temperature=temperature if sampled else None,
             top_k=served.top_k if asked.top_k is None else max(0, asked.top_k),  # -1 also means all
             top_p=served.top_p if asked.top_p is None else asked.top_p,
             min_p=asked.min_p,
