@@ -20,7 +20,7 @@ from layerskip.checkpoints import load
 from layerskip.cli import main
 from layerskip.generation import decode
 from layerskip.grammars import Grammar, GrammarLimit
-from layerskip.serving import connections, http
+from layerskip.serving import connections, fields, http
 from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import ChatAsked, CompletionAsked
 from layerskip.serving.formats import FORMATS
@@ -607,7 +607,7 @@ class TestRefusals:
             ("completions", {"prompt": "a" * 24_000}, "prompt", "24000 characters, more than"),
             ("completions", {"seed": "5"}, "seed", "valid integer"),
             ("completions", {"stop_token_ids": [-1]}, "stop_token_ids", "token ids must be"),
-            ("completions", {"temperature": 1e-9}, "temperature", "be 0 or greater"),
+            ("completions", {"temperature": -1e-9}, "temperature", "greater than or equal to 0"),
             ("completions", {"temperature": 3}, "temperature", "less than or equal"),
             ("completions", {"stop": [""]}, "stop.0", "at least 1 character"),
             ("completions", {"stop": ["a"] * 17}, "stop", "at most 16 items"),
@@ -660,6 +660,51 @@ class TestRefusals:
         idle |= {"max_completion_tokens": 24}  # guidellm sends both maxima
         got = place.post("completions", {"prompt": STORY, **GREEDY, **idle})
         assert got.json()["choices"][0]["text"] == place.text(STORY, 24)
+
+    def test_fields_of_other_servers_that_have_no_effect_are_told_once(self, place, caplog):
+        fields._tell_idle.cache_clear()
+        idle = {"cache_prompt": True, "keep_alive": "5m", "prompt_cache_retention": "24h"}
+        cached = {"cache_control": {"type": "ephemeral"}}
+        part = {"type": "text", "text": STORY, **cached}
+        for _ in range(2):
+            got = place.post("completions", {"prompt": STORY, **GREEDY, **idle, **cached})
+            assert got.json()["choices"][0]["text"] == place.text(STORY, 24)
+            said = [{"role": "user", "content": [part]}]
+            assert place.post("chat/completions", {**ASKED, "messages": said}).status_code == 200
+            how = {"text": {"verbosity": "low"}, "truncation": "auto", "top_logprobs": 0}
+            assert place.post("responses", {**INPUT, **how}).status_code == 200
+        told = [record.args[0] for record in caplog.records if record.name == fields.__name__]
+        assert sorted(told) == sorted([*idle, *cached, "verbosity"])
+
+    def test_names_and_values_of_other_servers(self, place):
+        """A repeat penalty, no model, answers of a tool that are empty, and almost no noise."""
+        asked = {"prompt": STORY, "max_tokens": 24, "seed": 1}
+        greedy = place.post("completions", {**asked, "temperature": 1e-7}).json()
+        assert greedy["model"] == "demo-llama"
+        assert greedy["choices"][0]["text"] == place.text(STORY, 24)
+        for name in ("repeat_penalty", "repetition_penalty"):
+            got = place.post("completions", {**asked, "temperature": 0, name: 1.7}).json()
+            law = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.7)]}
+            assert got["choices"][0]["text"] == place.text(STORY, 24, **law)
+        called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        history = [
+            {"role": "assistant", "reasoning": "Hm.", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "1", "content": None},
+        ]
+        body = ChatAsked(**{**ASKED, "messages": history, "top_logprobs": 0})
+        assert body.told is None
+        thought, result = [message.spoken() for message in body.messages]
+        assert (thought["reasoning_content"], result["content"]) == ("Hm.", "")
+        calls = [
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": None},
+        ]
+        asked = {name: value for name, value in INPUT.items() if name != "model"}
+        got = place.post("responses", {**asked, "input": calls}).json()
+        assert (got["model"], got["status"]) == ("demo-llama", "incomplete")
+
+    def test_the_root_says_where_the_api_is(self, place):
+        assert "/v1" in httpx.get(f"{place.url}/").json()["message"]
 
     def test_a_queue_too_small_is_told_before_anything_is_encoded(self, place):
         """A small request for 2.5 million texts is refused at once."""

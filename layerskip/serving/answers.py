@@ -159,7 +159,7 @@ class Answer:
     """What clients expect behind the last event."""
 
     def __init__(self, asked: Asked, model: str, choices: Sequence[Choice]) -> None:
-        self.choices = choices
+        self.choices, self.model = choices, model
         self.created = int(time.time())
         self._asked, self._chat = asked, isinstance(asked, ChatAsked)
         self._head: dict[str, Any] = {

@@ -1,13 +1,15 @@
 """The fields of requests as OpenAI's clients send them, with checks.
 
-Unsupported fields are refused by name, never ignored.
+Fields without effect here are told in the log; other unsupported ones are refused by name.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,6 +18,8 @@ from layerskip.serving.requests import Refusal
 _SEEDS, _LARGE = 2**63, 2**31 - 1
 # Fields about the client or the connection, which do not affect the answer.
 _ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+# Fields about other servers' caches and models.
+_IDLE = ("cache_control", "prompt_cache_retention", "cache_prompt", "keep_alive", "verbosity")
 # Values of other fields that are accepted, since they ask for nothing.
 _NOTHING: Mapping[str, Sequence[Any]] = {
     "audio": (),
@@ -32,28 +36,47 @@ _NOTHING: Mapping[str, Sequence[Any]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled", "auto"),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
 }
+_log = logging.getLogger(__name__)
+
+
+@cache  # once in the life of a server
+def _tell_idle(name: str) -> None:
+    _log.warning("requests have the field %s, which has no effect here", name)
 
 
 class Fields(BaseModel):
+    """An object in a request.
+
+    Attributes:
+        others: names of other servers for fields.
+    """
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    others: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _asked(cls, given: Any) -> Any:
-        """Drop fields that ask for nothing."""
+        """Drop fields that ask for nothing, and rename others."""
         if not isinstance(given, dict):
             return given
-        return {
+        asked = {
             name: value
             for name, value in given.items()
             if value is not None
             and name not in _ABOUT
             and not (name in _NOTHING and value in _NOTHING[name])
         }
+        for name in asked.keys() & {*_IDLE}:
+            _tell_idle(name)
+            del asked[name]
+        for name in asked.keys() & cls.others.keys():
+            asked.setdefault(cls.others[name], asked.pop(name))
+        return asked
 
 
 class TextPart(Fields):
@@ -98,6 +121,7 @@ class ToolCall(Fields):
 
 
 class Message(Fields):
+    others = {"reasoning": "reasoning_content"}
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] = ""
     name: str | None = None
@@ -109,8 +133,8 @@ class Message(Fields):
 
     @model_validator(mode="after")
     def _speaks(self) -> Message:
-        if "content" not in self.model_fields_set and self.role != "assistant":
-            raise ValueError("a message needs content, unless it is an assistant's")
+        if "content" not in self.model_fields_set and self.role not in ("assistant", "tool"):
+            raise ValueError("a message needs content, unless it is an assistant's or a tool's")
         return self
 
     @property
@@ -200,10 +224,12 @@ class Asked(Fields):
     """Fields of both chats and completions: OpenAI's first, then those of other servers.
 
     Attributes:
+        model: None for the only one.
         same_seed: whether every prompt of a list uses `seed`; otherwise the seeds count up.
     """
 
-    model: str
+    others = {"repeat_penalty": "repetition_penalty"}
+    model: str | None = None
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -211,8 +237,7 @@ class Asked(Fields):
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
     max_tokens: int | None = Field(None, ge=0, le=_LARGE)
     max_completion_tokens: int | None = Field(None, ge=1, le=_LARGE)
-    # Lower temperatures give scores beyond float32.
-    temperature: Literal[0] | Annotated[float, Field(ge=0.001, le=2)] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0

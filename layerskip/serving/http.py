@@ -69,7 +69,7 @@ def make_app(
             looking.shutdown()
 
     async def check_key(request: Request) -> None:
-        if api_key is None or request.scope["endpoint"] is health:
+        if api_key is None or request.scope["endpoint"] in (health, root):
             return
         kind, _, shown = request.headers.get("authorization", "").partition(" ")
         # Compare in constant time, wherever the first difference is.
@@ -113,6 +113,10 @@ def make_app(
             return JSONResponse({"status": "the thread that decodes has ended"}, 503)
         return JSONResponse({"status": "ok"})
 
+    @get("/")
+    async def root() -> Response:
+        return JSONResponse({"message": "OpenAI's API is at /v1", "models": "/v1/models"})
+
     @get("/metrics")
     async def told() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -148,7 +152,7 @@ def make_app(
         @app.post(path)
         async def translated(request: Request) -> Response:
             asked = read(kind, await _body(request, max_body))
-            served.check_name(served.name if asked.model is None else asked.model)
+            served.check_name(asked.model)
             return JSONResponse(await encoded(work, asked))
 
     translate("/tokenize", fields.Tokenize, tokenized)

@@ -71,7 +71,7 @@ class FunctionCall(Told):
 class FunctionOutput(Told):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | list[Part] = ""
 
 
 class Reasoning(Told):
@@ -119,7 +119,7 @@ Item = Annotated[
 class ResponseAsked(Fields):
     """A request; `seed`, `top_k` and `min_p` are not OpenAI's."""
 
-    model: str
+    model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -222,6 +222,7 @@ class ResponseAnswer:
         told["tool_choice"] = told["tool_choice"] or "auto"
         told |= {
             "id": self._id,
+            "model": self._answer.model,
             "object": "response",
             "created_at": self._answer.created,
             "status": status,
