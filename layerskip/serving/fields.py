@@ -237,7 +237,7 @@ class Asked(Fields):
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
     max_tokens: int | None = Field(None, ge=0, le=_LARGE)
     max_completion_tokens: int | None = Field(None, ge=1, le=_LARGE)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
