@@ -536,6 +536,15 @@ class TestStudy:
             assert [priced(), priced()] == [1, 1]
         assert priced() == 0
 
+    @pytest.mark.parametrize("shown", [{"busy": True}, {"spread": 0.2}])
+    def test_costs_that_other_work_disturbed_are_told(self, llama, monkeypatch, shown):
+        record = COST | {"spread": 0.1, "busy": False} | shown
+        monkeypatch.setattr(pipeline.sublayer_costs, "measure", lambda *_, **__: record)
+        going = steps(llama)
+        going.open()
+        with pytest.warns(UserWarning, match="other work on this machine disturbed the costs"):
+            going.price()
+
     def test_workers_of_unequal_speed_agree(self, llama, tmp_path, monkeypatch):
         """The slow machine, eight times as slow, is the only one to try the best set."""
         slow = cost_record(attention=8e-3, mlp=8e-3, head=4e-3, rest=4e-3)
