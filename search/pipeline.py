@@ -149,7 +149,10 @@ class Search:
     def progress(self, what: str, share: float) -> None:
         """Tell what is done now; raises OutOfTime if there is no time for it."""
         if time.monotonic() > self.until:
-            raise OutOfTime(f"no time was left for this: {what}; give a longer timeout")
+            raise OutOfTime(
+                f"no time was left for this: {what}; finished trials are kept, so repeat it with a "
+                "longer timeout"
+            )
         self._tell(what, share)
 
     def open(

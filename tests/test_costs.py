@@ -447,7 +447,7 @@ def test_timings_are_repeated_until_their_medians_agree(monkeypatch):
     monkeypatch.setattr(Machine, "low", slow)
     record = recorded(machine(), low=low)
     assert cost_table(record, low).draft == pytest.approx(true, rel=0.03)
-    assert record["spread"] > 0.3
+    assert record["spread"] < 0.05
 
 
 def test_a_busy_machine_shows_and_the_model_is_left_as_it_was(monkeypatch):

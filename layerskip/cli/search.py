@@ -41,12 +41,12 @@ LEAST_BOUND = 1.1
 """Below this bound on its speedup, a draft is hardly worth the trouble."""
 TIMEOUT = 540.0
 """Seconds for a whole search if neither the number of trials nor a time limit is given."""
-JUDGING, LONGEST_JUDGING = 0.22, 150.0
-"""Share of the time, and maximum in seconds, for judging the best drafts and the report."""
+JUDGING, LONGEST_JUDGING = 0.2, 140.0
+"""Share of the time, and maximum in seconds, for judging the best drafts."""
 MOMENT = 1e-6
 """Seconds given to the trials when no time is left for them."""
 WRITING = 10.0
-"""Seconds for writing the files and the report; a fifth of a short time."""
+"""Maximum seconds, besides a fifth of the time, for writing the files and the report."""
 HELD_OUT = 12
 """Maximum number of prompts to time finalists on; also never more than a third of all."""
 POSITIONS = 1024
@@ -188,6 +188,7 @@ def search(
         for part, values in tried.items():
             if part in space and not values:
                 warn_idle({f"space {part}": True}, "with this model and these prompts")
+        until = math.inf if timeout is None else started + timeout - min(WRITING, timeout / 5)
         steps = Search(
             loaded.model,
             traced,
@@ -197,7 +198,7 @@ def search(
             parts=parts,
             positions=positions,
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
-            until=math.inf if timeout is None else started + timeout - min(WRITING, timeout / 5),
+            until=until,
         )
         steps.open(where, study_name, first)
         fail_abandoned(steps.study)
@@ -208,7 +209,7 @@ def search(
         if timeout is not None:
             spent = time.monotonic() - started
             judging = min(JUDGING * timeout, LONGEST_JUDGING)
-            left = max(MOMENT, timeout - spent - judging)
+            left = max(MOMENT, until - judging - time.monotonic())
             talk.say(
                 f"{timeout:.0f} s in all: {spent:.0f} s spent, {left:.0f} s for trials, then up to "
                 f"{judging:.0f} s to {'time' if timed else 'judge'} the best drafts"
