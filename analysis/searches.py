@@ -123,6 +123,7 @@ def front(costs: NDArray[np.float64], acceptances: NDArray[np.float64]) -> NDArr
     return on
 
 
+PREDICTED = ("predicted", "predicted_low", "predicted_high")
 _CONFIRMED = (
     "low", "high", "tokens_per_second", "prompts", "repeats", "acceptance_rate", "compared",
     "equal", "near_ties", "faults",
@@ -152,7 +153,7 @@ def finalists(search: Search) -> pd.DataFrame:
                 **finalist["decoding"],
                 "controller": _controller(**finalist["decoding"]),
                 "lookup": bool(finalist["decoding"].get("lookup")),
-                "predicted": finalist["predicted"],
+                **{name: number(finalist.get(name)) for name in PREDICTED},
                 "measured": measured,
                 "efficiency": measured / finalist["predicted"],
                 **{name: number(done.get(name)) for name in _CONFIRMED},

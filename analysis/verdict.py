@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ import pandas as pd
 from layerskip.analysis import searches, tables, trainings
 from layerskip.analysis.labels import setting
 from layerskip.analysis.runs import ALL, Run
-from layerskip.files.searches import doubt
 
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is too favourable
 FEW_PROMPTS = 8
@@ -161,10 +160,10 @@ def judge_search(search: searches.Search) -> Verdict:
         but = ", not distinguishable from plain" if winner["low"] <= 1 else ""
         verdict.lines.append(
             f"The best draft found, {winner['name']}, {_draft(search, winner)}{but} "
-            f"({setting(document)}): it {_speed(winner, document)}."
+            f"({setting(document)}): it {_speed(winner)}."
         )
         if best is not None and best["name"] != winner["name"]:
-            verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best, document)}.")
+            verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
         verdict.lines.append(
             f"A step of that draft costs c = {winner['draft_cost']:.2f} target steps; its first "
             f"token is right with probability alpha = {winner['alpha']:.2f}."
@@ -206,8 +205,7 @@ def _what_to_type(search: searches.Search) -> str:
     with_it = f"Run `{plain} --skip {search.folder}/skip.json`"
     timed = best["confirmed"]
     if timed is None:
-        predicted = f"{best['predicted']:.2f}{doubt(document['cost'])}"
-        return f"{with_it}: it should be {predicted} times as fast as plain decoding."
+        return f"{with_it}: it should be {_predicted(best)} times as fast as plain decoding."
     over = timed["over_default"]
     low, high = (searches.number(over[end]) for end in ("low", "high"))
     return (
@@ -238,14 +236,19 @@ def _draft(search: searches.Search, row: Any) -> str:
     return f"{words}, with lookups" if row["lookup"] else words
 
 
-def _speed(row: Any, document: Mapping[str, Any]) -> str:
+def _predicted(finalist: Any) -> str:
+    """A predicted speedup, with its interval if the file has one."""
+    predicted, low, high = (searches.number(finalist.get(name)) for name in searches.PREDICTED)
+    return f"{predicted:.2f}" + ("" if math.isnan(low) else f" ({low:.2f} to {high:.2f})")
+
+
+def _speed(row: Any) -> str:
     """How fast a finalist was, or is predicted to be."""
-    predicted = f"{row['predicted']:.2f}{doubt(document['cost'])}"
     if math.isnan(row["measured"]):
-        return f"is predicted to be {predicted} times as fast as plain, but not timed"
+        return f"is predicted to be {_predicted(row)} times as fast as plain, but not timed"
     return (
         f"was timed at {row['measured']:.2f} times the speed of plain decoding "
-        f"({_interval(row)}, n = {row['prompts']:.0f}; predicted {predicted})"
+        f"({_interval(row)}, n = {row['prompts']:.0f}; predicted {_predicted(row)})"
     )
 
 

@@ -10,16 +10,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from optuna import Study
 from torch import Tensor
 
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import compared, decoding_totals, times_over
+from layerskip.costs.ratios import (
+    Totals,
+    compared,
+    decoding_totals,
+    measured_speedup,
+    times_over,
+)
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.sources.lookup import Lookup
@@ -81,6 +88,8 @@ class Finalist:
         skip: resolved, with decoding options and costs.
         drafts: its replay along the traced prompts.
         predicted: speedup over plain decoding of full replays, on the traced prompts.
+        low, high: the ends of its 95% interval by prompts, widened by the spread of the costs; None
+            with one prompt.
         confirmed: the timings, as a block of a search file.
     """
 
@@ -90,6 +99,8 @@ class Finalist:
     drafts: Replay
     costs: CostTable
     predicted: float
+    low: float | None = None
+    high: float | None = None
     confirmed: dict[str, Any] | None = None
 
     @property
@@ -156,6 +167,14 @@ def speedup(
     if how.controller in ("fixed", "confidence"):
         counts = count_rounds(drafts, length, how.threshold or 0.0)
         return drafts.trace.starts / costs.cost_of(counts)
+    return simulated(drafts, costs, how, looked_up).rate
+
+
+def simulated(
+    drafts: Replay, costs: CostTable, how: DecodingOptions, looked_up: LookedUp | None = None
+) -> Totals:
+    """The tokens of each of the replay's texts, and their cost in plain steps."""
+    length = how.max_draft_length or drafts.draft_length
     sources, paid, expected = [drafts], [costs], [costs]
     if how.lookup:
         assert looked_up is not None
@@ -171,11 +190,12 @@ def speedup(
         priors=[each.source.prior for each in sources],
         sampling=drafts.trace.law.do_sample,
     )
-    rounds = chain.from_iterable(
-        simulate(sources, controller, [text], max_draft_length=length)
+    speedups = [
+        tokens_per_step(simulate(sources, controller, [text], max_draft_length=length), paid)
         for text in range(len(drafts.texts))
-    )
-    return tokens_per_step(rounds, paid)
+    ]
+    tokens = np.array([text.starts for text in drafts.trace.texts], dtype=float)  # (texts,)
+    return Totals(tokens, tokens / speedups)
 
 
 def best_choice(ways: Sequence[Choice]) -> Choice:
@@ -228,6 +248,11 @@ def choose(
         drafts = replay(trace, skip, allowed=objective.allowed(size), during=during)
         ways = choices(drafts, costs, looked_up, all_controllers="controller" in parts)
         decoding, predicted = best_choice(ways)
+        texts = simulated(drafts, costs, decoding, looked_up)
+        _, *ends = measured_speedup(texts, Totals(texts.tokens, texts.tokens))
+        spread = objective.cost.get("spread", 0.0)
+        wide = [end * by for end, by in zip(ends, (1 - spread, 1 + spread), strict=True)]
+        low, high = (None if math.isnan(end) else end for end in wide)
         tokens = None if size is None else objective.vocabulary(size)
         where = {"batch_size": 1, "draft_vocabulary": size or trace.model.vocabulary}
         origin = str(trial.user_attrs.get("origin"))
@@ -241,7 +266,7 @@ def choose(
             decoding=replace(decoding, draft_vocabulary=tokens),
             costs={**costs.to_dict(), **objective.cost.get("place", {}), **where},
         )
-        finalists.append(Finalist(name, trial.number, skip, drafts, costs, predicted))
+        finalists.append(Finalist(name, trial.number, skip, drafts, costs, predicted, low, high))
     return sorted(finalists, key=lambda finalist: -finalist.predicted)
 
 

@@ -24,7 +24,6 @@ from layerskip.bench.methods import Task
 from layerskip.config import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
 from layerskip.drafts import automatic_draft
-from layerskip.files.searches import doubt
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
@@ -338,7 +337,7 @@ class Search:
                 "alpha": best.alpha,
                 "draft_cost": best.costs.draft,
                 "predicted_speedup": best.predicted,
-                "spread": self.objective.cost.get("spread"),
+                "predicted_interval": [best.low, best.high],
                 "confirmed": best.confirmed,
             }
         if self.keep_default:  # the same as without a config, so that using it loses nothing
@@ -467,7 +466,7 @@ def search(
         sampler=sampler,
         timeout=timeout,
         on_trial=lambda at: progress(
-            f"trials, best {at.best:.2f}x{doubt(steps.objective.cost)}",
+            f"trials, best {at.best:.2f}x{steps.objective.prices.doubt}",
             at.finished / at.trials if at.trials else 0.0,
         ),
     )

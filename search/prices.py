@@ -94,6 +94,12 @@ class Prices:
     def _table(self, draft: float, prefix: int) -> CostTable:
         return CostTable(draft, tuple(map(float, self.verify[prefix])), "measured")
 
+    @property
+    def doubt(self) -> str:
+        """How far the costs may be off, such as " ±4%"; empty if they do not say."""
+        spread = self.record.get("spread")
+        return "" if spread is None else f" ±{math.ceil(100 * spread)}%"
+
     def __call__(self, masks: Sequence[int]) -> tuple[Array, Array]:
         """Costs of a draft step (M,), and of passes over 1, 2, ... tokens (M, LONGEST + 1)."""
         draft, prefix = self._drafts(masks)

@@ -58,6 +58,8 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
         "draft_cost": finalist.costs.draft,
         "verify": list(finalist.costs.verify),
         "predicted": finalist.predicted,
+        "predicted_low": finalist.low,
+        "predicted_high": finalist.high,
         "confirmed": finalist.confirmed,
     }
 

@@ -159,10 +159,12 @@ def test_what_it_says(found):
     drafts = last["skip"].get("decoding", {}).get("enabled") is not False
     assert drafts is (last["winner"] is not None or last["keep_default"])
     for row in last["finalists"]:
-        assert f"{row['predicted']:.2f} ±4%" in result.stdout
+        low, high = row["predicted_low"], row["predicted_high"]
+        assert low < 0.97 * row["predicted"] < 1.03 * row["predicted"] < high
+        assert f"  {row['predicted']:.2f} ({low:.2f}-{high:.2f})  " in result.stdout
     table = result.stdout[result.stdout.index("\ndraft ") :].splitlines()[:-1]
     assert max(map(len, table)) <= 80
-    assert "predicted speedups are uncertain by ±4%" in result.stderr
+    assert "costs: uncertain by ±4%" in result.stderr
 
 
 def test_going_on_adds_what_is_missing(folder, prompts, found, tmp_path, searched):

@@ -27,7 +27,6 @@ from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json, two_columns
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
-from layerskip.files.searches import doubt
 from layerskip.files.writing import write_text
 from layerskip.prompts import Prompt
 from layerskip.text import plural
@@ -308,7 +307,7 @@ def _run(
         seconds = f", {left:.0f} s left" if left < math.inf else ""
         talk.progress(
             f"trials {at.finished}, of which guided {at.guided}, best {at.best:.2f}x"
-            f"{doubt(steps.objective.cost)} ({at.best_origin}){seconds}"
+            f"{steps.objective.prices.doubt} ({at.best_origin}){seconds}"
         )
 
     def keep() -> int:
@@ -341,8 +340,10 @@ def _say_bound(talk: Talk, steps: Search) -> None:
         f"bound: no draft of {steps.space} is faster than {steps.bound:.1f}x plain decoding "
         f"({plain:.0f} tokens/s here)"
     )
-    if words := doubt(steps.objective.cost):
-        talk.say(f"predicted speedups are uncertain by{words}, as timings of the costs differed")
+    if doubt := steps.objective.prices.doubt:
+        talk.say(
+            f"costs: uncertain by{doubt}, as repeated timings differed; so are the predictions"
+        )
     if steps.bound < LEAST_BOUND:
         warnings.warn(
             f"even a draft that is always right would gain less than {LEAST_BOUND - 1:.0%}",
@@ -374,7 +375,7 @@ def _finish(
     words = write_report([output / "search.json"], output / "report", talk.progress)
     talk.progress("")
     print(words)
-    print(_table(result.finalists, doubt(record["cost"])))
+    print(_table(result.finalists))
     talk.say(f"written to {output}: skip.json, trials.csv, cost.json, search.json, report/")
     if as_json:
         keys = "bound plain finalists best_exit winner default keep_default seconds"
@@ -382,15 +383,15 @@ def _finish(
         print(to_json({**document, "trials": len(record["trials"]), "output": str(output)}))
 
 
-def _table(finalists: Sequence[Finalist], doubt: str) -> str:
-    """Format the finalists: predicted speedups, measured ones with 95% intervals, and what runs."""
+def _table(finalists: Sequence[Finalist]) -> str:
+    """Format the finalists: speedups with 95% intervals, and what runs."""
     from layerskip.drafts import skip_label
 
     lines, runs = [["draft", "c", "alpha", "predicted", "measured", "same text"]], []
     for each in finalists:
         timed, what = each.confirmed, skip_label(each.skip, each.skip)
         line = [each.name, f"{each.costs.draft:.2f}", f"{each.alpha:.2f}"]
-        line.append(f"{each.predicted:.2f}{doubt}")
+        line.append(ratio(each.predicted, each.low, each.high))
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
         lines.append([*line, same_texts(timed) if timed else "-"])
         runs.append((each.name, f"{what}, lookup" if each.decoding.lookup else what))

@@ -5,7 +5,6 @@ Speedups are over plain decoding, times in seconds, costs in target steps, inter
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from itertools import product
@@ -27,11 +26,6 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     advice = "; run the search again with the same --output, which writes it again"
     return read(path, "search", _check, advice)
-
-
-def doubt(cost: Mapping[str, Any]) -> str:
-    """How far predictions with these costs may be off: " ±4%"; empty if they do not say."""
-    return f" ±{math.ceil(100 * cost['spread'])}%" if "spread" in cost else ""
 
 
 def _trial(value: Any, name: str) -> None:
@@ -87,6 +81,7 @@ _FINALIST = has(
     draft_cost=POSITIVE,
     verify=items(POSITIVE, least=1),
     predicted=POSITIVE,
+    **dict.fromkeys(("predicted_low", "predicted_high"), Maybe(POSITIVE)),
     confirmed=optional(_CONFIRMED),
 )
 _LAW = has(
@@ -119,7 +114,7 @@ _SEARCH = has(
     trace=has(**dict.fromkeys(("texts", "starts", "draft_length"), COUNT)),
     sampler=text,
     influence=items(schema.NUMBER),
-    cost=has(spread=Maybe(schema.number(0))),
+    cost=schema.mapping,
     step_seconds=POSITIVE,
     bound=POSITIVE,
     trials=items(_trial),
