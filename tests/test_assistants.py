@@ -85,7 +85,8 @@ def test_a_checkpoint_without_a_weight_is_refused(tmp_path):
     weights = built.state_dict()
     del weights["post_projection.weight"], weights["lm_head.weight"]
     built.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match=r"incomplete: 1 weight missing.*post_projection.weight first"):
+    words = r"incomplete: 1 weight missing.*post_projection.weight first"
+    with pytest.raises(ValueError, match=words):
         load_assistant(tmp_path)
 
 

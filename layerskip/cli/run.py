@@ -112,7 +112,7 @@ def run(
     with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
         left = sum(each.id not in answers.done for _, each in asked)
         if left < len(asked):
-            talk.say(f"{len(asked) - left} of {plural(len(asked), 'prompt')} already answered")
+            talk.say(f"{len(asked) - left} of {plural(len(asked), 'row')} there already")
         if not left:
             return
         told = _Told(talk, answers, left)
