@@ -207,8 +207,10 @@ def test_every_third_party_import_is_a_declared_dependency():
 
 
 SEAM = "layerskip.library"  # what is private in transformers, or moves, is asked there
-# Attributes that are private in other packages, and the modules beside the seam that read them.
+# Names that are private in other packages, and the modules beside the seam that use them.
 PRIVATE = {
+    "_C": {"model.extension"},
+    "_GLIBCXX_USE_CXX11_ABI": {"model.extension"},
     "_attn_implementation": {
         "bench.comparison",
         "model.architecture",
@@ -224,6 +226,7 @@ PRIVATE = {
     "_is_stateful": {"model.whole"},
     "_make_wrapper_subclass": {"model.stored"},
     "_parameters": {"model.norms", "model.stored"},
+    "_pytree": {"model.stored"},
     "_schema": {"model.stored"},
     "_storage": {"search.study"},
     "_supports_sdpa": {"bench.comparison"},
@@ -266,20 +269,23 @@ def test_the_check_catches_the_inside_of_transformers(source, expected):
     assert inner_names(source, "layerskip.generation") == expected
 
 
-def test_private_attributes_of_other_packages_are_listed():
+def test_private_names_of_other_packages_are_listed():
     own, read = {"_asdict", "_fields", "_replace"}, defaultdict(set)  # those of named tuples
     for module, path in modules().items():
+        names = {part for name in imports_of(module) for part in name.split(".")}
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 own.add(node.id)
-            elif isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
-                read[node.attr].add(module.removeprefix("layerskip."))
+            elif isinstance(node, ast.Attribute):
+                names.add(node.attr)
                 if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
                     own.add(node.attr)
-    others = {name: where - {"library"} for name, where in read.items() if name not in own}
-    assert {name: where for name, where in others.items() if where} == PRIVATE
+        for name in names:
+            if re.match("_[A-Za-z]", name) and module != SEAM:
+                read[name].add(module.removeprefix("layerskip."))
+    assert {name: where for name, where in read.items() if name not in own} == PRIVATE
 
 
 def loaded_by(*arguments):
