@@ -18,7 +18,7 @@ LLAMA_PYTHON ?= $(BIN)/python
 LLAMA := $(shell $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null && \
 	echo --method llama.cpp --method llama.cpp-flash)
 
-.PHONY: demo test test-gpu test-oldest checkpoints benchmark benchmark-smollm2 benchmark-context
+.PHONY: demo test test-gpu test-oldest newest test-newest test-later checkpoints benchmark benchmark-smollm2 benchmark-context
 .PHONY: benchmark-gpu speed figures lint wheels
 .DELETE_ON_ERROR:
 
@@ -28,11 +28,26 @@ demo: .venv/installed
 test: .venv/installed
 	$(BIN)/pytest
 
-# The parity tests on the oldest torch and transformers that pyproject.toml admits: an environment of
-# their own, of several gigabytes where the package index has no CPU build of that torch.
-OLDEST := $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+)".*/\1==\2/p' pyproject.toml)
+# The tests on the oldest torch and transformers that pyproject.toml admits: an environment of their own,
+# of several gigabytes where the package index has no CPU build of that torch.
+OLDEST := $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+).*/\1==\2/p' pyproject.toml)
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/pytest -W default tests/test_parity.py
+	.venv-oldest/bin/pytest -W default
+
+# The tests on the newest releases of what pyproject.toml bounds, up to these bounds, likewise.
+BOUNDED := $(shell sed -nE 's/^ *"([a-z_]+)>=.*,<.*/\1/p' pyproject.toml)
+NEWEST := .venv-newest/bin/python -m pip
+test-newest: newest
+	.venv-newest/bin/pytest
+
+newest:
+	test -d .venv-newest || $(PYTHON) -m venv .venv-newest
+	$(NEWEST) install --quiet --upgrade $(BOUNDED) --editable '.[test]'
+
+# Then the same with later releases than the bounds admit, if there are any; pip names those bounds.
+test-later:
+	$(NEWEST) install --quiet --upgrade $(BOUNDED)
+	if $(NEWEST) check | grep '^layerskip'; then .venv-newest/bin/pytest; fi
 
 # With the Python that has the machine's own PyTorch, and with whatever versions it has.
 test-gpu:

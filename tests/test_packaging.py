@@ -51,12 +51,21 @@ def test_constraints_pin_what_is_declared():
     assert len(pinned) == len(lines)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
+    bounded = set()
     for requirement in [*project["dependencies"], *(r for extra in extras for r in extra)]:
-        name, _, lowest = requirement.partition(">=")
+        name, _, ends = requirement.partition(">=")
         if name.startswith("layerskip["):  # its own extras
             continue
-        name = name.partition("[")[0]
-        assert [int(n) for n in lowest.split(".")] <= [int(n) for n in pinned[name].split(".")]
+        name, (lowest, _, bound) = name.partition("[")[0], ends.partition(",<")
+        assert numbers(lowest) <= numbers(pinned[name])
+        if bound:
+            assert numbers(pinned[name]) < numbers(bound)
+            bounded.add(name)
+    assert bounded == {"huggingface_hub", "optuna", "pandas", "torch", "transformers", "typer"}
+
+
+def numbers(version):
+    return [int(number) for number in version.split(".")]
 
 
 def test_one_version():

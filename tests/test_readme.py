@@ -9,7 +9,9 @@ import figures
 import pytest
 import run_files as made
 import speed
+import way_in
 from models import lively_model, prompt
+from way_in import program
 
 import layerskip
 from layerskip import SkipConfig
@@ -19,20 +21,13 @@ from layerskip.search import SearchResult, search
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-EXAMPLE = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
-
-
-def program(page, words):
-    """The program on a page that contains the words."""
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    return next(code for code in programs if words in code)
 
 
 def test_the_program_runs(monkeypatch, capsys, tmp_path):
     """With a shipped model instead of one from the Hub."""
     monkeypatch.chdir(tmp_path)  # as with an installed wheel, outside a checkout
-    code = program("README.md", EXAMPLE)
-    exec(code.replace(EXAMPLE, repr(str(layerskip.shipped("demo-llama")))), {})
+    code = program(way_in.README, way_in.MODEL)
+    exec(code.replace(way_in.MODEL, str(layerskip.shipped("demo-llama"))), {})
     printed = capsys.readouterr().out
     assert "drafts: " in printed
     assert re.search(r"^[01]\.\d+ [1-9]\d*\.\d+$", printed, re.MULTILINE)  # the two rates
@@ -40,7 +35,7 @@ def test_the_program_runs(monkeypatch, capsys, tmp_path):
 
 def test_the_controller_decodes():
     own = {}
-    exec(program("docs/sources.md", "class Careful"), own)
+    exec(program(ROOT / "docs/sources.md", "class Careful"), own)
     model, ids = lively_model("llama"), prompt(7)
     how = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     out = model.generate(ids, custom_generate=own["decoding"], return_dict_in_generate=True, **how)
@@ -58,7 +53,8 @@ def test_the_search_asks_for_what_there_is(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr("layerskip.search.pipeline.search", found)
     monkeypatch.chdir(tmp_path)
-    exec(program("docs/searching.md", "import search"), {"model": 0, "prompts": [], "others": []})
+    code = program(ROOT / "docs/searching.md", "import search")
+    exec(code, {"model": 0, "prompts": [], "others": []})
     assert "1.5" in capsys.readouterr().out
     assert SkipConfig.load(tmp_path / "skip.json").num_layers == 6
 
