@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, cache_utils
-from transformers.cache_utils import CacheLayerMixin
+from transformers import GenerationConfig, GenerationMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.hub import cached_file
@@ -27,14 +27,6 @@ __all__ = [  # asked of the library here, used elsewhere
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """All names that the argument and the output for a cache have had; a release has one or two."""
-
-
-class _Absent:
-    """Replaces classes that early releases lack."""
-
-
-LinearAttentionLayer: Any = vars(cache_utils).get("LinearAttentionLayer", _Absent)
-"""A cache's layer that keeps a recurrent state."""
 
 
 def classes_of(package: str) -> str:

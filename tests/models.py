@@ -136,8 +136,7 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     Args:
         family: one of `EVERY`.
         dtype: of the weights.
-        attention: attention implementation; None leaves it to transformers, except for Gemma 2,
-            which needs eager: others ignore its soft cap, and not every version chooses eager.
+        attention: attention implementation; None leaves it to transformers.
         seed: of the weights; the default generator is left as it was.
         overrides: configuration values that replace the common ones.
     """
@@ -147,8 +146,6 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     if shape.get("layer_types"):  # those of the last layers
         shape["layer_types"] = shape["layer_types"][-shape["num_hidden_layers"] :]
     config = CONFIG_MAPPING[kind](**shape)
-    if attention is None and family == "gemma2":
-        attention = "eager"
     if attention is not None:
         config._attn_implementation = attention
     config._experts_implementation = "eager"  # the library's faster experts do not support float64

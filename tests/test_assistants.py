@@ -21,8 +21,6 @@ from layerskip.training.losses import distance, lk, overlaps
 
 WIDE = 128  # tokens
 
-pytest.importorskip("transformers.models.gemma4_assistant", reason="transformers 5.23 has it")
-
 
 def assistant(unified=False, ordered=False):
     return assistant_of("gemma4_unified" if unified else "gemma4_dense", ordered, noise=0.15)

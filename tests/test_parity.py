@@ -25,7 +25,6 @@ from models import (
     lively_model,
     prompt,
     ragged,
-    require,
     tiny_model,
 )
 from ties import partings
@@ -202,8 +201,6 @@ def held_out(name, count):
 @pytest.mark.parametrize("name", [*thorough("demo-gemma4"), "demo-llama"])
 @pytest.mark.parametrize(("count", "new_tokens"), [(10, 20), *slow((60, 160))])
 def test_shipped_models_on_held_out_prompts(name, count, new_tokens):
-    if name == "demo-gemma4":
-        require("gemma4_text")
     model, ids, mask = held_out(name, count)
     skip = SHIPPED_SKIPS[name]
     how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}

@@ -300,7 +300,6 @@ def test_whatever_generate_takes_is_served(model, kind):
     elif kind == "whole assistant":
         how |= {"assistant": small_model("phi", vocab_size=VOCABULARY), "execution": "auto"}
     elif kind == "official":
-        pytest.importorskip("transformers.models.gemma4_assistant", reason="5.23 has it")
         model = target_of("gemma4", VOCABULARY)
         how["assistant"] = assistant_of("gemma4", tokens=VOCABULARY)
     else:

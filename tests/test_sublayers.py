@@ -154,20 +154,6 @@ def test_of_native_passes_vectors_and_threads_are_told(monkeypatch):
     assert opened.describe() == f"native ({vectors}, 2 threads)"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma3"])
-def test_a_gemmas_embedding_is_scaled_wherever_the_library_does_it(family):
-    # early versions 5 of transformers scale in the decoder, after a plain embedding module
-    model = tiny_model(family, dtype=torch.float32)
-    decoder = model.get_submodule("model")
-    tokens, embed = prompt(5), FAMILIES[model.config.model_type].embed
-    new = embed(decoder, tokens)
-    plain = torch.nn.Embedding(*decoder.embed_tokens.weight.shape, dtype=model.dtype)
-    plain.weight = decoder.embed_tokens.weight
-    decoder.embed_tokens = plain
-    assert torch.equal(embed(decoder, tokens), new)
-    assert torch.equal(plain(tokens), new) == (family == "llama")
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_weight_bytes_are_those_of_all_parameters_but_the_embedding(family):
     model = tiny_model(family, dtype=torch.bfloat16)

@@ -58,45 +58,40 @@ class _Text:
         return self.state
 
 
-def _library(*names: str) -> frozenset[type]:
-    """Those of the named classes that the installed version of `transformers` has."""
-    return frozenset(getattr(transformers, n) for n in names if hasattr(transformers, n))
-
-
 # Processors of `transformers` whose output depends on the scores alone, position by position.
-_POSITIONWISE = _library(
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinPLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-)
+_POSITIONWISE = {
+    transformers.EpsilonLogitsWarper,
+    transformers.EtaLogitsWarper,
+    transformers.InfNanRemoveLogitsProcessor,
+    transformers.LogitNormalization,
+    transformers.MinPLogitsWarper,
+    transformers.SuppressTokensLogitsProcessor,
+    transformers.TemperatureLogitsWarper,
+    transformers.TopHLogitsWarper,
+    transformers.TopKLogitsWarper,
+    transformers.TopPLogitsWarper,
+    transformers.TypicalLogitsWarper,
+}
 # Processors that read the history of their row, but not its number.
-_OF_THE_ROW = _library(
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "WatermarkLogitsProcessor",
-)
+_OF_THE_ROW = {
+    transformers.ExponentialDecayLengthPenalty,
+    transformers.ForcedBOSTokenLogitsProcessor,
+    transformers.ForcedEOSTokenLogitsProcessor,
+    transformers.MinLengthLogitsProcessor,
+    transformers.MinNewTokensLengthLogitsProcessor,
+    transformers.NoBadWordsLogitsProcessor,
+    transformers.NoRepeatNGramLogitsProcessor,
+    transformers.RepetitionPenaltyLogitsProcessor,
+    transformers.SequenceBiasLogitsProcessor,
+    transformers.SuppressTokensAtBeginLogitsProcessor,
+    transformers.WatermarkLogitsProcessor,
+}
 # Processors that depend on a row's number in the batch.
-_OF_THE_BATCH = _library(
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "EncoderRepetitionPenaltyLogitsProcessor",
-    "PrefixConstrainedLogitsProcessor",
-)
+_OF_THE_BATCH = {
+    transformers.EncoderNoRepeatNGramLogitsProcessor,
+    transformers.EncoderRepetitionPenaltyLogitsProcessor,
+    transformers.PrefixConstrainedLogitsProcessor,
+}
 # The attribute in which the library stores the user's function of (row number, tokens so far).
 _ROW_QUESTION = "_prefix_allowed_tokens_fn"
 

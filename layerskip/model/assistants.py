@@ -38,9 +38,10 @@ def is_assistant(config: Any) -> bool:
 def hands_over_keys(config: Any) -> bool:
     """Whether the library's own assisted generation works with an assistant of this model.
 
-    The library marks layers that pass on their keys; 5.23 marks none if no layers share keys.
+    The library marks layers that pass on their keys; 5.23 marks none if no layers share keys, and
+    earlier releases have no marks, and pass on all.
     """
-    return "store" in getattr(config.get_text_config(), "kv_sharing_modes", ())
+    return "store" in getattr(config.get_text_config(), "kv_sharing_modes", ("store",))
 
 
 class _Built:
@@ -126,12 +127,7 @@ def assistant_class(model_type: str) -> Any:
             f"{', '.join(ASSISTANTS)}; an ordinary second model drafts, too, but has to be loaded "
             "first: assistant=AutoModelForCausalLM.from_pretrained(...)"
         )
-    try:
-        library = _library_class(model_type, f"{ASSISTANTS[model_type].prefix}AssistantForCausalLM")
-    except ImportError as error:
-        raise UnsupportedModelError(
-            f"this version of transformers has no {model_type}; install 5.23 or newer"
-        ) from error
+    library = _library_class(model_type, f"{ASSISTANTS[model_type].prefix}AssistantForCausalLM")
     return type(library.__name__, (_Built, library), {"__module__": library.__module__})
 
 

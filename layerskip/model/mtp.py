@@ -82,9 +82,7 @@ class Head(nn.Module):
         assert self.cache_name is not None
         more[self.cache_name] = cache
         parts = [self.of_tokens(embedded), self.of_states(states)]
-        hidden = self.layer(self.join(torch.cat(parts, -1)), **more)
-        hidden = hidden if isinstance(hidden, Tensor) else hidden[0]  # early releases of version 5
-        return self.last(hidden)  # type: ignore[no-any-return]
+        return self.last(self.layer(self.join(torch.cat(parts, -1)), **more))  # type: ignore[no-any-return]
 
 
 class Found(NamedTuple):

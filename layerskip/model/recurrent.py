@@ -219,7 +219,7 @@ class RecurrentCache(LibraryCache):
         states[one], states[other] = states[other], states[one]
 
 
-class _Both(LinearAttentionLayer, AttentionLayer):  # type: ignore[misc]
+class _Both(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]
     """A layer with both a state and an attention."""
 
     def __init__(self, *given: Any) -> None:

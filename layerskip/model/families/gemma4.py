@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from layerskip.model.experts import Mixture
-from layerskip.model.families.gemma import AROUND, Gemma
-from layerskip.model.family import Assistant, Conditional, part_named
+from layerskip.model.families.gemma import AROUND
+from layerskip.model.family import Assistant, Conditional, Family, part_named
 
 
-class Gemma4(Gemma):
+class Gemma4(Family):
     def writes(self, attention: Any) -> bool:
         return not attention.is_kv_shared_layer
 
