@@ -204,6 +204,22 @@ def test_rotary_positions_are_scaled_as_the_file_says(tmp_path, kind):
     assert not torch.equal(files[True][1], files[False][1])
 
 
+def test_windows_of_gemma_3_are_those_of_the_file(tmp_path):
+    """Without a size no layer has one. Layers with windows have a rotary base of their own."""
+    shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 32, "head_dim": 32}
+    ids = torch.arange(40, 70)[None]
+    for own, key, value in (
+        ({"layer_types": ["full_attention"] * 6}, "attention.sliding_window", None),
+        ({"rope_local_base_freq": 77.0}, "rope.freq_base_swa", 77.0),
+    ):
+        plain = write(tmp_path / "file.gguf", "gemma3", ("F32",), rope_theta=5e4, **own, **shape)
+        said = {"gemma3.rope.freq_base": 5e4, f"gemma3.{key}": value}
+        path = rewritten(tmp_path / "file.gguf", {}, **said)
+        model = load(str(path), packed=False, dtype="float64").model
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, plain.double()(ids).logits), key
+
+
 def spelling(path, names, **metadata):
     """A copy of the file with names and types for its last tokens, and other metadata."""
     tokens = gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].contents()
@@ -314,7 +330,7 @@ def test_a_part_of_a_split_file_says_so(file):
 
 
 def rewritten(path, more, *left_out, **metadata):
-    """A copy of the file with other tensors and metadata, and without some tensors."""
+    """A copy of the file with other tensors and metadata (None: without), and fewer tensors."""
     made = path.with_name("changed.gguf")
     reader = gguf.GGUFReader(path)
     writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
@@ -324,7 +340,8 @@ def rewritten(path, more, *left_out, **metadata):
             of = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), kind, sub_type=of)
     for key, value in metadata.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for tensor in reader.tensors:
         if tensor.name not in {*more, *left_out}:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
