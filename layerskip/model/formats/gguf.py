@@ -59,7 +59,8 @@ _IDLE = (
     *("vocab_size", "tensor_data_layout", "pooling_type", "attention.layer_norm_epsilon"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 )
-"""Keys that change no text of these models, whatever they say."""
+"""Keys of the architecture that change no text of these models, whatever they say. Neither do
+those outside of it and of `tokenizer.ggml`: names, licences, templates, how a file was made."""
 _OFF = {"attention.causal": True, "rope.scaling.attn_factor": 1.0}
 """Values that change no text. Of all other keys these are 0 and false."""
 _TOKENS = {"bos": "bos", "eos": "eos", "padding": "pad"}
