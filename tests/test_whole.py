@@ -292,6 +292,17 @@ def test_models_that_cannot_be_served_are_refused_by_name(family):
     assert re.search(f"architecture '{family}' is not supported: it.*{_REFUSED[family]}", why)
 
 
+def test_experts_that_see_all_tokens_of_a_pass_are_refused():
+    model, ids = small_model("doge", is_moe=True), prompt(9)
+    after = model(ids).logits[:, :4], model(ids[:, :4]).logits
+    assert not torch.allclose(*after)  # a token's scores depend on later ones
+    with pytest.raises(UnsupportedModelError, match=r"its experts do .* on all tokens of a pass"):
+        sublayers_of(model)
+    assert level(small_model("doge"))[0] == level(AutoConfig.for_model("nllb-moe"))[0] == "whole"
+    dropping = AutoConfig.for_model("nllb-moe", moe_eval_capacity_token_fraction=0.5)
+    assert level(dropping)[0] == "refused"
+
+
 def test_refused_models_raise_and_others_are_opened_or_whole():
     model = small_model("minimax")
     with pytest.raises(UnsupportedModelError, match="'minimax' is not supported: its cache"):

@@ -88,6 +88,9 @@ def _refusal(model: Any, config: Any) -> str | None:
         kind = classes[type(config)]
     if kind is None or not issubclass(kind, transformers.GenerationMixin):
         return "it is not a language model of transformers that generates text"
+    mixed = config.model_type == "doge" and config.is_moe
+    if mixed or getattr(config, "moe_eval_capacity_token_fraction", 1.0) < 1:  # NLLB's
+        return "what its experts do with a token depends on all tokens of a pass"
     recurrent = config.get_text_config().model_type in recurrents.SERVED
     if recurrent and isinstance(model, nn.Module) and config.get_text_config() is not config:
         return "it has recurrent layers and sees pictures; load its text with AutoModelForCausalLM"
