@@ -51,7 +51,8 @@ test-later:
 
 # With the Python that has the machine's own PyTorch, and with whatever versions it has.
 test-gpu:
-	$(GPU_PYTHON) -m pytest -o addopts=--strict-markers -W default -m gpu tests/test_gpu.py
+	$(GPU_PYTHON) -m pytest -o addopts=--strict-markers -W default -m gpu \
+		tests/test_gpu.py tests/test_kernels.py
 
 # Real checkpoints, into checkpoints/: 0.4 GB to download, 2 GB to keep, terms that it states.
 checkpoints: .venv/installed-checkpoints
