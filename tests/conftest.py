@@ -1,5 +1,6 @@
 """Settings for all tests: repeatable random cases, one thread per process, no network."""
 
+import atexit
 import gc
 import json
 import os
@@ -16,6 +17,7 @@ from hypothesis import settings
 gc.disable()  # while tests are collected, garbage collection takes a tenth of the time
 _thaws, _unfreeze = [], gc.unfreeze
 gc.unfreeze = lambda: _thaws.append(_unfreeze())  # get_freeze_count() counts a million objects
+atexit.register(_unfreeze)  # Triton reports what is left of its own objects
 sys.dont_write_bytecode = False  # rewrite asserts once, not in every process
 # torch reads this when it is imported; tests run in parallel, and child processes inherit it
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import process
 from covering import covering
 from marks import slow, thorough
 from models import FAMILIES, WINDOW, tiny_model
@@ -145,3 +146,13 @@ def test_on_a_cpu(cases):
     )
     assert done.returncode == 0, done.stdout
     assert "skipped" not in done.stdout
+
+
+@linux
+@pytest.mark.wheel
+def test_commands_are_quiet_where_triton_is_installed():
+    """It reports every object of its own that is left when a process ends."""
+    assert importlib.util.find_spec("triton")
+    asked = process("generate", "demo-llama", "--prompt", "a", "--max-new-tokens", 1, "--quiet")
+    assert asked.communicate()[1] == ""
+    assert asked.returncode == 0
