@@ -64,7 +64,7 @@ class DecodingOptions:
     """The only tokens that drafts may use; a search lists the most frequent first. Drafts read no
     other rows of the head. The text does not depend on this set."""
     lookup: bool | None = None
-    """Whether drafts are also looked up in the row's own history."""
+    """Whether drafts are also looked up in the row's own history; None: see `drafts.lookup_of`."""
     branches: bool | None = None
     """Whether second-best tokens are also verified where they are expected to pay."""
 

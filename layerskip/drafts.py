@@ -26,6 +26,7 @@ from layerskip.config import SINK, SkipConfig
 from layerskip.decoding.sources import second_model, source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.environment import free_memory
 from layerskip.model import mtp
@@ -98,8 +99,8 @@ def choose_drafts(
     """
     if not settings.enabled:
         return Drafts(model)
-    sources: list[Source] = [] if settings.lookup is None else [settings.lookup]
-    sources += settings.sources
+    lookup = lookup_of(settings, rejection=rejection)
+    sources: list[Source] = [*([] if lookup is None else [lookup]), *settings.sources]
     if settings.assistant is not None:
         sources.append(_second_model(model, settings))
     skips, reason = settings.skips, None
@@ -108,7 +109,7 @@ def choose_drafts(
         sources += [] if head is None else [head]
         chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
         skips, reason = () if chosen.skip is None else (chosen.skip,), chosen.reason
-        silent = not warn or sources != [settings.lookup] or model.model in _warned
+        silent = not warn or sources != [lookup] or model.model in _warned
         if chosen.loading and not silent:  # warn once per model
             _warned.add(model.model)
             warnings.warn(f"lookups are the only drafts: {reason}", stacklevel=2)
@@ -140,6 +141,18 @@ def without_origin(model: Sublayers, skip: SkipConfig) -> SkipConfig:
     if foreign:
         warnings.warn(f"{origin}: the output stays exact, but it may be slower", stacklevel=3)
     return replace(skip, model=None, model_hash=None)
+
+
+def lookup_of(settings: Settings, *, rejection: bool = False) -> Lookup | None:
+    """Return the source of lookups: beside all other drafts, unless they are turned off.
+
+    Beside named drafts under the rejection rule, where texts depend on drafts, they must be asked
+    for, so that a skip config without a word about lookups keeps its texts.
+    """
+    asked = settings.lookup
+    if asked is None:
+        asked = settings.automatic or not rejection
+    return Lookup() if asked is True else asked or None
 
 
 def _second_model(target: Sublayers, settings: Settings) -> Source:

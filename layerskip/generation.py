@@ -75,7 +75,8 @@ class LayerSkipDecoding(Settings):
             the model drafts in 8 bits where that is fast (see `layerskip.drafts`). Other given
             sources are added.
         lookup: whether drafts are also looked up in each row's own history (a `Lookup` adds other
-            texts).
+            texts). By default they are, beside any other draft; under the rejection rule, where
+            texts depend on drafts, not beside a named skip config.
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
             same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
             alone if prompts have pictures. Or the official assistant of a Gemma 4, or an EAGLE-3

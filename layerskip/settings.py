@@ -90,8 +90,7 @@ class Settings:
         wanted = stored.enabled if enabled is None else enabled
         self.enabled = wanted is not False
         self.automatic = not self.skips
-        looks_up = (self.automatic or stored.lookup) if lookup is None else lookup
-        self.lookup = Lookup() if looks_up is True else looks_up or None
+        self.lookup = stored.lookup if lookup is None else lookup  # see `drafts.lookup_of`
         self.assistant = assistant
         schema.optional(schema.number(0))(draft_memory, "draft_memory")
         if draft_memory is not None and not self.automatic:

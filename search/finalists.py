@@ -263,7 +263,8 @@ def choose(
             name = origin.removeprefix("first:")
         skip = replace(
             skip,
-            decoding=replace(decoding, draft_vocabulary=tokens),
+            # Lookups as they are timed: without a word about them, they would be on.
+            decoding=replace(decoding, draft_vocabulary=tokens, lookup=bool(decoding.lookup)),
             costs={**costs.to_dict(), **objective.cost.get("place", {}), **where},
         )
         finalists.append(Finalist(name, trial.number, skip, drafts, costs, predicted, low, high))

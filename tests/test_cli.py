@@ -276,7 +276,9 @@ def test_an_entry_of_a_file_of_skip_configs(folder, tmp_path, expected):
     path.write_text('{"small": {"attention": [2, 3]}, "large": {"mlp": [1]}}')
     result = generate(folder, "--skip", path, "--entry", "small", "--json")
     assert document(result)["token_ids"] == expected
-    assert drafts_said(result) == ["drafts: skip 2 attention, 0 MLP"]
+    assert drafts_said(result) == [
+        "drafts: looked up in the text so far, or skip 2 attention, 0 MLP"
+    ]
     assert warned(generate(folder, "--entry", "small")) == ["--entry has no effect without --skip"]
 
 
@@ -289,7 +291,7 @@ def test_the_skip_config_beside_the_checkpoint_is_the_default(tmp_path, expected
     assert document(result)["token_ids"] == expected
     assert warned(result) == []
     (line,) = drafts_said(result)
-    assert line == "drafts: exit 3"
+    assert line == "drafts: looked up in the text so far, or exit 3"
     SkipConfig(exit_layer=3, decoding=DecodingOptions(enabled=False)).save(
         folder / "layerskip.json"
     )
@@ -315,16 +317,24 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
         (["--execution", "modules"], ["lookup"], "native passes only, and these are modules"),
-        (["--exit-layer", 3, "--lookup"], ["lookup", "sublayers"], "so far, or exit 3"),
-        (["--exit-layer", 3, "--low-precision", 8], ["sublayers"], "exit 3, in 8 bits ("),
+        (["--exit-layer", 3], ["lookup", "sublayers"], "so far, or exit 3"),
+        (
+            ["--exit-layer", 3, "--low-precision", 8],
+            ["lookup", "sublayers"],
+            "or exit 3, in 8 bits (",
+        ),
         (["--window", 5], ["lookup", "sublayers"], "or whole model, in 8 bits, window 5 ("),
         (["--low-precision", "none", "--window", 5], ["lookup", "sublayers"], "model, window 5"),
         (["--window", 0], ["lookup", "sublayers"], "or whole model, in 8 bits ("),
-        (["--exit-layer", 3, "--window", 5], ["sublayers"], "exit 3, window 5"),
+        (
+            ["--exit-layer", 3, "--window", 5, "--no-lookup"],
+            ["sublayers"],
+            "drafts: exit 3, window 5",
+        ),
         (
             ["--exit-layer", 2, "--exit-layer", 4],
-            ["sublayers 1", "sublayers 2"],
-            "drafts: sublayers 1: exit 2, or sublayers 2: exit 4",
+            ["lookup", "sublayers 1", "sublayers 2"],
+            "so far, or sublayers 1: exit 2, or sublayers 2: exit 4",
         ),
     ],
 )
@@ -404,7 +414,9 @@ def test_a_config_searched_on_another_model_warns(folder, save_skip, expected):
     (line,) = result.stderr.splitlines()  # no warning before the error
     assert "0..5 for a 6-layer model, got 6; this skip config was searched on someone/else" in line
     SkipConfig(exit_layer=2).save(path.parent / "skip.json")
-    assert drafts_said(generate(folder, "--skip", path.parent, tokens=2)) == ["drafts: exit 2"]
+    assert drafts_said(generate(folder, "--skip", path.parent, tokens=2)) == [
+        "drafts: looked up in the text so far, or exit 2"
+    ]
 
 
 # ---- check, demo, env, version, help ----
@@ -415,7 +427,7 @@ def test_a_prompt_is_carried_once_and_what_prompts_share_too(folder, tmp_path, s
     path = tmp_path / "prompts.txt"
     shared = " ".join(f"w{n}" for n in range(30, 60))
     path.write_text(f"{shared} w8 w9\n{shared} w7\n{shared} w8 w9\n")
-    flags = ("--prompt-file", path, *DRAFT, "--max-new-tokens", 8, "--json")
+    flags = ("--prompt-file", path, *DRAFT, "--no-lookup", "--max-new-tokens", 8, "--json")
     found = document(run("generate", folder, *flags))["results"]
     assert [each["num_known_tokens"] for each in found] == [0, 30, 31]
     assert sum(row.count(40) for tokens in carried for row in tokens) == 1
@@ -715,7 +727,7 @@ def test_benchmark_samples_in_batches_with_text_on_request(
     run_ = read_run(output)
     names = ["plain", "self:exit-2", "self:exit-4", "self-together"]
     assert [method["name"] for method in run_.header["methods"]] == names
-    assert run_.header["methods"][-1]["sources"] == ["sublayers 1", "sublayers 2"]
+    assert run_.header["methods"][-1]["sources"] == ["lookup", "sublayers 1", "sublayers 2"]
     assert run_.header["argv"] == ["benchmark", "--x=http://me:***@host/x"]
     law = {"temperature": 0.8, "top_p": 1.0, "top_k": 9, "acceptance": "coupled", "seed": 3}
     assert run_.header["law"] == {"do_sample": True, **law}
@@ -786,7 +798,7 @@ def test_a_second_model_drafts(folder, two_prompts, tmp_path, priced):
     assert found["token_ids"] == plain["token_ids"]
     assert [each["name"] for each in found["sources"]] == ["assistant"]
     assert found["num_draft_tokens"] > 0
-    several = ("--assistant", second, "--exit-layer", 3, "--lookup")
+    several = ("--assistant", second, "--exit-layer", 3)
     found = document(run("generate", folder, *flags, *several))
     assert found["token_ids"] == plain["token_ids"]
     assert [each["name"] for each in found["sources"]] == ["lookup", "assistant", "sublayers"]

@@ -142,6 +142,21 @@ def test_settings_come_from_the_skip_config_unless_given():
     assert LayerSkipDecoding(SKIP).controller == "expected-gain"
 
 
+def test_naming_a_draft_keeps_lookups_but_for_the_rejection_rule(llama, tmp_path):
+    """There, texts depend on drafts, so that older skip configs would write other texts."""
+    told = {"lookup": False}, {"lookup": True}, {}
+    for number, options in enumerate(told):
+        skip = replace(SKIP, decoding=DecodingOptions(**options))
+        skip.save(path := tmp_path / f"{number}.json")
+        for given in (skip, path):
+            for rule in ("coupled", "rejection"):
+                how = {"skip": given, "acceptance": rule, "execution": "modules"}
+                lines = LayerSkipDecoding(**how).explain(llama).splitlines()
+                looked_up = "drafts: looked up in the text so far" in lines
+                assert looked_up is options.get("lookup", rule == "coupled")
+    assert LayerSkipDecoding(SKIP, lookup=False).explain(llama).count("drafts: ") == 1
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_without_a_skip_config_drafts_need_no_set_up(do_sample):
     """They are looked up, and with native passes also made in 8 bits. The text does not change."""

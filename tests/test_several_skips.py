@@ -51,7 +51,7 @@ def test_costs_in_skip_configs_are_those_of_each(monkeypatch):
     """Nothing is timed, unless one of the configs has no costs."""
     monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
     model, (ids, mask) = lively_model("llama"), ragged((9,))
-    how = {"attention_mask": mask, "max_new_tokens": 30, "execution": "modules"}
+    how = {"attention_mask": mask, "max_new_tokens": 30, "execution": "modules", "lookup": False}
     exits = [
         SkipConfig(exit_layer=layer, costs=table.to_dict())
         for layer, table in zip((2, 4), (DEAR, CHEAP), strict=True)

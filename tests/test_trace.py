@@ -91,7 +91,7 @@ def real(model, case, texts, **settings):
 
 
 def sampled(model, ids, mask=None, **settings):
-    usual = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "seeds": [0]}
+    usual = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "seeds": [0], "lookup": False}
     return list(layerskip.decode(model, ids, mask, **usual | settings))
 
 

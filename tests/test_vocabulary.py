@@ -158,7 +158,7 @@ def test_drafts_draw_from_their_vocabulary_only_and_some_are_accepted():
     for sample in (False, True):
         rates = {}
         for name, tokens in VOCABULARIES.items():
-            how = {"skip": SKIP, "controller": "fixed", "max_draft_length": 3}
+            how = {"skip": SKIP, "lookup": False, "controller": "fixed", "max_draft_length": 3}
             text, stats = decode("llama", sample=sample, draft_vocabulary=tokens, **how)
             inside = sum(token in tokens for row in text for token in row)
             assert stats.num_accepted_tokens <= inside
@@ -171,7 +171,7 @@ def test_a_confidence_is_the_softmax_over_what_can_be_drawn():
     model, ids = model_of("gemma2"), prompt(9)
     opened = Sublayers(model)
     how = {"controller": "confidence", "threshold": 0.0, "max_draft_length": 1}
-    how |= {"skip": SKIP, "max_new_tokens": 6}
+    how |= {"skip": SKIP, "lookup": False, "max_new_tokens": 6}
     for tokens in (SOME, SOME[:3]):
         known = [*ids[0].tolist()]
         for round_ in layerskip.decode(model, ids, draft_vocabulary=tokens, **how):
@@ -195,7 +195,7 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample):
     how = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
     how |= {"max_new_tokens": 12}
     plain = [r.tokens[0] for r in layerskip.decode(model, ids, enabled=False, **how)]
-    how |= {"skip": SKIP, "controller": "fixed", "draft_vocabulary": SOME}
+    how |= {"skip": SKIP, "lookup": False, "controller": "fixed", "draft_vocabulary": SOME}
     for acceptance in ("coupled", "rejection"):
         rounds = list(layerskip.decode(model, ids, acceptance=acceptance, **how))
         assert [r.tokens[0] for r in rounds] == plain
@@ -217,7 +217,8 @@ def test_processors_may_make_a_draft_leave_its_vocabulary():
     how = {"logits_processor": [forced], "max_new_tokens": 12, "do_sample": True}
     how["seed"] = 4
     plain = [t for r in layerskip.decode(model, ids, enabled=False, **how) for t in r.tokens[0]]
-    how |= {"skip": SKIP, "controller": "confidence", "threshold": 0.0, "draft_vocabulary": SOME}
+    how |= {"skip": SKIP, "lookup": False, "controller": "confidence", "threshold": 0.0}
+    how |= {"draft_vocabulary": SOME}
     for acceptance in ("coupled", "rejection"):
         rounds = list(layerskip.decode(model, ids, acceptance=acceptance, **how))
         text = [t for r in rounds for t in r.tokens[0]]

@@ -14,7 +14,7 @@ from layerskip.bench.batches import PromptBatch
 from layerskip.config import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
-from layerskip.drafts import skip_label
+from layerskip.drafts import lookup_of, skip_label
 from layerskip.files.records import costs_key
 from layerskip.generation import GenerationOutput, LayerSkipDecoding, generate
 from layerskip.requests import end_tokens
@@ -136,7 +136,8 @@ class Engine:
     def source_names(self) -> list[str]:
         """The names of its draft sources, in the order of their numbers in rounds."""
         decoding = self.decoding
-        names = [] if decoding.lookup is None else ["lookup"]
+        rejection = self.task.do_sample and decoding.acceptance == "rejection"
+        names = [] if lookup_of(decoding, rejection=rejection) is None else ["lookup"]
         names += [each.name for each in decoding.sources]
         names += [] if decoding.assistant is None else ["assistant"]
         if len(self.skips) > 1:

@@ -129,8 +129,8 @@ class Plan:
 
         Args:
             given: skip configs of "self" with names; without any, sources that need no setup.
-            lookup: whether, and in which other texts, "self" looks drafts up; None: as in its skip
-                config, and without one it does.
+            lookup: whether, and in which other texts, "self" looks drafts up; None: unless its skip
+                config says no.
             default: the model's own draft if none is given, or None.
             controllers: None stands for the skip config's own, or the default.
             laws: stored likely tokens of earlier texts, with which every call of "self" starts.
@@ -141,9 +141,7 @@ class Plan:
         drafts: list[tuple[str, str, dict[str, Any]]] = []  # method, label, sources
         if "self" in kinds:
             for label, skip in given:
-                stored = skip.decoding is not None and skip.decoding.lookup is True
-                how = stored if lookup is None else lookup
-                drafts.append(("self", label, {"skip": skip, "lookup": how}))
+                drafts.append(("self", label, {"skip": skip, "lookup": lookup}))
             entry = self._entries.get("self")
             if entry is not None and not given:
                 default = None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
@@ -159,7 +157,7 @@ class Plan:
             drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         if "self-together" in kinds:
             skips = [skip for _, skip in given]
-            drafts.append(("self-together", "together", {"skip": skips, "lookup": lookup or False}))
+            drafts.append(("self-together", "together", {"skip": skips, "lookup": lookup}))
         if "self-8bit" in kinds:
             drafts.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:

@@ -166,8 +166,8 @@ class Sources(Flags):
         min=0,
     )
     lookup: bool | None = flag(
-        "Draft the tokens that followed the same words earlier in the text.  [default: from the "
-        "skip config; without one, on]",
+        "Also draft the tokens that followed the same words earlier in the text.  [default: on, "
+        "unless the skip config says no]",
         None,
         "--lookup/--no-lookup",
     )

@@ -213,7 +213,7 @@ def open_drafts(
         if plain:
             yield Opened(loaded, model, settings, [], "none")
             return
-        from layerskip.drafts import choose_drafts
+        from layerskip.drafts import choose_drafts, lookup_of
         from layerskip.generation import LayerSkipDecoding
 
         beside = loaded.skip_config()
@@ -225,16 +225,16 @@ def open_drafts(
         lookup = looked_up(flags, text, loaded, talk)
         settings |= {
             "skip": own or None,
-            "lookup": True if lookup is None and not given else lookup,
+            "lookup": True if lookup is None and not given else lookup,  # `own` is not named
             "assistant": None if second is None else second.opened(loading.execution),
             "sources": tuple(heads),
             "draft_memory": None if own else 0,
         }
-        settings["lookup"] = LayerSkipDecoding(**settings).lookup or False
         if laws is not None:
             laws.check(model)
             learned, read = (laws, None) if flags.keep_laws else (None, laws)
-            trees = named("source", "laws")(learned, lookup=settings["lookup"] or None, known=read)
+            lookups = lookup_of(LayerSkipDecoding(**settings))
+            trees = named("source", "laws")(learned, lookup=lookups, known=read)
             settings["sources"] += (trees,)
         talk.progress("preparing drafts")
         drafts = choose_drafts(model, LayerSkipDecoding(**settings | {"enabled": True}))
