@@ -6,7 +6,9 @@ the same without colour.
 
 from __future__ import annotations
 
+import io
 import textwrap
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +69,14 @@ def finished(axes: Axes, name: str, title: str, alt: str, x: str, y: str = "") -
         labels = [textwrap.fill(clipped(label, 120), 56) for label in labels]
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
     return Plot(name, title, alt, figure)
+
+
+def svg(plot: Plot) -> str:
+    drawn = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # for scripts that the font lacks
+        plot.figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
 
 
 def lines(

@@ -1,4 +1,4 @@
-"""The results of a training of early exits: a table, a picture and a few sentences."""
+"""Early exits, of a training (a table, a picture and a few sentences) or of a check (a picture)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from layerskip.analysis.drawing import Plot, finished, lines, listed, new_axes
+from layerskip.analysis.drawing import STYLE, Plot, finished, lines, listed, new_axes, svg
 from layerskip.analysis.labels import printable, slug_of, told_apart
 from layerskip.analysis.verdict import Verdict
 from layerskip.files.trainings import LARGEST_RISE, read_exit_training, rise
@@ -67,13 +68,26 @@ def exit_plots(of: ExitTraining) -> list[Plot]:
     table = exits(of)[:-1]  # the last exit is always accepted
     times = {f"accepted_{when}": f"{when} training" for when in ("before", "after")}
     both = table.rename(columns=times).melt("exit", [*times.values()], "training", "accepted")
+    return [_by_depth(both, "training")]
+
+
+def draw_agreement(drafts: Sequence[Mapping[str, Any]]) -> str:
+    """How often each early exit of `check --exits` is right, by law, as SVG."""
+    exact = [{"exit": each["exit"], **each["right"]} for each in drafts if each["bits"] is None]
+    table = pd.DataFrame(exact).melt("exit", var_name="law", value_name="accepted")
+    with mpl.rc_context(STYLE):
+        return svg(_by_depth(table, "law"))
+
+
+def _by_depth(table: pd.DataFrame, by: str) -> Plot:
+    """The column `accepted` over `exit`, with a line for each value of another column."""
     axes = new_axes(3.6)
-    words = lines(axes, both, "training", "exit", "accepted", "{exit}: {accepted:.2f}")
+    words = lines(axes, table, by, "exit", "accepted", "{exit}: {accepted:.2f}")
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     alt = f"Share of an exit's drafted tokens that the model accepts, by exit. {words}."
     title = "Accepted tokens by exit"
-    return [finished(axes, "exits", title, alt, "layers before the exit", "share accepted")]
+    return finished(axes, "exits", title, alt, "layers before the exit", "share accepted")
 
 
 def judge_exits(of: ExitTraining) -> Verdict:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,12 +196,9 @@ def _headlines(run: Run, table: str, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw(plot: drawing.Plot, path: Path) -> Picture:
-    drawing = io.StringIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # for scripts that the font lacks
-        plot.figure.savefig(drawing, format="svg", metadata={"Date": None})
-    _write(path, drawing.getvalue())
-    return Picture(plot.title, plot.alt, drawing.getvalue())
+    drawn = drawing.svg(plot)
+    _write(path, drawn)
+    return Picture(plot.title, plot.alt, drawn)
 
 
 def _write_table(folder: Path, name: str, frame: pd.DataFrame) -> None:

@@ -3,11 +3,11 @@
 A skip config describes a draft by the model itself; of several, the controller chooses one in each
 round. They share one KV cache and one copy of rounded weights, and verification starts from the
 hidden states that the chosen draft shares with the model. Without a skip config, two sources need
-no training, search or data. Lookups cost nothing. The model with 8-bit weights needs memory for the
-copies, and pays where 8-bit products are fast; in a long text it attends only to the first and last
-tokens, since it would otherwise read as many keys as the model. `expected-gain` finds out during
-decoding whether they pay. Other given sources are added. A warning says what to do if only the way
-a model was loaded rules out 8 bits.
+no training, search or data. Lookups cost nothing, and stay beside named drafts. The model with
+8-bit weights needs memory for the copies, and pays where 8-bit products are fast; in a long text it
+attends only to the first and last tokens, since it would otherwise read as many keys as the model.
+`expected-gain` finds out during decoding whether they pay. Other given sources are added. A warning
+says what to do if only the way a model was loaded rules out 8 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -191,12 +192,35 @@ def explain_drafts(model: Any, settings: Settings) -> str:
         lines += [] if reason is None else [f"no drafts by the checkpoint's own head: {reason}"]
     if drafts.reason is not None:
         lines.append(f"no drafts by the model in 8 bits: {drafts.reason}")
+    name = getattr(opened.model, "name_or_path", "")
+    hint = exits_hint(opened, name, drafts.skips, likely=drafts.reason is not None)
+    lines += [] if hint is None else [hint]
     if not opened.exact:
         lines.append(
             "texts equal those of plain decoding up to near-ties: passes are not native, and "
             "libraries sum in another order when a batch has other sizes"
         )
     return "\n".join(lines)
+
+
+def exits_hint(
+    model: Sublayers, name: str, skips: Sequence[SkipConfig], *, likely: bool = False
+) -> str | None:
+    """Return what to type to find the best exit, if that is likely to help.
+
+    It is where the name says so, as those of the published LayerSkip checkpoints do, and no exit
+    drafts yet. Exits of ordinary models gain nothing, and models do not say how they were trained.
+
+    Args:
+        likely: whether to return it whatever the name, since no draft in 8 bits does as well.
+    """
+    if isinstance(model, Whole) or model.encoder or model.num_layers < 2:
+        return None
+    if any(skip.skipped(model.num_layers) for skip in skips):
+        return None
+    if not likely and "layerskip" not in PurePath(name).name.lower():
+        return None
+    return f"trained to exit early? layerskip check {name or 'MODEL'} --exits"
 
 
 def controller_words(settings: Settings) -> str:

@@ -231,7 +231,7 @@ class Search:
         if record["busy"] or record["spread"] > DISTURBED:
             warnings.warn(
                 "other work on this machine disturbed the costs: on a quiet machine, drafts may "
-                "gain more or less than this search says; search again then, under another study "
+                "gain more or less than predicted; repeat this then, a search under another study "
                 "name",
                 stacklevel=3,
             )

@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerskip.cli.flags import AsJson, Chat, DraftFlags, Loading, MaxNewTokens, Quiet, Seed, flag
-from layerskip.cli.inputs import read_given, shipped_prompts, spoken
+from layerskip.cli.exits import show_exits
+from layerskip.cli.flags import (
+    AsJson,
+    Chat,
+    DraftFlags,
+    Loading,
+    MaxNewTokens,
+    Quiet,
+    Seed,
+    flag,
+    switch,
+    warn_idle,
+)
+from layerskip.cli.inputs import check_folder, read_given, shipped_prompts, spoken
 from layerskip.cli.opening import open_checked_drafts
 from layerskip.cli.terminal import Talk, differences, to_json, two_columns, verdict, wrap
 from layerskip.text import plural
@@ -34,6 +46,10 @@ def check(
     chat: Chat = False,
     max_new_tokens: MaxNewTokens = 64,
     seed: Seed = 0,
+    exits: bool = switch(
+        "--exits", "Show instead how often each early exit is right, and what it would gain here."
+    ),
+    output: Path | None = flag("With --exits: folder for exits.json and a plot.", "DIR"),
     loading: Loading,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -50,6 +66,14 @@ def check(
         raise ValueError("check takes one --skip or --exit-layer; run it once for each")
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
+    if exits:
+        own = {"skip": draft.skip, "entry": draft.entry, "exit_layer": draft.exit_layer}
+        warn_idle(own | draft.idle, "with --exits, which tries every exit")
+        if output is not None:
+            check_folder(output)
+        how: dict[str, Any] = {"output": output, "as_json": as_json, "chat": chat}
+        return show_exits(chosen, loading, talk, max_new_tokens=max_new_tokens, seed=seed, **how)
+    warn_idle({"output": output}, "without --exits")
     with open_checked_drafts(draft, loading, talk) as opened:
         from layerskip.bench.checks import check as check_tokens
         from layerskip.checkpoints import encode

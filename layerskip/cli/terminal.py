@@ -64,11 +64,14 @@ def reading(talk: Talk, now: Callable[[], float] = time.monotonic) -> Callable[[
     def told(done: int, whole: int) -> None:
         if not talk.live or now() - began < PATIENCE:
             return
-        full = _BAR * done // whole
-        bar = f"reading [{'#' * full:<{_BAR}}] {done} of {whole} tokens"
-        talk.progress(bar if done < whole else "")
+        shown = f"reading {bar(done / whole)} {done} of {whole} tokens"
+        talk.progress(shown if done < whole else "")
 
     return told
+
+
+def bar(share: float) -> str:
+    return f"[{'#' * int(_BAR * share):<{_BAR}}]"
 
 
 # What a terminal would act on: control characters. They begin every escape sequence.
