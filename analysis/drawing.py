@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ def finished(axes: Axes, name: str, title: str, alt: str, x: str, y: str = "") -
     figure = axes.get_figure(root=True)
     assert figure is not None
     axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set_ylabel(textwrap.fill(y, 24))  # an axis of 2 inches holds so many letters
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         columns = max(1, min(len(handles), 62 // (max(map(len, labels)) + 7)))
@@ -121,6 +122,12 @@ def listed(rows: pd.DataFrame, form: str, between: str = ", ") -> str:
 
 def clipped(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def in_lines(names: Iterable[str]) -> tuple[list[str], int]:
+    """Names broken into lines, and the largest number of lines; only a paragraph is cut."""
+    broken = [textwrap.fill(clipped(name, 80), 26) for name in names]
+    return broken, max((name.count("\n") + 1 for name in broken), default=1)
 
 
 def colour_of(number: int) -> str:

@@ -133,17 +133,18 @@ SHOWN: Mapping[str, tuple[str, str, str]] = {
         "Finalists",
         "The speed relative to plain decoding. Predicted: from replayed rounds and costs. "
         "Measured: timed in turn with plain decoding on other prompts, with the 95% interval in "
-        "brackets. The cost of a draft step (c) is in plain steps.",
-        "name role predicted measured efficiency alpha draft_cost tokens_per_second equal "
-        "near_ties faults left_out rounded lookup controller max_draft_length threshold",
+        "brackets. The cost of a draft step (c) is in plain steps. Same text: of the texts, those "
+        "that equal plain decoding's.",
+        "finalist predicted measured alpha draft_cost tokens_per_second same_text left_out rounded "
+        "drafts",
     ),
     "search-trials": (
         "Best trials",
-        "Predicted speedup over plain decoding at the best fixed draft length. Positions: starts "
-        "from which drafts were followed, few if a trial was losing. The cost of a draft step (c) "
-        "is in plain steps.",
-        "number origin left_out attention mlp rounded draft_vocabulary speedup acceptance "
-        "draft_cost draft_length positions",
+        "Value: the speedup over plain decoding at the best fixed draft length, without lookups, "
+        "by which trials are compared. Predicted: that of a finalist, with its controller and its "
+        "lookups. The cost of a draft step (c) is in plain steps.",
+        "number origin left_out attention mlp rounded draft_vocabulary value predicted acceptance "
+        "draft_cost draft_length",
     ),
     "exit-training": (
         "Exits before and after training",
@@ -218,21 +219,21 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
     parts = [f"<h1>{escape(title)}</h1>"]
     for section, verdict in verdicts:
         where = f"{section.title}: " if several else ""
-        parts += [f'<p class="lead fault">{escape(where + each)}</p>' for each in verdict.faults]
+        parts += [f'<p class="lead fault">{_said(where + each)}</p>' for each in verdict.faults]
     for section, verdict in verdicts:
         if several:
             parts.append(f'<p><a href="#{section.slug}">{escape(section.title)}</a></p>')
         headline, *others = verdict.lines
-        parts.append(f'<p class="lead">{escape(headline)}</p>')
-        parts.append(f"<p>{escape(' '.join(others))}</p>")
+        parts.append(f'<p class="lead">{_said(headline)}</p>')
+        parts.append(f"<p>{_said(' '.join(others))}</p>")
         if verdict.advice:
-            parts.append(f"<p>What to do next:</p>{_items(map(escape, verdict.advice))}")
+            parts.append(f"<p>What to do next:</p>{_items(map(_said, verdict.advice))}")
     links = [(section.slug, section.title) for section in sections]
     links.append(("files", "Files"))
     items = _items(f'<a href="#{slug}">{escape(name)}</a>' for slug, name in links)
     if several:
         parts.append(f'<nav aria-label="Contents"><h2>Contents</h2>{items}</nav>')
-    parts += [_section(section, number) for number, section in enumerate(sections)]
+    parts += [_section(section, number, several) for number, section in enumerate(sections)]
     parts.append(
         '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
         "every table as CSV in <code>tables/</code> and every plot as SVG in <code>plots/</code>."
@@ -245,6 +246,11 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+
+
+def _said(text: str) -> str:
+    """A sentence as HTML; what stands between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _items(elements: Iterable[str]) -> str:
@@ -273,8 +279,9 @@ def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
     return root + body[body.index(">") + 1 :]
 
 
-def _section(section: Section, number: int) -> str:
-    parts = [f'<section id="{section.slug}"><h2>{escape(section.title)}</h2>']
+def _section(section: Section, number: int, several: bool) -> str:
+    title = section.title if several else "Details"  # the page's own heading is the title of one
+    parts = [f'<section id="{section.slug}"><h2>{escape(title)}</h2>']
     if section.facts:
         facts = section.facts.items()
         terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)

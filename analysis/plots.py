@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,7 +57,8 @@ def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
     table = table.assign(words=words)
     methods, categories = (list(table[name].unique()) for name in ("method", "category"))
     lanes = len(categories) + 1
-    axes = drawing.new_axes(1.3 + 0.16 * lanes * len(methods))
+    labels, tall = drawing.in_lines(methods)
+    axes = drawing.new_axes(1.3 + 0.16 * max(lanes, tall) * len(methods))
     for place, category in enumerate(categories):
         rows = table[table["category"] == category]
         colour = drawing.colour_of(place)
@@ -72,7 +72,6 @@ def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
         drawing.note_at_the_side(axes, text, number * lanes)
     axes.axvline(1, color=INK, linewidth=1.2)
     middle = (len(categories) - 1) / 2
-    labels = [textwrap.fill(drawing.clipped(name, 80), 22) for name in methods]
     axes.set_yticks([n * lanes + middle for n in range(len(methods))], labels)
     axes.set_ylim(len(methods) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
@@ -141,7 +140,8 @@ def phases(run: Run) -> drawing.Plot:
     """The parts of the time per token, at the smallest batch size."""
     table = tables.phases(run)
     table = table[table["batch_size"] == run.batch_sizes[0]]
-    axes = drawing.new_axes(1.3 + 0.38 * len(table))
+    names, tall = drawing.in_lines(table["method"])
+    axes = drawing.new_axes(1.3 + max(0.38, 0.18 * tall) * len(table))
     places = np.arange(len(table))  # (methods,)
     left = np.zeros(len(table))  # (methods,)
     for phase, (word, colour, hatch) in PHASES.items():
@@ -152,7 +152,7 @@ def phases(run: Run) -> drawing.Plot:
                 edgecolor=INK, linewidth=0.5,
             )  # fmt: skip
         left += values
-    axes.set_yticks(places, [drawing.clipped(method, 30) for method in table["method"]])
+    axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     parts = []
@@ -222,7 +222,8 @@ def skip_map(
     name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], layers: int
 ) -> drawing.Plot:
     """What drafts skip or round; for each its name, its entry in the file, and its speedup."""
-    axes = drawing.new_axes(1.3 + 0.21 * (len(rows) + 1))
+    names, tall = drawing.in_lines(name for name, _, _ in rows)
+    axes = drawing.new_axes(1.3 + max(0.21, 0.16 * tall) * (len(rows) + 1))
     bits = sorted({draft["low"]["bits"] for _, draft, _ in rows if draft.get("low")})
     head = 2 * layers + 0.025 * layers  # where its column begins
     column = max(1.0, 0.04 * layers)
@@ -255,7 +256,6 @@ def skip_map(
     axes.set_xlim(0, head + column if bits else 2 * layers)
     axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.set_xticks([2 * layer + 1.0 for layer in shown], list(map(str, shown)))
-    names = [drawing.clipped(each, 28) for each, _, _ in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)

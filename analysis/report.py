@@ -58,7 +58,7 @@ def kinds() -> dict[str, Subject]:
             verdict.judge_search,
             _search_facts,
             search_plots,
-            {"search-finalists": searches.finalists, "search-trials": lambda of: of.trials},
+            {"search-finalists": searches.finalists, "search-trials": searches.valued},
         ),
         "training": Subject(
             lambda files: [trainings.load_trainings(files)],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -24,6 +21,8 @@ PROPOSERS = {
 }
 """The appearance of trials by their proposer: words, colour and marker."""
 LINES = ("--", ":", "-.")
+VALUE = "value: speedup at a\nfixed draft length"
+"""Of a trial. A finalist's predicted speedup is another number: its controller's, with lookups."""
 
 
 def search_plots(search: searches.Search) -> list[drawing.Plot]:
@@ -63,12 +62,11 @@ def search_progress(search: searches.Search) -> drawing.Plot | None:
     last = table.iloc[-1]
     first = table[table["best"] >= 0.99 * last["best"]].iloc[0]
     alt = (
-        f"Best predicted speedup so far: {last['best']:.3f} after {len(table)} trials and "
+        f"Best value so far: {last['best']:.3f} after {len(table)} trials and "
         f"{last['seconds']:.0f} seconds; 99% of it after {first['trial']:.0f} trials and "
         f"{first['seconds']:.0f} seconds."
     )
-    title, speedup = "How the search went", "predicted speedup over plain"
-    return drawing.finished(axes[0], "search-progress", title, alt, "trials", speedup)
+    return drawing.finished(axes[0], "search-progress", "How the search went", alt, "trials", VALUE)
 
 
 def influence(search: searches.Search) -> drawing.Plot | None:
@@ -84,30 +82,29 @@ def influence(search: searches.Search) -> drawing.Plot | None:
         norm=LogNorm(least, max(float(values.max()), 2 * least)),
     )  # fmt: skip
     axes.figure.colorbar(image, ax=axes, label="1 - similarity", format="%.2g")
-    table = search.complete
-    best: Mapping[str, Any] = {}
-    if len(table):
-        number = table["number"].iloc[0]
-        best = next(t for t in search.document["trials"] if t["number"] == number)["skipped"]
+    best = searches.best(search)
+    skipped = best["skipped"] if best else {}
     for row, kind in enumerate(("attention", "mlp")):
-        out = list(best.get(kind, ()))
+        out = skipped.get(kind, ())
         axes.scatter(out, [row] * len(out), s=22, color="white", edgecolors=INK, zorder=3)
     axes.set_yticks([0, 1], ["attention", "MLP"])
     axes.grid(visible=False)
     order = np.argsort(values)
     names = [f"{'MLP' if i % 2 else 'attention'} {i // 2}" for i in order]
-    left_out = ", ".join(f"{name} {ranges(layers)}" for name, layers in best.items() if layers)
+    left_out = ", ".join(f"{name} {ranges(layers)}" for name, layers in skipped.items() if layers)
     alt = (
         f"1 - cosine similarity of hidden states before and after each sublayer: least for "
-        f"{', '.join(names[:3])}, most for {', '.join(names[:-4:-1])}. The best trial leaves out "
-        f"{left_out or 'nothing'}."
+        f"{', '.join(names[:3])}, most for {', '.join(names[:-4:-1])}."
     )
-    title = "Which sublayers matter (dots: left out by the best trial)"
+    title = "Which sublayers matter"
+    if best:
+        title += f" (dots: left out by {best['name']})"
+        alt += f" {best['name']} leaves out {left_out or 'nothing'}."
     return drawing.finished(axes, "search-influence", title, alt, "layer")
 
 
 def search_front(search: searches.Search) -> drawing.Plot | None:
-    """Acceptance against cost of all trials, coloured by predicted speedup, and their front."""
+    """Acceptance against cost of all trials, coloured by value, and their front."""
     table = search.complete.dropna(subset=["acceptance"])
     if not len(table):
         return None
@@ -118,7 +115,7 @@ def search_front(search: searches.Search) -> drawing.Plot | None:
         table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
         c=table["speedup"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
     )  # fmt: skip
-    axes.figure.colorbar(points, ax=axes, label="predicted speedup over plain")
+    axes.figure.colorbar(points, ax=axes, label=VALUE)
     front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
     axes.step(
         front["draft_cost"], front["acceptance"], where="post", color=INK, linewidth=1.3,
@@ -126,29 +123,23 @@ def search_front(search: searches.Search) -> drawing.Plot | None:
     )  # fmt: skip
     for number, row in enumerate(best.to_dict("records")):
         axes.plot(
-            row["draft_cost"], row["alpha"], drawing.marker_of(number), label=_name(row), zorder=4,
-            color=drawing.colour_of(number), markersize=9, markeredgecolor=INK,
+            row["draft_cost"], row["alpha"], drawing.marker_of(number), label=row["finalist"],
+            color=drawing.colour_of(number), markersize=9, markeredgecolor=INK, zorder=4,
         )  # fmt: skip
     axes.set_xlim(left=0)
     names = drawing.listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
     alt = (
         f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
-        f"dominated; the best has a predicted speedup of {table['speedup'].max():.2f}. "
+        f"dominated; the best has a value of {table['speedup'].max():.2f}. "
         f"{names or 'No finalist drafts'}."
     )
     cost, alpha = "c: draft step / target step", "alpha: a draft token is accepted"
     return drawing.finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)
 
 
-def _name(finalist: Any) -> str:
-    """A finalist's name; the winner's is marked."""
-    return f"{finalist['name']}{' (winner)' if 'winner' in finalist['role'] else ''}"
-
-
 def search_skip_map(search: searches.Search) -> drawing.Plot | None:
     table = searches.finalists(search)
     speedups = table["measured"].fillna(table["predicted"]) if len(table) else ()
-    names = map(_name, table.to_dict("records"))
-    document = search.document
+    names, document = table.get("finalist", ()), search.document
     rows = [*zip(names, document["finalists"], speedups, strict=True)]
     return skip_map("search-skip-map", rows, document["model"]["num_layers"]) if rows else None

@@ -17,6 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from layerskip.analysis.labels import labels_of, printable, ranges, slug_of
+from layerskip.analysis.tables import same_text
 from layerskip.files.searches import read_search
 
 PAYS = 1.005
@@ -112,6 +113,23 @@ def trials(search: Search) -> pd.DataFrame:
     return frame.sort_values(["speedup", "number"], ascending=[False, True], ignore_index=True)
 
 
+def valued(search: Search) -> pd.DataFrame:
+    """`trials` with their speedup as `value`, and the speedup `predicted` for finalists."""
+    predicted = {each["trial"]: each["predicted"] for each in search.document["finalists"]}
+    table = search.trials.rename(columns={"speedup": "value"})
+    return table.assign(predicted=table["number"].map(predicted).astype(float))
+
+
+def best(search: Search) -> Mapping[str, Any] | None:
+    """The winner; if there is none, the fastest finalist, of those that were timed if any was."""
+    drafts = search.document["finalists"]
+    timed = [each for each in drafts if each["confirmed"]]
+    won = [each for each in drafts if each["name"] == search.document["winner"]]
+    if timed and not won:
+        return max(timed, key=lambda each: float(each["confirmed"]["speedup"]))
+    return max(won or drafts, key=lambda each: float(each["predicted"]), default=None)
+
+
 def front(costs: NDArray[np.float64], acceptances: NDArray[np.float64]) -> NDArray[np.bool_]:
     """(n,): whether no other point accepts as much at less cost, or more at the same cost.
 
@@ -140,11 +158,13 @@ def finalists(search: Search) -> pd.DataFrame:
         done = finalist["confirmed"] or {}
         measured = number(done.get("speedup"))
         roles = {"winner": "winner", "best_exit": "best exit"}
-        named = [w for key, w in roles.items() if search.document[key] == finalist["name"]]
+        name = finalist["name"]
+        role = ", ".join(w for key, w in roles.items() if search.document[key] == name)
         rows.append(
             {
-                "name": finalist["name"],
-                "role": ", ".join(named),
+                "name": name,
+                "role": role,
+                "finalist": f"{name} ({role})" if role else name,
                 "trial": finalist["trial"],
                 **_sets(finalist),
                 "alpha": number(finalist["alpha"]),
@@ -152,14 +172,25 @@ def finalists(search: Search) -> pd.DataFrame:
                 "bound": 1 / finalist["draft_cost"],
                 **finalist["decoding"],
                 "controller": _controller(**finalist["decoding"]),
+                "drafts": _drafts(finalist["decoding"]),
                 "lookup": bool(finalist["decoding"].get("lookup")),
                 **{name: number(finalist.get(name)) for name in PREDICTED},
                 "measured": measured,
                 "efficiency": measured / finalist["predicted"],
                 **{name: number(done.get(name)) for name in _CONFIRMED},
+                "same_text": same_text(done),
             }
         )
     return pd.DataFrame(rows)
+
+
+def _drafts(decoding: Mapping[str, Any]) -> str:
+    """How long drafts are, and whether some are looked up."""
+    length, threshold = decoding.get("max_draft_length"), decoding.get("threshold")
+    words = [_controller(**decoding)]
+    words += [] if length is None else [f"up to {length}"]
+    words += [] if threshold is None else [f"threshold {threshold:g}"]
+    return ", ".join([*words, *(["lookups"] if decoding.get("lookup") else [])])
 
 
 def _controller(controller: str, adaptive: dict[str, float] | None = None, **_: Any) -> str:

@@ -6,7 +6,7 @@ at batch size 1) counts with the medians of its repeats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -294,10 +294,15 @@ def results(run: Run) -> pd.DataFrame:
         for part in ("prefill", "decode"):
             line[part] = row[f"{part}_speedups"].get(run.baseline)
         line |= {name: row[name] for name in ("acceptance_rate", "repeated_4grams")}
-        same = [f"{row['equal']}/{row['compared']}"] if row["compared"] else []
-        same += [f"{row[n]} {n.replace('_', '-')}" for n in COMPARED[2:] if row[n]]
-        rows.append(line | {"same_text": ", ".join(same) or None})
+        rows.append(line | {"same_text": same_text(row)})
     return pd.DataFrame(rows).infer_objects()
+
+
+def same_text(counts: Mapping[str, Any]) -> str | None:
+    """The counts of `COMPARED` in words; None if nothing was compared."""
+    same = [f"{counts['equal']}/{counts['compared']}"] if counts.get("compared") else []
+    same += [f"{counts[n]} {n.replace('_', '-')}" for n in COMPARED[2:] if counts.get(n)]
+    return ", ".join(same) or None
 
 
 def categories(run: Run) -> pd.DataFrame:

@@ -145,18 +145,14 @@ def judge_search(search: searches.Search) -> Verdict:
     table, document = searches.finalists(search), search.document
     verdict = Verdict(search.label, _faults(table, "name"), [_what_to_type(search)])
     lines = {row["name"]: row for _, row in table.iterrows()}
-    winner, best = lines.get(document["winner"]), lines.get(document["best_exit"])
-    if winner is None and len(table):
-        timed = table.dropna(subset=["measured"])
-        winner = table.loc[
-            timed["measured"].idxmax() if len(timed) else table["predicted"].idxmax()
-        ]
-        if not len(timed) and winner["predicted"] > searches.PAYS:
-            verdict.advice = [TIME_THEM]
-    elif winner is not None:
-        untimed = math.isnan(winner["measured"])
-        verdict.advice = [TIME_THEM] if untimed else _more_prompts(winner, winner["measured"])
+    found, best = searches.best(search), lines.get(document["best_exit"])
+    winner = None if found is None else lines[found["name"]]
     if winner is not None:
+        if math.isnan(winner["measured"]):
+            promising = document["winner"] or winner["predicted"] > searches.PAYS
+            verdict.advice = [TIME_THEM] if promising else []
+        elif document["winner"]:
+            verdict.advice = _more_prompts(winner, winner["measured"])
         but = ", not distinguishable from plain" if winner["low"] <= 1 else ""
         verdict.lines.append(
             f"The best draft found, {winner['name']}, {_draft(search, winner)}{but} "

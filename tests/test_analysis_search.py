@@ -19,7 +19,7 @@ from pages import NASTY, harmless, page_of
 
 from layerskip.analysis import plots, report, search_plots, searches, write_report
 from layerskip.analysis.drawing import STYLE
-from layerskip.analysis.page import MOST
+from layerskip.analysis.page import MOST, columns_of
 from layerskip.analysis.runs import load_runs
 from layerskip.analysis.verdict import judge_search, words
 from layerskip.files.documents import kind_of
@@ -132,11 +132,22 @@ LARGE = {"layers": 80, "trials": 700, "finalists": 11}
 SMALL = {"layers": 2, "trials": 6, "finalists": 1}
 
 
-@pytest.mark.parametrize("settings", [{}, *thorough(LARGE, SMALL), None], ids=str)
+def long_names():
+    """A run of so many methods that their legend is as tall as the axes."""
+    names = [f"self:expected-gain with up to {n} tokens of a draft" for n in range(2, 9)]
+    top = run_files.header()
+    methods = [m for m in top["methods"] if m["kind"] != "self"]
+    top["methods"] = [*methods, *map(run_files.drafting, names)]
+    return run_files.made_up(prompts=1, head=top)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, run_files.made_up, long_names, *thorough(LARGE, SMALL)], ids=str
+)
 def test_no_text_covers_another_or_leaves_the_picture(tmp_path, settings):
     with rc_context(STYLE):
-        if settings is None:
-            [run] = load_runs([run_files.write(tmp_path / "run.jsonl", run_files.made_up())])
+        if callable(settings):
+            [run] = load_runs([run_files.write(tmp_path / "run.jsonl", settings())])
             drawn = plots.run_plots(run)
         else:
             document = made.made_up(**settings)
@@ -152,6 +163,7 @@ def test_no_text_covers_another_or_leaves_the_picture(tmp_path, settings):
             assert text.get_fontsize() >= 8, (plot.name, text)
             inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= width + 1 and box.y1 <= height + 1
             assert inside, (plot.name, text)
+            assert "…" not in text.get_text()
         for (one, a), (other, b) in itertools.combinations(texts, 2):
             apart = a.x1 <= b.x0 or b.x1 <= a.x0 or a.y1 <= b.y0 or b.y1 <= a.y0
             assert apart, (plot.name, one.get_text(), other.get_text())
@@ -164,15 +176,19 @@ def test_pictures_say_their_numbers(tmp_path):
     progress, strip, front, skip_map = search_plots.search_plots(search)
     table = search.complete
     assert f"{table['front'].sum()} of them not dominated" in front.alt
-    assert f"speedup of {table['speedup'].max():.2f}" in front.alt
+    assert f"value of {table['speedup'].max():.2f}" in front.alt
     assert f"so far: {table['speedup'].max():.3f} after 119 trials and 95 seconds" in progress.alt
-    assert "The best trial leaves out attention " in strip.alt
+    winner = next(f for f in document["finalists"] if f["name"] == document["winner"])
+    assert winner["trial"] != table["number"].iloc[0]  # the trial of the highest value
+    assert f"{winner['name']} leaves out attention " in strip.alt
+    for kind, dots in zip(("attention", "mlp"), strip.figure.axes[0].collections, strict=True):
+        assert dots.get_offsets()[:, 0].tolist() == winner["skipped"][kind]
     assert strip.alt.count("MLP") + strip.alt.count("attention") > 5
     assert "(winner) leaves out attention " in skip_map.alt
     assert "runs attention 0, 2 and MLP 0-11 in 8 bits, speedup 1." in skip_map.alt
     rows = [label.get_text() for label in skip_map.figure.axes[0].get_yticklabels()]
     assert rows[-1].startswith("exit-")
-    assert [name.endswith("(winner)") for name in rows].count(True) == 1
+    assert rows.count(f"{winner['name']} (winner)") == 1
 
 
 def test_other_searches_of_the_same_kind_are_drawn_beside(tmp_path):
@@ -268,7 +284,11 @@ def test_a_report_on_a_search(tmp_path):
     file = made.write(tmp_path / "search.json", made.made_up())
     summary = write_report([file], tmp_path / "report")
     page = page_of(tmp_path / "report")
-    assert summary.split(". ")[0] in page.text
+    assert summary.split(". ")[0].replace("`", "") in page.text
+    assert "`" not in page.text
+    assert (
+        re.sub(r"\s+", " ", page.text).count("Search of tiny, sampled at T=0.8 ") == 2
+    )  # title, h1
     assert page.tags.count("figure") == page.tags.count("svg") == 4
     names, tables = ("progress", "influence", "front", "skip-map"), ("finalists", "trials")
     assert files_of(tmp_path / "report") == {
@@ -282,6 +302,23 @@ def test_a_report_on_a_search(tmp_path):
     text = (tmp_path / "report" / "index.html").read_text()
     best = re.search(r"<h3>Best trials</h3>.*?</table>", text, re.DOTALL)
     assert best[0].count("<tr>") == 1 + MOST
+
+
+def test_only_a_finalists_speedup_is_called_predicted(tmp_path):
+    document = made.made_up()
+    document["finalists"][0]["decoding"] |= {"threshold": 0.4, "lookup": True}
+    document["finalists"][0]["predicted"] = 3.15
+    search = loaded(tmp_path, document)
+    table, finalists = searches.valued(search), searches.finalists(search)
+    named = table.dropna(subset=["predicted"]).set_index("number")["predicted"]
+    assert named.to_dict() == finalists.set_index("trial")["predicted"].to_dict()
+    assert table["value"].tolist()[0] == search.trials["speedup"].max() != 3.15
+    assert finalists["drafts"].iloc[0] == "expected-gain, up to 8, threshold 0.4, lookups"
+    pictures = search_plots.search_plots(search)
+    assert not any("predicted" in plot.alt for plot in pictures)
+    head = [heading for heading, *_ in columns_of("search-finalists", finalists)]
+    assert len(head) <= 10  # which fit on a page
+    assert {"predicted", "same text", "drafts"} < {*head}
 
 
 def test_searches_and_runs_on_one_page(tmp_path, quick):
