@@ -67,8 +67,7 @@ def check(
     chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
     if exits:
-        own = {"skip": draft.skip, "entry": draft.entry, "exit_layer": draft.exit_layer}
-        warn_idle(own | draft.idle, "with --exits, which tries every exit")
+        warn_idle(draft.idle, "with --exits, which tries every exit")
         if output is not None:
             check_folder(output)
         how: dict[str, Any] = {"output": output, "as_json": as_json, "chat": chat}

@@ -283,6 +283,11 @@ class Pace(Flags):
 class DraftFlags(Sources, Skip):
     """All flags that select draft sources."""
 
+    @property
+    def idle(self) -> dict[str, Any]:
+        own = {each.name: getattr(self, each.name) for each in fields(Skip)}
+        return own | super().idle
+
 
 @dataclass(frozen=True)
 class Decoding(Pace, DraftFlags):

@@ -289,8 +289,7 @@ def open_decoding(
     law["do_sample"] = sampling.do_sample
     idle = flags.settings | {"acceptance": sampling.acceptance}
     if flags.no_draft:
-        own = {"skip": flags.skip, "entry": flags.entry, "exit_layer": flags.exit_layer}
-        warn_idle(own | flags.idle | idle, "with --no-draft")
+        warn_idle(flags.idle | idle, "with --no-draft")
     with open_drafts(flags, loading, talk, checked, plain=flags.no_draft, reads=reads) as opened:
         settings = opened.settings | flags.settings | {"acceptance": sampling.acceptance}
         names = opened.names if settings["enabled"] else []
