@@ -12,7 +12,7 @@ import torch
 from checkpoints import save_checkpoint, tiny_tokenizer
 from commands import PROMPT, document, refused, run
 from marks import slow, thorough
-from models import VOCABULARY, Erratic, prompt, ragged, tiny_model
+from models import VOCABULARY, Erratic, prompt, pure, ragged, tiny_model
 from servers import running
 from small import (
     BATCHES,
@@ -86,6 +86,25 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
     assert len({*map(tuple, expected)}) == 3
     for settings in every_draft(small_model(family), EIGHT):
         assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
+
+
+@pytest.mark.parametrize("family", ["m2m_100", "seamless_m4t_v2"])
+def test_pads_in_a_text_are_counted_as_one_by_one(family):
+    """Positions in a pass leave out its pads, but count those of earlier passes."""
+
+    @pure
+    def often(input_ids, scores):
+        scores = scores.clone()
+        scores[:, 0] += 9 * (input_ids.shape[1] % 3 == 0)
+        return scores
+
+    model, (ids, mask) = small_model(family), texts("ragged")
+    how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "logits_processor": [often]}
+    want = model.generate(ids, **how)
+    assert (want == 0).sum() >= 3
+    for settings in ({"enabled": False}, *every_draft(model, EIGHT)):
+        out = model.generate(ids, custom_generate=LayerSkipDecoding(costs=COSTS, **settings), **how)
+        assert out.tolist() == want.tolist()
 
 
 DECODERS = """

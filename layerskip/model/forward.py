@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from copy import copy
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -40,6 +41,7 @@ class Forward(Modules):
 
         placed = "position_ids" in inspect.signature(type(base).forward).parameters
         past_name = str(cache_name(base))
+        uncounted = -1 if placed else model.uncounted
         one_by_one = model.model.config.get_text_config().model_type in ONE_BY_ONE
 
         def forward(tokens: Tensor, places: Tensor, past: Any, **more: Any) -> Tensor:
@@ -49,13 +51,18 @@ class Forward(Modules):
             return base(input_ids=tokens, use_cache=True, **more)[0]  # type: ignore[no-any-return]
 
         def states(
-            tokens: Tensor, places: Tensor, cache: LibraryCache, rows: Any = None, **more: Any
+            tokens: Tensor,
+            places: Tensor,
+            cache: LibraryCache,
+            rows: Any = None,
+            offset: int = 0,
+            **more: Any,
         ) -> Tensor:
             if cache.encoded is not None:
                 encoded = cache.encoded_of(rows)
                 more["encoder_hidden_states"] = encoded.states
                 more["encoder_attention_mask"] = encoded.mask
-            past = cache.for_library(rows, tokens.shape[1])
+            past = cache.for_library(rows, tokens.shape[1], offset)
             return forward(tokens, places, past, **more)
 
         def masks(cache: RowCache) -> Any:
@@ -71,7 +78,9 @@ class Forward(Modules):
             if isinstance(cache, RecurrentCache):
                 total = step.rotary.total
                 return cache.run(tokens, total, forward, one_by_one=one_by_one, draft=draft)
-            if cache.in_step:
+            pads = tokens == uncounted  # (B, T)
+            cut = uncounted >= 0 and bool(pads[:, :-1].any())
+            if cache.in_step and not cut:
                 return states(tokens, places, cache)
             if together:
                 return states(tokens, places, cache, attention_mask=masks(cache))
@@ -79,11 +88,13 @@ class Forward(Modules):
             for start in dict.fromkeys(starts):
                 rows = [row for row, first in enumerate(starts) if first == start]
                 count = min(tokens.shape[1], total - start)  # the rest are pads
-                if count > 0:
-                    part = states(tokens[rows, :count], places[rows, :count], cache, rows)
+                cuts = 1 + pads[rows, : count - 1].any(0).nonzero()[:, 0] if cut and start else []
+                for begin, end in pairwise([0, *map(int, cuts), count] if count > 0 else []):
+                    place = rows, slice(begin, end)
+                    part = states(tokens[place], places[place], cache, rows, begin)
                     if out is None:
                         out = part.new_zeros(*tokens.shape, part.shape[-1])  # (B, T, H)
-                    out[rows, :count] = part
+                    out[place] = part
             assert out is not None
             return out
 

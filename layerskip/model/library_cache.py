@@ -136,10 +136,16 @@ class LibraryCache(RowCache):
         all_keys[rows, :, start:end], all_values[rows, :, start:end] = keys, values
         return all_keys[rows, :, :end], all_values[rows, :, :end]
 
-    def for_library(self, rows: list[int] | None = None, count: int | None = None) -> Cache:
-        """Wrap this cache, or some of its rows, as the library's class for one pass."""
+    def for_library(
+        self, rows: list[int] | None = None, count: int | None = None, offset: int = 0
+    ) -> Cache:
+        """Wrap this cache, or some of its rows, as the library's class for one pass.
+
+        Args:
+            count, offset: some of the pass's tokens, if `rows` are given.
+        """
         numbers = range(len(self.windows))
-        start = self.firsts[rows[0] if rows else 0]
+        start = self.firsts[rows[0] if rows else 0] + offset
         end = start + (count or self.count) if rows else self.end
         past = Cache(layers=[AttentionLayer(self, i, rows, start, end) for i in numbers])
         if self.encoded is None:

@@ -132,6 +132,8 @@ class Whole(Sublayers):
         window_by_type: the sliding window in tokens, or None for full attention, by layer type; ""
             if a config names no types.
         together: whether rows of different lengths run in one pass, or only those of equal length.
+        uncounted: the pad token, if positions in a pass do not count it (M2M100), else -1. After
+            the prompt it must end a pass, as it does when tokens are decoded one by one.
 
     Raises:
         UnsupportedModelError: names what is not supported.
@@ -175,6 +177,8 @@ class Whole(Sublayers):
             self.window_by_type["sliding_attention"] = text.sliding_window
         self.recurrent = any(type(layer).__name__ in recurrents.KINDS for layer in layers)
         self.together = not self.recurrent and _takes_places(self.base, self.window_by_type)
+        counts = "create_position_ids_from_input_ids" not in _source(type(self.base))
+        self.uncounted = -1 if counts or text.pad_token_id is None else text.pad_token_id
         self.vocabulary = text.vocab_size
         self.max_positions = getattr(text, "max_position_embeddings", None) or _NO_LIMIT
         embedding = self.model.get_input_embeddings()
