@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -240,12 +239,10 @@ def choose(
         looked_up = replay(trace, Lookup()), objective.prices.passes
     finalists = []
     for number, mask in within(chosen, until):
-        tell = partial(progress, "replaying the best drafts in full", number / len(chosen))
-        tell()
+        progress("replaying the best drafts in full", number / len(chosen))
         trial, size = trials[mask], space.number("vocabulary", mask)
         skip, costs = space.skip_config(mask), objective.prices.table(mask)
-        during = tell if not number else lambda: None  # what was replayed counts
-        drafts = replay(trace, skip, allowed=objective.allowed(size), during=during)
+        drafts = replay(trace, skip, allowed=objective.allowed(size))
         ways = choices(drafts, costs, looked_up, all_controllers="controller" in parts)
         decoding, predicted = best_choice(ways)
         texts = simulated(drafts, costs, decoding, looked_up)

@@ -11,7 +11,7 @@ places of all texts, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,11 +77,10 @@ class Chains:
         self.row, self.last_row = table[:, 3:5].unbind(1)  # (C,) each: among the P places
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
-    def drafts(self, during: Callable[[], None] = lambda: None) -> Drawn:
+    def drafts(self) -> Drawn:
         """The drafted tokens, (C, J) each; chains feed their own tokens.
 
         After the source's longest draft they are `NOTHING`, and confidences are meaningless.
-        `during` is called before every pass.
         """
         nothing = torch.full((len(self.chains), self.length), NOTHING)  # (C, J)
         made = Drawn(nothing, nothing.float(), nothing.float())
@@ -90,7 +89,6 @@ class Chains:
         for layout in self._layouts():
             self.draft.begin(self.text[layout[:, 0]], self.place[layout], self.steps)
             for step in range(self.steps):
-                during()
                 at = self._places(layout, step, fed)
                 raw = self._raw(step, fed[layout, step], at, layout)
                 drawn = self._draw(raw, at, left[at.chains])

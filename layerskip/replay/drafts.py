@@ -7,7 +7,7 @@ Shapes: J steps, N starts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -75,13 +75,11 @@ def replay(
     draft_length: int | None = None,
     *,
     allowed: Tensor | None = None,
-    during: Callable[[], None] = lambda: None,
 ) -> Replay:
     """Draft from every start of a trace with one source, as decoding would.
 
     Args:
         allowed: the draft vocabulary of each text, (texts, V) bool; all tokens by default.
-        during: called before every pass; may end the replay by an error.
 
     Raises:
         ValueError: the draft length exceeds the places that the trace knows, or a skip config
@@ -92,7 +90,7 @@ def replay(
         return _look_up(trace, source, length)
     chains = Chains(trace, source, all_starts(trace), length, allowed)
     longest = chains.steps if chains.steps < length else None
-    return replace(_assembled(trace, source, chains.drafts(during)), longest=longest)
+    return replace(_assembled(trace, source, chains.drafts()), longest=longest)
 
 
 @torch.no_grad()

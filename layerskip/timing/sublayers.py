@@ -40,10 +40,9 @@ CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
 BUDGET = 6.0  # seconds after which no further repeat starts
 LEAST = 1e-15  # seconds per byte, if a model is so small that only the constant is visible
 _TOKENS = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # tokens per row in timed passes
-_REPEAT = 1.0  # approximate seconds of a repeat; two sweeps may take longer
-_STARTS = 3  # maximum number of timings in a repeat, each starting from a short context
-_REPEATS = 3  # minimum number of repeats
-_AGREE = 0.02  # maximum difference of the medians with and without the last repeat
+_REPEAT = 0.3  # approximate seconds of a repeat; two sweeps may take longer
+_FEWEST, _ENOUGH = 3, 8  # repeats, if the budget is spent, and if the medians agree
+_AGREE = 0.005  # maximum difference of the medians with and without the last repeat
 _FAR = 256  # tokens; the keys of fewer cost too little to be distinguished from noise
 
 Seconds = dict[Place, dict[Work, float]]
@@ -135,26 +134,36 @@ def measure(
     started, busy = now(), False
     while True:
         progress("costs of the sublayers", min(1.0, (now() - started) / budget))
-        times = _repeat(opened, drafts, request, places, now)
+        times: dict[Place, Times] = {place: {} for place in places}
+        for place in places:
+            time_rounds(
+                opened,
+                drafts if place == places[0] else [],
+                request,
+                times[place],
+                place=place,
+                budget=_REPEAT / len(places),
+                tokens=_TOKENS,
+                now=now,
+            )
         with opened.disturbed():
             busy = busy or opened.limited
-        names = [(place, work) for place, works in times.items() for work in works]
-        repeats.append([typical(times[place][work]) for place, work in names])
+        works = {(at, work): typical(each) for at in places for work, each in times[at].items()}
+        repeats.append([*works.values()])
         seconds = np.array(repeats)  # (R, W)
         steps = seconds / seconds[:, :1]  # (R, W), in plain steps of the same repeat
-        at = {work: column for column, (place, work) in enumerate(names) if place == places[0]}
-        rounds = steps[:, [at[None, STEPS + 1]]]  # (R, 1)
-        rounds = rounds + STEPS * steps[:, [at[each.key, 0] for each in drafts]]  # (R, drafts)
+        names = [(None, STEPS + 1), *((draft.key, 0) for draft in drafts)]
+        verify, *drafted = (list(works).index((places[0], name)) for name in names)
+        rounds = steps[:, [verify]] + STEPS * steps[:, drafted]  # (R, drafts)
         median = np.median(rounds, 0)  # (drafts,)
-        if len(repeats) >= _REPEATS:
-            settled = np.abs(np.median(rounds[:-1], 0) / median - 1).max() <= _AGREE
-            if settled or now() - started > budget:
-                break
+        over = len(repeats) >= _FEWEST and now() - started > budget
+        change = np.abs(np.median(rounds[:-1], 0) / median - 1) if len(repeats) >= _ENOUGH else 1.0
+        if over or np.max(change) <= _AGREE:
+            break
     found: Seconds = {place: {} for place in places}
-    for (place, work), each in zip(
-        names, np.median(steps, 0) * np.median(seconds[:, 0]), strict=True
-    ):
-        found[place][work] = float(each)
+    medians = np.median(steps, 0) * np.median(seconds[:, 0])  # (W,)
+    for (at, work), each in zip(works, medians.tolist(), strict=True):
+        found[at][work] = each
     return {
         "kind": "cost",
         "place": machine(opened),
@@ -167,33 +176,6 @@ def measure(
         **({"experts": _read_of_experts(opened)} if opened.mixtures else {}),
         **({} if head_refusal(opened.unembedding) else {"vocabulary": opened.vocabulary}),
     }
-
-
-def _repeat(
-    model: Sublayers,
-    drafts: Sequence[Source],
-    request: Request,
-    places: Sequence[Place],
-    now: Callable[[], float],
-) -> dict[Place, Times]:
-    """Time passes at all places, and the drafts' steps at the first; a plain step comes first."""
-    times: dict[Place, Times] = {place: {} for place in places}
-    started = now()
-    for start in range(_STARTS):
-        if start and now() - started > _REPEAT:
-            break
-        for place in places:
-            time_rounds(
-                model,
-                drafts if place == places[0] else [],
-                request,
-                times[place],
-                place=place,
-                budget=_REPEAT / len(places) / _STARTS,
-                tokens=_TOKENS,
-                now=now,
-            )
-    return times
 
 
 def _parts(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) -> dict[str, Any]:
