@@ -62,7 +62,7 @@ def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded):
     for row, tokens in enumerate(rows):
         ids[row, mask[row].bool()] = tokens
     skip = SkipConfig(attention=[LEAST_LAYER[loaded.name]], mlp=[LEAST_LAYER[loaded.name]])
-    how = {"skip": skip, "controller": "fixed", "max_draft_length": 4}
+    how = {"skip": skip, "lookup": False, "controller": "fixed", "max_draft_length": 4}
 
     def decode(sample, settings):
         return loaded.model.generate(
