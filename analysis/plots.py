@@ -222,8 +222,8 @@ def skip_map(
     name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], layers: int
 ) -> drawing.Plot:
     """What drafts skip or round; for each its name, its entry in the file, and its speedup."""
-    names, tall = drawing.in_lines(name for name, _, _ in rows)
-    axes = drawing.new_axes(1.3 + max(0.21, 0.16 * tall) * (len(rows) + 1))
+    names, count = drawing.in_lines(name for name, _, _ in rows)
+    axes = drawing.new_axes(1.3 + max(0.21, 0.16 * count) * (len(rows) + 1))
     bits = sorted({draft["low"]["bits"] for _, draft, _ in rows if draft.get("low")})
     head = 2 * layers + 0.025 * layers  # where its column begins
     column = max(1.0, 0.04 * layers)

@@ -122,7 +122,7 @@ def valued(search: Search) -> pd.DataFrame:
 
 def best(search: Search) -> Mapping[str, Any] | None:
     """The winner; if there is none, the fastest finalist, of those that were timed if any was."""
-    drafts = search.document["finalists"]
+    drafts: list[Mapping[str, Any]] = search.document["finalists"]
     timed = [each for each in drafts if each["confirmed"]]
     won = [each for each in drafts if each["name"] == search.document["winner"]]
     if timed and not won:

@@ -251,7 +251,7 @@ UNTIMED = made.made_up(confirm=False)
         (made.made_up(pays=False), ["--no-draft`: nothing found is faster"], "skip.json"),
         (UNTIMED, ["nothing found is faster", "Time the finalists"], "was timed at"),
         (UNTIMED | {"winner": UNTIMED["finalists"][0]["name"]},
-         ["it should be 1.", "is predicted to be 1.", "Time the fin"], " to "),
+         ["it should be 1.", "is predicted to be 1.", "Time the fin"], " (1."),
         (changed(predicted=1.7, predicted_low=1.4, predicted_high=1.9),
          ["predicted 1.70 (1.40 to 1.90))"], "±"),
     ],
