@@ -68,10 +68,6 @@ def test_what_is_not_plain_is_refused():
         Sublayers(model, "captured")
 
 
-def test_the_older_name_means_native_passes_on_a_cpu(built):
-    assert Sublayers(tiny_model("llama", dtype=torch.float32), "compiled").execution == "native"
-
-
 def test_no_timed_call_captures(monkeypatch):
     """A call of the benchmark that captured something is timed again."""
     spent, calls = [0.0], []

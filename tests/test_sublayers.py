@@ -121,7 +121,7 @@ def test_execution_is_told():
     model = tiny_model("llama")
     assert Sublayers(model).execution == "fused"
     assert Sublayers(model, execution="modules").execution == "modules"
-    with pytest.raises(ValueError, match="native, captured, compiled, got 'graphs'"):
+    with pytest.raises(ValueError, match="native, captured, got 'graphs'"):
         Sublayers(model, execution="graphs")
 
 

@@ -114,10 +114,9 @@ class Loading(Flags):
         default="auto",
     )
     trust_remote_code: bool = switch("--trust-remote-code", "Run code from the checkpoint.")
-    execution: Literal["auto", "modules", "fused", "native", "captured", "compiled"] = flag(
+    execution: Literal["auto", "modules", "fused", "native", "captured"] = flag(
         "How to run the layers. modules: transformers; fused: fewer kernels; native: one C++ call "
-        "per pass (CPU; a one-time build takes a minute); captured: CUDA graphs (GPU); "
-        "compiled: native on a CPU, captured on a GPU.",
+        "per pass (CPU; a one-time build takes a minute); captured: CUDA graphs (GPU).",
         default="auto",
     )
     threads: int | None = flag("CPU threads.  [default: the fastest number, measured]", "N", min=1)

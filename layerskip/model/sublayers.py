@@ -29,7 +29,7 @@ from layerskip.model.pictures import Pictures, ahead
 from layerskip.model.stored import stored_weights
 from layerskip.model.weights import DraftWeights
 
-EXECUTIONS = ("auto", "modules", "fused", "native", "captured", "compiled")
+EXECUTIONS = ("auto", "modules", "fused", "native", "captured")
 ASKED = "as asked for"
 FEW = 2  # rows for which kernels of our own are faster than a GPU's library
 
@@ -106,8 +106,7 @@ class Sublayers(Architecture):
         execution: "modules" calls the library's modules, "fused" takes the fused path for plain
             weights, "native" does the same in one call per pass on a CPU, "captured" replays it as
             CUDA graphs on a GPU (either falls back to the fused path with a warning if it is not
-            available), "compiled" means native on a CPU and captured on a GPU, "auto" takes the
-            first of these two, fused and modules that supports the model as it is now.
+            available), "auto" takes the fastest one that supports the model as it is now.
 
     Attributes:
         execution: the one in use: modules, fused, native or captured.
@@ -330,8 +329,6 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
     if execution not in EXECUTIONS:
         raise ValueError(f"execution must be one of {', '.join(EXECUTIONS)}, got {execution!r}")
     gpu = model.device.type == "cuda"
-    if execution == "compiled":
-        execution = "captured" if gpu else "native"
     if execution == "modules":
         return Modules(model), ASKED
     reason = plain.refusal(model)
