@@ -29,12 +29,10 @@ test: .venv/installed
 	$(BIN)/pytest
 
 # The tests on the oldest torch and transformers that pyproject.toml admits: an environment of their own,
-# of several gigabytes where the package index has no CPU build of that torch. Its own attention in bfloat16
-# rounds more numbers otherwise than the deselected test allows.
+# of several gigabytes where the package index has no CPU build of that torch.
 OLDEST := $(shell sed -nE 's/^ *"(torch|transformers)>=([0-9.]+).*/\1==\2/p' pyproject.toml)
-ROUNDED := test_mixtures_in_bfloat16_are_those_of_the_fused_path
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/pytest -W default --deselect tests/test_native.py::$(ROUNDED)
+	.venv-oldest/bin/pytest -W default
 
 # The tests on the newest releases of what pyproject.toml bounds, up to these bounds, likewise.
 BOUNDED := $(shell sed -nE 's/^ *"([a-z_]+)>=.*,<.*/\1/p' pyproject.toml)

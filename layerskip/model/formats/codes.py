@@ -15,7 +15,7 @@ from torch import Tensor
 from layerskip.model.formats.tensors import FLOATS, Tensors
 from layerskip.model.stored import UNIT, Stored
 
-_POWERS = getattr(torch, "float8_e8m0fnu", torch.float32)  # of two, since torch 2.7
+_POWERS = torch.float8_e8m0fnu  # of two
 _SUFFIXES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
