@@ -147,6 +147,9 @@ def search(
 
         check_storage(storage)
     loaded = open_model(loading, talk)
+    loaded.store_halves(
+        loading.execution
+    )  # as `generate` does, so that costs are those of its passes
 
     from layerskip.bench.plans import make_header
     from layerskip.checkpoints import encode
