@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.named import shipped as shipped
     from layerskip.research.logit_lookup import LogitLookup as LogitLookup
-    from layerskip.research.stored_logits import StoredLogits as StoredLogits
     from layerskip.session import Session as Session
     from layerskip.vocabulary import check_vocabularies as check_vocabularies
 
@@ -45,7 +44,6 @@ _NAMES = {
     "model.wrappers": "UnsupportedModelError",
     "named": "shipped",
     "research.logit_lookup": "LogitLookup",
-    "research.stored_logits": "StoredLogits",
     "session": "Session",
     "vocabulary": "check_vocabularies",
 }

@@ -32,7 +32,7 @@ StudentName = Literal[
     "healed", "exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"
 ]
 
-Role = Literal["controller", "loss", "student", "module", "state", "source", "store"]
+Role = Literal["controller", "loss", "student", "module", "state"]
 PLACES: dict[Role, dict[str, str]] = {
     "controller": {
         "fixed": "decoding.controllers:Fixed",
@@ -68,8 +68,6 @@ PLACES: dict[Role, dict[str, str]] = {
         "heads": "decoding.sources.trained:HeadsState",
         "streams": "research.block_states:StreamsState",
     },
-    "source": {"laws": "research.logit_lookup:LogitLookup"},
-    "store": {"laws": "research.stored_logits:StoredLogits"},
 }
 
 

@@ -145,7 +145,6 @@ SIZES = {
     "chunk": "decoding.sources.following.chunk_size",
     "noise": "decoding.noise.BLOCK",
     "of_a_text": "research.logit_lookup.OF_A_TEXT",
-    "piece_learnt": "research.stored_logits.PIECE",
     "together": "research.block_states.TOGETHER",
     "texts": "replay.trace.ROWS",
     "traced_logits": "replay.trace.LOGITS",

@@ -10,7 +10,7 @@ import torch
 from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
 from official import KNOWN, TARGETS, assistant_of, target_of
 
-from layerskip import LayerSkipDecoding, LogitLookup, LowPrecision, SkipConfig, StoredLogits
+from layerskip import LayerSkipDecoding, LogitLookup, LowPrecision, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
@@ -21,6 +21,7 @@ from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
+from layerskip.research.logit_lookup import LogitTable
 
 RANK = 3
 BLOCKS = ("exit-block", "feature-block", "heads", "streams")
@@ -50,6 +51,19 @@ def family_of(kind, family="llama"):
     """A family of `FAMILIES`, replaced by a Gemma 4 if the draft is made for Gemma 4."""
     fits = {"llama": 0, "gemma2": 3, "gemma3": 1, "qwen2": 2}
     return TARGETS[fits[family]] if kind in OFFICIAL else family
+
+
+class Keeping(LogitLookup):
+    """Keeps a table of logits from call to call, so that even short texts are drafted from it."""
+
+    def __init__(self, table=None, *how, **more):
+        super().__init__(*how, **more)
+        self.table = table or LogitTable()
+
+    def open(self, batch):
+        state = super().open(batch)
+        state.stored = [self.table] * len(batch.prompts)
+        return state
 
 
 def deltas(model, size=0.05, seed=0):
@@ -117,7 +131,7 @@ def draft_of(kind, model, folder, execution="auto"):
     if kind == "assistant":
         return Assistant(Sublayers(near(model, 0.4)))
     if kind == "stored logits":
-        return LogitLookup(StoredLogits())  # the store must outlive single calls
+        return Keeping()
     if kind in OFFICIAL:
         family, tokens, dtype = model.of
         noise = 0.4 if tokens < FEW / 2 else 0.1

@@ -86,17 +86,6 @@ def test_turns_are_those_of_the_template_and_the_prefix_is_kept(folder, outputs)
     assert output.stats.num_draft_tokens > 0
 
 
-def test_laws_that_are_kept_draft_in_the_next_conversation(folder, tmp_path, outputs):
-    laws = ("--laws", tmp_path / "laws")
-    plain = talk(folder, "w5 w7", "w96").stdout
-    assert talk(folder, "w5 w7", "w96", flags=(*laws, "--keep-laws")).stdout == plain
-    assert talk(folder, "w5 w7", "w96", flags=laws).stdout == plain
-    known = outputs[-2][1].stats
-    (laws,) = [each for each in known.sources if each.name == "laws"]
-    assert laws.num_accepted_tokens > 4
-    assert known.num_rounds < outputs[2][1].stats.num_rounds
-
-
 def test_a_seed_gives_the_same_text_twice(folder):
     lines = ("/temperature 1.5", "/seed 5", "w5", "/reset", "w5", "/reset", "/seed 6", "w5")
     first, again, other = talk(folder, *lines).stdout.splitlines()

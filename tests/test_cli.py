@@ -945,7 +945,6 @@ REFUSED = {  # by command
         ("none.jsonl --output report", "cannot read records"),
         ("diary --output report", "not a file of records"),
     ],
-    "laws MODEL --text some --output ": [(".", "--output . is a folder, a pipe or a device")],
     "answer ": [("", "No such (command|option)")],
 }
 

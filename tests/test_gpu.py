@@ -168,7 +168,7 @@ def test_kernels_compute_what_fused_blocks_do(family, dtype, error):
     assert torch.equal(alone, got)
 
 
-# ---- StoredLogits. ----
+# ---- Noise and laws ----
 
 
 @pytest.mark.parametrize("purpose", [TARGET, DRAFT, ACCEPT])

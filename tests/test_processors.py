@@ -4,7 +4,7 @@ import pytest
 import torch
 from models import lively_model, prompt, ragged
 
-from layerskip import LogitLookup, Lookup, SkipConfig, StoredLogits
+from layerskip import LogitLookup, Lookup, SkipConfig
 from layerskip.generation import generate
 
 END = 1
@@ -18,10 +18,7 @@ def drafts_of(name, model, texts):
     if name == "lookups":
         return {"lookup": Lookup(texts)}
     if name == "stored logits":
-        stored = StoredLogits()
-        for text in texts:
-            stored.learn(model, text)
-        return {"sources": [LogitLookup(stored)], "lookup": False}
+        return {"sources": [LogitLookup()], "lookup": False}
     acceptance = "rejection" if name == "rejection" else "coupled"
     return {"skip": SkipConfig.early_exit(4), "acceptance": acceptance}
 

@@ -1,8 +1,8 @@
 """Random cases of trees of drafts: whatever drafts, the text is that of plain decoding.
 
 A number determines a case: the model, its windows and dtype, the execution, rows, law, ends,
-drafts and controller. In float64, greedy texts are also those of `model.generate()`. StoredLogits
-are kept from case to case, so that many laws are known.
+drafts and controller. In float64, greedy texts are also those of `model.generate()`. Some sources
+keep stored logits from case to case, so that many laws are known.
 """
 
 import functools
@@ -13,14 +13,15 @@ from collections import Counter
 import pytest
 import torch
 from guesses import Guesses
-from kinds import BLOCKS, skip_of
+from kinds import BLOCKS, Keeping, skip_of
 from marks import slow
 from models import EVERY, All, Erratic, Fickle, Growing, lively_model, near, ragged
 
-from layerskip import LogitLookup, Lookup, SkipConfig, StoredLogits
+from layerskip import LogitLookup, Lookup, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
 from layerskip.registry import CONTROLLERS
+from layerskip.research.logit_lookup import LogitTable
 
 VOCABULARY = 24  # so few that stretches of texts repeat
 NATIVE = ("llama", "gemma2", "gemma3", "gemma4", "qwen3", "phi3")
@@ -52,7 +53,7 @@ def model_of(family, window, dtype):
 @functools.cache
 def laws_of(family, window, dtype):
     """Stored logits that all cases of a model share; so few that old ones are dropped."""
-    return StoredLogits(400)
+    return LogitTable(400)
 
 
 @functools.cache
@@ -75,10 +76,12 @@ def trees(draw, kept, texts):
         if kind == "guesses":
             found.append(Guesses(texts, draw.randrange(99)))
         else:
-            how = {"longest": draw.randint(1, 32)}
+            longest, branches = draw.randint(1, 32), draw.randint(1, 8)
             lookup = Lookup() if kind == "laws and lookups" else None
-            laws = kept if kind == "kept laws" else None
-            found.append(LogitLookup(laws, draw.randint(1, 8), lookup, **how))
+            if kind == "kept laws":
+                found.append(Keeping(kept, branches, longest=longest))
+            else:
+                found.append(LogitLookup(branches, lookup, longest=longest))
         seen[kind] += 1
     return found
 

@@ -25,7 +25,6 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.captured import Captured, _pass
 from layerskip.model.fused import Fused
 from layerskip.research.logit_lookup import LogitLookup
-from layerskip.research.stored_logits import StoredLogits
 from layerskip.serving import scheduler
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.scheduler import Serving
@@ -106,16 +105,12 @@ def schedule(model, seed, starts=STARTS, **settings):
         _schedule(model, seed, SETTINGS | settings, starts)
 
 
-def laws_looked_up(model, seed):
-    """For two schedules in five: drafts from a text's laws, perhaps also known laws or lookups."""
+def laws_looked_up(seed):
+    """For two schedules in five: drafts from a text's laws, perhaps also lookups."""
     draw = random.Random(f"laws {seed}")
     if draw.random() < 0.6:
         return []
-    known = StoredLogits() if draw.random() < 0.5 else None
-    if known is not None:
-        known.learn(model, [*range(20), *draw.choices(range(VOCABULARY), k=40)])
-    looked_up = draw.choice([None, Lookup()])
-    return [LogitLookup(known=known, lookup=looked_up, branches=draw.randint(1, 3))]
+    return [LogitLookup(draw.randint(1, 3), draw.choice([None, Lookup()]))]
 
 
 def _schedule(model, seed, settings, starts):
@@ -130,7 +125,7 @@ def _schedule(model, seed, settings, starts):
         controller=draw.choice([Fickle, Growing])(seed),
         **{
             "memory": memory,
-            "sources": laws_looked_up(model, seed) if draws_laws else [],
+            "sources": laws_looked_up(seed) if draws_laws else [],
             **settings,
         },
     )
@@ -350,19 +345,6 @@ def test_second_best_tokens_are_verified_beside_chains(model, execution):
     assert controller.seconds[1] > 2
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_laws_of_a_file_draft_what_a_text_will_say(model, sampled):
-    task = TextRequest([3, 4, 5], 40, do_sample=sampled, seed=7, eos=frozenset())
-    expected, laws = alone(model, task), StoredLogits()
-    laws.learn(model, [*task.prompt, *expected])
-    how = {"controller": "fixed", "lookup": False, "max_draft_length": 8}
-    serving = Serving(model, sources=[LogitLookup(known=laws)], **how, **SETTINGS)
-    others = [TextRequest([9, seed], 12, seed=seed, do_sample=sampled) for seed in range(3)]
-    told = texts_alone(model, serving, (task, *others))
-    assert told[0][-1].counts.accepted > 25
-    assert len(laws) == 43  # serving does not add to them
-
-
 def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
     """At most as many as a text may hold. A new text in a seat starts without any."""
     sizes(of_a_text=30)
@@ -378,9 +360,11 @@ def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
     assert accepted[0] == accepted[2]
 
 
-def test_laws_that_texts_would_share_are_refused(model):
-    with pytest.raises(ValueError, match=r"keeps texts apart, but this LogitLookup .* known="):
-        Serving(model, sources=[LogitLookup(StoredLogits())], **SETTINGS)
+def test_a_source_that_texts_would_share_is_refused(model):
+    source = Lookup()
+    source.keeps_texts = True
+    with pytest.raises(ValueError, match="keeps texts apart, but Lookup shares state"):
+        Serving(model, sources=[source], **SETTINGS)
 
 
 def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model):

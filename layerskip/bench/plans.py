@@ -35,7 +35,7 @@ from layerskip.model.opening import open_model
 from layerskip.model.stored import stored_weights, unpacked_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
-from layerskip.registry import WITH_THRESHOLD, named
+from layerskip.registry import WITH_THRESHOLD
 from layerskip.replay.exits import exit_sweep, law_of
 from layerskip.timing.tables import cost_tables
 
@@ -121,7 +121,6 @@ class Plan:
         controllers: Sequence[str | None] = (None,),
         threshold: float | None = None,
         adaptive: Mapping[str, float] | None = None,
-        laws: Any = None,
         heads: Sequence[Source] = (),
         **pace: Any,
     ) -> list[Engine]:
@@ -133,7 +132,6 @@ class Plan:
                 config says no.
             default: the model's own draft if none is given, or None.
             controllers: None stands for the skip config's own, or the default.
-            laws: stored likely tokens of earlier texts, with which every call of "self" starts.
             heads: the checkpoint's own head, which drafts in addition to `default`.
             pace: further settings of `LayerSkipDecoding`.
         """
@@ -148,11 +146,6 @@ class Plan:
             if not given and (default is not None or looks_up or heads):
                 what = {"skip": default, "lookup": looks_up, "sources": heads}
                 drafts.append(("self", "default", what))
-        if laws is not None:
-            joined = lookup if isinstance(lookup, Lookup) else Lookup()
-            trees = named("source", "laws")(known=laws, lookup=joined)
-            for _, _, settings in drafts:
-                settings["sources"] = [*settings.get("sources", ()), trees]
         if "self-lookup" in kinds:
             drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
         if "self-together" in kinds:

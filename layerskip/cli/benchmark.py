@@ -106,7 +106,7 @@ def benchmark(
             "or --exit-layer more than once"
         )
     if "self" not in kinds:
-        idle: dict[str, Any] = {"laws": sources.laws, "draft_memory": sources.draft_memory}
+        idle: dict[str, Any] = {"draft_memory": sources.draft_memory}
         if "self-together" not in kinds:
             idle |= {"skip": skip, "exit_layer": exit_layer, **sources.idle, "assistant": None}
         if "self-lookup" in kinds:
@@ -114,9 +114,7 @@ def benchmark(
         warn_idle(idle, "without --method self")
     if not any(kind.startswith("self") for kind in kinds):
         warn_idle({"controller": controller, **how}, "without a method that drafts")
-    if sources.keep_laws:
-        raise ValueError("--keep-laws would let calls learn from each other's texts; leave it out")
-    text, laws = sources.text(), opening.kept_laws(sources)
+    text = sources.text()
     sizes = sorted(set(batch_size or [1]))
     inputs.check_file(output, talk)
     command.with_resource(alone(output.with_name(f".{output.name}{LOCK}"), output))
@@ -180,7 +178,6 @@ def benchmark(
             next(iter(own), None),
             second,
             controller or [None],
-            laws=laws,
             heads=heads,
             **how,
         )

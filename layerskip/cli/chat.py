@@ -46,7 +46,6 @@ COMMANDS = {
 _SHOWN = {  # by source: the colour of its tokens, and a description
     "forced": ("yellow", "the only allowed token"),
     "lookup": ("green", "looked up in the text"),
-    "laws": ("blue", "drawn from stored likely tokens"),
     "sublayers": ("cyan", "drafted by the model itself"),
     "assistant": ("magenta", "drafted by the second model"),
     "mtp": ("cyan", "drafted by the checkpoint's own head"),

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 PANEL_OF_EXITS = "With --recipe exits"
 PANELS = {
-    "Prompt": "prompt prompts tasks chat system image text texts limit per_category",
+    "Prompt": "prompt prompts tasks chat system image texts limit per_category",
     "Output": "output max_new_tokens stream stop json_schema regex save_text as_json quiet help",
     "Options": "",  # those of one command
     PANEL_OF_EXITS: "",  # all of `ExitFlags`
     "Sampling": "temperature do_sample seed top_p top_k min_p repetition_penalty acceptance",
     "Drafts": "no_draft draft lookup lookup_file low_precision exit_layer skip entry assistant "
-    "laws keep_laws start rank controller max_draft_length threshold adaptive branches window "
+    "start rank controller max_draft_length threshold adaptive branches window "
     "draft_memory",
     "Model": "threads device dtype execution trust_remote_code",
 }
@@ -171,12 +171,6 @@ class Sources(Flags):
         "--lookup/--no-lookup",
     )
     lookup_file: Path | None = flag("Also look up drafts in this UTF-8 text file.", "FILE")
-    laws: Path | None = flag(
-        "Draft trees of tokens that the model found likely after the same words, in this file made "
-        "by `layerskip laws` and in the text so far.",
-        "FILE",
-    )
-    keep_laws: bool = switch("--keep-laws", "Add what the model finds likely to the --laws file.")
     assistant: str | None = flag(
         "Draft with a second model of the same vocabulary, a Gemma 4 assistant or an EAGLE-3 head: "
         "a folder or a Hub id.",
@@ -191,9 +185,7 @@ class Sources(Flags):
     @property
     def idle(self) -> dict[str, Any]:
         """The flags to pass to `warn_idle`."""
-        values = {each.name: getattr(self, each.name) for each in fields(Sources)}
-        del values["keep_laws"]  # an error without --laws, not a warning
-        return values
+        return {each.name: getattr(self, each.name) for each in fields(Sources)}
 
     @property
     def memory(self) -> int | None:
@@ -224,14 +216,6 @@ class Sources(Flags):
                 "trained for; leave it out"
             )
         return replace(skip, low=low, costs=None)
-
-    def refuse_keeping(self, command: str) -> None:
-        """Raise a ValueError for --keep-laws in a command that may run in several processes."""
-        if self.keep_laws:
-            raise ValueError(
-                f"{command} may run in several processes, which would overwrite each other's laws:"
-                " leave out --keep-laws, and make the file with `layerskip laws`"
-            )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from layerskip.cli.demo import demo
 from layerskip.cli.env import env
 from layerskip.cli.flags import PANELS
 from layerskip.cli.generate import generate
-from layerskip.cli.laws import laws
 from layerskip.cli.report import report
 from layerskip.cli.run import run
 from layerskip.cli.search import search
@@ -186,7 +185,5 @@ def _spliced(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-for command in (
-    *(generate, chat, serve, run, laws, search, train, benchmark, check, demo, report, env),
-):
+for command in (*(generate, chat, serve, run, search, train, benchmark, check, demo, report, env),):
     app.command(cls=_Command)(_spliced(command))

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from layerskip.cli.flags import Decoding, DraftFlags, Loading, Sampling, Sources, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config import SkipConfig
-from layerskip.registry import named
 
 if TYPE_CHECKING:
     from layerskip.checkpoints import Loaded
@@ -175,18 +174,6 @@ def looked_up(
     return Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
 
 
-def kept_laws(sources: Sources) -> Any:
-    """Load the --laws file. With --keep-laws, a missing file gives an empty store."""
-    if sources.laws is None:
-        if sources.keep_laws:
-            raise ValueError("--keep-laws needs a file to add to; give --laws FILE, too")
-        return None
-    store = named("store", "laws")
-    if sources.keep_laws and not sources.laws.exists():
-        return store()
-    return store.load(sources.laws)
-
-
 @contextmanager
 def open_drafts(
     flags: DraftFlags,
@@ -204,7 +191,7 @@ def open_drafts(
         plain: open no drafts.
         reads: the model may be an encoder-decoder.
     """
-    given, text, laws = flags.given(), flags.text(), kept_laws(flags)
+    given, text = flags.given(), flags.text()
     loaded = open_model(loading, talk, reads=reads)
     second = None if plain else second_model(flags, loading, loaded, talk)
     check(loaded)
@@ -213,7 +200,7 @@ def open_drafts(
         if plain:
             yield Opened(loaded, model, settings, [], "none")
             return
-        from layerskip.drafts import choose_drafts, lookup_of
+        from layerskip.drafts import choose_drafts
         from layerskip.generation import LayerSkipDecoding
 
         beside = loaded.skip_config()
@@ -230,21 +217,11 @@ def open_drafts(
             "sources": tuple(heads),
             "draft_memory": None if own else 0,
         }
-        if laws is not None:
-            laws.check(model)
-            learned, read = (laws, None) if flags.keep_laws else (None, laws)
-            lookups = lookup_of(LayerSkipDecoding(**settings))
-            trees = named("source", "laws")(learned, lookup=lookups, known=read)
-            settings["sources"] += (trees,)
         talk.progress("preparing drafts")
         drafts = choose_drafts(model, LayerSkipDecoding(**settings | {"enabled": True}))
         words = "; ".join([", or ".join(drafts.words) or "none", *reasons])
         settings["enabled"] = bool(drafts.sources) and not off
-        try:
-            yield Opened(loaded, model, settings, drafts.names, words)
-        finally:
-            if flags.laws is not None and flags.keep_laws and laws:
-                laws.save(flags.laws)
+        yield Opened(loaded, model, settings, drafts.names, words)
 
 
 @contextmanager

@@ -101,7 +101,6 @@ def run(
     check_file(output, talk)
     chosen = spoken(read_given(prompts, strict=True), chat, writing.system)
     writing = writing.checked(talk)
-    decoding.refuse_keeping("run")
 
     from layerskip.serving.files import answer_all, open_answers
 

@@ -72,7 +72,6 @@ def serve(
     """
     if api_key is not None and not api_key.strip():
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
-    decoding.refuse_keeping("serve")
     adapter = None if lora is None else _adapter(lora)
     if adapter is not None:
         warn_idle({"name": name}, "with --lora, which sets the name")

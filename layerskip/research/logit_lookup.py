@@ -1,11 +1,11 @@
 """The source that looks up logits that the target computed earlier after the same few tokens.
 
 It stores the target's best scores at every position computed, including those after rejected
-drafts. A draft uses the scores stored for the longest suffix seen before, and draws from them with
-the law and the noise of its own position: the token that the target would draw now, not the one it
-drew then.
+drafts, in memory for the texts of one batch. A draft uses the scores stored for the longest suffix
+seen before, and draws from them with the law and the noise of its own position: the token that the
+target would draw now, not the one it drew then.
 
-Shapes: N positions, K tokens kept of each, V vocabulary.
+Shapes: N positions, K tokens kept of each, V vocabulary, S stored positions.
 """
 
 from __future__ import annotations
@@ -15,20 +15,29 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.decoding.acceptance import CopyAcceptance
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
 from layerskip.model.branches import along
-from layerskip.research.stored_logits import SUFFIX, StoredLogits, best_of
 from layerskip.research.trees import best_first
 
-_LEAST = 0.02  # minimum chance of acceptance for a token
+_SUFFIX = 4  # tokens in the longest suffix that is looked up
+_MOST = 2**14  # positions stored for a batch
 OF_A_TEXT = 2**12  # positions stored per text, where texts come and go
+_KEPT = 32  # K
+_PLACE = 1024  # approximate bytes per stored position
+_BLOCK = 64  # neighbouring tokens
+_LEAST = 0.02  # minimum chance of acceptance for a token
+
+Tokens = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.float32]
 
 # Priors for the best tokens of a position: by the number of tokens in common, by the margin of the
 # scores, and for tokens after the best one by rank.
@@ -40,42 +49,102 @@ _WEIGHT = 8.0
 
 
 class LogitLookup(Source):
-    """Drafts from stored logits of the target.
+    """Drafts from logits that the target computed earlier in the same call.
 
     Args:
-        laws: where logits are stored, also for later calls; by default every call starts empty.
         branches: maximum number of tokens drafted after one, at most 8.
         lookup: looked-up tokens join the trees, each as one of the best after its node.
-        known: logits of earlier texts (from a file, for example), which are used but not changed.
         longest: maximum number of tokens in a tree.
     """
 
     key, name = "lookup-laws", "laws"
-    words = "trees of laws, those of earlier texts too"
+    words = "trees of stored logits"
 
     def __init__(
-        self,
-        laws: StoredLogits | None = None,
-        branches: int = 3,
-        lookup: Lookup | None = None,
-        *,
-        known: StoredLogits | None = None,
-        longest: int = 16,
+        self, branches: int = 3, lookup: Lookup | None = None, *, longest: int = 16
     ) -> None:
-        self.laws, self.branches, self.lookup = laws, branches, lookup
-        self.nodes = longest
-        self.keeps_texts = laws is not None
-        self.fixed = [] if known is None else [known]
+        self.branches, self.lookup, self.nodes = branches, lookup, longest
 
     def open(self, batch: Batch) -> State:
-        stored = StoredLogits() if self.laws is None else self.laws
-        state = _State(batch, stored, self)
-        for each in (stored, *self.fixed):
-            each.check(batch.model, state)
-        return state
+        return _State(batch, self)
 
     def timed(self) -> Source:
         return Lookup().timed()
+
+
+class LogitTable:
+    """The best raw logits of a model, by the tokens before them.
+
+    Args:
+        most: maximum number of positions, of which the latest are kept.
+
+    Attributes:
+        tokens, logits: for every position, likeliest first, (S, K).
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self.most, self._next = most, 0
+        self._contexts: list[tuple[int, ...]] = []
+        self._places: dict[tuple[int, ...], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Their approximate size in bytes."""
+        return _PLACE * len(self._contexts)
+
+    def keep(self, contexts: Sequence[Sequence[int]], tokens: Tokens, logits: Numbers) -> None:
+        """Store the best of raw logits that follow contexts, as from `best_of`, (N, K) each."""
+        if not self._contexts:
+            shape = self.most, tokens.shape[1]  # (S, K)
+            self.tokens, self.logits = np.empty(shape, np.int32), np.empty(shape, np.float32)
+        places = [(self._next + i) % self.most for i in range(len(contexts))]
+        for place, context in zip(places, contexts, strict=True):
+            last = tuple(context[-_SUFFIX:])
+            if self._next < self.most:
+                self._contexts.append(last)
+            else:
+                for key in _suffixes(self._contexts[place]):
+                    if self._places[key] == place:
+                        del self._places[key]
+                self._contexts[place] = last
+            self._places.update(dict.fromkeys(_suffixes(last), place))
+            self._next += 1
+        self.tokens[places], self.logits[places] = tokens, logits
+
+    def find(self, context: Sequence[int]) -> tuple[int, int]:
+        """The length of the longest known suffix, 0 for none, and its stored position."""
+        for key in _suffixes(tuple(context[-_SUFFIX:])):
+            place = self._places.get(key)
+            if place is not None:
+                return len(key), place
+        return 0, -1
+
+
+def _suffixes(context: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The suffixes of a context, longest first."""
+    return [context[first:] for first in range(len(context))]
+
+
+def best_of(raw: Tensor) -> tuple[Tokens, Numbers]:
+    """The best tokens of raw logits (N, V), and their logits, likeliest first, (N, K) each."""
+    logits, tokens = (each.cpu() for each in largest_of(raw.float(), _KEPT))
+    return tokens.int().numpy(), logits.numpy()
+
+
+def largest_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest of values (N, V), in order, and their indices, (N, K) each: K = min(count, V).
+
+    Like `topk`, which would take several times as long on a CPU.
+    """
+    count = min(count, values.shape[1])
+    if missing := -values.shape[1] % _BLOCK:
+        values = F.pad(values, (0, missing), value=-float("inf"))
+    blocks = values.unflatten(1, (-1, _BLOCK))  # (N, V / 64, 64)
+    # The blocks with the largest maxima contain them.
+    best = blocks.amax(2).topk(min(count, blocks.shape[1])).indices  # (N, M)
+    held = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)  # (N, 64 M)
+    largest, at = held.topk(count)  # (N, K) each
+    return largest, best.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
 
 
 class _Best(NamedTuple):
@@ -102,15 +171,15 @@ class _Tree(NamedTuple):
 class _State(State):
     reads_logits = True
 
-    def __init__(self, batch: Batch, stored: StoredLogits, source: LogitLookup) -> None:
+    def __init__(self, batch: Batch, source: LogitLookup) -> None:
         super().__init__(batch)
         self.source = source
-        self.stored = [stored for _ in batch.prompts]  # where each row's logits are added
+        self.stored = [LogitTable()] * len(batch.prompts)  # where each row's logits are added
         self.copies = None if source.lookup is None else source.lookup.open(batch)
         self.copy_acceptance, self.acceptance = CopyAcceptance(), BestAcceptance()
         self._copied: dict[int, Proposal] = {}  # by row, the last proposal looked up in texts
         self._trees: dict[int, _Tree] = {}
-        self.ends = [prompt[-SUFFIX:].tolist() for prompt in batch.prompts]
+        self.ends = [prompt[-_SUFFIX:].tolist() for prompt in batch.prompts]
 
     def offer(self, row: int, most: int) -> Proposal:
         bests: dict[int, _Best] = {}
@@ -132,7 +201,7 @@ class _State(State):
                 rates[copy[depth]] = max(rate, rates.get(copy[depth], 0.0))
             for token, rate in rates.items():
                 if chance * rate >= _LEAST:
-                    there = [*context, token][-SUFFIX:], depth + 1
+                    there = [*context, token][-_SUFFIX:], depth + 1
                     goes_on = copies and copy[depth : depth + 1] == [token]
                     yield False, chance * rate, token, (*there, goes_on)
 
@@ -145,9 +214,8 @@ class _State(State):
         return Proposal.of(tree.tokens, common, tree.parents, [each.chance for each in nodes])
 
     def _best(self, row: int, depth: int, context: list[int]) -> _Best | None:
-        tables = [self.stored[row], *self.source.fixed]
-        places = [(*table.find(context), table) for table in tables]
-        suffix, place, table = max(places, key=itemgetter(0))  # the first of equals
+        table = self.stored[row]
+        suffix, place = table.find(context)
         if not suffix:
             return None
         tokens = table.tokens[place].tolist()  # (K,)
@@ -186,11 +254,11 @@ class _State(State):
         self._learn(row, emitted)
         if self.copies is not None:
             self.copies.commit(row, emitted, steps)
-        self.ends[row] = [*self.ends[row], *emitted][-SUFFIX:]
+        self.ends[row] = [*self.ends[row], *emitted][-_SUFFIX:]
 
     def begin(self, row: int) -> None:
-        self.stored[row] = StoredLogits(OF_A_TEXT)
-        self.ends[row] = self.batch.prompts[row][-SUFFIX:].tolist()
+        self.stored[row] = LogitTable(OF_A_TEXT)
+        self.ends[row] = self.batch.prompts[row][-_SUFFIX:].tolist()
         self._trees.pop(row, None)
         self._copied.pop(row, None)
         if self.copies is not None:
@@ -198,7 +266,7 @@ class _State(State):
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in {*self.stored, *self.source.fixed})
+        return sum(each.nbytes for each in {*self.stored})
 
 
 class BestAcceptance:

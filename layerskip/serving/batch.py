@@ -67,8 +67,8 @@ class Batch:
         for source in self._own:
             if source.keeps_texts:
                 raise ValueError(
-                    f"serving keeps texts apart, but this {type(source).__name__} learns from each "
-                    "for later ones; give what all may look up as known=..."
+                    f"serving keeps texts apart, but {type(source).__name__} shares state across "
+                    "requests; leave it out"
                 )
         self.num_seats, self.cached = seats, cached
         limit, theirs = self.model.max_positions, [each.max_positions for each in self._own]
