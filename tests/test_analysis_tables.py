@@ -300,11 +300,12 @@ def test_decoding_is_told_by_context_beside_what_memory_gives(tmp_path):
     assert (run_of(tmp_path, timed("plain", "code-1", [0.02])).contexts) == {"all": None}
 
 
-def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
+@pytest.mark.parametrize("first", ["lookup", "laws"])  # earlier versions kept laws in files
+def test_rounds_are_counted_by_the_source_of_their_drafts(first, tmp_path):
     """Three looked up, two by sublayers, one without drafts. Looked-up drafts cost no steps."""
     head = made.header()
     own = next(method for method in head["methods"] if method["kind"] == "self")
-    own["sources"] = ["lookup", "sublayers"]
+    own["sources"] = [first, "sublayers"]
     found = made.rounds((2, 2, 3), (2, 0, 1), (2, 1, 2), (1, 1, 2), (1, 0, 1), (0, 0, 1))
     found |= {"sources": [0, 0, 0, 1, 1, None], "steps": [0, 0, 0, 1, 1, 0]}
     lines = [
@@ -314,7 +315,7 @@ def test_rounds_are_counted_by_the_source_of_their_drafts(tmp_path):
     run = run_of(tmp_path, lines, head)
     table = tables.sources(run).set_index("source")
     assert table["share"].tolist() == pytest.approx([1 / 2, 1 / 3, 1 / 6])
-    assert table.loc["lookup", "acceptance_rate"] == pytest.approx(3 / 6)
+    assert table.loc[first, "acceptance_rate"] == pytest.approx(3 / 6)
     assert table.loc["sublayers", "acceptance_rate"] == pytest.approx(1 / 2)
     assert table.loc["none", "drafted"] == 0
     costs = CostTable(0.5, (1.0, 1.2, 1.4))
