@@ -59,7 +59,8 @@ def base_of(recipe: Mapping[str, Any]) -> str:
     kind, content = recipe["kind"], recipe.get("skip")
     if content is None or kind not in ("healed", "exit-block"):
         return "last states"
-    skip = SkipConfig.from_dict(content)
+    # Old files also name the weights that a draft began with, of a kind that is gone.
+    skip = SkipConfig.from_dict({k: v for k, v in content.items() if k != "trained"})
     words = []
     if kind == "exit-block":
         words.append(f"exit {min(skip.attention, default=skip.exit_layer)}")
@@ -69,7 +70,7 @@ def base_of(recipe: Mapping[str, Any]) -> str:
         words.append(f"{skip.low.bits} bits")
         if skip.low.head_bits not in (None, skip.low.bits):
             words.append(f"head {skip.low.head_bits}")
-    return ", ".join([*words, "trained before"] if skip.trained is not None else words)
+    return ", ".join([*words, "trained before"] if content.get("trained") else words)
 
 
 def trainings(of: Trainings) -> pd.DataFrame:

@@ -3,8 +3,8 @@
 A model of L layers is a sequence of 2L residual sublayers: attention of layer i has index 2i, its
 MLP 2i + 1. Early exit (LayerSkip, arXiv 2404.16710) and sublayer skipping (Draft & Verify, arXiv
 2309.08168) are both a set of skipped indices; a draft runs each remaining sublayer exactly or in
-low precision. It may also see less of the text than the model does, and compute with trained
-weights of its own (`Trained`), stored in a file next to the config. Only these choices count for
+low precision. It may also see less of the text than the model does, and have a trained module of
+its own (`Trained`), stored in a file next to the config. Only these choices count for
 equality and hash. The model that was searched, decoding options, costs and notes are stored along
 with them.
 """
@@ -111,7 +111,7 @@ class SkipConfig:
     low: LowPrecision | None = None
     """The kept sublayers, and whether the head, that run in low precision; None: none."""
     trained: Trained | None = None
-    """Weights trained for this draft; healed ones correct what `low` rounds. None: the model's."""
+    """A module trained for this draft; None: there is none."""
     experts: int | None = None
     """Number of experts per token that the draft runs in a mixture of experts; 0: only the dense
     MLP that runs in parallel (Gemma 4); None: as many as the model."""
@@ -140,8 +140,6 @@ class SkipConfig:
             raise TypeError(f"low must be LowPrecision, got {self.low!r}")
         if not isinstance(self.trained, Trained | None):
             raise TypeError(f"trained must be Trained, got {self.trained!r}")
-        if self.trained is not None and not self.trained.module and self.low is None:
-            raise ValueError("healed weights correct rounding, but low rounds no sublayer")
         optional(name_text)(self.model, "model")
         optional(name_text)(self.model_hash, "model_hash")
         if not isinstance(self.decoding, DecodingOptions | None):

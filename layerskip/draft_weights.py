@@ -7,7 +7,7 @@ from reprlib import repr as shown
 from typing import Literal
 
 from layerskip.files.schema import flag, index_set, integer, name_text
-from layerskip.registry import ALONE, TRAINED, TrainedKind
+from layerskip.registry import ALONE, REMOVED, TRAINED, TrainedKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ class LowPrecision:
 class Trained:
     """Trained weights of a draft, and the model they belong to.
 
-    "healed" weights correct the linear layers of the sublayers (and the head) that `low` rounds.
-    The other kinds are separate modules that follow the draft's sublayers or replace them.
+    They are those of a separate module that follows the draft's sublayers or replaces them.
+
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
@@ -89,11 +89,6 @@ class Trained:
     """`fingerprint` of the model they were trained for; no other model can use them."""
 
     @property
-    def module(self) -> bool:
-        """Whether this is an additional module rather than a correction of the model's weights."""
-        return self.kind != "healed"
-
-    @property
     def alone(self) -> bool:
         """Whether the module drafts without any of the model's sublayers."""
         return self.kind in ALONE
@@ -103,11 +98,12 @@ class Trained:
         return TRAINED[self.kind]
 
     def words_with(self, low: LowPrecision | None) -> str:
-        """Describe the weights, with the bits of a module and its head."""
-        rounded = self.module and low is not None and low.head_bits is not None
-        return f"{self.words} {low.words()}" if low and rounded else self.words
+        """Describe the module, with its bits and those of the head."""
+        return self.words if low is None or low.head_bits is None else f"{self.words} {low.words()}"
 
     def __post_init__(self) -> None:
+        if self.kind in REMOVED:
+            raise ValueError(f"kind {shown(self.kind)} was removed; {REMOVED[self.kind]}")
         if self.kind not in TRAINED:
             raise ValueError(f"kind must be one of {', '.join(TRAINED)}, got {shown(self.kind)}")
         for name in ("weights", "base"):

@@ -245,7 +245,7 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
     elif skip.exit_layer is not None and not skip.attention and not skip.mlp:
         label = f"exit {skip.exit_layer}"
     low, vocabulary = resolved.low, skip.draft_vocabulary
-    if low is not None and not (skip.trained and skip.trained.module):
+    if low is not None and skip.trained is None:
         label += f", {low.words(len(resolved.kept()))}"
     if resolved.experts is not None:
         label += f", {resolved.experts} experts" if resolved.experts else ", no experts"

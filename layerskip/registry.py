@@ -17,20 +17,21 @@ ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
 """Parameters of `adaptive-threshold`, with the values in Draft & Verify's published code."""
 
 LossName = Literal["lk", "kl", "tvd++", "ce"]
-TrainedKind = Literal["healed", "exit-block", "feature-block", "heads", "streams"]
+TrainedKind = Literal["exit-block", "feature-block", "heads", "streams"]
 TRAINED: dict[str, str] = {
-    "healed": "healed",
     "exit-block": "a trained block",
     "feature-block": "a trained block over features",
     "heads": "trained heads",
     "streams": "trained streams",
 }
-"""Kinds of trained drafts, in words: corrections of rounded weights, or separate modules."""
+"""Kinds of trained modules, in words."""
+REMOVED = {
+    "healed": "leave `trained` out, which drafts without corrections, or train exits",
+}
+"""Kinds that earlier versions trained, and what to use now."""
 ALONE = ("feature-block", "heads", "streams")
 """Modules that draft without any of the model's sublayers."""
-StudentName = Literal[
-    "healed", "exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"
-]
+StudentName = Literal["exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"]
 
 Role = Literal["controller", "loss", "student", "module", "state"]
 PLACES: dict[Role, dict[str, str]] = {
@@ -48,7 +49,6 @@ PLACES: dict[Role, dict[str, str]] = {
         "ce": "training.losses:ce",
     },
     "student": {
-        "healed": "research.students:Healing",
         "exit-block": "research.students:ExitStudent",
         "feature-block": "research.students:FeatureStudent",
         "heads": "training.students:HeadsStudent",

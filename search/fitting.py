@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config import SkipConfig, Trained
+from layerskip.config import SkipConfig
 from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
@@ -58,32 +58,20 @@ def space_for(
     """The space to search for a model; `space` as for `parts_of`.
 
     Automatic bits are 8 if passes are native: only they have 8-bit products that are faster than
-    exact ones on every machine. It has windows if texts of `context` tokens are long enough. If a
-    config of `first` is healed, everything in low precision uses the weights of the first such one.
+    exact ones on every machine. It has windows if texts of `context` tokens are long enough.
 
     Raises:
-        ValueError: as for `parts_of`; a precision other than the healed config's was requested; a
-            config of `first` has a trained module; or the model runs as a whole.
+        ValueError: as for `parts_of`; a config of `first` has a trained module; or the
+            model runs as a whole.
     """
     if isinstance(opened, Whole):
         raise ValueError(opened.refusal("there are no sublayers to search"))
     kind, parts = parts_of(space)
-    head: Literal[8, 4] | None = None
-    trained: Trained | None = None
     for skip in first:
-        if skip.trained is not None and skip.trained.module:
+        if skip.trained is not None:
             raise ValueError(
                 f"a search cannot try a draft of kind {skip.trained.kind}; leave it out"
             )
-    healed = next((skip for skip in first if skip.trained and skip.low), None)
-    if healed is not None and healed.low is not None:
-        trained, low = healed.trained, healed.low
-        if bits not in ("auto", low.bits):
-            raise ValueError(
-                f"a skip config to try first is healed in {low.bits} bits, but {bits or 'no'} bits "
-                "were requested; leave them out"
-            )
-        bits, head = low.bits, None if isinstance(low.head, bool) else low.head
     if bits == "auto":
         bits = 8 if opened.execution == "native" else None
     trims = "vocabulary" in parts and head_refusal(opened.unembedding) is None
@@ -92,8 +80,6 @@ def space_for(
         num_layers=opened.num_layers,
         allow_ends=allow_ends,
         bits=bits if "bits" in parts else None,
-        head=head,
-        trained=trained,
         read=tuple(opened.read_layers),
         experts=_fewer_experts(opened) if "experts" in parts else (),
         windows=windows_for(opened, context) if "window" in parts else (),

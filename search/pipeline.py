@@ -121,8 +121,6 @@ class Search:
             self.opened.check_lengths(lengths, max(lengths) + task.max_new_tokens)
             for ids in self.held_out:
                 check_tokens(self.model, ids)
-        if space.trained is not None:
-            self.opened.weights.deltas(space.trained)  # raises errors before anything slow
         self.seconds: dict[str, float | None] = {"cost": 0.0, "trials": 0.0, "confirm": None}
         self.finalists: list[Finalist] = []
         self.default: dict[str, Any] | None = None
@@ -203,9 +201,8 @@ class Search:
         known = {name: stored[name] for name in sublayer_costs.LOW_FACTS if name in stored}
         if facts and facts != known:
             raise ValueError(
-                f"the costs given do not know low precision of {self.space.bits} bits"
-                f"{' with these healed weights' if self.space.trained else ''}; measure them with "
-                "it, or leave them out"
+                f"the costs given do not know low precision of {self.space.bits} bits; measure "
+                "them with it, or leave them out"
             )
         if cost is not None and dict(cost) != stored:
             raise ValueError(
@@ -414,8 +411,7 @@ def search(
         timeout: seconds after which trials end.
         positions: number of draft starts in a trial; by default all of the texts.
         do_sample, temperature, top_p, top_k, acceptance, seed: how the model will be decoded.
-        first: your own configs to try first, by name. If one is healed, everything in low precision
-            uses its weights.
+        first: your own configs to try first, by name.
         cost: the result of `layerskip.timing.sublayers.measure`; measured by default.
         storage, study_name: where the trials are stored, and resumed: a database URL, the path of a
             journal file, or None for memory.

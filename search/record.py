@@ -48,7 +48,6 @@ def _finalist_row(finalist: Finalist) -> dict[str, Any]:
         "name": finalist.name,
         "trial": finalist.trial,
         **sets_of(skip),
-        "trained": None if skip.trained is None else skip.trained.words,
         "decoding": {
             **{name: getattr(decoding, name) for name in names},
             "lookup": decoding.lookup is True,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property, reduce
 from itertools import combinations, count, product
 from operator import or_
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
-from layerskip.config import LowPrecision, SkipConfig, Trained
+from layerskip.config import LowPrecision, SkipConfig
 from layerskip.files.schema import integer
 
 KINDS = ("exit", "layer", "sublayer")
@@ -55,10 +55,6 @@ class Space:
     allow_ends: bool = False
     bits: Literal[8, 4] | None = None
     """Bits of low precision; None: everything that runs is exact."""
-    head: Literal[8, 4] | None = None
-    """Bits of a head in low precision; None: as many as `bits`."""
-    trained: Trained | None = field(default=None, repr=False)
-    """Healed weights for sublayers in low precision; None: the model's own."""
     read: tuple[int, ...] = ()
     """Layers whose keys other layers read: only an `exit` skips their attention."""
     experts: tuple[int, ...] = ()
@@ -74,7 +70,7 @@ class Space:
             raise ValueError(f"space must be one of {', '.join(KINDS)}, got {self.kind!r}")
         integer(1)(self.num_layers, "num_layers")
         if self.bits is not None:
-            LowPrecision(bits=self.bits, head=self.head or True)  # raises for other values
+            LowPrecision(bits=self.bits)  # raises for other values
 
     @cached_property
     def switches(self) -> dict[str, dict[Any, int]]:
@@ -208,17 +204,18 @@ class Space:
         """The mask of a config, whether or not it is in the space.
 
         Raises:
-            ValueError: it has another model, precision or trained weights than the space.
+            ValueError: it has another model or precision than the space, or a trained module.
         """
         skip = skip.resolve(self.num_layers)
         if skip.low is not None and self.bits is not None:
             if skip.low.bits != self.bits:
                 raise ValueError(f"it runs sublayers in {skip.low.bits} bits, not in {self.bits}")
-            bits = self.head or self.bits
-            if skip.low.head_bits not in (None, bits):
-                raise ValueError(f"it runs the head in {skip.low.head_bits} bits, not in {bits}")
-        if skip.trained not in (None, self.trained):
-            raise ValueError("its trained weights are not those that the search is around")
+            if skip.low.head_bits not in (None, self.bits):
+                raise ValueError(
+                    f"it runs the head in {skip.low.head_bits} bits, not in {self.bits}"
+                )
+        if skip.trained is not None:
+            raise ValueError("it has a trained module")
         mask = sum(1 << sublayer for sublayer in skip.skipped())
         mask |= sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
         mask |= self.low_head if skip.low is not None and skip.low.head else 0
@@ -247,9 +244,8 @@ class Space:
                 bits=self.bits or 8,
                 attention=layers(rounded),
                 mlp=layers(rounded >> 1),
-                head=(self.head or True) if mask & self.low_head else False,
+                head=bool(mask & self.low_head),
             ),
-            trained=self.trained if rounded & self._every else None,
             experts=self.number("experts", mask),
             window=self.number("window", mask),
         )
@@ -271,10 +267,8 @@ class Space:
         return sum(choices[params[name]] for name, choices in self.switches.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values; trained weights do not depend on their path."""
+        """The fields as JSON values."""
         fields = asdict(self)
-        if self.trained is not None:
-            del fields["trained"]["weights"]
         always = ("kind", "num_layers", "allow_ends")
         fields |= {
             key: list(fields[key]) or None for key in ("read", "experts", "windows", "vocabularies")
@@ -284,7 +278,7 @@ class Space:
     def __str__(self) -> str:
         words = f"the {self.kind} space of {self.num_layers} layers"
         if self.bits:
-            words += f", in {self.bits} bits{', healed,' if self.trained else ''} or exactly"
+            words += f", in {self.bits} bits or exactly"
         if self.numbers["experts"]:
             words += f", with {', '.join(map(str, self.experts))} or all experts"
         if self.numbers["window"]:

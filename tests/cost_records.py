@@ -23,8 +23,6 @@ def prices_of(record, skip, context=40, size=None):
         num_layers=len(record["attention"]),
         allow_ends=True,
         bits=skip.low and skip.low.bits,
-        head=skip.low and skip.low.head_bits,
-        trained=skip.trained,
         **{name: (number,) for name, number in some.items() if number is not None},
     )
     smaller = space.numbers["vocabulary"].get(size, 0)

@@ -1,6 +1,6 @@
-"""Drafts of every trained kind for tiny models, and decoding with any of them in one call.
+"""Drafts of every kind for tiny models, and decoding with any of them in one call.
 
-Their weights are untrained, but near enough to the model's to be right now and then.
+Trained weights are untrained, but near enough to the model's to be right now and then.
 """
 
 import functools
@@ -23,26 +23,23 @@ from layerskip.model.trained import TOKENS, save_trained
 from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
 from layerskip.research.logit_lookup import LogitTable
 
-RANK = 3
 BLOCKS = ("exit-block", "feature-block", "heads", "streams")
-HEALED = {
-    "healed, 8 bits": SkipConfig(low=LowPrecision()),
-    "healed, 4 bits, head in 8, a layer out": SkipConfig(
+LOW = {
+    "8 bits": SkipConfig(low=LowPrecision()),
+    "4 bits, head in 8, a layer out": SkipConfig(
         attention=(1,), mlp=(1,), low=LowPrecision(bits=4, head=8)
     ),
     # the first sublayers are exact, so that verification can start from their states
-    "healed behind a prefix, head exact": SkipConfig(
+    "4 bits behind a prefix, head exact": SkipConfig(
         attention=(2,), low=LowPrecision(bits=4, attention=(1,), mlp=(1, 2), head=False)
     ),
-    "healed in 8 bits, head in 4, from an MLP on": SkipConfig(
-        low=LowPrecision(attention=(1, 2), head=4)
-    ),
+    "8 bits, head in 4, from an MLP on": SkipConfig(low=LowPrecision(attention=(1, 2), head=4)),
 }
 ROUNDED = "feature-block in 8 bits"
-TRAINED = (*HEALED, *BLOCKS, ROUNDED)
+CONFIGS = (*LOW, *BLOCKS, ROUNDED)
 """What a skip config names, of a model of three layers at least."""
 OFFICIAL = ("official assistant", "official assistant, centroids") if KNOWN else ()
-REPLAYED = (*TRAINED, "assistant", *OFFICIAL)
+REPLAYED = (*CONFIGS, "assistant", *OFFICIAL)
 KINDS = (*REPLAYED, "stored logits")
 FAMILIES = ("llama", "gemma2", "gemma3", "qwen2")
 
@@ -64,18 +61,6 @@ class Keeping(LogitLookup):
         state = super().open(batch)
         state.stored = [self.table] * len(batch.prompts)
         return state
-
-
-def deltas(model, size=0.05, seed=0):
-    """Deltas for every linear of a tiny model; `size` is their scale relative to the weight."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for name, linear in Sublayers(model).weights.linears():
-        rows, columns = linear.weight.shape
-        scale = size * linear.weight.detach().float().std() / RANK**0.5
-        found[f"{name}.a"] = torch.randn(RANK, columns, generator=generator).half()
-        found[f"{name}.b"] = (torch.randn(rows, RANK, generator=generator) * scale).half()
-    return found
 
 
 def block_of(kind, model, size=0.2):
@@ -105,8 +90,8 @@ def block_of(kind, model, size=0.2):
 
 
 def weights_of(kind, model, folder):
-    """Write deltas ("healed") or a module for a model to a folder."""
-    weights = deltas(model) if kind == "healed" else block_of(kind, model).state_dict()
+    """Write a module for a model to a folder."""
+    weights = block_of(kind, model).state_dict()
     if kind in ("heads", "streams"):  # these may draft five sixths of the tokens
         weights[TOKENS] = torch.tensor(
             [n for n in range(model.config.get_text_config().vocab_size) if n % 6 != 2]
@@ -117,9 +102,8 @@ def weights_of(kind, model, folder):
 def skip_of(kind, model, folder):
     """The resolved skip config of a draft of a kind; an exit block follows half of the layers."""
     layers = len(model.model.layers)
-    if kind in HEALED:
-        healed = replace(HEALED[kind], trained=weights_of("healed", model, folder))
-        return healed.resolve(layers)
+    if kind in LOW:
+        return LOW[kind].resolve(layers)
     skip = SkipConfig.early_exit(layers // 2) if kind == "exit-block" else SkipConfig()
     if kind == ROUNDED:
         kind, skip = "feature-block", SkipConfig(low=LowPrecision(attention=(), mlp=()))

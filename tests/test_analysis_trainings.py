@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,7 +10,7 @@ import training_files as made
 from matplotlib import rc_context
 from pages import NASTY, page_of
 
-from layerskip import LowPrecision, SkipConfig, Trained
+from layerskip import LowPrecision, SkipConfig
 from layerskip.analysis import exits, plots, trainings, write_report
 from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.verdict import judge_trainings, words
@@ -46,16 +45,17 @@ def test_trainings_are_named_by_what_tells_them_apart(tmp_path):
 def test_what_a_draft_is_trained_on_is_told(tmp_path):
     four = SkipConfig(low=LowPrecision(bits=4, head=8)).resolve(6)
     gaps = SkipConfig(attention=(2,), mlp=(2, 3), low=LowPrecision(bits=8)).resolve(6)
-    before = Trained(kind="healed", weights="w", hash="0" * 64, base="b")
     for kind, skip, named in (
         ("heads", SkipConfig(), "last states"),
         ("exit-block", SkipConfig.early_exit(2), "exit 2"),
         ("exit-block", SkipConfig.early_exit(2).resolve(6), "exit 2"),
         ("healed", four, "4 bits, head 8"),
         ("healed", gaps, "3 sublayers out, 8 bits"),
-        ("healed", replace(four, trained=before), "4 bits, head 8, trained before"),
     ):
         assert trainings.base_of({"kind": kind, "skip": skip.to_dict()}) == named
+    before = {"kind": "healed", "hash": "0" * 64, "base": "b"}  # as files of earlier versions
+    recipe = {"kind": "healed", "skip": four.to_dict() | {"trained": before}}
+    assert trainings.base_of(recipe) == "4 bits, head 8, trained before"
     each = [made.training(recipe={"kind": "healed", "skip": s.to_dict()}) for s in (four, gaps)]
     assert [*loaded(tmp_path, *each).each] == [
         "healed (4 bits, head 8)",

@@ -13,7 +13,7 @@ from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.decoding.sources.sublayers import key_of
 
 TRAINED = Trained(
-    kind="healed", weights="/there/draft.safetensors", hash="0a" * 32, base="weights-0123abcd"
+    kind="heads", weights="/there/draft.safetensors", hash="0a" * 32, base="weights-0123abcd"
 )
 EVERYTHING = SkipConfig(
     attention=(3, 9),
@@ -59,7 +59,7 @@ def resolvable(draw):
         mlp=tuple(draw(layers)),
         exit_layer=exit_layer,
         low=draw(st.none() | low),
-        trained=draw(st.none() | st.just(replace(TRAINED, kind="heads"))),
+        trained=draw(st.none() | st.just(TRAINED)),
     )
     return config, num_layers
 
@@ -171,7 +171,7 @@ def test_trained_weights_count_by_their_numbers_and_not_their_place(tmp_path):
 
 def test_trained_weights_are_found_from_the_folder_of_the_config(tmp_path, monkeypatch):
     weights = tmp_path / "a" / "draft.safetensors"
-    skip = SkipConfig(trained=replace(TRAINED, kind="heads", weights=str(weights)))
+    skip = SkipConfig(trained=replace(TRAINED, weights=str(weights)))
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for folder, expected in [("a", "draft.safetensors"), ("b", "../a/draft.safetensors")]:

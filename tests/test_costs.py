@@ -28,7 +28,6 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model import architecture
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained import save_trained
 from layerskip.timing import tables as timing_tables
 from layerskip.timing.sublayers import low_facts, measure
 from layerskip.timing.tables import cost_tables
@@ -404,23 +403,15 @@ def test_low_precision_is_priced_by_a_draft_of_everything_low():
     assert not any(name.startswith("low_") for name in recorded(of))
 
 
-def test_what_heals_is_priced_with_what_it_heals(tmp_path):
-    head = LowPrecision(bits=4, head=8)
-    model = lively_model("llama")
-    trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", model)
-    whole = SkipConfig(low=head, trained=trained)
-    low = {"low_attention": [3e-4] * 6, "low_mlp": [3e-4] * 6, "low_head": 1e-4}
-    facts = {"low_bits": 4, "low_head_bits": 8, "healed": trained.hash}
-    assert low_facts(whole) == facts
-    record = cost_record() | low | facts
-    skip = SkipConfig(attention=(2,), mlp=(3,), low=head, trained=trained)
-    unhealed = {name: value for name, value in record.items() if name != "healed"}
-    bare = SkipConfig(attention=(2,), mlp=(3,), low=head)
-    assert cost_table(record, skip) == cost_table(unhealed, bare)
-    low_head = SkipConfig(attention=(2,), low=LowPrecision(bits=4, attention=(), mlp=(), head=8))
+def test_a_rounded_head_costs_less_and_its_bits_are_told():
+    four = LowPrecision(bits=4, head=8)
+    assert low_facts(SkipConfig(low=four)) == {"low_bits": 4, "low_head_bits": 8}
+    record = cost_record() | dict.fromkeys(("low_attention", "low_mlp"), [3e-4] * 6)
+    record |= {"low_head": 1e-4, "low_bits": 4}
+    low_head = SkipConfig(attention=(2,), low=LowPrecision(bits=4, attention=(), mlp=()))
     assert cost_table(record, low_head).draft < cost_table(record, SkipConfig(attention=(2,))).draft
     with pytest.raises(ValueError, match="are measured on drafts with everything low"):
-        measure(model, [prompt(5)[0]], low=skip)
+        measure(lively_model("llama"), [prompt(5)[0]], low=SkipConfig(mlp=(3,), low=four))
 
 
 def test_a_draft_vocabulary_costs_its_share_of_the_head():

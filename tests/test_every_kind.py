@@ -12,6 +12,7 @@ import torch
 from covering import covering
 from kinds import (
     BLOCKS,
+    CONFIGS,
     CONTROLLERS,
     COSTS,
     FAMILIES,
@@ -21,7 +22,6 @@ from kinds import (
     NEW,
     OFFICIAL,
     REPLAYED,
-    TRAINED,
     decoded,
     draft_of,
     family_of,
@@ -132,7 +132,7 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(built, dtype
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    covering(("healed, 8 bits", *BLOCKS, "assistant", *OFFICIAL[1:]), ("llama", "gemma3")),
+    covering(("8 bits", *BLOCKS, "assistant", *OFFICIAL[1:]), ("llama", "gemma3")),
 )
 def test_captured_texts_are_those_of_plain_decoding(kind, family, folder):
     family = family_of(kind, family)
@@ -149,12 +149,12 @@ def test_captured_texts_are_those_of_plain_decoding(kind, family, folder):
         ("assistant", "llama"),
         *thorough(*zip(OFFICIAL[1:], ("llama",), strict=False)),
         *thorough(("exit-block", "gemma2")),
-        *slow(*covering(TRAINED, ("llama", "gemma3"))),
+        *slow(*covering(CONFIGS, ("llama", "gemma3"))),
     ],
 )
 def test_the_check_of_a_persons_own_machine_passes(kind, family, folder, sizes):
     sizes(draws=256)
-    trained = kind in TRAINED
+    trained = kind in CONFIGS
     model = model_of(family_of(kind, family), torch.float32 if trained else torch.float64)
     ids = [torch.tensor([[5, 9, 2, 7]]), torch.tensor([[8, 3, 11]])][trained:]
     draft = draft_of(kind, model, folder)
@@ -259,7 +259,7 @@ def test_known_wrong_samplers_fail_the_same_test(source, place, name, wrong, fol
 
 
 MIXTURES = {
-    **{kind: (kind,) for kind in (*TRAINED, "assistant")},
+    **{kind: (kind,) for kind in (*CONFIGS, "assistant")},
     "exit, assistant": (SkipConfig.early_exit(4).resolve(6), "assistant"),
     "lookup": (Lookup(),),
     "two lookups, exit, layers left out": (
@@ -267,7 +267,7 @@ MIXTURES = {
         *(SkipConfig.early_exit(4).resolve(6), SkipConfig(attention=(0, 3), mlp=(2, 5)).resolve(6)),
     ),
     "one of each": (
-        *(Lookup(), SkipConfig.low_precision(8).resolve(6), "healed behind a prefix, head exact"),
+        *(Lookup(), SkipConfig.low_precision(8).resolve(6), "4 bits behind a prefix, head exact"),
         *(SkipConfig(attention=(5,), mlp=(5,)).resolve(6), *BLOCKS, "assistant"),
     ),
 }
@@ -280,7 +280,7 @@ if OFFICIAL:
     }
 
 
-DEAR = ("one of each", "exit, assistant", "healed behind a prefix, head exact")
+DEAR = ("one of each", "exit, assistant", "4 bits behind a prefix, head exact")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_simulated_rounds_are_those_of_decoding(number, mixture, sample, ended, 
 @pytest.mark.parametrize(
     ("kind", "sample"),
     [
-        *zip((*TRAINED, "assistant"), cycle((False, True)), strict=False),
+        *zip((*CONFIGS, "assistant"), cycle((False, True)), strict=False),
         *thorough(*zip(OFFICIAL, (False, True), strict=False)),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_rounded_draft_is_the_model_with_rounded_weights_and_exact_routers(
     model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
     wide = copy.deepcopy(model)
     opened = Sublayers(wide, "modules")
-    changed = {linear.weight for _, linear in opened.weights.linears()}
+    changed = {linear.weight for linear in opened.weights.linears()}
     changed |= {weight for mixture in opened.mixtures for weight in mixture.weights}
     for weight in changed:
         flat = weight.data.flatten(0, -2)  # each expert has its own rows

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 from engines import SKIPS, check_caches, decoder, request
-from kinds import TRAINED, skip_of
+from kinds import CONFIGS, skip_of
 from models import FAMILIES, WINDOW, Erratic, lively_model, near, ragged
 from sampling import LEVEL, p_value, sample_texts
 from ties import partings
@@ -121,7 +121,7 @@ def test_every_controller(controller, device):
     assert got.sequences.tolist() == library(model, ids, mask).tolist()
 
 
-@pytest.mark.parametrize("kind", [*TRAINED, "assistant"])
+@pytest.mark.parametrize("kind", [*CONFIGS, "assistant"])
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_trained_drafts_and_second_models(kind, device, tmp_path):
     """Their weights come from files, and from another place than the model's."""

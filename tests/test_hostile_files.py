@@ -9,12 +9,12 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from commands import PROMPT, refused
-from kinds import deltas, skip_of
+from kinds import block_of, skip_of
 from models import prompt, tiny_model
 from safetensors.torch import save
 
 import layerskip
-from layerskip import Lookup, LowPrecision, SkipConfig
+from layerskip import Lookup, SkipConfig
 from layerskip.checkpoints import load
 from layerskip.config import Trained
 from layerskip.files.schema import parse_characters
@@ -88,21 +88,21 @@ def test_a_checkpoint_with_a_pipe_is_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (torch.full((3, 32), float("nan")), "up_proj.a is not finite"),
-        (torch.full((3, 32), float("-inf")), "up_proj.a is not finite"),
-        (torch.ones(3, 32, dtype=torch.int32), "up_proj.a is of dtype int32"),
-        (torch.ones(3, 32, dtype=torch.bool), "up_proj.a is of dtype bool"),
-        (torch.ones(3, 32, dtype=torch.complex64), "up_proj.a is of dtype complex64"),
-        (torch.ones(32), "must be two matrices"),
+        (torch.full((32, 64), float("nan")), "heads.0.weight is not finite"),
+        (torch.full((32, 64), float("-inf")), "heads.0.weight is not finite"),
+        (torch.ones(32, 64, dtype=torch.int32), "heads.0.weight is of dtype int32"),
+        (torch.ones(32, 64, dtype=torch.bool), "heads.0.weight is of dtype bool"),
+        (torch.ones(32, 64, dtype=torch.complex64), "heads.0.weight is of dtype complex64"),
+        (torch.ones(32), "1 tensors are missing, unknown or of another shape, heads.0.weight"),
     ],
 )
-def test_deltas_that_are_no_numbers(value, words, checkpoint, model, tmp_path):
+def test_modules_that_are_no_numbers(value, words, checkpoint, model, tmp_path):
     path = tmp_path / "draft.safetensors"
-    data = save(deltas(model) | {"layers.1.mlp.up_proj.a": value})
+    data = save(block_of("heads", model).state_dict() | {"heads.0.weight": value})
     path.write_bytes(data)
     number = hashlib.sha256(data).hexdigest()
-    trained = Trained(kind="healed", weights=str(path), hash=number, base=fingerprint(model))
-    skip = SkipConfig(low=LowPrecision(), trained=trained)
+    trained = Trained(kind="heads", weights=str(path), hash=number, base=fingerprint(model))
+    skip = SkipConfig(trained=trained)
     with pytest.raises(ValueError, match=words):
         layerskip.generate(model, prompt(5), skip=skip, max_new_tokens=2)
     skip.save(tmp_path / "skip.json")

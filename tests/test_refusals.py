@@ -12,7 +12,7 @@ from layerskip.decoding.controllers import make_controller
 from layerskip.model.branches import ROOT, Branches
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
-TRAINED = Trained(kind="healed", weights="draft.safetensors", hash="0a" * 32, base="weights-01")
+TRAINED = Trained(kind="heads", weights="draft.safetensors", hash="0a" * 32, base="weights-01")
 LOW_4 = LowPrecision(mlp=(1, 4))
 
 
@@ -46,14 +46,14 @@ REFUSED = {
         (lambda: SkipConfig(model_hash=""), "model_hash must not be empty"),
         (lambda: SkipConfig(costs={"draft": 0.2}), "costs.verify is missing"),
         (lambda: SkipConfig(costs={"draft": 0, "verify": [1]}), "draft must be above 0, got 0"),
-        (lambda: SkipConfig(trained=TRAINED), "healed weights correct rounding"),
         (lambda: DecodingOptions(controller=""), "controller must not be empty"),
         (lambda: DecodingOptions(max_draft_length=0), "max_draft_length must be 1 or more, got 0"),
         (lambda: DecodingOptions(threshold=1.5), r"threshold must be in 0\.\.1, got 1.5"),
         (lambda: DecodingOptions(acceptance="exact"), "'coupled' or 'rejection', got 'exact'"),
         (lambda: LayerSkipDecoding(draft_memory=-1), "draft_memory must be 0 or more, got -1"),
         (lambda: LowPrecision(bits=6), "bits must be 8 or 4, got 6"),
-        (lambda: replace(TRAINED, kind="eagle"), "kind must be one of healed, .*, got 'eagle'"),
+        (lambda: replace(TRAINED, kind="eagle"), "kind must be one of exit-block, .*, got 'eagle'"),
+        (lambda: replace(TRAINED, kind="healed"), "kind 'healed' was removed; leave `trained` out"),
         (lambda: replace(TRAINED, weights=""), "weights must not be empty"),
         (lambda: replace(TRAINED, hash="0A" * 32), "hash must be 64 hexadecimal digits"),
         # what fits no model
@@ -102,7 +102,7 @@ FILES = [
     ('{"model_type": "llama"}', "may have the keys attention, .*; got 'model_type'"),
     ('{"mlp": null}', "mlp must be a list of layer indices, got None"),
     ('{"low": []}', "low must be a JSON object"),
-    ('{"trained": {"kind": "healed"}}', "trained.weights is missing"),
+    ('{"trained": {"kind": "heads"}}', "trained.weights is missing"),
     ('{"mlp": [], "decoding": {"gamma": 3}}', "decoding may have the keys .*; got 'gamma'"),
     (bytes(range(256)), "not valid JSON"),
     (None, "cannot read skip config"),

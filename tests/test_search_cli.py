@@ -25,10 +25,9 @@ from optuna.storages.journal import JournalFileBackend
 
 from layerskip.cli.search import default_positions
 from layerskip.cli.terminal import Talk
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config import SkipConfig
 from layerskip.environment import hardware
 from layerskip.files.searches import read_search
-from layerskip.model.trained import save_trained
 from layerskip.search import pipeline
 from layerskip.search.objective import Objective
 from layerskip.timing.sublayers import low_facts
@@ -215,23 +214,6 @@ def test_skip_configs_of_ones_own_are_tried_first(tmp_path, searched):
     rows = trials(tmp_path / "out")
     assert [row["origin"] for row in rows[:2]] == [f"first:{path}" for path in paths]
     assert [row["skipped"]["attention"] for row in rows[:2]] == [[2], [3]]
-
-
-def test_a_search_around_healed_weights(folder, prompts, tmp_path, searched, monkeypatch):
-    model = lively_model("llama", dtype=torch.float32)
-    trained = save_trained(tmp_path / "draft.safetensors", {}, "healed", model)
-    SkipConfig(low=LowPrecision(bits=4, head=8), trained=trained).save(tmp_path / "mine.json")
-    low = dict.fromkeys(("low_attention", "low_mlp"), [3e-4] * 6) | {"low_head": 1e-4}
-    fast(monkeypatch, **low)
-    around = ("--skip", tmp_path / "mine.json", "--trials", 4)
-    threads = 1 if torch.get_num_threads() > 1 else 2
-    result = searched(*around, "--bits", "auto", "--threads", threads)
-    assert result.exit_code == 0
-    assert read_search(tmp_path / "out" / "search.json")["threads"] == threads
-    written = json.loads((tmp_path / "out" / "skip.json").read_text())
-    assert written["trained"]["weights"] == "../draft.safetensors"
-    reason = refused(*flags(folder, prompts, tmp_path / "no", *around, "--bits", 8))
-    assert "is healed in 4 bits, but 8 bits were requested" in reason
 
 
 @pytest.mark.thorough

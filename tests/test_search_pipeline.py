@@ -164,68 +164,13 @@ class TestSpaces:
         assert 0 < 1 - float(whole) < 2 * sum(found[:2]) + 1e-3
 
 
-@pytest.fixture(scope="module")
-def mine(llama, tmp_path_factory):
-    """All in 8 bits except layer 5, with deltas that garble the MLP of layer 3."""
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, linear in Sublayers(llama).weights.linears(range(10)):
-        rows, columns = linear.weight.shape
-        found[f"{name}.a"] = torch.randn(2, columns, generator=generator)
-        size = 2.0 if name.startswith("layers.3.mlp") else 1e-4
-        found[f"{name}.b"] = size * torch.randn(rows, 2, generator=generator)
-    path = tmp_path_factory.mktemp("healed") / "draft.safetensors"
-    trained = save_trained(path, found, "healed", llama)
-    return SkipConfig(
-        attention=(5,), mlp=(5,), low=LowPrecision(bits=8), trained=trained, num_layers=6
-    )
-
-
-class TestTrained:
-    """Searches around healed weights."""
-
-    def test_what_is_low_is_healed_by_the_same_weights(self, llama, mine, tmp_path):
-        cost = COST | LOW | {"healed": mine.trained.hash}
-        going = {"cost": cost, "space": "sublayer,bits", "first": {"mine": mine}}
-        result = find(llama, **going, held_out=HELD_OUT, trials=12, finalists=2, repeats=1)
-        document = checked(result, tmp_path)
-        assert document["space"]["trained"]["hash"] == mine.trained.hash
-        assert next(t["origin"] for t in document["trials"]) == "first:mine"
-        where = fitting.space_for(Sublayers(llama), "sublayer,bits", first=[mine])
-        objective = Objective(steps(llama).trace, where, cost)
-        sets = [where.mask(replace(mine, mlp=mlp)) for mlp in ((5,), (3, 5))]
-        whole, without = map(objective, sets)
-        assert without.acceptance > whole.acceptance + 0.2  # candidates run with their deltas
-        healed = [f for f in document["finalists"] if f["trained"] == "healed"]
-        assert healed
-        assert all(finalist["confirmed"]["faults"] == 0 for finalist in document["finalists"])
-
-    def test_other_weights_are_another_study(self, llama, mine, tmp_path):
-        how = {"storage": str(tmp_path / "study.log"), "trials": 1, "bits": 8}
-        how["space"] = "sublayer,bits"
-        cost = COST | LOW
-        find(llama, **how, cost=cost)
-        with pytest.raises(ValueError, match="was made with another space"):
-            find(llama, **how, cost=cost | {"healed": mine.trained.hash}, first={"mine": mine})
-        elsewhere = {"storage": None, "first": {"mine": mine}}
-        with pytest.raises(ValueError, match="8 bits with these healed weights; measure them"):
-            find(llama, **how | elsewhere, cost=cost)
-        foreign = replace(mine, trained=replace(mine.trained, base="weights-0"))
-        with pytest.raises(ValueError, match="belongs to a model with other weights"):
-            find(llama, **how | elsewhere | {"first": {"mine": foreign}}, cost=cost)
-        two = {"mine": mine, "other": replace(mine, trained=replace(mine.trained, hash="1" * 64))}
-        with pytest.raises(ValueError, match="skip config other: its trained weights are not"):
-            find(llama, **how | elsewhere | {"first": two}, cost=cost)
-        with pytest.raises(ValueError, match="healed in 8 bits, but no bits were requested"):
-            find(llama, **how | elsewhere | {"bits": None}, cost=cost)
-
-    def test_trained_modules_are_no_configs_of_a_space(self, llama, tmp_path):
-        block = ExitBlock(Sublayers(llama)).state_dict()
-        trained = save_trained(tmp_path / "e.safetensors", block, "exit-block", llama)
-        low = LowPrecision(attention=(), mlp=())
-        module = SkipConfig(exit_layer=5, trained=trained, low=low)
-        with pytest.raises(ValueError, match="a search cannot try a draft of kind exit-block"):
-            find(llama, first={"a": module})
+def test_trained_modules_are_no_configs_of_a_space(llama, tmp_path):
+    block = ExitBlock(Sublayers(llama)).state_dict()
+    trained = save_trained(tmp_path / "e.safetensors", block, "exit-block", llama)
+    low = LowPrecision(attention=(), mlp=())
+    module = SkipConfig(exit_layer=5, trained=trained, low=low)
+    with pytest.raises(ValueError, match="a search cannot try a draft of kind exit-block"):
+        find(llama, first={"a": module})
 
 
 class TestResult:

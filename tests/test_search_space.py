@@ -1,7 +1,6 @@
 """The sets in a search space, their parameters, and the first sets to try."""
 
 import json
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -102,26 +101,13 @@ def test_low_precision_as_masks():
     assert sets.mask(skip) not in space("sublayer", 3)
 
 
-def test_what_is_low_is_healed_by_the_space_s_weights():
-    trained = Trained(kind="healed", weights="draft.safetensors", hash="0" * 64, base="mine")
-    where = space(num_layers=2, bits=4, head=8, trained=trained)
-    head, sublayer = where.skip_config(1 << 8), where.skip_config(1 << 5)
-    assert head.low == LowPrecision(bits=4, attention=(), mlp=(), head=8)
-    assert (head.trained, sublayer.trained) == (None, trained)
-    assert sublayer.low == LowPrecision(bits=4, attention=(), mlp=(0,), head=False)
-    assert where.everything_low == SkipConfig(
-        low=LowPrecision(bits=4, head=8), trained=trained
-    ).resolve(2)
-    for mask in (0, 1 << 8, 1 << 5, where.low_mask(0), where.low_mask(2)):
-        assert where.mask(where.skip_config(mask)) == mask
-    moved = replace(where, trained=replace(trained, weights="elsewhere"))
-    assert moved.to_dict() == where.to_dict()
-    assert json.loads(json.dumps(where.to_dict()))["trained"]["hash"] == "0" * 64
-    assert replace(where, trained=None).to_dict() != where.to_dict()
-    assert "in 4 bits, healed, or exactly" in str(where)
+def test_other_precisions_and_trained_modules_are_in_no_space():
+    trained = Trained(kind="heads", weights="draft.safetensors", hash="0" * 64, base="mine")
+    where = space(num_layers=2, bits=8)
     for skip, message in (
-        (SkipConfig(low=LowPrecision(bits=4)), "it runs the head in 4 bits, not in 8"),
-        (replace(where.everything_low, trained=replace(trained, hash="1" * 64)), "not those that"),
+        (SkipConfig(low=LowPrecision(bits=4)), "it runs sublayers in 4 bits, not in 8"),
+        (SkipConfig(low=LowPrecision(head=4)), "it runs the head in 4 bits, not in 8"),
+        (SkipConfig(trained=trained), "it has a trained module"),
     ):
         with pytest.raises(ValueError, match=message):
             where.mask(skip)

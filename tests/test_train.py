@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -20,32 +19,28 @@ from models import assistant_config, lively_model, tiny_model
 from official import build_assistant
 from safetensors.torch import load_file
 
-from layerskip import LowPrecision, SkipConfig
-from layerskip.config import Trained
+from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.generation import generate
 from layerskip.model.assistants import load_assistant
 from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained import save_trained
 from layerskip.prompts import Prompt
 from layerskip.registry import named
 from layerskip.replay.drafts import replay
 from layerskip.research.blocks import ExitBlock, FeatureBlock, Streams
-from layerskip.research.students import Healing
 from layerskip.training import assistants, data, drafts, features, judging, processes
 from layerskip.training.assistants import AssistantTraining
 from layerskip.training.drafts import Recipe, Training
 from layerskip.training.loop import schedule
 from layerskip.training.losses import ETA, divergences, overlap
 
-BITS = SkipConfig(attention=(2,), low=LowPrecision(bits=4, head=8))
 BEGIN = {
     **{"exit-block": ExitBlock, "feature-block": FeatureBlock},
     **{"heads": Heads, "streams": Streams},
 }
 BLOCKS = tuple(BEGIN)
-HOW = {"skip": BITS, "window": 16, "rows": 2, "vocabulary": 60, "rank": 4}
+HOW = {"kind": "exit-block", "window": 16, "rows": 2, "vocabulary": 60}
 
 
 # ---- Losses ----
@@ -154,11 +149,11 @@ def stop_at(words, share):
 
 @pytest.mark.parametrize(
     ("kind", "stage", "share"),
-    [("healed", "texts", 0.3), ("exit-block", "features", 0.3), ("streams", "training", 0.5)],
+    [("heads", "texts", 0.3), ("exit-block", "features", 0.3), ("streams", "training", 0.5)],
 )
 def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path, monkeypatch):
     """Once for each kind of file that a stage leaves."""
-    how = {"kind": kind, "skip": BITS if kind == "healed" else None}
+    how = {"kind": kind}
     whole = training(tmp_path / "whole", **how)
     whole.run()
     monkeypatch.setattr("layerskip.training.stages.SAVE_SECONDS", 0.0)
@@ -177,7 +172,7 @@ def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path
             assert finished.facts[fact] == whole.facts[fact]
     assert whole.facts["tokens"] == 640
     assert [point["tokens"] for point in whole.curve][::4] == [0, 320, 640]
-    assert len(whole.curve[0]["overlap"]) == (4 if kind == "streams" else 1)
+    assert len(whole.curve[0]["overlap"]) == (1 if kind == "exit-block" else 4)
 
 
 THE_OTHER = """
@@ -193,8 +188,8 @@ test_train.together(Path(sys.argv[1]))
 """
 LARGE = {"tokens": 160, "rows": 4, "rate": 0.1}  # large enough to be seen in float16
 TOGETHER = (
-    LARGE | {"kind": "healed", "loss": "ce", "skip": BITS},
-    LARGE | {"kind": "exit-block", "loss": "lk", "skip": None},
+    LARGE | {"kind": "heads", "loss": "ce"},
+    LARGE | {"kind": "exit-block", "loss": "lk"},
 )
 
 
@@ -274,93 +269,26 @@ def test_given_texts_are_read_only_as_far_as_needed(tmp_path, monkeypatch):
     given = [Prompt(id=str(i), text="all that there is to read " * 40) for i in range(5)]
     long = source(lively_model("llama"), given=given, answer=False)
     monkeypatch.setattr(sys.modules[__name__], "source", lambda _: long)
-    few = training(tmp_path / "few", tokens=320, kind="heads", skip=None)
+    few = training(tmp_path / "few", tokens=320, kind="heads")
     monkeypatch.setattr(drafts, "FOR_FEATURES", 1e-9)
-    late = training(tmp_path / "late", tokens=None, minutes=0.01, kind="heads", skip=None)
+    late = training(tmp_path / "late", tokens=None, minutes=0.01, kind="heads")
     for made, windows in ((few, 320 // 2 // 16 + drafts.APART), (late, features.CHUNK)):
         made.run()
         assert made.facts["text_tokens"] == 16 * windows
 
 
-def test_the_forward_pass_is_the_drafts(tmp_path):
-    """At the first position, where a draft sees no keys but its own."""
-    model = lively_model("gemma2", dtype=torch.float32)
-    skip = BITS.resolve(6)
-    module = Healing(Sublayers(model, "modules"), skip, rank=3, dtype=torch.float32, seed=0)
-    for outer in module.outer.values():
-        outer.data.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
-    ids = torch.tensor([[7, 3, 9], [4, 4, 5]])
-    hidden = module.hidden(ids)  # (B, T, H)
-    assert hidden.requires_grad
-
-    trained = save_trained(tmp_path / "draft.safetensors", module.weights(), "healed", model)
-    opened = Sublayers(model, "fused")
-    embedded, step = opened.first_pass(ids)
-    with torch.no_grad():
-        whole = replace(skip, trained=trained)
-        want, rounded = (
-            opened.backend.run(embedded, step, opened.weights.blocks(each))
-            for each in (whole, skip)
-        )
-        got = opened.weights.blocks(skip)[-1](hidden, None)
-    assert (got - want).abs().max() < 0.02 * (rounded - want).abs().max()  # float16 was in between
-
-
-@pytest.mark.thorough
-def test_what_is_healed_is_healed_further(tmp_path):
-    model = lively_model("llama", dtype=torch.float32)
-    skip = training(tmp_path / "first", model, tokens=1500, rate=3e-3).run()
-    before = load_file(tmp_path / "first" / "draft.safetensors")
-    (tmp_path / "elsewhere.safetensors").write_bytes(weights(tmp_path / "first"))
-    assert skip.low is not None
-    assert skip.trained is not None
-    gone = "layers.2.mlp.down_proj"  # skipped now; the other one has no deltas yet
-    del before["layers.3.mlp.up_proj.a"], before["layers.3.mlp.up_proj.b"]
-    trained = save_trained(tmp_path / "fewer.safetensors", before, "healed", model)
-    fewer = replace(skip, mlp=(2,), trained=trained, notes={"from": "a search"})
-    same = training(tmp_path / "same", model, tokens=640, skip=fewer, rate=0.0)
-    found = same.run()
-    assert found.trained is not None
-    assert (found.mlp, found.notes, found.trained.hash == trained.hash) == ((2,), None, False)
-    after = load_file(tmp_path / "same" / "draft.safetensors")
-    assert f"{gone}.a" in before
-    assert not any(name.startswith(gone) for name in after)
-    assert all(torch.equal(after[name], before[name]) for name in after if name in before)
-    assert not after["layers.3.mlp.up_proj.b"].any()
-    assert after["layers.3.mlp.up_proj.a"].any()
-    assert same.curve[0]["overlap"] == same.curve[-1]["overlap"]
-    # the same weights in another file are the same training; other weights are not
-    moved = replace(
-        skip, trained=replace(skip.trained, weights=str(tmp_path / "elsewhere.safetensors"))
-    )
-    training(tmp_path / "second", model, skip=skip)
-    training(tmp_path / "second", model, skip=moved)
-    with pytest.raises(ValueError, match="holds a training with another skip"):
-        training(tmp_path / "second", model, skip=replace(skip, trained=trained))
-    (tmp_path / "elsewhere.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="is not the file that its skip config names"):
-        training(tmp_path / "third", model, skip=moved)
-    assert not (tmp_path / "third").exists()
-
-
-@pytest.mark.parametrize("kind", ["exit-block", *thorough("healed", *BLOCKS[1:])])
+@pytest.mark.parametrize("kind", ["exit-block", *thorough(*BLOCKS[1:])])
 def test_training_makes_a_draft_right_more_often(kind, tmp_path, monkeypatch):
     """On held-out windows, and along answers to unseen prompts."""
     monkeypatch.setattr(judging, "NEW_TOKENS", 64)
-    if kind == "healed":  # so small a correction gains less in bfloat16
-        monkeypatch.setattr("layerskip.training.stages.half_is_fast", lambda _: False)
     model = lively_model("llama", dtype=torch.float32)
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
-    how = {"kind": kind, "skip": BITS if kind == "healed" else None}
-    rate, tokens = (3e-3, 4000) if kind == "healed" else (2e-2, 1200)
-    untrained = training(tmp_path / "untrained", model, tokens=64, rate=0.0, **how).run()
-    trained = training(tmp_path / "trained", model, tokens=tokens, rate=rate, **how)
+    untrained = training(tmp_path / "untrained", model, tokens=64, rate=0.0, kind=kind).run()
+    trained = training(tmp_path / "trained", model, tokens=1200, rate=2e-2, kind=kind)
     before, after = (sum(replay(trace, each).survival) for each in (untrained, trained.run()))
     assert after > before + 0.1
     assert trained.curve[-1]["overlap"][0] > trained.curve[0]["overlap"][0] + 0.03
-    if kind == "healed":
-        return
     # without training, it is what it began with
     opened, found = Sublayers(model), load_file(tmp_path / "untrained" / "draft.safetensors")
     for name, weight in BEGIN[kind](opened).state_dict().items():
@@ -369,8 +297,7 @@ def test_training_makes_a_draft_right_more_often(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("execution", ["native", "fused"])
 def test_a_block_reads_the_head_in_8_bits_where_that_is_fast(execution, tmp_path):
-    how = {"kind": "exit-block", "skip": None, "tokens": 64}
-    skip = training(tmp_path, execution=execution, **how).run()
+    skip = training(tmp_path, execution=execution, tokens=64).run()
     assert skip.head_bits == skip.module_bits == (8 if execution == "native" else None)
     assert skip.rounded(6) == ()
 
@@ -525,14 +452,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
     """Errors of files and disks are tested in `test_refused_drafts.py`."""
     model = lively_model("llama", dtype=torch.float32)
     with pytest.raises(ValueError, match="say how long to train"):
-        Recipe()
+        Recipe(kind="heads")
     for kind, skip, message in (
-        ("healed", SkipConfig(mlp=(1,)), "this one rounds nothing"),
-        (
-            "healed",
-            replace(BITS, trained=Trained(kind="heads", weights="x", hash="0" * 64, base="b")),
-            "a draft of kind heads cannot be healed",
-        ),
         ("exit-block", SkipConfig(mlp=(1,)), "an exit block follows an early exit"),
         ("exit-block", SkipConfig(), "an exit block follows an early exit"),
         ("exit-block", SkipConfig.early_exit(6), "exit_layer must be in 1..5"),
@@ -561,19 +482,19 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
         (["--tokens", "0"], "should be greater than or equal to 1"),
         (["--minutes", "-1"], "--minutes must be more than 0 minutes and finite, got -1"),
         (["--rate", "-1"], "rate must be 0 or more and finite, got -1"),
-        (["--skip", "exit.json"], "healing corrects what a draft rounds"),
-        (["--skip", "exit.json", "--draft", "heads"], "--skip needs --draft healed"),
         (["--draft", "assistant"], "--draft assistant needs --start NAME"),
-        (["--start", "x"], "--start needs --draft assistant or eagle3; leave it out with healed"),
-        (["--exit-layer", "2"], "--exit-layer needs --draft exit-block; leave it out with healed"),
+        (["--start", "x"], "--start needs --draft assistant or eagle3; leave it out with heads"),
+        (["--exit-layer", "2"], "--exit-layer needs --draft exit-block; leave it out with heads"),
+        (["--recipe", "draft"], "--recipe draft needs --draft KIND, one of exit-block, "),
         (["--exit-layer", "30", "--draft", "exit-block"], "exit_layer must be in 1..23"),
     ],
 )
 def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
-    SkipConfig.early_exit(3).save(tmp_path / "exit.json")
-    command = ["train", "demo-llama", *([] if "--output" in flags else ["--output", "out"]), *flags]
+    command = ["train", "demo-llama", *flags]
+    command += [] if "--output" in flags else ["--output", "out"]
+    command += [] if {"--draft", "--recipe"} & {*flags} else ["--draft", "heads"]
     assert message in refused(*command)
 
 
@@ -583,7 +504,7 @@ def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
 def assistant_training(folder, start, **changes):
     model = lively_model("gemma4", dtype=torch.float32)
     told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
-    recipe = Recipe(**({"tokens": 640} | HOW | {"skip": None} | changes))
+    recipe = Recipe(**({"tokens": 640} | HOW | {"kind": "assistant"} | changes))
     return AssistantTraining(
         str(start), Sublayers(model, "modules"), source(model), recipe, folder, **told
     )

@@ -29,7 +29,7 @@ PANELS = {
     PANEL_OF_EXITS: "",  # all of `ExitFlags`
     "Sampling": "temperature do_sample seed top_p top_k min_p repetition_penalty acceptance",
     "Drafts": "no_draft draft lookup lookup_file low_precision exit_layer skip entry assistant "
-    "start rank controller max_draft_length threshold adaptive branches window "
+    "start controller max_draft_length threshold adaptive branches window "
     "draft_memory",
     "Model": "threads device dtype execution trust_remote_code",
 }
@@ -210,7 +210,7 @@ class Sources(Flags):
         low = None if bits == "none" else LowPrecision(bits=int(bits))  # type: ignore[arg-type]
         if low == skip.low:
             return skip
-        if skip.trained is not None and (low is not None or not skip.trained.module):
+        if skip.trained is not None and low is not None:
             raise ValueError(
                 f"--low-precision {bits} does not match what this skip config's weights were "
                 "trained for; leave it out"

@@ -90,10 +90,7 @@ def search(
         "--trials]",
         "S",
     ),
-    skip: list[str] | None = flag(
-        "Try this skip config first; repeatable. Weights of a healed one are kept.",
-        "FILE",
-    ),
+    skip: list[str] | None = flag("Try this skip config first; repeatable.", "FILE"),
     entry: flags.Entry = None,
     storage: str | None = flag(
         "Database or journal file of the study.  [default: a journal in DIR]", "URL"

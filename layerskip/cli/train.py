@@ -1,4 +1,4 @@
-"""The train command: trains a draft for a frozen model, or the early exits of the model itself.
+"""The train command: trains the early exits of a model, or a draft for the frozen model.
 
 Heavy imports happen only after the flags are checked.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from layerskip.cli.flags import (
     PANEL_OF_EXITS,
@@ -99,29 +99,23 @@ for each in fields(ExitFlags):
 def train(
     *,
     output: Path = flag(
-        "Folder for the draft. Repeating the command resumes training.", "DIR", default=...
+        "Folder for the results. Repeating the command resumes training.", "DIR", default=...
     ),
     prompts: Path | None = flag(
         "Train on the model's answers to these prompts.  [default: prompts it writes itself]",
         "FILE",
     ),
     texts: Path | None = flag("Train on these texts unchanged.", "FILE"),
-    recipe: Literal["draft", "exits"] = flag(
-        "draft: train a draft for the frozen model; exits: train the model itself so that its "
-        "early layers draft well, and write a new checkpoint.",
-        default="draft",
+    recipe: Literal["exits", "draft"] | None = flag(
+        "exits: train the model itself so that its early layers draft well, and write a new "
+        "checkpoint; draft: train a draft for the frozen model.  [default: exits; draft with "
+        "--draft]"
     ),
     draft: StudentName | None = flag(
-        "Kind of draft. healed: corrections of low precision; exit-block: a layer after an early "
-        "exit; feature-block: a layer over the last hidden state and the token; heads: four tokens "
-        "at once from these; streams: likewise, by a layer that looks ahead; assistant: further "
-        "training of a Gemma 4 assistant; eagle3: an EAGLE-3 head in vLLM's speculators format.  "
-        "[default: healed]"
-    ),
-    skip: str | None = flag(
-        "Skip config of the draft to heal. Training resumes from healed weights.  [default: "
-        "everything in 4 bits, the head in 8]",
-        "FILE",
+        "Kind of draft. exit-block: a layer after an early exit; feature-block: a layer over the "
+        "last hidden state and the token; heads: four tokens at once from these; streams: "
+        "likewise, by a layer that looks ahead; assistant: further training of a Gemma 4 "
+        "assistant; eagle3: an EAGLE-3 head in vLLM's speculators format."
     ),
     exit_layer: int | None = flag(
         "Layers before an exit block.  [default: a quarter of all]", "E", min=1
@@ -140,7 +134,6 @@ def train(
     minutes: float | None = flag(
         f"Time for the whole command, judging included.  [default: {MINUTES:g}, or --tokens]", "M"
     ),
-    rank: int | None = flag("Rank of a healed draft's corrections.  [default: 16]", "R", min=1),
     temperature: float = flag("Temperature of the answers, as in serving.", "T", default=0.8),
     seed: Seed = 0,
     of_exits: ExitFlags,
@@ -148,36 +141,38 @@ def train(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a draft for a model, and say whether it pays.
+    """Train a model's early exits, or with --draft a draft for it, and say whether that pays.
 
-    The model stays as it is, except with --recipe exits. DIR keeps every stage (texts, features,
-    training, judging), so the same command resumes after a stop. To train in several processes,
-    run torchrun --nproc-per-node N -m layerskip train ..., or accelerate launch.
+    Exits are written as a new checkpoint; a draft leaves the model as it is. DIR keeps every stage
+    (texts, features, training, judging), so the same command resumes after a stop. To train in
+    several processes, run torchrun --nproc-per-node N -m layerskip train ..., or accelerate launch.
 
-    Example: layerskip train demo-llama --output draft --minutes 30
+    Example: layerskip train demo-llama --output trained --minutes 30
     """
     started = time.monotonic()
     check_limit("minutes", minutes, "minutes")
     check_folder(output)
-    if recipe == "exits":
-        given: dict[str, Any] = {"draft": draft, "skip": skip, "exit_layer": exit_layer}
-        given |= {"start": start, "rank": rank, "tokens": tokens}
+    if recipe == "exits" and draft is not None:
+        raise ValueError("--draft needs --recipe draft; leave it out")
+    if recipe != "draft" and draft is None:
+        given: dict[str, Any] = {"exit-layer": exit_layer, "start": start, "tokens": tokens}
         given["execution"] = None if loading.execution == "auto" else loading.execution
         for name, value in given.items():
             if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --recipe draft; leave it out")
+                raise ValueError(f"--{name} needs --draft KIND; leave it out")
         shared: dict[str, Any] = {"loss": loss, "rate": rate, "minutes": minutes}
         shared |= {"temperature": temperature, "seed": seed}
         train_exits(output, prompts, texts, of_exits, shared, loading, quiet, started, as_json)
         return
     for name in of_exits.settings:
         raise ValueError(f"--{name} needs --recipe exits; leave it out")
-    draft, loss = draft or "healed", loss or "lk"
+    if draft is None:
+        kinds = ", ".join(get_args(StudentName))
+        raise ValueError(f"--recipe draft needs --draft KIND, one of {kinds}")
+    loss = loss or "lk"
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
     for option, value, kind in (
-        ("--skip", skip, "healed"),
-        ("--rank", rank, "healed"),
         ("--exit-layer", exit_layer, "exit-block"),
         ("--start", start, "assistant or eagle3"),
     ):
@@ -188,9 +183,7 @@ def train(
     if draft == "eagle3" and loss != "lk":
         raise ValueError("--draft eagle3 needs --loss lk")
     asked = None if prompts is None else read_given(prompts)
-    base = None if skip is None else SkipConfig.load(skip)
-    if exit_layer is not None:
-        base = SkipConfig.early_exit(exit_layer)
+    base = None if exit_layer is None else SkipConfig.early_exit(exit_layer)
     if tokens is None and minutes is None:
         minutes = MINUTES
     import torch
@@ -199,7 +192,7 @@ def train(
     from layerskip.training import processes
     from layerskip.training.assistants import AssistantTraining
     from layerskip.training.data import Corpus
-    from layerskip.training.drafts import RANK, Recipe, Training
+    from layerskip.training.drafts import Recipe, Training
     from layerskip.training.eagle import EagleTraining
     from layerskip.training.judging import judge
     from layerskip.training.stages import RECORD
@@ -220,7 +213,6 @@ def train(
             minutes=minutes,
             seed=seed,
             temperature=temperature,
-            rank=rank or RANK,
             rows=-(-Recipe.rows // together) * together,
         )
         corpus = Corpus(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from layerskip.model.architecture import Architecture, device_of
-from layerskip.model.deltas import Deltas
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.family import LayerParts, part_named
 from layerskip.model.products import Function, Linear, plain
@@ -50,13 +49,11 @@ class Variant:
 
     Attributes:
         bits: 8 or 4 bits for its weights (see `rounded`); None: exact.
-        deltas: trained corrections of the rounded weights, or None.
         experts: number of a mixture's experts per token; None: as many as in the model.
         window: number of slots that an attention sees (`SkipConfig.window`); None: the model's.
     """
 
     bits: int | None = None
-    deltas: Deltas | None = None
     experts: int | None = None
     window: int | None = None
 
@@ -194,11 +191,8 @@ class Backend(ABC):
 
     def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
         """A linear layer with rounded weights: inputs (..., C) to (..., R)."""
-        bits, deltas = variant.bits, variant.deltas
-        assert bits is not None
-        copy = self.copies.of(weight, bits, packed=self.packed, deltas=deltas)
-        product = copy.linear(bias)
-        return product if deltas is None else deltas.corrected(product, weight, bits)
+        assert variant.bits is not None
+        return self.copies.of(weight, variant.bits, packed=self.packed).linear(bias)
 
     @abstractmethod
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:

@@ -109,7 +109,7 @@ def open_block(
         if not drawn or not 0 <= drawn[0] <= drawn[-1] < model.vocabulary:
             raise ValueError(
                 f"the trained draft {trained.weights} drafts tokens that this model lacks: it has "
-                f"0..{model.vocabulary - 1}; train one for this model with `layerskip train`"
+                f"0..{model.vocabulary - 1}; train one for this model, `layerskip train --draft`"
             )
     if bits is not None:
         for name, module in block.named_modules():

@@ -123,12 +123,12 @@ void Pass<S>::mix(Worker& me, const Sublayer& layer, const float* x) {
     if (mixture.after) norm_all(me, *mixture.after, me.normed, me.normed);
   }
   if (mixture.dense) {
-    me.small.resize(width_);
+    me.row.resize(width_);
     for (int64_t t = me.tokens.first; t < me.tokens.last; ++t) {
       float* out = me.normed + t * width_;
-      normalise<S>(*mixture.dense, result_ + t * width_, width_, me.small.data());
+      normalise<S>(*mixture.dense, result_ + t * width_, width_, me.row.data());
       for (int64_t i = 0; i < width_; ++i)
-        out[i] = top ? rounded<S>(me.small[i] + out[i]) : me.small[i];
+        out[i] = top ? rounded<S>(me.row[i] + out[i]) : me.row[i];
     }
   }
   add_result(me, me.normed, layer.after, layer.times);

@@ -24,13 +24,9 @@ struct Matrix {
   Tensor weight;  // (rows, columns), or (E, rows, columns); bytes if stored or rounded
   std::optional<Tensor> bias;
   int64_t packed_rows = 0, packed_columns = 0;  // of a stored or rounded weight
-  // The delta that heals rounding errors, in bfloat16: inner (rank, columns), and outer in blocks
-  // of rows (panels, rank, ROWS), each read from start to end.
-  std::optional<Tensor> inner, outer;
   std::optional<panels::Layout> layout{};  // of a stored weight
   std::optional<Tensor> order{};           // (columns,) int32: which input each column multiplies
 
-  int64_t rank() const { return inner ? inner->size(0) : 0; }
   bool plain() const { return !layout; }
   // Whether a plain weight of a float32 model has bfloat16 numbers.
   template <typename S>
@@ -120,19 +116,12 @@ Tensor restored(const Tensor& panels, int64_t rows, int64_t columns, const std::
   return out;
 }
 
-// A matrix of the bytes that products read: panels, or rows. It may have a delta.
+// A matrix of the bytes that products read: panels, or rows.
 Matrix stored_matrix(Tensor bytes, std::optional<Tensor> bias, const std::string& format,
-                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order,
-                     std::optional<Tensor> inner, std::optional<Tensor> outer) {
+                     int64_t rows, int64_t columns, int64_t group, std::optional<Tensor> order) {
   const panels::Layout layout = panels::layout_of(format, columns, group);
   check<uint8_t>(bytes, {bytes_of(layout, rows)}, "a stored weight");
-  require(inner.has_value() == outer.has_value(), "a delta has two parts");
-  if (inner) {
-    const int64_t rank = inner->dim() == 2 ? inner->size(0) : 0;
-    check<BFloat16>(*inner, {rank, columns}, "the inner part of a delta");
-    check<BFloat16>(*outer, {panels_of(rows), rank, panels::ROWS}, "the outer part of a delta");
-  }
-  Matrix made{bytes, bias, rows, columns, inner, outer, layout, order};
+  Matrix made{bytes, bias, rows, columns, layout, order};
   if (!order) return made;
   check<int32_t>(*order, {columns}, "the order of columns");
   const int32_t* from = numbers<int32_t>(order);
@@ -171,53 +160,15 @@ Tensor unpacked(const Tensor& rows, const std::string& format, int64_t columns, 
   return out;
 }
 
-// The inputs (n, columns) multiplied by a delta's inner part, (n, rank).
-inline void shrink(const Matrix& matrix, const float* x, int64_t tokens, float* out) {
-  const int64_t rank = matrix.rank(), columns = matrix.columns();
-  const BFloat16* inner = numbers<BFloat16>(matrix.inner);
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t k = 0; k < rank; ++k) {
-      const BFloat16* row = inner + k * columns;
-      const float* given = x + t * columns;
-      Vec sums[2] = {Vec(0.0f), Vec(0.0f)};
-      int64_t i = 0;
-      for (; i + 2 * LANES <= columns; i += 2 * LANES)
-        for (int j = 0; j < 2; ++j)
-          sums[j] = at::vec::fmadd(widened(row + i + j * LANES), Vec::loadu(given + i + j * LANES),
-                                   sums[j]);
-      float total = sum(sums[0] + sums[1]);
-      for (; i < columns; ++i) total += static_cast<float>(row[i]) * given[i];
-      out[t * rank + k] = total;
-    }
-}
-
 // Some rows of a stored matrix times packed inputs. Rows count from the matrix's row `begin`;
-// `weight` points to the first of `mine`, `small` is from `shrink`, and `then` is read next.
+// `weight` points to the first of `mine`, and `then` is read next.
 template <typename S, typename O>
 void stored_product(const Matrix& matrix, int64_t begin, Range mine, const uint8_t* weight,
-                    const float* inputs, const float* small, int64_t tokens, const uint8_t* then,
-                    O* out, int64_t stride) {
+                    const float* inputs, int64_t tokens, const uint8_t* then, O* out,
+                    int64_t stride) {
   const S* bias = numbers<S>(matrix.bias);
-  const BFloat16* outer = numbers<BFloat16>(matrix.outer);
-  const int64_t rank = matrix.rank();
   const auto write = [&](int64_t t, int64_t row, int64_t count, const float* sums) {
-    O* to = out + t * stride + row;
-    const S* added = bias ? bias + begin + row : nullptr;
-    if (!rank) return ::finish(sums, added, count, to);
-    for (int64_t first = 0; first < count; first += panels::ROWS) {
-      float healed[panels::ROWS];
-      // begin is a multiple of ROWS
-      const BFloat16* block = outer + (begin + row + first) * rank;
-      for (int64_t i = 0; i < panels::ROWS; i += LANES) {
-        Vec delta(0.0f);
-        for (int64_t k = 0; k < rank; ++k)
-          delta = at::vec::fmadd(Vec(small[t * rank + k]), widened(block + k * panels::ROWS + i),
-                                 delta);
-        (Vec::loadu(sums + first + i) + delta).store(healed + i);
-      }
-      ::finish(healed, added ? added + first : nullptr, std::min(panels::ROWS, count - first),
-               to + first);
-    }
+    ::finish(sums, bias ? bias + begin + row : nullptr, count, out + t * stride + row);
   };
   matrix.layout->format->multiply(*matrix.layout, weight, mine.first, mine.last, inputs, tokens,
                                   then, write);
@@ -236,16 +187,14 @@ Tensor stored_products(const Matrix& matrix, const Tensor& given) {
   std::vector<int64_t> shape = given.sizes().vec();
   shape.back() = rows;
   const Tensor out = at::empty(shape, given.options());
-  std::vector<float> small(tokens * matrix.rank());
-  shrink(matrix, numbers<float>(x), tokens, small.data());
   const uint8_t* base = numbers<uint8_t>(matrix.weight);
   // A second thread pays off if each thread multiplies 2^20 pairs of numbers.
   const int64_t grain = 1 + (1 << 20) / (panels::ROWS * columns * std::max<int64_t>(1, tokens));
   at::parallel_for(0, panels_of(rows), grain, [&](int64_t first, int64_t last) {
     const Range mine{first * panels::ROWS, std::min(rows, last * panels::ROWS)};
     const int64_t bytes = matrix.layout->panel_bytes;
-    stored_product<S>(matrix, 0, mine, base + first * bytes, inputs, small.data(), tokens,
-                      base + last * bytes, static_cast<S*>(out.data_ptr()), rows);
+    stored_product<S>(matrix, 0, mine, base + first * bytes, inputs, tokens, base + last * bytes,
+                      static_cast<S*>(out.data_ptr()), rows);
   });
   return out;
 }

@@ -182,7 +182,7 @@ def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: st
 
     Replacing them in the module itself would change what other threads compute.
     """
-    chosen = {id(linear) for _, linear in linears(module)}
+    chosen = {id(linear) for linear in linears(module)}
 
     def copied(each: Any, path: str) -> Any:
         low = id(each) in chosen

@@ -108,8 +108,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<Tensor, std::optional<Tensor>>(), py::arg("weight"), py::arg("bias"))
       .def(py::init(&stored_matrix), py::arg("bytes"), py::arg("bias"), py::kw_only(),
            py::arg("format"), py::arg("rows"), py::arg("columns"), py::arg("group") = 0,
-           py::arg("order") = std::nullopt, py::arg("inner") = std::nullopt,
-           py::arg("outer") = std::nullopt);
+           py::arg("order") = std::nullopt);
   py::class_<Norm>(module, "Norm")
       .def(py::init(&norm_of), py::arg("weight"), py::arg("epsilon"), py::arg("style"));
   py::class_<Tail>(module, "Tail").def(py::init([](const py::kwargs& given) {

@@ -345,19 +345,12 @@ class Native(Fused):
         return lambda module: self._rounded(module.weight, module.bias, variant)
 
     def _rounded(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Any:
-        bits, deltas = variant.bits, variant.deltas
+        bits = variant.bits
         assert bits is not None
-        copy = self.copies.of(weight, bits, packed=True, deltas=deltas)
+        copy = self.copies.of(weight, bits, packed=True)
         self._fresh.append(copy.data)
-        delta = None if deltas is None else deltas.added_to(weight, bits)
         rows, columns = copy.shape
-        how: dict[str, Any] = {"format": f"R{bits}", "rows": rows, "columns": columns}
-        if delta is not None:
-            inner, outer = delta
-            filled = F.pad(outer.bfloat16(), (0, 0, 0, -len(outer) % ROWS))
-            blocks = filled.unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous()  # (R / 16, r, 16)
-            how |= {"inner": inner.bfloat16(), "outer": blocks}
-        return self.extension.Matrix(copy.data, bias, **how)
+        return self.extension.Matrix(copy.data, bias, format=f"R{bits}", rows=rows, columns=columns)
 
 
 def _in_blocks(part: LayerParts) -> bool:

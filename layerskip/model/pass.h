@@ -150,7 +150,7 @@ class Pass : Given {
     Range tokens{0, 0};      // which this thread norms, packs and adds to
     const float* taken = nullptr;  // the inputs in float32, before packing
     const Matrix* taken_for = nullptr;  // the matrix they were packed for
-    std::vector<float> small;      // what a delta's inner part makes of the inputs
+    std::vector<float> row;        // (H,) one token's numbers
     size_t done = 0;         // products finished so far
     std::vector<int64_t> pairs;    // token-expert pairs, sorted by expert
     std::vector<int64_t> begins;   // (E + 1,) the first pair of each expert
@@ -259,12 +259,9 @@ class Pass : Given {
     const uint8_t* weight = begins(me, piece);
     const S* bias = numbers<S>(matrix.bias);
     if (bias) bias += piece.first;
-    if (matrix.layout) {
-      me.small.resize(tokens * matrix.rank());
-      shrink(matrix, me.taken, tokens, me.small.data());
-      return stored_product<S>(matrix, piece.first, mine, weight, me.packed, me.small.data(),
-                               tokens, then, out, stride);
-    }
+    if (matrix.layout)
+      return stored_product<S>(matrix, piece.first, mine, weight, me.packed, tokens, then, out,
+                               stride);
     const auto plain = [&](auto number) {
       using N = decltype(number);
       product(reinterpret_cast<const N*>(weight) - mine.first * columns, bias, mine.first,

@@ -7,8 +7,8 @@ and kept as long as it lives; all its decodings share them.
 Every call compares each weight with its state when it was copied: address, shape, dtype, device and
 version, and some of its numbers, since changes through `.data` leave no other trace. A changed
 weight is rounded again. A change that is not noticed only lowers acceptance: no text depends on a
-copy. A trained delta may be added before rounding (see `deltas`).
-Shapes: R rows, C columns, E experts, G groups of 32 columns, r rank.
+copy.
+Shapes: R rows, C columns, E experts, G groups of 32 columns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from layerskip.model.deltas import Deltas
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.extension import extension
 from layerskip.model.products import Function
@@ -159,7 +158,7 @@ class _Origin:
     """A weight's state when it was copied, and its copies.
 
     Attributes:
-        copies: rounded ones, by bits, layout and deltas.
+        copies: rounded ones, by bits and layout.
         heads: its rows of some tokens, by tokens, oldest first.
     """
 
@@ -167,7 +166,7 @@ class _Origin:
         self.facts = facts(weight)
         self._look(weight)
         self.before = self.sample.clone()
-        self.copies: dict[tuple[int, bool, str | None], Rounded] = {}
+        self.copies: dict[tuple[int, bool], Rounded] = {}
         self.heads: dict[tuple[int, ...], TrimmedHead] = {}
 
     def _look(self, weight: Tensor) -> None:
@@ -205,18 +204,13 @@ class Copies:
         self._made: Any = WeakTensorKeyDictionary()  # weight -> `_Origin`
         self.changes = 0
 
-    def of(
-        self, weight: Tensor, bits: int, *, packed: bool = False, deltas: Deltas | None = None
-    ) -> Rounded:
-        """A rounded weight of the model, with deltas added if a copy preserves them."""
-        delta = None if deltas is None else deltas.merged_into(weight, bits)
-        key = (bits, packed, None if delta is None or deltas is None else deltas.hash)
+    def of(self, weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
+        """A rounded weight of the model."""
         with self._lock:
             kept = self._origin(weight).copies
-            if key not in kept:
-                whole = weight if delta is None else weight.detach() + delta[1] @ delta[0]  # (R, C)
-                kept[key] = rounded(whole, bits, packed=packed)
-            return kept[key]
+            if (bits, packed) not in kept:
+                kept[bits, packed] = rounded(weight, bits, packed=packed)
+            return kept[bits, packed]
 
     def trimmed(self, head: nn.Linear, tokens: tuple[int, ...]) -> TrimmedHead:
         """A head with the rows of some tokens.
@@ -267,9 +261,8 @@ def copies_of(model: nn.Module) -> Copies:
     return copies
 
 
-def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a sublayer, decoder or head that can be rounded, and their names
-    ("" for the module itself).
+def linears(module: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the linear layers of a sublayer, decoder or head that can be rounded.
 
     All others are used unchanged: those that the library has quantised or offloaded, the small ones
     of adapters, and those that choose experts.
@@ -284,4 +277,4 @@ def linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
         weight = each.weight
         plain = type(weight) is nn.Parameter and type(weight.data) is Tensor
         if (plain and not weight.is_meta) or isinstance(weight, Stored):
-            yield name, each
+            yield each

@@ -35,7 +35,7 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
     if base != trained.base:
         raise ValueError(
             f"the trained draft {trained.weights} belongs to a model with other weights "
-            f"({trained.base}, got {base}); train one for this model with `layerskip train`"
+            f"({trained.base}, got {base}); train one for this model with `layerskip train --draft`"
         )
     try:
         data = read_file(trained.weights, _largest(model))
@@ -76,7 +76,7 @@ def _check_numbers(tensors: Weights, trained: Trained) -> None:
             continue
         raise ValueError(
             f"the trained draft {trained.weights} is damaged: {name} is {wrong}, it must hold "
-            "finite numbers; train it again with `layerskip train`"
+            "finite numbers; train it again with `layerskip train --draft`"
         )
 
 

@@ -1,4 +1,4 @@
-"""The weights that drafts compute with: rounded, corrected, trained, or fewer rows of the head.
+"""The weights that drafts compute with: rounded, trained, or fewer rows of the head.
 
 They are made on first use and kept as long as the model stays opened. All openings of a model share
 its rounded copies (see `rounded`). If a weight changes that was copied, the model is opened again.
@@ -13,16 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from layerskip.config import SkipConfig, Trained
+from layerskip.config import SkipConfig
 from layerskip.model.architecture import Architecture, read_bytes
 from layerskip.model.backend import EXACT, Backend, Block, Variant
 from layerskip.model.blocks import OpenBlock, open_block
-from layerskip.model.deltas import Deltas, paired
 from layerskip.model.draft_head import TrimmedHead
 from layerskip.model.fingerprint import fingerprint
 from layerskip.model.plain import head_refusal
 from layerskip.model.rounded import facts, linears, rounded_bytes
-from layerskip.model.trained import trained_weights
 
 
 class DraftWeights:
@@ -41,7 +39,6 @@ class DraftWeights:
         self._blocks: dict[tuple[int, Variant | None], Block] = {}
         # By bits, and by the hash of the module whose tokens the head covers.
         self._heads: dict[tuple[int | None, str | None], Block] = {}
-        self._deltas: dict[tuple[str, str], Deltas] = {}  # by hashes of the file and the model
         self._modules: dict[tuple[str, str, int | None, str], OpenBlock] = {}
         self._hash: tuple[list[Any], str] | None = None
 
@@ -98,26 +95,21 @@ class DraftWeights:
         kept, rounded = skip.kept(), {*skip.rounded()}
         self._check_keys(skip)
         self._check_experts(skip)
-        trained, deltas, blocks = skip.trained, None, []
-        if trained is not None and not trained.module and rounded:
-            deltas = self.deltas(trained)
+        blocks = []
         for index in range(skip.shared_prefix(), kept[-1] + 1):
             if index in kept:
-                variant = self._variant(index, skip, deltas, rounded=index in rounded)
+                variant = self._variant(index, skip, rounded=index in rounded)
                 blocks.append(self._block(index, variant))
             elif index % 2 and self.model.parts[index // 2].tail:
                 blocks.append(self._block(index, None))
         return [*blocks, self.head(skip)]
 
-    def _variant(
-        self, sublayer: int, skip: SkipConfig, deltas: Deltas | None, *, rounded: bool
-    ) -> Variant:
+    def _variant(self, sublayer: int, skip: SkipConfig, *, rounded: bool) -> Variant:
         part = self.model.parts[sublayer // 2]
         bits = skip.low.bits if skip.low is not None and rounded else None
-        deltas = None if bits is None else deltas
         if sublayer % 2:
-            return Variant(bits, deltas, experts=skip.experts if part.mixture else None)
-        return Variant(bits, deltas, window=skip.window if part.narrows(skip.window) else None)
+            return Variant(bits, experts=skip.experts if part.mixture else None)
+        return Variant(bits, window=skip.window if part.narrows(skip.window) else None)
 
     def _block(self, index: int, variant: Variant | None) -> Block:
         """A sublayer in a variant; None: what follows an MLP even if it is skipped."""
@@ -161,7 +153,7 @@ class DraftWeights:
 
     def _rows_of(self, skip: SkipConfig) -> TrimmedHead | None:
         """The rows of the head that a draft reads, None for all. Modules may use few tokens."""
-        if skip.trained is None or not skip.trained.module:
+        if skip.trained is None:
             return self._rows
         head: Any = self.model.unembedding
         tokens = self.module(skip).tokens
@@ -171,17 +163,8 @@ class DraftWeights:
             return self._rows
         return self.backend.copies.trimmed(head, tokens)
 
-    def deltas(self, trained: Trained) -> Deltas:
-        """The deltas of the sublayers' linear layers, checked again only if a weight changes."""
-        key = trained.hash, self.fingerprint()
-        if key not in self._deltas:
-            weights = {name: linear.weight for name, linear in self.linears()}
-            tensors = trained_weights(self.model.model, trained)
-            self._deltas[key] = paired(tensors, weights, trained.hash)
-        return self._deltas[key]
-
     def module(self, skip: SkipConfig) -> OpenBlock:
-        """The module that a skip config names (`open_block`), checked like deltas."""
+        """The module that a skip config names, opened anew only if a weight changes."""
         trained, bits = skip.trained, skip.module_bits
         assert trained is not None
         if self.model.encoder:
@@ -191,37 +174,30 @@ class DraftWeights:
             self._modules[key] = open_block(self.model, self.backend, trained, bits)
         return self._modules[key]
 
-    def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
-        """Yield the linear layers of some or all sublayers that can be rounded, and their names."""
+    def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[nn.Linear]:
+        """Yield the linear layers of some or all sublayers that can be rounded."""
         for index in range(self.model.num_sublayers) if sublayers is None else sublayers:
             part = self.model.parts[index // 2]
-            modules = {"mlp": part.mlp} if index % 2 else {"self_attn": part.attention}
+            yield from linears(part.mlp if index % 2 else part.attention)
             if not index % 2 and part.cross:
-                modules["cross_attn"] = part.cross[0]
-            for name, module in modules.items():
-                for inner, linear in linears(module):
-                    yield f"layers.{part.number}.{name}.{inner}", linear
+                yield from linears(part.cross[0])
 
     def nbytes(self, skip: SkipConfig) -> int:
         """Bytes that a draft's rounded and trained weights use, or would use."""
         skip = skip.resolve(self.model.num_layers)
-        trained, nbytes, packed = skip.trained, 0, self.backend.packed
-        if trained is not None and trained.module:  # it runs no sublayer in low precision
+        nbytes, packed = 0, self.backend.packed
+        if skip.trained is not None:  # it runs no sublayer in low precision
             nbytes += read_bytes(self.module(skip).block, skip.module_bits)
         elif skip.low is not None:
             bits, rounded = skip.low.bits, skip.rounded()
-            weights = [linear.weight for _, linear in self.linears(rounded)]
+            weights = [linear.weight for linear in self.linears(rounded)]
             if skip.experts != 0:  # the copies contain all experts, among which tokens choose
                 mixtures = [self.model.parts[index // 2].mixture for index in rounded if index % 2]
                 weights += [w for each in mixtures if each is not None for w in each.weights]
             nbytes += sum(rounded_bytes(w, bits, packed=packed) for w in weights)
-            if trained is not None:
-                deltas = self.deltas(trained)
-                added = [deltas.added_to(weight, bits) for weight in weights]
-                nbytes += sum(part.nbytes for delta in added if delta is not None for part in delta)
         if skip.head_bits is not None:
             rows = self._rows_of(skip)
-            heads = [linear.weight for _, linear in linears(self.model.unembedding)]
+            heads = [linear.weight for linear in linears(self.model.unembedding)]
             heads = heads if rows is None else [rows.weight]
             nbytes += sum(rounded_bytes(head, skip.head_bits, packed=packed) for head in heads)
         return nbytes

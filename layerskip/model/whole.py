@@ -319,7 +319,7 @@ class _Weights(DraftWeights):
             if wrong:
                 raise ValueError(self.model.refusal(what))
 
-    def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[tuple[str, nn.Linear]]:
+    def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[nn.Linear]:
         if sublayers is None or len(sublayers):
             yield from linears(self.model.base)
 
@@ -331,11 +331,11 @@ class _Weights(DraftWeights):
         self._check(skip)
         if skip.low is None:
             return 0
-        body = [each.weight for _, each in self.linears(skip.rounded())]
+        body = [each.weight for each in self.linears(skip.rounded())]
         nbytes = sum(rounded_bytes(weight, skip.low.bits) for weight in body)
         if skip.head_bits is not None:
             heads = map(linears, self.model.head_parts().values())
-            weights = [each.weight for inside in heads for _, each in inside]
+            weights = [each.weight for inside in heads for each in inside]
             nbytes += sum(rounded_bytes(weight, skip.head_bits) for weight in weights)
         return nbytes
 

@@ -35,7 +35,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.timing.rounds import CONTEXT, STEPS, Times, time_rounds, typical
 from layerskip.timing.tables import machine, traffic_of
 
-LOW_FACTS = ("low_bits", "low_head_bits", "healed")
+LOW_FACTS = ("low_bits", "low_head_bits")
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
 BUDGET = 6.0  # seconds after which no further repeat starts
 LEAST = 1e-15  # seconds per byte, if a model is so small that only the constant is visible
@@ -50,7 +50,7 @@ Seconds = dict[Place, dict[Work, float]]
 
 
 def low_facts(low: SkipConfig | None) -> dict[str, Any]:
-    """A record's description of the low precision that it prices: bits, and the healing hash.
+    """A record's description of the low precision that it prices: bits.
 
     The head's bits are included if they differ from the rest.
     """
@@ -59,7 +59,7 @@ def low_facts(low: SkipConfig | None) -> dict[str, Any]:
     facts: dict[str, Any] = {"low_bits": low.low.bits}
     if low.low.head_bits not in (None, low.low.bits):
         facts["low_head_bits"] = low.low.head_bits
-    return facts if low.trained is None else {**facts, "healed": low.trained.hash}
+    return facts
 
 
 @torch.no_grad()

@@ -33,12 +33,10 @@ from layerskip.vocabulary import ranked
 
 TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether or not it pays."""
-RANK = 16
 PASSES = 2  # over the texts, if a number of tokens is requested
-FOR_TEXTS, FOR_FEATURES, FOR_JUDGING = 0.2, 0.25, 0.1  # shares of the requested minutes
+FOR_TEXTS, FOR_FEATURES, FOR_JUDGING = 0.4, 0.25, 0.1  # shares of the requested minutes
 LEAST_JUDGING = 60.0
 """Minimum seconds for judging, but at most a third of the total."""
-FOR_TEXTS_OF_MODULES = 0.4  # modules train three times as fast, so they see texts about as often
 FEW = 20_000
 """Tokens of answers that, read twice, gave most of the gain of SmolLM2's drafts."""
 APART = 8  # maximum number of windows held out to measure the curve
@@ -63,10 +61,9 @@ class Recipe(BaseRecipe):
         ValueError: a value is out of range, or neither tokens nor minutes are given.
     """
 
-    kind: str = "healed"
+    kind: str
     skip: SkipConfig | None = None
     tokens: int | None = None
-    rank: int = RANK
     vocabulary: int = 8192
 
     def __post_init__(self) -> None:
@@ -75,10 +72,8 @@ class Recipe(BaseRecipe):
             raise ValueError("say how long to train: tokens or minutes")
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as JSON values; initial weights by their hash, not by their path."""
+        """The recipe as JSON values."""
         skip = None if self.skip is None else self.skip.to_dict()
-        if skip is not None and "trained" in skip:
-            del skip["trained"]["weights"]
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"skip": skip}
 
 
@@ -111,8 +106,6 @@ class Training(Stages):
         self.skip = replace(
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
         )
-        if self.skip.trained is not None:
-            opened.weights.deltas(self.skip.trained)  # rejects a wrong file now, not in an hour
         rate = self.student.rate if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
         self.tap = self.skip.shared_prefix() if self.student.tapped else None
@@ -135,13 +128,7 @@ class Training(Stages):
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         recipe, frequent = self.recipe, self._frequent(texts)
         judge = Judge(self.opened, frequent)
-        student = self.student(
-            self.opened,
-            self.skip,
-            rank=recipe.rank,
-            dtype=torch.bfloat16 if self.half else torch.float32,
-            seed=recipe.seed,
-        )
+        student = self.student(self.opened)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
         self._train(student, ids, lambda some: self._steps(student, judge, ids, some), judging)
@@ -168,9 +155,8 @@ class Training(Stages):
     def _make_texts(self) -> None:
         recipe = self.recipe
         enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
-        of_texts = FOR_TEXTS_OF_MODULES if self.student.module else FOR_TEXTS
         left = self.until - time.monotonic() + self.seconds["texts"]
-        limit = of_texts * max(1.0, left)
+        limit = FOR_TEXTS * max(1.0, left)
         if recipe.minutes is not None and self.corpus.answers:
             self._foresee(limit)
         self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
@@ -278,11 +264,11 @@ class Training(Stages):
         """Write the draft's weights and its skip config to the folder."""
         kind, model = self.recipe.kind, self.opened.model
         weights = student.weights()
-        if self.student.module and len(frequent) < self.opened.vocabulary:
+        if len(frequent) < self.opened.vocabulary:
             weights[TOKENS] = frequent.int()
         trained = save_trained(self.folder / "draft.safetensors", weights, kind, model)
         low = self.skip.low
-        if low is None and self.student.module and self.opened.execution == "native":
+        if low is None and self.opened.execution == "native":
             low = ROUNDED_MODULE
         replace(
             self.skip,

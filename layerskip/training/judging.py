@@ -61,7 +61,7 @@ def judge(training: Training, skip: SkipConfig, usual: SkipConfig | None = None)
     base, usual = replace(training.skip, num_layers=None), usual or automatic_draft(opened).skip
     drafts = {TRAINED: skip}
     if training.skip.shared_prefix() < opened.num_sublayers:  # otherwise it is the whole model
-        drafts["untrained" if base.trained is None else "begun with"] = base
+        drafts["untrained"] = base
     if usual is not None:
         drafts[BEFORE] = usual
     acceptance: dict[str, dict[str, list[float]]] = {}

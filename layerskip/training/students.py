@@ -6,7 +6,6 @@ Shapes: B windows, T tokens of one, H hidden width, K tokens predicted at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,18 +19,13 @@ from layerskip.training.losses import DraftStates, TrainingBatch
 class Student(nn.Module, ABC):
     """A module in training, made for a model and a draft's resolved skip config.
 
-    Its further arguments are `rank`, `dtype` and `seed`, for corrections of rounded weights.
-
     Attributes:
         rate: learning rate. On demo-gemma2, modules reach in 150,000 tokens what took 240,000 to
             470,000 at a fifth or a tenth of it.
-        module: whether it is an additional module. Such drafts can draft only tokens that were in
-            their training.
         tapped: whether it also reads the target's states after an exit.
     """
 
     rate = 5e-3
-    module = True
     tapped = False
 
     @classmethod
@@ -68,7 +62,7 @@ class BlockStudent(Student):
 
     trains: type[DraftModule]
 
-    def __init__(self, model: Sublayers, skip: SkipConfig, **_: Any) -> None:
+    def __init__(self, model: Sublayers) -> None:
         super().__init__()
         self.block = self.trains(model).float()
         self.embed = model.embed

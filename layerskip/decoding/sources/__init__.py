@@ -23,7 +23,7 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
     if isinstance(draft, Source):
         return draft
     skip = draft.resolve(model.num_layers)
-    if skip.trained is not None and skip.trained.module:
+    if skip.trained is not None:
         return TrainedDraft(model, skip)
     return SublayerDraft(model, skip)
 
