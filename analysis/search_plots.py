@@ -14,8 +14,8 @@ from layerskip.analysis.plots import skip_map
 MANY = 200  # number of trials from which on points are small
 PROPOSERS = {
     "first": ("first sets", MUTED, "s"),
-    "ours": ("our Gaussian process", BLUE, "o"),
-    "gp": ("Optuna's Gaussian process", GREEN, "^"),
+    "gp": ("Optuna's Gaussian process", BLUE, "o"),
+    "ours": ("the earlier Gaussian process", GREEN, "^"),
     "tpe": ("Optuna's TPE", ORANGE, "v"),
     "random": ("random", PURPLE, "x"),
 }

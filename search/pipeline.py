@@ -33,10 +33,9 @@ from layerskip.search import finalists, study
 from layerskip.search.finalists import Finalist, Progress
 from layerskip.search.fitting import Bits, influence, parts_of, space_for, typical_context
 from layerskip.search.objective import Objective, OutOfTime
-from layerskip.search.proposals import given, warm_starts
 from layerskip.search.record import search_record
 from layerskip.search.space import Space
-from layerskip.search.surrogate import Surrogate
+from layerskip.search.warm_starts import given, warm_starts
 from layerskip.timing import sublayers as sublayer_costs
 from layerskip.timing.tables import machine
 
@@ -126,7 +125,7 @@ class Search:
         self.default: dict[str, Any] | None = None
         self.winner: Finalist | None = None
         self.keep_default = False
-        self.sampler: study.SamplerName = "ours"
+        self.sampler: study.SamplerName = "gp"
         self.plain_tokens_per_second: float | None = None
         started = time.perf_counter()
         self.law = law_of(task.law)
@@ -247,7 +246,7 @@ class Search:
         self,
         trials: int | None = None,
         *,
-        sampler: study.SamplerName = "ours",
+        sampler: study.SamplerName = "gp",
         timeout: float | None = None,
         on_trial: Callable[[study.Standing], None] = lambda _: None,
     ) -> None:
@@ -264,13 +263,12 @@ class Search:
         if timeout is None and trials is None:
             trials = default_trials(self.space)
         self.sampler = sampler
-        surrogate = Surrogate(self.space, self.objective.prices, self.influence)
         try:
             study.run(
                 self.study,
                 self.space,
                 self.objective,
-                sampler=study.sampler_of(sampler, self.space, surrogate, self.task.seed),
+                sampler=study.Sampler(sampler, self.space, self.task.seed),
                 name=sampler,
                 trials=trials,
                 warm_starts=self.warm_starts,
@@ -374,7 +372,7 @@ def search(
     space: str = "sublayer",
     bits: Bits = "auto",
     allow_ends: bool = False,
-    sampler: study.SamplerName = "ours",
+    sampler: study.SamplerName = "gp",
     trials: int | None = None,
     timeout: float | None = None,
     positions: int | None = None,
@@ -406,7 +404,7 @@ def search(
         bits: of low precision, 8 or 4, or None for none. "auto" is 8 if products in 8 bits are
             fast (execution "native").
         allow_ends: drafts may also skip the first layer, and sublayers of the last.
-        sampler: ours, or Optuna's gp, tpe or random.
+        sampler: Optuna's Gaussian process (gp), Parzen estimator (tpe) or random.
         trials: total number of evaluations; by default as many as suit the space.
         timeout: seconds after which trials end.
         positions: number of draft starts in a trial; by default all of the texts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,6 @@ LONGEST = 8
 """Maximum draft length that is priced."""
 
 
-def bits_of(masks: Sequence[int], count: int) -> Array:
-    """The first bits of masks, (M, count)."""
-    size = -(-count // 8)
-    whole = (1 << 8 * size) - 1
-    data = b"".join((mask & whole).to_bytes(size, "little") for mask in masks)
-    packed = np.frombuffer(data, np.uint8).reshape(len(masks), size)
-    return np.unpackbits(packed, axis=1, bitorder="little")[:, :count].astype(float)
-
-
 class Prices:
     """Draft and verify costs of a space's sets, in target steps, from the parts of a record.
 
@@ -36,7 +27,7 @@ class Prices:
     drafted token alone through the shared prefix, then all drafted tokens and the one before them
     through the rest of the model and the head. MLPs with fewer experts cost less in proportion to
     what they read, and attention with a window as much as in a text of that length.
-    Shapes: M sets, n sublayers, K the longest pass.
+    Shapes: n sublayers, K the longest pass.
 
     Args:
         record: the result of `layerskip.timing.sublayers.measure`.
@@ -83,8 +74,27 @@ class Prices:
 
     def table(self, mask: int) -> CostTable:
         """The costs of one set's rounds."""
-        draft, prefix = self._drafts([mask])
-        return self._table(float(draft[0]), prefix[0])
+        space, record, n = self.space, self.record, self.sublayers
+        bits = np.array([mask >> bit & 1 for bit in range(2 * n + 1)])
+        kept, low, low_head = 1 - bits[:n], bits[n : 2 * n], bits[2 * n]
+        changed = np.maximum(bits[:n], low)  # (n,)
+        read = np.ones(n)
+        experts, window = space.number("experts", mask), space.number("window", mask)
+        if experts is not None:
+            read[1::2] = record["experts"][str(experts)]
+            changed[1] = 1
+        if window is not None:
+            changed[0] = 1
+        prefix = int(changed.argmax()) if changed.any() else n  # sublayers shared with the target
+        head = record.get("low_head", record["head"]) if low_head else record["head"]
+        if (vocabulary := space.number("vocabulary", mask)) is not None:
+            head *= vocabulary / record["vocabulary"]
+        sublayers = float((kept * read * (self.exact * (1 - low) + self.low * low)).sum())
+        repeated = dict(record.get("repeated", [[1.0, 1.0]]))
+        factor = on_line(repeated, (sublayers + head) / (self.exact.sum() + record["head"]))
+        keys = float((kept * self._keys(window)).sum())
+        draft = factor * (sublayers + head) + keys + record["rest"]
+        return self._table(float(draft / self.step), prefix)
 
     @property
     def passes(self) -> CostTable:
@@ -99,39 +109,6 @@ class Prices:
         """How far the costs may be off, such as " ±4%"; empty if they do not say."""
         spread = self.record.get("spread")
         return "" if spread is None else f" ±{math.ceil(100 * spread)}%"
-
-    def __call__(self, masks: Sequence[int]) -> tuple[Array, Array]:
-        """Costs of a draft step (M,), and of passes over 1, 2, ... tokens (M, LONGEST + 1)."""
-        draft, prefix = self._drafts(masks)
-        return draft, self.verify[prefix, : LONGEST + 1]
-
-    def _drafts(self, masks: Sequence[int]) -> tuple[Array, NDArray[np.int64]]:
-        """Costs of a draft step (M,), and the number of sublayers that each set shares (M,)."""
-        space, record, n = self.space, self.record, self.sublayers
-        bits = bits_of(masks, 2 * n + 1)
-        kept, low, low_head = 1 - bits[:, :n], bits[:, n : 2 * n], bits[:, 2 * n]
-        changed = np.maximum(1 - kept, low)  # (M, n)
-        read = np.ones((len(masks), n))
-        for number, bit in space.numbers["experts"].items():
-            rows = np.array([bool(mask & bit) for mask in masks])
-            read[rows, 1::2] = record["experts"][str(number)]
-            changed[rows, 1] = 1.0
-        keys = np.tile(self._keys(None), (len(masks), 1))
-        for number, bit in space.numbers["window"].items():
-            rows = np.array([bool(mask & bit) for mask in masks])
-            keys[rows] = self._keys(number)
-            changed[rows, 0] = 1.0
-        prefix = np.where(changed.any(1), changed.argmax(1), n)
-        head = np.where(low_head > 0, record.get("low_head", record["head"]), record["head"])
-        for number, bit in space.numbers["vocabulary"].items():
-            share = number / record["vocabulary"]
-            head = head * [share if mask & bit else 1.0 for mask in masks]
-        sublayers = (kept * read * (self.exact * (1 - low) + self.low * low)).sum(1)
-        repeated = dict(record.get("repeated", [[1.0, 1.0]]))
-        whole = self.exact.sum() + record["head"]
-        factor = np.array([on_line(repeated, part / whole) for part in sublayers + head])
-        draft = factor * (sublayers + head) + (kept * keys).sum(1) + record["rest"]
-        return draft / self.step, prefix
 
     def _by_sublayer(self, *names: str) -> Array:
         return np.stack([np.array(self.record[name]) for name in names], 1).ravel()

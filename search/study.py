@@ -10,7 +10,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import optuna
 from optuna import Study, Trial
@@ -22,12 +22,20 @@ from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.search.objective import Evaluation, Losing, OutOfTime
-from layerskip.search.proposals import WARM_STARTS, propose
-from layerskip.search.space import Space
+from layerskip.search.space import Space, changed
 from layerskip.search.storage import open_storage, quiet, readable_errors
-from layerskip.search.surrogate import Surrogate
+from layerskip.search.warm_starts import WARM_STARTS
+from layerskip.timing.threads import cpu_threads
 
-SamplerName = Literal["ours", "gp", "tpe", "random"]
+SamplerName = Literal["gp", "tpe", "random"]
+GUIDED = ("gp", "tpe", "ours")
+"""Origins of trials that a model of the others proposed; earlier versions wrote "ours"."""
+STARTUP = 4
+"""Finished trials from which on the Gaussian process proposes."""
+MODELLED = 100
+"""Trials that the Gaussian process knows, the best: its time grows faster than their number."""
+CHANGES = 1000
+"""Maximum number of random changes to a set that was tried before."""
 LOSES = 0.1
 """A trial ends early if the probability that its loss is due to chance is below this."""
 
@@ -107,15 +115,22 @@ def value_of(trial: FrozenTrial) -> float:
     return trial.value
 
 
-class OurSampler(BaseSampler):
-    """Proposes the most promising set by a `Surrogate` of the finished trials.
+class Sampler(BaseSampler):
+    """Proposes sets by one of Optuna's samplers, none a second time.
 
-    The proposal depends only on these, the seed and the trial's number, so that a resumed study
-    continues as it would have.
+    A proposal depends only on the finished trials, the seed and the trial's number, so that a
+    resumed study continues as it would have. A set that was tried before, or in which nothing
+    runs, is changed at random until it is new.
+
+    Raises:
+        ValueError: an unknown name.
     """
 
-    def __init__(self, space: Space, surrogate: Surrogate, seed: int) -> None:
-        self.space, self.surrogate, self.seed = space, surrogate, seed
+    def __init__(self, name: SamplerName, space: Space, seed: int) -> None:
+        if name not in get_args(SamplerName):
+            names = ", ".join(get_args(SamplerName))
+            raise ValueError(f"sampler must be one of {names}, got {name!r}")
+        self.name, self.space, self.seed = name, space, seed
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -128,39 +143,38 @@ class OurSampler(BaseSampler):
         if not search_space:
             return {}
         space, finished = self.space, finished_sets(study, self.space)
-        values = {mask: value_of(each) for mask, each in finished.items() if mask}
-        rough = frozenset(m for m, each in finished.items() if each.user_attrs.get("ended_early"))
         running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        claimed = {
+        taken = {0, *finished} | {
             space.from_params(each.params)
             for each in running
             if each.number != trial.number and each.params.keys() == space.switches.keys()
         }
         draw = random.Random(f"{self.seed} {trial.number}")
-        mask = propose(space, self.surrogate, values, rough, {0, *values, *claimed}, draw)
-        return space.params(mask or 0)
+        proposed = self._asked([*finished.values()], draw.getrandbits(32))
+        mask = space.from_params(proposed)
+        for _ in range(CHANGES):
+            if mask in space and mask not in taken:
+                return space.params(mask)
+            mask = changed(mask, draw.choice(space.changes(mask)))
+        return proposed
+
+    def _asked(self, finished: list[FrozenTrial], seed: int) -> dict[str, Any]:
+        """What Optuna proposes after some trials, which a study aside holds."""
+        sampler: BaseSampler = RandomSampler(seed=seed)
+        if self.name == "gp":
+            finished = sorted(finished, key=value_of)[-MODELLED:]
+            sampler = GPSampler(seed=seed, n_startup_trials=STARTUP, deterministic_objective=True)
+        elif self.name == "tpe":
+            sampler = TPESampler(seed=seed, n_startup_trials=WARM_STARTS)
+        aside = optuna.create_study(sampler=sampler, direction="maximize")
+        aside.add_trials(finished)
+        with cpu_threads(1):  # the process computes with small tensors
+            return aside.ask(self.space.distributions).params
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: Any
     ) -> Any:
         raise ValueError(f"{param_name} is not a parameter of {self.space}")
-
-
-def sampler_of(name: SamplerName, space: Space, surrogate: Surrogate, seed: int) -> BaseSampler:
-    """Our sampler, or one of Optuna's.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if name == "gp":
-        return GPSampler(seed=seed, n_startup_trials=WARM_STARTS)
-    if name == "tpe":
-        return TPESampler(seed=seed, n_startup_trials=WARM_STARTS)
-    if name == "random":
-        return RandomSampler(seed=seed)
-    if name != "ours":
-        raise ValueError(f"sampler must be one of ours, gp, tpe, random, got {name!r}")
-    return OurSampler(space, surrogate, seed)
 
 
 def run(
@@ -245,7 +259,7 @@ def standing(study: Study, trials: int | None = None) -> Standing:
     return Standing(
         finished=len(finished),
         trials=trials,
-        guided=sum(origin in ("ours", "gp", "tpe") for origin in origins),
+        guided=sum(origin in GUIDED for origin in origins),
         best=-math.inf if best is None else value_of(best),
         best_origin="" if best is None else best.user_attrs["origin"],
     )

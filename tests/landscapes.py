@@ -3,8 +3,6 @@
 import math
 import random
 
-import numpy as np
-
 from layerskip.costs.speculation import CostTable, speedup
 
 LENGTHS = range(1, 9)
@@ -69,10 +67,6 @@ class Landscape:
 
     def costs(self, mask):
         return CostTable(self.cost(mask), self.verify)
-
-    def prices(self, masks):
-        """The costs of many sets, in the form of `layerskip.search.prices`."""
-        return np.array(list(map(self.cost, masks))), np.tile(self.verify, (len(masks), 1))
 
     def influence(self, seed=0):
         """An estimate of each sublayer's damage, as from similarity: off by half to twice."""

@@ -28,7 +28,7 @@ def made_up(*, layers=12, trials=120, confirm=True, pays=True, finalists=4, seed
         if len(done) == trials:
             break
     if trials > 20:
-        done[11] = {"number": 11, "origin": "ours", "state": "failed"}
+        done[11] = {"number": 11, "origin": "gp", "state": "failed"}
     order = sorted((t for t in done if t["state"] == "complete"), key=lambda t: -t["speedup"])
     exits = [t for t in order if t["origin"].startswith("first:exit")][:1]
     chosen = [t for t in order if t not in exits][:finalists]
@@ -62,7 +62,7 @@ def made_up(*, layers=12, trials=120, confirm=True, pays=True, finalists=4, seed
         },
         "study": {"name": "layerskip", "storage": "search.log"},
         "trace": {"texts": 18, "starts": 1051, "draft_length": 8},
-        "sampler": "ours",
+        "sampler": "gp",
         "influence": [damage / 10 for damage in land.damage],
         "cost": {},
         "step_seconds": STEP,
@@ -118,7 +118,7 @@ def _proposals(land, layers, trials, draw, done):
         start = sum(1 << 2 * i for i in sets["attention"]) | sum(2 << 2 * i for i in sets["mlp"])
         mask = start ^ draw.choice(switches)
         if mask:
-            yield "ours", mask
+            yield "gp", mask
 
 
 def _trial(number, origin, mask, land):

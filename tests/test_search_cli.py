@@ -144,7 +144,7 @@ def test_what_it_says(found):
     assert "bound: no draft of the sublayer space of 6 layers" in result.stderr
     assert f"written to {output}: " in result.stderr
     rows = read_search(output / "search.json")["trials"]
-    guided = sum(trial["origin"] == "ours" for trial in rows)
+    guided = sum(trial["origin"] == "gp" for trial in rows)
     assert f"trials 12, of which guided {guided}\n" in result.stderr
     assert guided >= 12 - 10
     assert result.stdout.startswith("Run `layerskip generate ")
@@ -219,14 +219,14 @@ def test_skip_configs_of_ones_own_are_tried_first(tmp_path, searched):
 @pytest.mark.thorough
 def test_samplers_and_spaces_by_name(searched, tmp_path):
     """A study may continue with another sampler."""
-    for sampler, trials_asked in (("random", 12), ("tpe", 14), ("ours", 15)):
+    for sampler, trials_asked in (("random", 12), ("tpe", 14), ("gp", 15)):
         named = ("--sampler", sampler, "--space", "sublayer,vocabulary")
         result = searched(*named, "--trials", trials_asked)
         assert result.exit_code == 0
     record = read_search(tmp_path / "out" / "search.json")
     origins = [trial["origin"] for trial in record["trials"]]
-    assert origins[-5:] == ["random", "random", "tpe", "tpe", "ours"]
-    assert record["sampler"] == "ours"
+    assert origins[-5:] == ["random", "random", "tpe", "tpe", "gp"]
+    assert record["sampler"] == "gp"
     assert record["space"]["parts"] == ["vocabulary"]
     assert all(each["decoding"]["lookup"] is False for each in record["finalists"])
     assert "got 'magic'" in refused("search", "--space", "magic", "--output", tmp_path / "no")

@@ -551,7 +551,7 @@ class TestRefusals:
             ({"finalists": 0}, "must be 1 or more, got 0 and 2"),
             ({"repeats": 0}, "must be 1 or more, got 3 and 0"),
             ({"space": "magic"}, "space must be one of exit, layer, sublayer"),
-            ({"sampler": "magic"}, "sampler must be one of ours, gp, tpe, random"),
+            ({"sampler": "magic"}, "sampler must be one of gp, tpe, random, got 'magic'"),
             ({"acceptance": "magic"}, "acceptance must be 'coupled' or 'rejection'"),
             ({"do_sample": True, "temperature": 0.0}, "temperature"),
             ({"do_sample": True, "top_p": -0.5}, "top_p"),

@@ -7,8 +7,8 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 
 from layerskip.config import LowPrecision, SkipConfig, Trained
-from layerskip.search.proposals import WARM_STARTS, given, warm_starts
 from layerskip.search.space import Space, changed
+from layerskip.search.warm_starts import WARM_STARTS, given, warm_starts
 
 
 def space(kind="sublayer", num_layers=5, **options):

@@ -1,14 +1,13 @@
 """The search as an Optuna study: it finds good sets, and loses nothing."""
 
 import multiprocessing
-import random
 import signal
 import sqlite3
 import time
 import warnings
+from functools import cache
 from pathlib import Path
 
-import numpy as np
 import optuna
 import pytest
 from covering import covering
@@ -19,11 +18,10 @@ from optuna.trial import TrialState
 from layerskip.files.records import redacted
 from layerskip.search import study
 from layerskip.search.objective import Evaluation, OutOfTime
-from layerskip.search.proposals import WARM_STARTS, warm_starts
 from layerskip.search.space import Space
 from layerskip.search.storage import quiet
-from layerskip.search.study import fail_abandoned, finished_sets, open_study, run, sampler_of
-from layerskip.search.surrogate import WORST, Surrogate, damage_of, speedups
+from layerskip.search.study import Sampler, fail_abandoned, finished_sets, open_study, run
+from layerskip.search.warm_starts import WARM_STARTS, warm_starts
 
 TWELVE_BITS = Space(kind="sublayer", num_layers=6, allow_ends=True)
 LAYERS = Space(kind="layer", num_layers=4)  # 8 sets, one of which skips nothing
@@ -40,14 +38,21 @@ def evaluation_of(landscape):
     return evaluate
 
 
-def searched(space, landscape, trials, *, name="ours", storage=None, seed=0, first=None, **options):
+def searched(space, landscape, trials, *, name="gp", storage=None, seed=0, first=None, **options):
     found, influence = open_study(space, storage=storage), landscape.influence()
-    sampler = sampler_of(name, space, Surrogate(space, landscape.prices, influence), seed)
+    sampler = Sampler(name, space, seed)
     evaluate = options.pop("evaluate", evaluation_of(landscape))
     first = warm_starts(space, influence) if first is None else first
     how = {"sampler": sampler, "name": name, "trials": trials, "warm_starts": first}
     run(found, space, evaluate, **how, **options)
     return found
+
+
+@cache
+def fifty(exits):
+    """The study of fifty trials, and how often the landscape was asked."""
+    landscape = Landscape(12, 0, exits=exits)
+    return searched(LARGER, landscape, 50), landscape.calls
 
 
 def story(found):
@@ -69,11 +74,9 @@ class TestQuality:
 
     @pytest.mark.parametrize("exits", [False, *thorough(True)])
     def test_comes_near_a_long_search(self, exits):
-        landscape = Landscape(12, 0, exits=exits)
-        _, optimum = best_by_long_search(landscape, LARGER, restarts=1)
-        landscape.calls = 0
-        found = searched(LARGER, landscape, 50)
-        assert landscape.calls == 50
+        _, optimum = best_by_long_search(Landscape(12, 0, exits=exits), LARGER, restarts=1)
+        found, calls = fifty(exits=exits)
+        assert calls == 50
         assert found.best_trial.value >= 0.99 * optimum
 
     @pytest.mark.slow
@@ -82,7 +85,7 @@ class TestQuality:
     )
     def test_comes_near_long_searches(self, size, seed, exits):
         num_layers, trials = size
-        space, landscape = Space(kind="sublayer", num_layers=num_layers), Landscape(*size, seed)
+        space = Space(kind="sublayer", num_layers=num_layers)
         landscape = Landscape(num_layers, seed, exits=exits)
         _, optimum = best_by_long_search(landscape, space)
         assert searched(space, landscape, trials).best_trial.value >= 0.99 * optimum
@@ -100,48 +103,24 @@ class TestQuality:
         assert max(values) >= 0.98 * optimum
 
     def test_most_trials_are_guided(self):
-        found = searched(LARGER, Landscape(12, 0), 40)
+        found, _ = fifty(exits=False)
         origins = [trial.user_attrs["origin"] for trial in found.trials]
-        guided = [origin == "ours" for origin in origins]
-        assert all(2 * sum(guided[:n]) >= n for n in range(20, 41))
+        guided = [origin == "gp" for origin in origins]
+        assert all(2 * sum(guided[:n]) >= n for n in range(20, 51))
         assert all(origin.startswith("first:") for origin in origins[: guided.index(True)])
         assert guided.index(True) <= WARM_STARTS
         assert study.standing(found).guided == sum(guided)
-        assert len(finished_sets(found, LARGER)) == 40
-
-
-class TestSurrogate:
-    def test_damage_is_what_the_formula_gives_the_speedup_for(self):
-        damage, draft = np.array([0.01, 0.2, 1.0, 2.4]), np.array([0.3, 0.5, 0.1, 0.9])
-        verify = np.tile(1 + 0.05 * np.arange(9), (4, 1))
-        gained = speedups(damage, draft, verify)
-        assert damage_of(gained, draft, verify) == pytest.approx(damage, abs=1e-6)
-        expected = [(1 + a + a * a) / (2 * 0.3 + 1.1) for a in [np.exp(-0.01)]]
-        assert gained[0] >= expected[0]
-        assert damage_of(np.zeros(4), draft, verify) == pytest.approx([WORST] * 4)
-
-    def test_it_foretells_sets_that_it_has_not_seen(self):
-        landscape = Landscape(12, 3)
-        surrogate = Surrogate(LARGER, landscape.prices, landscape.influence())
-        found = searched(LARGER, landscape, 30)
-        surrogate.fit({m: trial.value for m, trial in finished_sets(found, LARGER).items()})
-        draw = random.Random(2)
-        switches = LARGER.leaving_out
-        others = [sum(draw.sample(switches, draw.randrange(1, 12))) for _ in range(60)]
-        assert (surrogate.improvement(others) >= 0).all()
-        surrogate.best = 0.0  # from here on, the improvement equals the value
-        real = [landscape(mask)[0] for mask in others]
-        assert np.corrcoef(surrogate.improvement(others), real)[0, 1] > 0.8
+        assert len(finished_sets(found, LARGER)) == 50
 
 
 class TestLedger:
-    @pytest.mark.parametrize("name", ["ours", "tpe", "random", "gp"])
+    @pytest.mark.parametrize("name", ["gp", "tpe", "random"])
     def test_what_comes_next_follows_from_the_seed(self, name):
-        landscape, trials = Landscape(4, 0), 9 if name == "gp" else 14
+        landscape, trials = Landscape(4, 0), 14
         space = Space(kind="sublayer", num_layers=4)
         found = searched(space, landscape, trials, name=name)
         assert name in {t.user_attrs["origin"] for t in found.trials}
-        assert len(found.trials) >= trials
+        assert len(finished_sets(found, space)) == trials  # none is tried twice
         assert story(searched(space, landscape, trials, name=name)) == story(found)
 
     def test_stops_where_the_space_ends(self):

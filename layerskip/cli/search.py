@@ -79,10 +79,9 @@ def search(
     allow_ends: bool = switch(
         "--allow-ends", "Let drafts also skip the first layer and sublayers of the last."
     ),
-    sampler: Literal["ours", "gp", "tpe", "random"] = flag(
-        "What proposes drafts: ours, or an Optuna sampler: Gaussian process (gp), Parzen estimator "
-        "(tpe) or random.",
-        default="ours",
+    sampler: Literal["gp", "tpe", "random"] = flag(
+        "Trial sampler, of Optuna: Gaussian process (gp), Parzen estimator (tpe) or random.",
+        default="gp",
     ),
     trials: int | None = flag("Number of trials.  [default: as many as time allows]", "N", min=1),
     timeout: float | None = flag(

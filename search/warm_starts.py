@@ -1,22 +1,18 @@
-"""Chooses sets to try: a few to begin with, then the most promising by the surrogate."""
+"""The first sets of a search, which are tried before a sampler proposes any."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 
 from layerskip.config import SkipConfig
-from layerskip.search.space import Space, changed
-from layerskip.search.surrogate import Surrogate
+from layerskip.search.space import Space
 
 WARM_STARTS = 10
-"""Maximum number of sets to try before a model proposes one, besides the user's own."""
+"""Maximum number of sets to try before a sampler proposes one, besides the user's own."""
 DEPTHS = (0.5, 0.25, 0.75)
 """Shares of the layers for early exits among the first sets."""
 SHARES = (0.1, 0.25, 0.5)
 """Shares of the switches that the first sets skip, starting with the least influential."""
-CLIMBS, STEPS, PAIRED = 4, 12, 12
-"""Climbs per proposal, maximum moves per climb, and number of changes also combined in pairs."""
 
 
 def warm_starts(space: Space, influence: Sequence[float]) -> dict[str, int]:
@@ -65,52 +61,3 @@ def given(space: Space, configs: Mapping[str, SkipConfig]) -> dict[str, int]:
                 f"ends free), or leave it out"
             )
     return masks
-
-
-def propose(
-    space: Space,
-    surrogate: Surrogate,
-    values: Mapping[int, float],
-    rough: frozenset[int],
-    taken: set[int],
-    draw: random.Random,
-) -> int | None:
-    """The new set with the highest expected improvement found by climbs; None if there is none.
-
-    Climbs start from the best sets and a random one, and change one switch at a time; the first
-    move may change two.
-
-    Args:
-        values: speedups by mask; those of `rough` are estimated from few positions.
-        taken: sets not to propose.
-    """
-    ranked = sorted(values, key=lambda mask: -values[mask]) or [0]
-    surrogate.fit(values, rough)
-    highest, chosen = -1.0, None
-    for start in [*ranked[: CLIMBS - 1], draw.choice(ranked)]:
-        at, reached = start, -1.0
-        for step in range(STEPS):
-            changes = space.changes(at)
-            moves = [changed(at, change) for change in changes]
-            if step == 0:
-                gains = surrogate.improvement(moves)
-                best = sorted(range(len(moves)), key=lambda i: -gains[i])[:PAIRED]
-                moves += [
-                    changed(moves[i], changes[j])
-                    for number, i in enumerate(best)
-                    for j in best[number + 1 :]
-                    if changes[i][0] != changes[j][0]
-                ]
-            moves = [mask for mask in moves if space.runs(mask) and mask not in taken]
-            if not moves:
-                break
-            gains = surrogate.improvement(moves)
-            top = int(gains.argmax())
-            if gains[top] <= reached:
-                break
-            at, reached = moves[top], float(gains[top])
-        if at != start and reached > highest:
-            highest, chosen = reached, at
-    if chosen is None:
-        return next((mask for mask in space.enumerate() if mask and mask not in taken), None)
-    return chosen
