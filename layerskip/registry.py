@@ -17,21 +17,21 @@ ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
 """Parameters of `adaptive-threshold`, with the values in Draft & Verify's published code."""
 
 LossName = Literal["lk", "kl", "tvd++", "ce"]
-TrainedKind = Literal["exit-block", "feature-block", "heads", "streams"]
+TrainedKind = Literal["exit-block", "heads", "streams"]
 TRAINED: dict[str, str] = {
     "exit-block": "a trained block",
-    "feature-block": "a trained block over features",
     "heads": "trained heads",
     "streams": "trained streams",
 }
 """Kinds of trained modules, in words."""
 REMOVED = {
     "healed": "leave `trained` out, which drafts without corrections, or train exits",
+    "feature-block": "train its successor with `layerskip train --draft eagle3`",
 }
 """Kinds that earlier versions trained, and what to use now."""
-ALONE = ("feature-block", "heads", "streams")
+ALONE = ("heads", "streams")
 """Modules that draft without any of the model's sublayers."""
-StudentName = Literal["exit-block", "feature-block", "heads", "streams", "assistant", "eagle3"]
+StudentName = Literal["exit-block", "heads", "streams", "assistant", "eagle3"]
 
 Role = Literal["controller", "loss", "student", "module", "state"]
 PLACES: dict[Role, dict[str, str]] = {
@@ -50,7 +50,6 @@ PLACES: dict[Role, dict[str, str]] = {
     },
     "student": {
         "exit-block": "research.students:ExitStudent",
-        "feature-block": "research.students:FeatureStudent",
         "heads": "training.students:HeadsStudent",
         "streams": "research.students:StreamsStudent",
         "assistant": "training.students:Further",
@@ -58,13 +57,11 @@ PLACES: dict[Role, dict[str, str]] = {
     },
     "module": {
         "exit-block": "research.blocks:ExitBlock",
-        "feature-block": "research.blocks:FeatureBlock",
         "heads": "model.blocks:Heads",
         "streams": "research.blocks:Streams",
     },
     "state": {
         "exit-block": "research.block_states:ExitState",
-        "feature-block": "research.block_states:FeatureState",
         "heads": "decoding.sources.trained:HeadsState",
         "streams": "research.block_states:StreamsState",
     },

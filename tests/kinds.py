@@ -20,10 +20,10 @@ from layerskip.model.blocks import Heads
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
-from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
+from layerskip.research.blocks import ExitBlock, Layer, Streams
 from layerskip.research.logit_lookup import LogitTable
 
-BLOCKS = ("exit-block", "feature-block", "heads", "streams")
+BLOCKS = ("exit-block", "heads", "streams")
 LOW = {
     "8 bits": SkipConfig(low=LowPrecision()),
     "4 bits, head in 8, a layer out": SkipConfig(
@@ -35,7 +35,7 @@ LOW = {
     ),
     "8 bits, head in 4, from an MLP on": SkipConfig(low=LowPrecision(attention=(1, 2), head=4)),
 }
-ROUNDED = "feature-block in 8 bits"
+ROUNDED = "streams in 8 bits"
 CONFIGS = (*LOW, *BLOCKS, ROUNDED)
 """What a skip config names, of a model of three layers at least."""
 OFFICIAL = ("official assistant", "official assistant, centroids") if KNOWN else ()
@@ -74,7 +74,7 @@ def block_of(kind, model, size=0.2):
             weight.data.normal_(std=size, generator=generator)
             weight.data[:, len(weight) :] += 4 * torch.eye(len(weight), dtype=weight.dtype)
         return block
-    built = {"exit-block": ExitBlock, "feature-block": FeatureBlock, "streams": Streams}[kind]
+    built = {"exit-block": ExitBlock, "streams": Streams}[kind]
     block = built(opened)
     if kind != "exit-block":  # new ones only pass their input state on
         block.layer = Layer(opened)
@@ -106,7 +106,7 @@ def skip_of(kind, model, folder):
         return LOW[kind].resolve(layers)
     skip = SkipConfig.early_exit(layers // 2) if kind == "exit-block" else SkipConfig()
     if kind == ROUNDED:
-        kind, skip = "feature-block", SkipConfig(low=LowPrecision(attention=(), mlp=()))
+        kind, skip = "streams", SkipConfig(low=LowPrecision(attention=(), mlp=()))
     return replace(skip, trained=weights_of(kind, model, folder)).resolve(layers)
 
 

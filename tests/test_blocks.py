@@ -7,7 +7,7 @@ from models import FAMILIES, lively_model, prompt, tiny_model
 from layerskip.model.blocks import Heads
 from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.research.blocks import ExitBlock, FeatureBlock, Layer, Streams
+from layerskip.research.blocks import ExitBlock, Layer, Streams
 
 COUNT = 13  # more than a sliding window
 
@@ -56,7 +56,7 @@ def test_nothing_of_the_model_is_trained_or_shared():
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     opened = Sublayers(model)
     features, embedded = torch.randn(2, 2, COUNT, model.config.hidden_size).unbind()
-    for block in (ExitBlock(opened), FeatureBlock(opened), Heads(opened), Streams(opened)):
+    for block in (ExitBlock(opened), Heads(opened), Streams(opened)):
         given = (features,) if isinstance(block, ExitBlock) else (features, embedded)
         optimizer = torch.optim.SGD(block.parameters(), lr=1.0)
         # any function of the head's logits will do as a loss
@@ -73,8 +73,7 @@ def test_nothing_of_the_model_is_trained_or_shared():
 def test_every_token_sees_only_what_stands_before_it():
     model = Sublayers(lively_model("gemma3"))
     features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
-    blocks = {"exit": ExitBlock(model), "feature": FeatureBlock(model)}
-    blocks |= {"heads": Heads(model, 3), "streams": Streams(model, 3)}
+    blocks = {"exit": ExitBlock(model), "heads": Heads(model, 3), "streams": Streams(model, 3)}
     # new heads pass their features on, as the model itself would
     assert torch.equal(blocks["heads"](features, embedded)[:, :, 1], features)
     for name, block in blocks.items():
@@ -82,9 +81,7 @@ def test_every_token_sees_only_what_stands_before_it():
             weight.data.add_(torch.randn_like(weight) / 20)
         given = (features,) if name == "exit" else (features, embedded)
         whole = block(*given)
-        assert whole.shape == (
-            (1, COUNT, 3, 32) if name in ("heads", "streams") else (1, COUNT, 32)
-        )
+        assert whole.shape == ((1, COUNT, 32) if name == "exit" else (1, COUNT, 3, 32))
         half = block(*(each[:, :6] for each in given))
         torch.testing.assert_close(whole[:, :6], half, rtol=1e-9, atol=1e-9)
 
@@ -98,7 +95,7 @@ def test_streams_see_the_text_before_them_and_each_other(family):
         weight.data.add_(torch.randn_like(weight) / 5)
     features, embedded = torch.randn(2, 1, COUNT, 32, dtype=torch.float64).unbind()
     whole = block(features, embedded)  # (1, T, K, H)
-    first = FeatureBlock.forward(block, features, embedded)
+    first = block.layer(block.join(features, embedded))
     torch.testing.assert_close(whole[:, :, 0], first, rtol=1e-9, atol=1e-9)
     cache = RowCache(1, COUNT + 4, (block.layer.window,))
     rotary, blocks = model.rotary(COUNT + 4, COUNT + 4), block.layer.sublayers(model.backend)

@@ -54,6 +54,7 @@ REFUSED = {
         (lambda: LowPrecision(bits=6), "bits must be 8 or 4, got 6"),
         (lambda: replace(TRAINED, kind="eagle"), "kind must be one of exit-block, .*, got 'eagle'"),
         (lambda: replace(TRAINED, kind="healed"), "kind 'healed' was removed; leave `trained` out"),
+        (lambda: replace(TRAINED, kind="feature-block"), "was removed; train its successor with"),
         (lambda: replace(TRAINED, weights=""), "weights must not be empty"),
         (lambda: replace(TRAINED, hash="0A" * 32), "hash must be 64 hexadecimal digits"),
         # what fits no model

@@ -95,8 +95,8 @@ def test_files_that_hold_something_else(checkpoint, tmp_path):
     model = load(str(checkpoint)).model
     numbers = {"fuse.weight": torch.ones(3)}
     for kind, content, words in (
-        ("feature-block", b"not safetensors", "is not a safetensors file"),
-        ("feature-block", save(numbers), "holds no feature-block for this model"),
+        ("streams", b"not safetensors", "is not a safetensors file"),
+        ("streams", save(numbers), "holds no streams for this model"),
         ("heads", b"", "is not a safetensors file"),
     ):
         trained = save_trained(tmp_path / "draft", numbers, kind, model)

@@ -282,7 +282,7 @@ def test_an_error_leaves_a_session_as_good_as_before():
     assert alike(session, prompt(30), **how()).stats.num_known_tokens == 29
 
 
-@pytest.mark.parametrize("kind", ["exit-block", "feature-block", "heads", "streams"])
+@pytest.mark.parametrize("kind", ["exit-block", "heads", "streams"])
 def test_drafts_that_read_the_targets_states_of_prompts(kind, tmp_path):
     model = lively_model("llama")
     skip = draft_of(kind, model, tmp_path)

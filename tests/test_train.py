@@ -28,17 +28,14 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.prompts import Prompt
 from layerskip.registry import named
 from layerskip.replay.drafts import replay
-from layerskip.research.blocks import ExitBlock, FeatureBlock, Streams
+from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.training import assistants, data, drafts, features, judging, processes
 from layerskip.training.assistants import AssistantTraining
 from layerskip.training.drafts import Recipe, Training
 from layerskip.training.loop import schedule
 from layerskip.training.losses import ETA, divergences, overlap
 
-BEGIN = {
-    **{"exit-block": ExitBlock, "feature-block": FeatureBlock},
-    **{"heads": Heads, "streams": Streams},
-}
+BEGIN = {"exit-block": ExitBlock, "heads": Heads, "streams": Streams}
 BLOCKS = tuple(BEGIN)
 HOW = {"kind": "exit-block", "window": 16, "rows": 2, "vocabulary": 60}
 

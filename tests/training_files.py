@@ -24,7 +24,7 @@ def draft(first, cost, size):
 
 
 def training(**changes):
-    """The record of a training of a feature block; `recipe` is changed in part."""
+    """The record of a training, as an earlier version wrote it; `recipe` is changed in part."""
     recipe = {
         "kind": "feature-block",
         "loss": "lk",

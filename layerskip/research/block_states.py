@@ -1,7 +1,7 @@
 """Drafting with trained blocks, by states that have their own keys and values.
 
-A block after an exit reads the target's states there, which are exact for every accepted token. The
-others read the target's last states, which do not exist for the tokens that they draft.
+A block after an exit reads the target's states there, which are exact for every accepted token.
+Streams read the target's last states, which do not exist for the tokens that they draft.
 Shapes: R rows of a pass, T tokens, K streams, H hidden width, V vocabulary.
 """
 
@@ -87,42 +87,22 @@ class ExitState(_Layered):
         return self.advance(hidden, self.places(offset), self.step_blocks)[:, 0]
 
 
-class FeatureState(_Layered):
-    """Drafts from the target's last states, and then from its own."""
-
-    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
-        super().__init__(batch, draft)
-        self.tap: int = batch.model.num_sublayers
-        self.best = BEST
-        self.features: Tensor  # of the token fed last, (R, 1, H)
-
-    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
-        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
-        inputs: Tensor = self.block.join(features, self.batch.model.embed(tokens))
-        return inputs
-
-    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        if offset:
-            inputs = self.block.join(self.features, hidden)  # (R, 1, H)
-            self.features = self.advance(inputs, self.places(offset), self.blocks)
-        else:
-            self.features = self.catch_up()[:, None]  # (R, 1, H)
-        return self.head(self.features.transpose(0, 1), None)[0]
-
-    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
-        # Its own drafts were fed with its own features, not with the target's.
-        super().commit(row, emitted, min(steps, 1))
-
-
-class StreamsState(FeatureState):
-    """Drafts all tokens in one pass of its layer."""
+class StreamsState(_Layered):
+    """Drafts all tokens in one pass of its layer, from the target's last states."""
 
     everywhere = True
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
         super().__init__(batch, draft)
+        self.tap: int = batch.model.num_sublayers
+        self.best = BEST
         # Places after the longest draft have no slots, and are not needed.
         self.longest = self.count = min(self.block.count, batch.slots - batch.total - 1)
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
+        inputs: Tensor = self.block.join(features, self.batch.model.embed(tokens))
+        return inputs
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if not offset:
@@ -137,3 +117,6 @@ class StreamsState(FeatureState):
             self.raw = self.head(out[:, -self.count :], None)  # (R, up to K, V)
         # A round's last step may follow the last draft.
         return self.raw[:, min(offset, self.count - 1)]
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        super().commit(row, emitted, min(steps, 1))  # what streams leave are not the tokens' keys

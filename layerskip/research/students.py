@@ -1,4 +1,4 @@
-"""Training of blocks and streams, and published losses to compare with.
+"""Training of exit blocks and streams, and published losses to compare with.
 
 Shapes: B windows, T tokens of one, H hidden width.
 """
@@ -9,12 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config import SkipConfig
-from layerskip.research.blocks import ExitBlock, FeatureBlock, Streams
+from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.training.losses import DraftStates, TrainingBatch, divergences
-from layerskip.training.students import BlockStudent, HeadsStudent, shifted
-
-ROLLOUTS = 3
-"""Number of steps that a feature block runs ahead of the target in training."""
+from layerskip.training.students import BlockStudent, HeadsStudent
 
 
 class ExitStudent(BlockStudent):
@@ -37,23 +34,6 @@ class ExitStudent(BlockStudent):
 
     def forward(self, batch: TrainingBatch) -> DraftStates:
         return [(self.block(batch.tapped), 0)]
-
-
-class FeatureStudent(BlockStudent):
-    """Runs over the texts several times, from the second time on with its own outputs as features.
-
-    Then all keys come from its own features; in decoding, only those of drafted tokens do.
-    """
-
-    trains = FeatureBlock
-
-    def forward(self, batch: TrainingBatch) -> DraftStates:
-        features, embedded = self.before(batch)
-        steps: DraftStates = []
-        for _ in range(ROLLOUTS):
-            steps.append((self.block(features, embedded), 0))  # (B, T, H)
-            features = shifted(steps[-1][0])
-        return steps
 
 
 class StreamsStudent(HeadsStudent):
