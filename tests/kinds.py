@@ -25,7 +25,7 @@ from layerskip.research.logit_lookup import LogitTable
 
 BLOCKS = ("exit-block", "heads", "streams")
 LOW = {
-    "8 bits": SkipConfig(low=LowPrecision()),
+    "8 bits, a layer out": SkipConfig(attention=(2,), mlp=(2,), low=LowPrecision()),
     "4 bits, head in 8, a layer out": SkipConfig(
         attention=(1,), mlp=(1,), low=LowPrecision(bits=4, head=8)
     ),

@@ -132,7 +132,7 @@ def test_native_texts_are_those_of_native_plain_decoding_bit_by_bit(built, dtype
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    covering(("8 bits", *BLOCKS, "assistant", *OFFICIAL[1:]), ("llama", "gemma3")),
+    covering(("8 bits, a layer out", *BLOCKS, "assistant", *OFFICIAL[1:]), ("llama", "gemma3")),
 )
 def test_captured_texts_are_those_of_plain_decoding(kind, family, folder):
     family = family_of(kind, family)
