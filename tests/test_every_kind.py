@@ -174,7 +174,10 @@ SOURCES = {
     "lookup, layers left out": (Lookup(PAIRS), SKIP.resolve(6)),
     "lookup, assistant": (Lookup(PAIRS), "assistant"),
 }
-REJECTION = [(source, law, True, "fused") for source, law in zip(SOURCES, cycle(PROCESSORS))]
+REJECTION = [  # logits are looked up only under laws of a temperature, top-k and top-p
+    (source, "none" if source == "stored logits" else law, True, "fused")
+    for source, law in zip(SOURCES, cycle(PROCESSORS))
+]
 # coupled texts are those of plain decoding, whatever drafts, so one draft suffices
 COUPLED = [("layers left out", law, False, "fused") for law in PROCESSORS]
 EXECUTIONS = [
