@@ -142,7 +142,9 @@ def long_names():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, run_files.made_up, long_names, *thorough(LARGE, SMALL)], ids=str
+    "settings",
+    [{}, run_files.made_up, long_names, *thorough(LARGE, SMALL)],
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_no_text_covers_another_or_leaves_the_picture(tmp_path, settings):
     with rc_context(STYLE):
