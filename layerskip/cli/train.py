@@ -141,7 +141,7 @@ def train(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model's early exits, or with --draft a draft for it, and say whether that pays.
+    """Train early exits, or a draft (--draft), and say if that pays.
 
     Exits are written as a new checkpoint; a draft leaves the model as it is. DIR keeps every stage
     (texts, features, training, judging), so the same command resumes after a stop. To train in
