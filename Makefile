@@ -19,7 +19,7 @@ LLAMA := $(shell $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null && \
 	echo --method llama.cpp --method llama.cpp-flash)
 
 .PHONY: demo test test-gpu test-oldest newest test-newest test-later checkpoints benchmark benchmark-smollm2 benchmark-context
-.PHONY: benchmark-gpu speed figures lint wheels
+.PHONY: benchmark-gpu speed figures lines lint wheels
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -133,6 +133,10 @@ figures: .venv/installed
 # is installed beside that torch no compiler is needed.
 wheels: .venv/installed-dev
 	$(BIN)/python scripts/make_wheels.py dist
+
+# Lines of code by room.
+lines:
+	$(PYTHON) scripts/lines.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check

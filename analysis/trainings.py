@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from layerskip.analysis.labels import printable, told_apart
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.files.trainings import read_training
 
 DEPTHS = 4

@@ -7,45 +7,45 @@ skip config, `layerskip --help`) do not load it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from layerskip.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from layerskip.checkpoints import load as load
-    from layerskip.config import DecodingOptions as DecodingOptions
-    from layerskip.config import LowPrecision as LowPrecision
-    from layerskip.config import SkipConfig as SkipConfig
-    from layerskip.config import Trained as Trained
+    from layerskip.api.generation import GenerationOutput as GenerationOutput
+    from layerskip.api.generation import LayerSkipDecoding as LayerSkipDecoding
+    from layerskip.api.generation import decode as decode
+    from layerskip.api.generation import generate as generate
+    from layerskip.api.loading import load as load
+    from layerskip.api.session import Session as Session
+    from layerskip.config.shipped import shipped as shipped
+    from layerskip.config.skips import DecodingOptions as DecodingOptions
+    from layerskip.config.skips import LowPrecision as LowPrecision
+    from layerskip.config.skips import SkipConfig as SkipConfig
+    from layerskip.config.skips import Trained as Trained
     from layerskip.decoding.rounds import DecodingStats as DecodingStats
     from layerskip.decoding.sources.base import Proposal as Proposal
     from layerskip.decoding.sources.base import Source as Source
     from layerskip.decoding.sources.base import State as State
     from layerskip.decoding.sources.lookup import Lookup as Lookup
-    from layerskip.generation import GenerationOutput as GenerationOutput
-    from layerskip.generation import LayerSkipDecoding as LayerSkipDecoding
-    from layerskip.generation import decode as decode
-    from layerskip.generation import generate as generate
-    from layerskip.model.fingerprint import fingerprint as fingerprint
+    from layerskip.families.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.model.opening import release as release
-    from layerskip.model.wrappers import UnsupportedModelError as UnsupportedModelError
-    from layerskip.named import shipped as shipped
     from layerskip.research.logit_lookup import LogitLookup as LogitLookup
-    from layerskip.session import Session as Session
-    from layerskip.vocabulary import check_vocabularies as check_vocabularies
-
-__version__ = "0.1.0"
+    from layerskip.texts.vocabulary import check_vocabularies as check_vocabularies
+    from layerskip.weights.fingerprint import fingerprint as fingerprint
 
 _NAMES = {
-    "checkpoints": "load",
-    "config": "DecodingOptions LowPrecision SkipConfig Trained",
+    "api.loading": "load",
+    "config.skips": "DecodingOptions LowPrecision SkipConfig Trained",
     "decoding.rounds": "DecodingStats",
     "decoding.sources.base": "Proposal Source State",
     "decoding.sources.lookup": "Lookup",
-    "generation": "GenerationOutput LayerSkipDecoding decode generate",
-    "model.fingerprint": "fingerprint",
+    "api.generation": "GenerationOutput LayerSkipDecoding decode generate",
+    "weights.fingerprint": "fingerprint",
     "model.opening": "release",
-    "model.wrappers": "UnsupportedModelError",
-    "named": "shipped",
+    "families.wrappers": "UnsupportedModelError",
+    "config.shipped": "shipped",
     "research.logit_lookup": "LogitLookup",
-    "session": "Session",
-    "vocabulary": "check_vocabularies",
+    "api.session": "Session",
+    "texts.vocabulary": "check_vocabularies",
 }
 """By module."""
 _HOME = {name: f"layerskip.{module}" for module in _NAMES for name in _NAMES[module].split()}

@@ -1,4 +1,4 @@
-"""Regenerates the table in layerskip/model/architectures.py for the installed transformers.
+"""Regenerates the table in layerskip/families/architectures.py for the installed transformers.
 
     python scripts/architectures.py
 
@@ -21,8 +21,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from layerskip.model import architectures
-from layerskip.model.families import ASSISTANTS, CONDITIONAL
+from layerskip.families import architectures
+from layerskip.families.known import ASSISTANTS, CONDITIONAL
 from layerskip.model.whole import level
 
 _HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}

@@ -29,9 +29,9 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from layerskip.checkpoints import encode, load
+from layerskip.api.loading import encode, load
 from layerskip.files.writing import replace_folder, write_text
-from layerskip.prompts import Prompt
+from layerskip.texts.prompts import Prompt
 
 SAMPLE = "In 2025 we paid  $67.89.\n    return {'a': x + 1}\n\n\tdone naïve 日本語 😀 …"
 """A text that a tokenizer must reproduce exactly."""

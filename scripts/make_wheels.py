@@ -1,7 +1,7 @@
 """Makes a wheel with built native passes, for this machine's Python, torch and kind of system.
 
 A library for each kind of vectors that torch knows on this processor is put into
-`layerskip/model/built/`, where it is found before anything is built (`extension.brought`).
+`layerskip/native/built/`, where it is found before anything is built (`extension.brought`).
 `auditwheel` then tags the wheel for the oldest glibc that it runs on; torch's own libraries are not
 included, as torch is loaded first. Libraries are kept in `build/`, so the next wheel compiles only
 what has changed.
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from layerskip.model import extension
+from layerskip.native import extension
 
 ROOT = Path(__file__).parents[1]
 VECTORS = ("AVX2", "AVX512", "DEFAULT") if platform.machine() == "x86_64" else ("DEFAULT",)

@@ -19,18 +19,18 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from layerskip.api.loading import DTYPES, Loaded, load
 from layerskip.bench.batches import encode_all, make_batches
 from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.bench.reads import Sweeps, bytes_read
 from layerskip.bench.runner import device_clock, interleaved
-from layerskip.checkpoints import DTYPES, Loaded, load
-from layerskip.config import SkipConfig
-from layerskip.environment import environment
+from layerskip.config.skips import SkipConfig
+from layerskip.files.environment import environment
 from layerskip.files.writing import write_text
 from layerskip.model.opening import sublayers_of
-from layerskip.model.stored import unpacked_model
-from layerskip.prompts import Prompt
+from layerskip.texts.prompts import Prompt
 from layerskip.timing.threads import cpu_threads
+from layerskip.weights.stored import unpacked_model
 
 LIMITS = Path(__file__).parent / "floors.json"
 SPEEDS = ("plain / generate()", "plain / sweeps")

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.costs.speculation import best_length
-from layerskip.drafts import automatic_draft
 from layerskip.model.opening import open_model
 from layerskip.model.whole import Whole
 from layerskip.search.finalists import Progress, silent

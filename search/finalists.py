@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import (
     Totals,
     compared,

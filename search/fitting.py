@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config import SkipConfig
-from layerskip.model.plain import head_refusal
+from layerskip.config.skips import SkipConfig
+from layerskip.families.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
 from layerskip.search.space import KINDS, Space

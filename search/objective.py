@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import best_length
 from layerskip.replay.drafts import all_starts, follow
 from layerskip.replay.trace import Trace
 from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space
-from layerskip.vocabulary import ranked
+from layerskip.texts.vocabulary import ranked
 
 PARTS, SECONDS = (0.1, 0.2, 0.4, 0.7, 1.0), 3
 """Shares of the starts after which a trial may end; and the number of parts in which a second token

@@ -20,15 +20,14 @@ from typing import Any
 from optuna import Study
 from torch import Tensor
 
+from layerskip.api.drafts import automatic_draft
+from layerskip.api.requests import check_tokens, end_tokens, sampling_of
 from layerskip.bench.methods import Task
-from layerskip.config import SINK, DecodingOptions, SkipConfig
+from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
-from layerskip.drafts import automatic_draft
-from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import take_trace
-from layerskip.requests import check_tokens, end_tokens, sampling_of
 from layerskip.search import finalists, study
 from layerskip.search.finalists import Finalist, Progress
 from layerskip.search.fitting import Bits, influence, parts_of, space_for, typical_context
@@ -38,6 +37,7 @@ from layerskip.search.space import Space
 from layerskip.search.warm_starts import given, warm_starts
 from layerskip.timing import sublayers as sublayer_costs
 from layerskip.timing.tables import machine
+from layerskip.weights.fingerprint import fingerprint
 
 FEWEST_TRIALS, TRIALS_PER_SWITCH = 60, 4
 """Number of trials in a study without a given number or time."""

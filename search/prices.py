@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip.config import SINK
+from layerskip.config.skips import SINK
 from layerskip.costs.model import on_line
 from layerskip.costs.speculation import CostTable
 from layerskip.search.space import Space

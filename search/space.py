@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.files.schema import integer
 
 KINDS = ("exit", "layer", "sublayer")

@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from layerskip.api.loading import encode, load
 from layerskip.bench.methods import Task
-from layerskip.checkpoints import encode, load
-from layerskip.config import SkipConfig
-from layerskip.prompts import Prompt
+from layerskip.config.skips import SkipConfig
 from layerskip.search.objective import OutOfTime
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.search.study import SamplerName
+from layerskip.texts.prompts import Prompt
 from layerskip.timing.threads import cpu_threads
 
 
@@ -75,7 +75,7 @@ def work(
 
     Args:
         started: start of the search's time, in seconds since the epoch.
-        loading: arguments of `layerskip.checkpoints.load`.
+        loading: arguments of `layerskip.api.loading.load`.
     """
 
     class Orphaned(Exception):

@@ -8,7 +8,7 @@ from models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from layerskip.checkpoints import load
+from layerskip.api.loading import load
 
 _SHALLOW = tempfile.TemporaryDirectory()
 

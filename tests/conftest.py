@@ -72,7 +72,7 @@ def _a_cpu_has_graphs():
     """What was captured runs once more, on the buffers that it was captured with."""
     import torch
 
-    from layerskip.model import captured
+    from layerskip.backends import captured
 
     on_a_gpu = captured._captured
 
@@ -106,7 +106,7 @@ def llama():
 @pytest.fixture
 def built():
     """Native passes, or the test is skipped."""
-    from layerskip.model import extension
+    from layerskip.native import extension
 
     reason = extension.refusal()
     if reason is not None:
@@ -119,7 +119,7 @@ def priced(monkeypatch):
     from layerskip.costs.speculation import CostTable
 
     table = CostTable(0.2, (1.0, 1.1, 1.2))
-    for module in ("decoders", "bench.plans"):
+    for module in ("api.decoders", "bench.plans"):
         monkeypatch.setattr(
             f"layerskip.{module}.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
         )
@@ -139,8 +139,8 @@ def given(tmp_path):
 
 
 SIZES = {
-    "spare": "model.cache.SPARE",
-    "rounded_up": "model.cache.rounded_up",
+    "spare": "cache.rows.SPARE",
+    "rounded_up": "cache.rows.rounded_up",
     "piece": "decoding.passes.PIECE",
     "chunk": "decoding.sources.following.chunk_size",
     "noise": "decoding.noise.BLOCK",
@@ -152,9 +152,9 @@ SIZES = {
     **{name: f"replay.chains.{name.upper()}" for name in ("chains", "groups", "regroup", "logits")},
     "draws": "bench.lawtest.DRAWS",
     "batch_rate": "decoding.expected_gain.BATCH_RATE",
-    "wide": "model.fused.WIDE",
-    "matched_on": "model.fused.MATCHED_ON",
-    "free_memory": "drafts.free_memory",
+    "wide": "backends.fused.WIDE",
+    "matched_on": "backends.fused.MATCHED_ON",
+    "free_memory": "api.drafts.free_memory",
     "sweeps": "timing.rounds.SWEEPS",
 }
 

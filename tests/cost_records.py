@@ -1,6 +1,6 @@
 """Made-up "cost" records: the costs of sublayers on machines where drafts pay, or do not."""
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.model import Rates
 from layerskip.search.prices import Prices
 from layerskip.search.space import Space

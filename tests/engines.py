@@ -4,7 +4,7 @@ import models
 import torch
 from models import WINDOW, Erratic, lively_model, ragged
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law

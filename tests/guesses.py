@@ -2,8 +2,8 @@
 
 import random
 
+from layerskip.cache.branches import ROOT, depths
 from layerskip.decoding.sources.base import Proposal, Source, State
-from layerskip.model.branches import ROOT, depths
 
 NODES = 9
 

@@ -11,11 +11,11 @@ from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
 from official import KNOWN, TARGETS, assistant_of, target_of
 
 from layerskip import LayerSkipDecoding, LogitLookup, LowPrecision, SkipConfig
+from layerskip.api.generation import generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.official import Official
-from layerskip.generation import generate
 from layerskip.model.blocks import Heads
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers

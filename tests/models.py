@@ -11,7 +11,7 @@ from marks import slow
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.seats import Seat
 from layerskip.research.trees import GrownTrees

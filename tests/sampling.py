@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law

@@ -20,8 +20,8 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
+from layerskip.texts.vocabulary import check_vocabularies, warn_of_vocabularies
 from layerskip.timing.tables import cost_tables
-from layerskip.vocabulary import check_vocabularies, warn_of_vocabularies
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 EXIT = SkipConfig.early_exit(4).resolve(6)

@@ -9,13 +9,13 @@ from official import KINDS, assistant_of, build_assistant, target_of
 from transformers import PretrainedConfig
 
 import layerskip
-from layerskip.checkpoints import load, load_official
+from layerskip.api.loading import load, load_official
+from layerskip.config.shipped import SHIPPED_PROMPTS
 from layerskip.costs.speculation import CostTable
+from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.assistants import load_assistant
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.wrappers import UnsupportedModelError
-from layerskip.named import SHIPPED_PROMPTS
-from layerskip.prompts import read_prompts
+from layerskip.texts.prompts import read_prompts
 from layerskip.training import assistants
 from layerskip.training.losses import distance, lk, overlaps
 

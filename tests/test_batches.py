@@ -7,9 +7,9 @@ from marks import slow
 from models import FAMILIES, FEW_FAMILIES, WINDOW, Erratic, lively_model, prompt, pure, ragged
 
 from layerskip import LayerSkipDecoding
+from layerskip.cache.rows import RowCache
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
-from layerskip.model.cache import RowCache
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 SIZES = [16, *slow(2, 3, 5, 8)]

@@ -18,10 +18,10 @@ from layerskip.bench.methods import Decoded, Engine, Peer, Task
 from layerskip.bench.plans import price
 from layerskip.bench.reads import Sweeps
 from layerskip.bench.runner import benchmark, depth, interleaved, loops, repeated_share
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, costs_key, key_of, read_run
-from layerskip.model.extension import refusal
+from layerskip.native.extension import refusal
 
 SKIP = SkipConfig.early_exit(3)
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.3))

@@ -10,12 +10,12 @@ from commands import document, refused, run
 from marks import thorough
 from models import lively_model
 
-from layerskip.checkpoints import load
+from layerskip.api.loading import load
 from layerskip.cli.benchmark import DEFAULT_METHODS
 from layerskip.cli.inputs import first_in_turn
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import read_run
-from layerskip.prompts import Prompt
+from layerskip.texts.prompts import Prompt
 
 NEW = 12
 
@@ -85,7 +85,7 @@ def test_tasks_are_told_apart(model, tasks, tmp_path):
 
 def test_a_run_whose_drafts_cost_nothing_is_resumed(model, tasks, tmp_path, monkeypatch):
     table = CostTable(0.0, (1.0, 1.1))
-    monkeypatch.setattr("layerskip.decoders.cost_tables", lambda *_, **__: [table])
+    monkeypatch.setattr("layerskip.api.decoders.cost_tables", lambda *_, **__: [table])
     output = tmp_path / "run.jsonl"
     ask = (*words(model, output, "--prompts", tasks / "math.jsonl", "--limit", 1), "--json")
     first = document(run(*ask, "--method", "self-lookup"))

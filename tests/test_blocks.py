@@ -4,8 +4,8 @@ import pytest
 import torch
 from models import FAMILIES, lively_model, prompt, tiny_model
 
+from layerskip.cache.rows import RowCache
 from layerskip.model.blocks import Heads
-from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.research.blocks import ExitBlock, Layer, Streams
 

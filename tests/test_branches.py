@@ -8,12 +8,12 @@ from guesses import NODES, Guesses, _Guesses, path_of, tree
 from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 
 from layerskip import Lookup
+from layerskip.api.generation import generate
+from layerskip.cache.branches import ROOT, along, depths, trunk
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.speculator import trunk_first
-from layerskip.generation import generate
-from layerskip.model.branches import ROOT, along, depths, trunk
 from layerskip.model.sublayers import Sublayers
 
 

@@ -7,11 +7,11 @@ import torch
 from models import WINDOW, lively_model, prompt, ragged, tiny_model
 
 from layerskip import SkipConfig
+from layerskip.api.generation import generate
+from layerskip.cache.rows import RowCache
 from layerskip.decoding.passes import Passes
-from layerskip.generation import generate
-from layerskip.model.cache import RowCache
-from layerskip.model.extension import refusal
 from layerskip.model.sublayers import Sublayers
+from layerskip.native.extension import refusal
 
 NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(bool(refusal()), reason="no native passes")

@@ -13,10 +13,10 @@ from engines import Script, decoder, play, request
 from models import FAMILIES, lively_model, prompt, tiny_model
 
 from layerskip import Lookup, SkipConfig
+from layerskip.api.generation import generate
+from layerskip.backends import captured, native
 from layerskip.bench import runner as benchmark
 from layerskip.decoding.passes import Passes
-from layerskip.generation import generate
-from layerskip.model import captured, native
 from layerskip.model.sublayers import Sublayers
 
 EXIT = SkipConfig.early_exit(3)
@@ -192,7 +192,7 @@ def test_plain_passes_begin_before_their_tokens_are_read(family, sample, monkeyp
         assert ended.emitted == cut
 
 
-def test_a_model_is_let_go():
+def test_a_model_is_weak():
     model = lively_model("llama", num_hidden_layers=2)
     decode(model, prompt(9), SkipConfig.early_exit(1))
     gone = ref(model)

@@ -21,14 +21,14 @@ from prompt_toolkit.output import DummyOutput
 from transformers import AutoTokenizer
 
 import layerskip
+from layerskip.api.session import Session
 from layerskip.cli import chat as chatting
 from layerskip.cli import main as cli
 from layerskip.cli.chat import pieces, typed_lines
 from layerskip.cli.terminal import two_columns
 from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources.eagle import EagleHead
-from layerskip.prompts import read_prompts
-from layerskip.session import Session
+from layerskip.texts.prompts import read_prompts
 
 DRAFT = ("--exit-layer", "3", "--controller", "fixed", "--execution", "fused")
 

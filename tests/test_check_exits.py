@@ -14,12 +14,12 @@ from small import small_model
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.api.drafts import automatic_draft
+from layerskip.api.loading import encode, load
 from layerskip.bench.methods import Task
-from layerskip.checkpoints import encode, load
 from layerskip.cli.exits import _command, _verdict
 from layerskip.cli.flags import Loading
 from layerskip.cli.inputs import shipped_prompts
-from layerskip.drafts import automatic_draft
 from layerskip.model.opening import open_model
 from layerskip.search.exits import check_exits
 

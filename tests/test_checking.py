@@ -9,18 +9,18 @@ import torch
 from marks import thorough
 from models import lively_model, prompt, tiny_model
 
+from layerskip.api.loading import encode, load
 from layerskip.bench.batches import one_by_one
 from layerskip.bench.checks import LEVEL, check, compare, deviation
 from layerskip.bench.comparison import Along, along, resolutions
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.bench.methods import Decoded, Engine, Task
-from layerskip.checkpoints import encode, load
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding import draws, rules
 from layerskip.decoding.noise import TARGET, gumbel_noise
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
-from layerskip.prompts import Prompt
+from layerskip.texts.prompts import Prompt
 
 SKIP = SkipConfig.early_exit(3)
 PROMPTS = [prompt(12, seed=1), prompt(7, seed=2)]

@@ -20,22 +20,23 @@ from marks import thorough
 from models import tiny_model
 from typer.main import get_command
 
-from layerskip import __version__
-from layerskip.checkpoints import DTYPES
+from layerskip.api.loading import DTYPES
+from layerskip.backends import native
 from layerskip.cli import main as cli
 from layerskip.cli.benchmark import _table
 from layerskip.cli.flags import PANELS, Decoding, Loading
 from layerskip.cli.terminal import PATIENCE, Talk, TextStream, aligned, reading
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config.registry import CONTROLLERS
+from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
 from layerskip.files.locking import alone
 from layerskip.files.records import read_run, read_unfinished
-from layerskip.model import extension, native
-from layerskip.model.extension import refusal
 from layerskip.model.sublayers import EXECUTIONS, Sublayers
-from layerskip.prompts import Prompt
-from layerskip.registry import CONTROLLERS
+from layerskip.native import extension
+from layerskip.native.extension import refusal
+from layerskip.texts.prompts import Prompt
+from layerskip.version import __version__
 
 DRAFT = ("--exit-layer", "3", "--controller", "fixed")
 
@@ -526,7 +527,7 @@ def test_demo_fails_where_the_text_differs(folder, monkeypatch):
         drawn.append(seed)
         return stream_key(seed + len(drawn), row)
 
-    monkeypatch.setattr("layerskip.generation.stream_key", moody)
+    monkeypatch.setattr("layerskip.api.generation.stream_key", moody)
     result = run("demo", folder, "--exit-layer", 3, "--max-new-tokens", 8)
     assert result.exit_code == 1
     assert "9 FAULTS" in result.stdout

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
+from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.decoding.sources.sublayers import key_of
 
 TRAINED = Trained(

@@ -11,10 +11,10 @@ from layerskip.bench.batches import PromptBatch, long_prompts, make_batches
 from layerskip.bench.methods import Decoded, Engine, Peer, Task
 from layerskip.bench.reads import bytes_read
 from layerskip.bench.runner import benchmark
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.rounds import Round
 from layerskip.model.sublayers import Sublayers
-from layerskip.prompts import Prompt
+from layerskip.texts.prompts import Prompt
 
 CPU = torch.device("cpu")
 TEMPLATE = (

@@ -13,6 +13,7 @@ from statistics import fmean
 import pytest
 from marks import thorough
 
+from layerskip.config.registry import CONTROLLERS, WITH_THRESHOLD
 from layerskip.costs.speculation import (
     ContextCosts,
     CostTable,
@@ -24,7 +25,6 @@ from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.controller import Chooser, Controller, Offer, completed, signal_of
 from layerskip.decoding.controllers import Fixed, make_controller
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.registry import CONTROLLERS, WITH_THRESHOLD
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 

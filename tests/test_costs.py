@@ -18,7 +18,7 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from layerskip.config import SINK, LowPrecision, SkipConfig
+from layerskip.config.skips import SINK, LowPrecision, SkipConfig
 from layerskip.costs.model import Place, Rates, Traffic, fitted, on_line
 from layerskip.costs.speculation import keys_read
 from layerskip.decoding.engine import Request
@@ -26,7 +26,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model import architecture
+from layerskip.families import architecture
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import tables as timing_tables
 from layerskip.timing.sublayers import low_facts, measure

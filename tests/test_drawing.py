@@ -15,7 +15,7 @@ from models import lively_model, prompt, ragged
 from scipy import stats
 from transformers import TemperatureLogitsWarper
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Confidence, Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law

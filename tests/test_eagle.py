@@ -13,14 +13,14 @@ from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import layerskip
-from layerskip.drafts import explain_drafts
+from layerskip.api.drafts import explain_drafts
+from layerskip.api.session import Session
+from layerskip.api.settings import Settings
+from layerskip.cache.library import LibraryCache
 from layerskip.model.eagle import eagle_config, load_eagle, save_eagle
-from layerskip.model.library_cache import LibraryCache
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.session import Session
-from layerskip.settings import Settings
 from layerskip.training.eagle import new_head, read, unrolled
 
 WIDTH, HEAD, DRAFTED = 32, 8, 40

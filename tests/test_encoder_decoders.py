@@ -29,13 +29,13 @@ from transformers import AutoConfig
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
-from layerskip.checkpoints import load
-from layerskip.config import LowPrecision
+from layerskip.api.loading import load
+from layerskip.api.requests import read_text
+from layerskip.config.skips import LowPrecision
+from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opening import sublayers_of
 from layerskip.model.whole import level
-from layerskip.model.wrappers import UnsupportedModelError
 from layerskip.replay.trace import take_trace
-from layerskip.requests import read_text
 from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
 from layerskip.serving.requests import TextRequest
@@ -237,7 +237,7 @@ def test_a_t5gemma_is_opened_and_counts_its_cross_attention():
     with pytest.raises(UnsupportedModelError, match=r"T5GemmaDecoderLayer.* hooks"):
         sublayers_of(model)
     hook.remove()
-    with pytest.raises(ValueError, match="this is an encoder-decoder: it has no states"):
+    with pytest.raises(ValueError, match="encoder-decoders are not supported here"):
         take_trace(model, [prompt(9)], max_new_tokens=4)
 
 

@@ -25,7 +25,7 @@ from marks import slow, thorough
 from models import FAMILIES, FEW_FAMILIES, VOCABULARY, Erratic, lively_model, prompt, pure, ragged
 from transformers import TemperatureLogitsWarper
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import draft_limit
 from layerskip.decoding import live_target
 from layerskip.decoding.controllers import Fixed

@@ -12,9 +12,9 @@ import torch
 from commands import run
 
 import layerskip
-import layerskip.environment as environment_module
-from layerskip.environment import environment, git_revision, render
-from layerskip.model import extension
+import layerskip.files.environment as environment_module
+from layerskip.files.environment import environment, git_revision, render
+from layerskip.native import extension
 
 
 def test_environment_is_json_and_true():

@@ -36,6 +36,7 @@ from sampling import LEVEL, PROCESSORS, SKIP, accept_always, p_value, redraw_fro
 from transformers import TemperatureLogitsWarper
 
 from layerskip import Lookup, SkipConfig
+from layerskip.api.generation import generate
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import rules
@@ -45,8 +46,7 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
-from layerskip.generation import generate
-from layerskip.model import extension
+from layerskip.native import extension
 from layerskip.replay.drafts import follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 from small import small_model
 from transformers import AutoModelForCausalLM
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.files.trainings import rise
-from layerskip.model.stored import store_halves
 from layerskip.training import exit_training, judging, stages
 from layerskip.training.exit_results import best_exit, card
 from layerskip.training.exit_training import ExitRecipe, ExitTraining
@@ -32,6 +31,7 @@ from layerskip.training.exits import (
     kept_layers,
     random_model,
 )
+from layerskip.weights.stored import store_halves
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gemma4"])

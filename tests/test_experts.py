@@ -13,18 +13,18 @@ from marks import thorough
 from models import WINDOW, lively_model, prompt, ragged, tiny_model
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
+from layerskip.backends.norms import rms_norm
 from layerskip.bench.methods import Task
 from layerskip.costs.speculation import CostTable
-from layerskip.model.experts import exact, fewer, low, routing, summed
-from layerskip.model.norms import rms_norm
-from layerskip.model.plain import refusal
-from layerskip.model.rounded import copies_of, rounded, rounded_bytes
+from layerskip.families.experts import exact, fewer, low, routing, summed
+from layerskip.families.plain import refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.fitting import space_for
 from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
 from layerskip.timing.sublayers import measure
+from layerskip.weights.rounded import copies_of, rounded, rounded_bytes
 
 MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral")
 EXECUTIONS = ("modules", "fused")

@@ -11,10 +11,10 @@ from marks import slow
 from models import ragged
 from small import EIGHT, NEW_TOKENS, alone, decoded, new_tokens, small_model
 
-from layerskip.environment import environment, render
-from layerskip.model.architectures import DRAFTS, SERVED, TABLE, TRANSFORMERS
+from layerskip.families.architectures import DRAFTS, SERVED, TABLE, TRANSFORMERS
+from layerskip.files.environment import environment, render
 from layerskip.model.opening import open_model
-from layerskip.model.rounded import linears
+from layerskip.weights.rounded import linears
 
 ROOT = Path(__file__).parents[1]
 UNBUILT = {  # why they are not built in a small size

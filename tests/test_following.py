@@ -12,7 +12,7 @@ from marks import thorough
 from models import lively_model, pure
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.replay import steps as steps_module
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.drafts import all_starts, follow, replay

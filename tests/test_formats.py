@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import layerskip
-from layerskip.grammars import lark
 from layerskip.serving.answers import merged
 from layerskip.serving.formats import FORMATS, REASONING, format_of, reasoning_of
 from layerskip.serving.formats.reading import Reader
+from layerskip.texts.grammars import lark
 
 MESSY = '{"x": "a}\\"<tool_call>", "y": [1, {"z": 2}]}'
 F, G, NAMES = ("f", '{"x": 1}'), ("g", "{}"), ("f", "g", "weather", "now")

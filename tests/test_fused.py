@@ -13,7 +13,7 @@ from models import FAMILIES, FEW_FAMILIES, tiny_model
 from torch import Tensor, nn
 from transformers.models.gemma import modeling_gemma
 
-from layerskip.model import fused
+from layerskip.backends import fused
 from layerskip.model.sublayers import Sublayers
 
 AXES = FAMILIES, ("default", "eager"), tuple(BOUNDS)

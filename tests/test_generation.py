@@ -47,12 +47,12 @@ from transformers import (
 
 import layerskip
 from layerskip import GenerationOutput, LayerSkipDecoding, SkipConfig, UnsupportedModelError
+from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
-from layerskip.config import DecodingOptions
+from layerskip.config.skips import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
-from layerskip.drafts import automatic_draft
 from layerskip.library import cache_name
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.pipeline import Search
@@ -570,7 +570,7 @@ def test_what_is_not_served_is_refused_by_name(llama):
         ({name: filled}, "a KV cache of your own"),
         ({"output_attentions": True}, "output_attentions is not supported"),
         ({"output_hidden_states": True}, "output_hidden_states is not supported"),
-        ({"position_ids": torch.arange(5)[None] + 3}, "position_ids of your own"),
+        ({"position_ids": torch.arange(5)[None] + 3}, "custom position_ids"),
         ({"max_new_tokens": 0}, "max_new_tokens.*must be greater than 0"),
         ({"guidance_scale": 1.5}, "ClassifierFreeGuidance.* keeps state"),
         ({"suppress_tokens": list(range(VOCABULARY))}, "row 0 has no token to draw after 0 new"),

@@ -11,16 +11,16 @@ from gguf_files import write
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.api.drafts import explain_drafts
+from layerskip.api.loading import load
+from layerskip.api.requests import end_tokens
+from layerskip.api.settings import Settings
 from layerskip.bench import checks, plans
-from layerskip.checkpoints import load
-from layerskip.drafts import explain_drafts
 from layerskip.files.gguf import read_gguf
-from layerskip.model import extension
-from layerskip.model.fingerprint import fingerprint
-from layerskip.model.stored import Stored, stored_weights
-from layerskip.requests import end_tokens
+from layerskip.native import extension
 from layerskip.serving.api import Served
-from layerskip.settings import Settings
+from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.stored import Stored, stored_weights
 
 native = pytest.mark.skipif(
     extension.refusal() is not None, reason="there are no native passes here"

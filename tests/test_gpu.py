@@ -17,11 +17,11 @@ from sampling import LEVEL, p_value, sample_texts
 from ties import partings
 
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.backends import captured
+from layerskip.config.registry import CONTROLLERS
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import ACCEPT, DRAFT, TARGET, gumbel_noise, stream_key
-from layerskip.model import captured
 from layerskip.model.sublayers import Sublayers
-from layerskip.registry import CONTROLLERS
 
 NEW_TOKENS = 20
 LENGTHS = (WINDOW + 5, 3, WINDOW + 2)

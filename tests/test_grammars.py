@@ -11,11 +11,12 @@ from models import Erratic, Fickle, lively_model, prompt, pure, scripted
 from transformers import AutoTokenizer, LogitsProcessor
 
 import layerskip
-from layerskip import Lookup, SkipConfig, decode, generate, grammars
+from layerskip import Lookup, SkipConfig, decode, generate
 from layerskip.decoding.laws import Law, Stateful
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.sources import forced
 from layerskip.decoding.sources.lookup import NOTHING
+from layerskip.texts import grammars
 
 EOS, PADDED = 0, 2060  # the vocabulary has 2048 tokens
 SCHEMA = {

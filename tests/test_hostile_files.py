@@ -15,12 +15,12 @@ from safetensors.torch import save
 
 import layerskip
 from layerskip import Lookup, SkipConfig
-from layerskip.checkpoints import load
-from layerskip.config import Trained
+from layerskip.api.loading import load
+from layerskip.config.skips import Trained
 from layerskip.files.schema import parse_characters
-from layerskip.model.fingerprint import fingerprint
-from layerskip.prompts import read_prompts
 from layerskip.replay.trace import take_trace
+from layerskip.texts.prompts import read_prompts
+from layerskip.weights.fingerprint import fingerprint
 
 
 @pytest.fixture(scope="module")

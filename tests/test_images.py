@@ -12,7 +12,7 @@ from pictured import COSTS, KINDS, LARGE, NEW_TOKENS, PLACEHOLDER, TWO_WAY, cond
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.checkpoints import load
+from layerskip.api.loading import load
 from layerskip.model.sublayers import Sublayers
 
 

@@ -21,26 +21,16 @@ ROOT = Path(__file__).parents[1]
 # From the bottom: the packages (and single files) of each floor. A file imports from its own
 # package and from lower floors. Packages on one floor do not import each other.
 FLOORS = [
-    {
-        "config",
-        "draft_weights",
-        "prompts",
-        "named",
-        "environment",
-        "registry",
-        "text",
-        "pictures",
-        "costs",
-        "files",
-    },  # words
-    {"library"},
-    {"model", "vocabulary"},
+    {"version", "native", "library"},
+    {"files"},
+    {"texts", "config", "costs", "cache"},
+    {"weights"},
+    {"families"},
+    {"backends"},
+    {"model"},
     {"decoding"},
     {"timing"},
-    {  # entry points
-        *("generation", "session", "settings", "requests", "checkpoints", "drafts", "decoders"),
-        "grammars",
-    },
+    {"api"},
     {"replay", "serving"},
     {"bench"},
     {"search", "training"},
@@ -48,14 +38,8 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-# Within the words: which other words each of them may import.
-WORDS = {
-    "config": {"draft_weights", "files", "registry"},
-    "draft_weights": {"files", "registry"},
-    "costs": {"config", "files"},
-    "prompts": {"files", "pictures"},
-}
 ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may import
+LIGHT = {"version", "files", "texts", "config", "costs"}  # rooms that do not load torch
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
 
 
@@ -104,11 +88,7 @@ def allowed(module):
     if own == "analysis":
         return ANALYSIS
     floor = next(index for index, rooms in enumerate(FLOORS) if own in rooms)
-    if floor == 0:
-        return {own} | WORDS.get(own, set())
-    doors = FLOORS[floor] if own in ("generation", "session", "drafts", "decoders") else {own}
-    below = set().union(*FLOORS[:floor])
-    return below | doors | ({"analysis"} if own == "cli" else set())
+    return {own}.union(*FLOORS[:floor], {"analysis"} if own == "cli" else ())
 
 
 @cache
@@ -153,26 +133,26 @@ LAWS = "layerskip.decoding.laws"
     [
         (LAWS, "from layerskip.timing.tables import place", {"layerskip.timing.tables.place"}),
         (LAWS, "import layerskip.timing.tables as e", {"layerskip.timing.tables"}),
-        (LAWS, "from .. import generation", {"layerskip.generation"}),
-        (LAWS, "from ..generation import decode", {"layerskip.generation.decode"}),
-        (LAWS, "from layerskip import generate", {"layerskip.generation"}),
+        (LAWS, "from .. import generation", {"layerskip.api.generation"}),
+        (LAWS, "from ..generation import decode", {"layerskip.api.generation.decode"}),
+        (LAWS, "from layerskip import generate", {"layerskip.api.generation"}),
         (LAWS, "from layerskip import bench", {"layerskip.bench"}),
         (LAWS, "import layerskip", {"layerskip"}),
         (LAWS, "def f():\n    import layerskip.search", {"layerskip.search"}),
-        (LAWS, "from layerskip.config import SkipConfig\nimport torch", set()),
+        (LAWS, "from layerskip.config.skips import SkipConfig\nimport torch", set()),
         (LAWS, "from layerskip import SkipConfig, __version__", set()),
         (LAWS, "from .engine import Decoder", set()),
-        ("layerskip.model.fused", "from ..decoding import laws", {"layerskip.decoding.laws"}),
-        ("layerskip.generation", "from layerskip.timing.tables import measure", set()),
-        ("layerskip.generation", "import layerskip.search", {"layerskip.search"}),
+        ("layerskip.backends.fused", "from ..decoding import laws", {"layerskip.decoding.laws"}),
+        ("layerskip.api.generation", "from layerskip.timing.tables import measure", set()),
+        ("layerskip.api.generation", "import layerskip.search", {"layerskip.search"}),
         ("layerskip.training.exits", "from ..cli import main", {"layerskip.cli.main"}),
         ("layerskip.training.exits", "from ..replay import trace", set()),
         ("layerskip.bench.plans", "from ..search import space", {"layerskip.search.space"}),
         ("layerskip.search", "from ..cli import main", {"layerskip.cli.main"}),
         ("layerskip.search", "from .. import analysis", {"layerskip.analysis"}),
         ("layerskip.search", "from ..bench import runner", set()),
-        ("layerskip.files.records", "from .. import config", {"layerskip.config"}),
-        ("layerskip.analysis", "from ..prompts import Prompt", {"layerskip.prompts.Prompt"}),
+        ("layerskip.files.records", "from .. import config", {"layerskip.config.skips"}),
+        ("layerskip.analysis", "from ..prompts import Prompt", {"layerskip.texts.prompts.Prompt"}),
         ("layerskip.analysis", "from ..config import SkipConfig", set()),
         ("layerskip.cli.report", "from layerskip.analysis import write_report", set()),
     ],
@@ -188,9 +168,11 @@ def third_party(module):
 
 
 def test_the_words_need_no_torch():
-    words = {m: third_party(m) for m in modules() if room(m) in FLOORS[0]}
-    assert words.pop("layerskip.environment") == {"torch"}  # imported when it is called
-    assert words.pop("layerskip.pictures") == {"PIL"}
+    words = {m: third_party(m) for m in modules() if room(m) in LIGHT}
+    assert words.pop("layerskip.files.environment") == {"torch"}  # imported when it is called
+    assert words.pop("layerskip.texts.pictures") == {"PIL"}
+    assert words.pop("layerskip.texts.vocabulary") == {"torch"}
+    assert words.pop("layerskip.texts.grammars") == {"torch", "numpy", "llguidance"}
     assert words.pop("layerskip.files.locking") == {"filelock"}
     assert {module: names for module, names in words.items() if names - {"numpy"}} == {}
     assert "torch" in third_party(LAWS)
@@ -209,28 +191,28 @@ def test_every_third_party_import_is_a_declared_dependency():
 SEAM = "layerskip.library"  # what is private in transformers, or moves, is asked there
 # Names that are private in other packages, and the modules beside the seam that use them.
 PRIVATE = {
-    "_C": {"model.extension"},
-    "_GLIBCXX_USE_CXX11_ABI": {"model.extension"},
+    "_C": {"native.extension"},
+    "_GLIBCXX_USE_CXX11_ABI": {"native.extension"},
     "_attn_implementation": {
         "bench.comparison",
-        "model.architecture",
+        "families.architecture",
         "model.eagle",
         "model.whole",
     },
-    "_buffers": {"model.formats.building"},
-    "_forward_hooks": {"model.architecture"},
-    "_forward_pre_hooks": {"model.architecture"},
-    "_global_forward_hooks": {"model.opening", "model.plain"},
-    "_global_forward_pre_hooks": {"model.opening", "model.plain"},
+    "_buffers": {"weights.formats.building"},
+    "_forward_hooks": {"families.architecture"},
+    "_forward_pre_hooks": {"families.architecture"},
+    "_global_forward_hooks": {"model.opening", "families.plain"},
+    "_global_forward_pre_hooks": {"model.opening", "families.plain"},
     "_is_avx512_bf16_supported": {"training.stages"},
     "_is_stateful": {"model.whole"},
-    "_make_wrapper_subclass": {"model.stored"},
-    "_parameters": {"model.norms", "model.stored"},
-    "_pytree": {"model.stored"},
-    "_schema": {"model.stored"},
+    "_make_wrapper_subclass": {"weights.stored"},
+    "_parameters": {"backends.norms", "weights.stored"},
+    "_pytree": {"weights.stored"},
+    "_schema": {"weights.stored"},
     "_storage": {"search.study"},
     "_supports_sdpa": {"bench.comparison"},
-    "_to_copy": {"model.stored"},
+    "_to_copy": {"weights.stored"},
 }
 
 
@@ -266,7 +248,7 @@ def test_only_the_seam_knows_the_inside_of_transformers():
     ],
 )
 def test_the_check_catches_the_inside_of_transformers(source, expected):
-    assert inner_names(source, "layerskip.generation") == expected
+    assert inner_names(source, "layerskip.api.generation") == expected
 
 
 def test_private_names_of_other_packages_are_listed():
@@ -300,10 +282,10 @@ def loaded_by(*arguments):
     ("module", "unwanted"),
     [
         ("layerskip", HEAVY),
-        ("layerskip.config", HEAVY),
-        ("layerskip.prompts", HEAVY),
-        ("layerskip.named", HEAVY),
-        ("layerskip.environment", HEAVY),
+        ("layerskip.config.skips", HEAVY),
+        ("layerskip.texts.prompts", HEAVY),
+        ("layerskip.config.shipped", HEAVY),
+        ("layerskip.files.environment", HEAVY),
         ("layerskip.search", HEAVY),
         ("layerskip.analysis", {"torch", "transformers"}),
     ],

@@ -14,8 +14,8 @@ from covering import covering
 from marks import slow, thorough
 from models import FAMILIES, WINDOW, tiny_model
 
-from layerskip.model import captured
-from layerskip.model.backend import Variant
+from layerskip.backends import captured
+from layerskip.backends.base import Variant
 from layerskip.model.sublayers import Sublayers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -97,7 +97,7 @@ def compare(request, monkeypatch):
 
 @pytest.mark.parametrize(("family", "widths", "rows", "count", "first", "window"), [*FEW, *OTHERS])
 def test_kernels_compute_what_fused_blocks_do(family, widths, rows, count, first, window, compare):
-    from layerskip.model import kernels
+    from layerskip.backends import kernels
 
     error, same = compare(kernels, family, widths, rows, count, first, window)
     assert error < BOUND
@@ -117,7 +117,7 @@ def test_kernels_compute_what_fused_blocks_do(family, widths, rows, count, first
 )
 def test_a_wrong_kernel_is_seen(family, widths, right, wrong, compare, tmp_path):
     """Negative controls of every kernel; the last one gives wrong bits alone."""
-    from layerskip.model import kernels
+    from layerskip.backends import kernels
 
     source, path = Path(kernels.__file__).read_text("utf-8"), tmp_path / "altered.py"
     assert source.count(right) == 1

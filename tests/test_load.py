@@ -10,7 +10,7 @@ import torch
 from checkpoints import tiny_tokenizer
 from models import lively_model
 
-from layerskip.checkpoints import Loaded
+from layerskip.api.loading import Loaded
 from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
 from layerskip.serving.scheduler import Serving

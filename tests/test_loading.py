@@ -10,11 +10,11 @@ from models import prompt, tiny_model
 from safetensors.torch import load_file, save_file
 
 import layerskip
-from layerskip.checkpoints import DTYPES, encode, load
-from layerskip.config import SkipConfig
-from layerskip.model.wrappers import UnsupportedModelError, merge_adapter
-from layerskip.named import MADE, SHIPPED, SHIPPED_ASSISTANTS
-from layerskip.prompts import Prompt
+from layerskip.api.loading import DTYPES, encode, load
+from layerskip.config.shipped import MADE, SHIPPED, SHIPPED_ASSISTANTS
+from layerskip.config.skips import SkipConfig
+from layerskip.families.wrappers import UnsupportedModelError, merge_adapter
+from layerskip.texts.prompts import Prompt
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_shipped_models_have_a_folder(monkeypatch, tmp_path):
         assert (layerskip.shipped(name) / "config.json").exists()
     with pytest.raises(ValueError, match=r"one of demo-llama, .*, got 'demo'"):
         layerskip.shipped("demo")
-    monkeypatch.setattr("layerskip.named._MODELS", tmp_path)
+    monkeypatch.setattr("layerskip.config.shipped._MODELS", tmp_path)
     with pytest.raises(ValueError, match="demo-llama is missing from this installation"):
         load("demo-llama")
 

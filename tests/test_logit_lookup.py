@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from layerskip import LogitLookup, Session
+from layerskip.api.generation import generate
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import NoiseBlocks, gumbel_noise
-from layerskip.generation import generate
 from layerskip.replay.drafts import replay
 from layerskip.research.logit_lookup import (
     BestAcceptance,

@@ -8,7 +8,7 @@ import make_checkpoints
 import pytest
 from make_checkpoints import CHECKPOINTS, main, unpack
 
-from layerskip.named import MADE
+from layerskip.config.shipped import MADE
 
 RECIPE = CHECKPOINTS["gemma3-270m"]
 

@@ -17,17 +17,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 import layerskip
 from layerskip import LayerSkipDecoding
-from layerskip.checkpoints import Loaded
-from layerskip.drafts import explain_drafts, own_head
-from layerskip.model.library_cache import LibraryCache
+from layerskip.api.drafts import explain_drafts, own_head
+from layerskip.api.loading import Loaded
+from layerskip.api.session import Session
+from layerskip.api.settings import Settings
+from layerskip.cache.library import LibraryCache
 from layerskip.model.mtp import LAYOUTS
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.session import Session
-from layerskip.settings import Settings
 
 KINDS = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
 SLOW = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")

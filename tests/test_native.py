@@ -31,17 +31,18 @@ from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
+from layerskip.api.generation import generate
+from layerskip.api.requests import warpers
+from layerskip.backends import native
+from layerskip.backends.base import Variant
+from layerskip.backends.native import Native
 from layerskip.decoding.laws import Law, Warp
 from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
 from layerskip.decoding.rules import ahead, largest, runners_up, with_margin
-from layerskip.generation import generate
-from layerskip.model import extension, native
-from layerskip.model.backend import Variant
-from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.native import Native
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.native import extension
 from layerskip.replay.chain_cache import ChainCache
-from layerskip.requests import warpers
+from layerskip.weights.draft_head import TrimmedHead
 
 DTYPES = (torch.float32, torch.bfloat16)
 SERVED = [family for family in EVERY if family not in models.MODULES_ONLY]
@@ -698,7 +699,7 @@ def test_what_a_wheel_brings_is_loaded_without_a_compiler(fresh, own, monkeypatc
     monkeypatch.setattr(extension, "load", lambda path: module if path == place else None)
     another_process()
     assert extension.extension() is module
-    assert extension.status().startswith("brought by the wheel, ")
+    assert extension.status().startswith("bundled with the wheel, ")
     release = torch.__version__.partition("+")[0]
     with monkeypatch.context() as other:  # with or without CUDA, the C++ is the same
         other.setattr(torch, "__version__", f"{release}+cu130")
@@ -854,7 +855,7 @@ DIGEST = """
 import hashlib, numpy, sys, torch
 from gguf_files import FORMATS, raw
 from layerskip.model import extension
-from layerskip.model.rounded import rounded
+from layerskip.weights.rounded import rounded
 flags, digest, defined = extension.flags, hashlib.sha256(), sys.argv[1].split()
 extension.flags = lambda *kind: [*flags(*kind), *defined]
 native = extension.extension()  # before what asks for the usual one

@@ -12,11 +12,11 @@ from marks import slow
 from models import VOCABULARY, Erratic, Fickle, lively_model, ragged
 
 from layerskip import SkipConfig
+from layerskip.api.generation import generate
+from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.decoding.passes import Passes
-from layerskip.generation import generate
-from layerskip.model import extension
 from layerskip.model.sublayers import Sublayers
-from layerskip.settings import LONGEST_DRAFT
+from layerskip.native import extension
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDE = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a remainder

@@ -23,8 +23,8 @@ PACKAGES = {"layerskip": "layerskip"} | {f"layerskip/{r}": f"layerskip/{r}" for 
 def expected_files():
     """The names in the wheel of all code and package data of this checkout."""
     files = {"layerskip/py.typed"}
-    native = (ROOT / "layerskip/model").glob("*.[ch]*")
-    files |= {f"layerskip/model/{path.name}" for path in native}
+    native = (HERE / "native/csrc").iterdir()
+    files |= {f"layerskip/native/csrc/{path.name}" for path in native}
     for package, folder in PACKAGES.items():
         files |= {f"{package}/{path.name}" for path in (ROOT / folder).glob("*.py")}
     models = [path for path in (ROOT / "layerskip/models").rglob("*") if path.is_file()]

@@ -13,16 +13,16 @@ from transformers import AutoConfig
 
 import layerskip
 from layerskip import SkipConfig
-from layerskip.checkpoints import load
-from layerskip.drafts import explain_drafts
-from layerskip.model import extension
-from layerskip.model.fingerprint import fingerprint
-from layerskip.model.formats.codes import Codes
-from layerskip.model.formats.folders import left_whole, reader
-from layerskip.model.formats.tensors import Tensors
+from layerskip.api.drafts import explain_drafts
+from layerskip.api.loading import load
+from layerskip.api.settings import Settings
 from layerskip.model.opening import sublayers_of
-from layerskip.model.stored import Stored, stored_weights, unpacked_model
-from layerskip.settings import Settings
+from layerskip.native import extension
+from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.formats.codes import Codes
+from layerskip.weights.formats.folders import left_whole, reader
+from layerskip.weights.formats.tensors import Tensors
+from layerskip.weights.stored import Stored, stored_weights, unpacked_model
 
 native = pytest.mark.skipif(
     extension.refusal() is not None, reason="there are no native passes here"

@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.config.registry import CONTROLLERS
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.noise import stream_key
-from layerskip.prompts import read_prompts
-from layerskip.registry import CONTROLLERS
+from layerskip.texts.prompts import read_prompts
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # with these, drafting pays; no test depends on a clock
 NEW_TOKENS = 12

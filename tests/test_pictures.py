@@ -23,16 +23,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from layerskip import SkipConfig, pictures
-from layerskip.checkpoints import load
+from layerskip import SkipConfig
+from layerskip.api.loading import load
+from layerskip.api.session import Session
 from layerskip.decoding import passes
-from layerskip.pictures import showing
 from layerskip.serving import scheduler
 from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import ChatAsked
 from layerskip.serving.http import make_app
 from layerskip.serving.scheduler import Serving
-from layerskip.session import Session
+from layerskip.texts import pictures
+from layerskip.texts.pictures import showing
 
 TEMPLATE = (
     "{% for m in messages %}w9 {% if m.content is string %}{{ m.content }} {% else %}"

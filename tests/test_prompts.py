@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from layerskip.cli.inputs import read_given
-from layerskip.named import COPYING, NAMED_PROMPTS, SPEC_BENCH
-from layerskip.prompts import Prompt, read_prompts
+from layerskip.config.shipped import COPYING, NAMED_PROMPTS, SPEC_BENCH
+from layerskip.texts.prompts import Prompt, read_prompts
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 BODY = {"model": "any", "messages": CHAT, "max_tokens": 5}

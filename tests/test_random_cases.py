@@ -13,9 +13,9 @@ from marks import slow, thorough
 from models import EVERY, VOCABULARY, Erratic, Fickle, lively_model, near, ragged
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
+from layerskip.config.registry import CONTROLLERS
 from layerskip.costs.speculation import CostTable
 from layerskip.model.sublayers import Sublayers
-from layerskip.registry import CONTROLLERS
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 OTHERS = Lookup([range(2, VOCABULARY), range(VOCABULARY - 1, 2, -3)])

@@ -18,9 +18,9 @@ from marks import slow
 from models import EVERY, All, Erratic, Fickle, Growing, lively_model, near, ragged
 
 from layerskip import LogitLookup, Lookup, SkipConfig
+from layerskip.api.generation import generate
+from layerskip.config.registry import CONTROLLERS
 from layerskip.costs.speculation import CostTable
-from layerskip.generation import generate
-from layerskip.registry import CONTROLLERS
 from layerskip.research.logit_lookup import LogitTable
 
 VOCABULARY = 24  # so few that stretches of texts repeat

@@ -12,9 +12,9 @@ import pytest
 from answers import SAMPLED, complete, rows, run, settled, started, wait_for_rows
 
 import layerskip
-from layerskip.checkpoints import encode, load
-from layerskip.prompts import Prompt
-from layerskip.text import decode_text
+from layerskip.api.loading import encode, load
+from layerskip.texts.prompts import Prompt
+from layerskip.texts.tokens import decode_text
 
 pytestmark = [
     pytest.mark.ray,

@@ -16,7 +16,7 @@ from way_in import program
 import layerskip
 from layerskip import SkipConfig
 from layerskip.analysis.runs import load_runs
-from layerskip.checkpoints import load
+from layerskip.api.loading import load
 from layerskip.search import SearchResult, search
 
 ROOT = Path(__file__).parent.parent

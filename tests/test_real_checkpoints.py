@@ -13,12 +13,12 @@ from models import ragged
 from ties import partings
 
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.checkpoints import encode, load
+from layerskip.api.generation import generate
+from layerskip.api.loading import encode, load
+from layerskip.config.shipped import MADE, SPEC_BENCH, made
 from layerskip.decoding.noise import stream_key
-from layerskip.generation import generate
-from layerskip.model.stored import stored_weights
-from layerskip.named import MADE, SPEC_BENCH, made
-from layerskip.prompts import read_prompts
+from layerskip.texts.prompts import read_prompts
+from layerskip.weights.stored import stored_weights
 
 pytestmark = pytest.mark.checkpoint
 

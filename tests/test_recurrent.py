@@ -11,13 +11,13 @@ from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_t
 from transformers.cache_utils import DynamicCache
 
 import layerskip
+from layerskip.api.session import Session
+from layerskip.cache.recurrent import ONE_BY_ONE, SERVED
 from layerskip.decoding.sources.assistant import state_bytes
 from layerskip.library import cache_name
 from layerskip.model.opening import sublayers_of
-from layerskip.model.recurrent import ONE_BY_ONE, SERVED
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.session import Session
 
 _QUICK = ("falcon_h1", "lfm2", "mamba", "qwen3_next")
 KINDS = [*_QUICK, *slow(*(kind for kind in sorted(SERVED) if kind not in _QUICK))]

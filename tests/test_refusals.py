@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from layerskip import LayerSkipDecoding
-from layerskip.config import DecodingOptions, LowPrecision, SkipConfig, Trained
+from layerskip.cache.branches import ROOT, Branches
+from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.costs.speculation import CostTable, expected_tokens, speedup_bound
 from layerskip.decoding.controllers import make_controller
-from layerskip.model.branches import ROOT, Branches
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 TRAINED = Trained(kind="heads", weights="draft.safetensors", hash="0a" * 32, base="weights-01")

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 import layerskip
 from layerskip import SkipConfig
-from layerskip.checkpoints import load
+from layerskip.api.loading import load
 from layerskip.model.trained import save_trained
 from layerskip.training import data, features, judging, stages
 

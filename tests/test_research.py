@@ -5,9 +5,9 @@ from typing import get_args
 
 import pytest
 
-from layerskip import registry
+from layerskip.config import registry
 
-PACKAGE = Path(registry.__file__).parent
+PACKAGE = Path(registry.__file__).parents[1]
 REGISTRY = Path(registry.__file__)
 RESEARCH = [*(PACKAGE / "research").glob("*.py")]
 ROOMS = [PACKAGE, *(PACKAGE.parent / room for room in ("search", "analysis"))]

@@ -11,10 +11,10 @@ from models import tiny_model as tiny
 from torch import nn
 
 from layerskip import LowPrecision, SkipConfig
-from layerskip.generation import generate
-from layerskip.model import extension
-from layerskip.model.rounded import copies_of, rounded, rounded_bytes
+from layerskip.api.generation import generate
 from layerskip.model.sublayers import Sublayers
+from layerskip.native import extension
+from layerskip.weights.rounded import copies_of, rounded, rounded_bytes
 
 BITS = (8, 4)
 

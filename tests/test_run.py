@@ -18,11 +18,11 @@ from checkpoints import save_checkpoint, shallow_demo
 from small import small_model
 
 import layerskip
-from layerskip.checkpoints import encode, load
+from layerskip.api.loading import encode, load
 from layerskip.cli.run import _device
-from layerskip.prompts import read_prompts
 from layerskip.serving.files import open_answers
-from layerskip.text import decode_text
+from layerskip.texts.prompts import read_prompts
+from layerskip.texts.tokens import decode_text
 
 ERROR = {"id": "a3", "error": "earlier"}
 

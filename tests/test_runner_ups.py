@@ -11,14 +11,14 @@ from models import Growing, lively_model, ragged, seated
 from transformers import TemperatureLogitsWarper
 
 from layerskip import SkipConfig
+from layerskip.api.generation import generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import live_target
 from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
-from layerskip.generation import generate
-from layerskip.model import extension
+from layerskip.native import extension
 from layerskip.research.trees import LaterAcceptance, Place, TreeGain, grown
 
 FLAT = CostTable(0.2, (1.0,) * 20)

@@ -25,8 +25,8 @@ from optuna.storages.journal import JournalFileBackend
 
 from layerskip.cli.search import default_positions
 from layerskip.cli.terminal import Talk
-from layerskip.config import SkipConfig
-from layerskip.environment import hardware
+from layerskip.config.skips import SkipConfig
+from layerskip.files.environment import hardware
 from layerskip.files.searches import read_search
 from layerskip.search import pipeline
 from layerskip.search.objective import Objective

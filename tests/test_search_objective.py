@@ -11,7 +11,7 @@ from cost_records import MACHINES, cost_record, cost_table, prices_of
 from models import lively_model, prompt
 from transformers import TemperatureLogitsWarper
 
-from layerskip.config import SINK, DecodingOptions, SkipConfig
+from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.model import on_line
 from layerskip.costs.speculation import best_length
 from layerskip.decoding.expected_gain import ExpectedGain
@@ -25,7 +25,7 @@ from layerskip.search.finalists import TOLERANCE, Choice, best_choice, choices
 from layerskip.search.objective import PARTS, PIECES, SECONDS, Objective, extended
 from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space
-from layerskip.vocabulary import ranked
+from layerskip.texts.vocabulary import ranked
 
 SPACE = Space(kind="sublayer", num_layers=6, allow_ends=True)
 CASES = {

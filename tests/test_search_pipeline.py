@@ -14,10 +14,10 @@ from marks import thorough
 from models import lively_model, prompt
 
 import layerskip
+from layerskip.api.drafts import automatic_draft
 from layerskip.bench.checks import state_of
 from layerskip.bench.methods import Task
-from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
-from layerskip.drafts import automatic_draft
+from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.searches import read_search
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
@@ -28,8 +28,8 @@ from layerskip.search.finalists import winner
 from layerskip.search.objective import Objective, OutOfTime
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
+from layerskip.texts.vocabulary import ranked
 from layerskip.timing.tables import machine, stored
-from layerskip.vocabulary import ranked
 
 COST = MACHINES["reads weights"]
 HOPELESS = cost_record(growth=1.0) | {"repeated": [[1.0, 100.0]]}

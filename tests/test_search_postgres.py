@@ -17,7 +17,7 @@ from models import lively_model
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.files.searches import read_search
 
 pytestmark = pytest.mark.postgres

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from optuna.distributions import CategoricalDistribution
 
-from layerskip.config import LowPrecision, SkipConfig, Trained
+from layerskip.config.skips import LowPrecision, SkipConfig, Trained
 from layerskip.search.space import Space, changed
 from layerskip.search.warm_starts import WARM_STARTS, given, warm_starts
 

@@ -16,10 +16,9 @@ from servers import running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
-from layerskip.checkpoints import load
+from layerskip.api.generation import decode
+from layerskip.api.loading import load
 from layerskip.cli import main
-from layerskip.generation import decode
-from layerskip.grammars import Grammar, GrammarLimit
 from layerskip.serving import connections, fields, http
 from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import ChatAsked, CompletionAsked
@@ -29,7 +28,8 @@ from layerskip.serving.http import make_app
 from layerskip.serving.requests import Piece, Refusal
 from layerskip.serving.responses import ResponseAsked
 from layerskip.serving.scheduler import Serving, ServingStats
-from layerskip.text import Detokenizer, decode_text, token_bytes
+from layerskip.texts.grammars import Grammar, GrammarLimit
+from layerskip.texts.tokens import Detokenizer, decode_text, token_bytes
 
 TOOLS_TEMPLATE = (
     "{% if tools %}<tool_call> {{ tools | tojson }}\n{% endif %}{% for m in messages %}"
@@ -861,7 +861,7 @@ class TestEnds:
             serving.stop()
             got = httpx.get(f"{url}/health")
             assert got.status_code == 503
-            assert "ended" in got.json()["status"]
+            assert "stopped" in got.json()["status"]
 
     def test_metrics(self, place):
         """In our names, and in those of vLLM, which tools read. They agree with the answer."""

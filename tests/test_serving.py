@@ -19,11 +19,11 @@ from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 import layerskip
 from layerskip import Proposal, SkipConfig, Source, State
-from layerskip.checkpoints import load
+from layerskip.api.loading import load
+from layerskip.backends.captured import Captured, _pass
+from layerskip.backends.fused import Fused
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model.captured import Captured, _pass
-from layerskip.model.fused import Fused
 from layerskip.research.logit_lookup import LogitLookup
 from layerskip.serving import scheduler
 from layerskip.serving.requests import Piece, Refusal, TextRequest
@@ -196,7 +196,7 @@ def test_passes_of_fewer_texts_than_before_are_captured(model, monkeypatch):
         return _pass(blocks, used, pairs, tables, few, hidden, *inputs)
 
     monkeypatch.setattr(Fused, "run", spy)
-    monkeypatch.setattr("layerskip.model.captured._pass", captured)
+    monkeypatch.setattr("layerskip.backends.captured._pass", captured)
     tasks = [TextRequest([5, 6, 7 + n], max_new_tokens=3 * n) for n in range(1, 9)]
     serving = Serving(model, max_rows=8, lookup=False, controller=Fickle(0), **CAPTURED)
     texts_alone(model, serving, tasks)

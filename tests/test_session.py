@@ -363,10 +363,10 @@ def test_progress_tells_what_is_read(sizes):
 
 
 def test_the_default_memory_is_a_share_of_what_is_free(monkeypatch):
-    monkeypatch.setattr("layerskip.session.free_memory", lambda: 4000)
+    monkeypatch.setattr("layerskip.api.session.free_memory", lambda: 4000)
     assert Session(lively_model("llama")).memory == 1000
-    monkeypatch.setattr("layerskip.session.free_memory", lambda: None)
+    monkeypatch.setattr("layerskip.api.session.free_memory", lambda: None)
     assert Session(lively_model("llama")).memory == 1 << 30
     gpu = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (800, 1000))
-    assert layerskip.session.share(gpu) == 200
+    assert layerskip.api.session.share(gpu) == 200

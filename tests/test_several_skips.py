@@ -6,10 +6,10 @@ import torch
 from models import Fickle, lively_model, ragged
 
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.api.generation import generate
 from layerskip.bench.methods import Engine, Task
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.generation import generate
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import simulate
 

@@ -12,16 +12,16 @@ from torch import nn
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
-from layerskip.config import DecodingOptions
+from layerskip.api.drafts import automatic_draft, choose_drafts
+from layerskip.config.skips import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
-from layerskip.drafts import automatic_draft, choose_drafts
 from layerskip.model.opening import sublayers_of
-from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
+from layerskip.weights.rounded import copies_of
 
 GUIDE = Path(__file__).parents[1] / "docs" / "sources.md"
 COSTS = CostTable(0.0, (1.0, 1.1))

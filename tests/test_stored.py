@@ -14,13 +14,13 @@ from models import tiny_model
 from torch import nn
 
 from layerskip import SkipConfig
-from layerskip.generation import generate
-from layerskip.model import extension
-from layerskip.model.fingerprint import fingerprint
-from layerskip.model.formats.gguf import gguf_model
+from layerskip.api.generation import generate
 from layerskip.model.opening import sublayers_of
-from layerskip.model.rounded import _Origin
-from layerskip.model.stored import Stored, store_halves, unpacked_model
+from layerskip.native import extension
+from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.formats.gguf import gguf_model
+from layerskip.weights.rounded import _Origin
+from layerskip.weights.stored import Stored, store_halves, unpacked_model
 
 pytestmark = pytest.mark.skipif(
     extension.refusal() is not None, reason="there are no native passes here"

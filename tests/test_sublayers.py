@@ -14,13 +14,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerskip
 from layerskip import SkipConfig, fingerprint
+from layerskip.backends import native
 from layerskip.costs.speculation import CostTable
-from layerskip.model import extension, families, native
-from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.families import FAMILIES
+from layerskip.families import known as families
+from layerskip.families.known import FAMILIES
+from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.native import extension
+from layerskip.weights.draft_head import TrimmedHead
 
 COSTS = CostTable(0.2, (1.0, 1.1))
 
@@ -174,7 +176,7 @@ class MadeUpConfig(LlamaConfig):
 
 
 MADE_UP = """
-from layerskip.model.family import Family
+from layerskip.families.family import Family
 
 MADE_UP = Family("made_up", package="llama")
 """

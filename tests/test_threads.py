@@ -14,8 +14,8 @@ from models import tiny_model
 from torch.utils import cpp_extension
 
 from layerskip import decode
-from layerskip.model import extension
 from layerskip.model.sublayers import Sublayers
+from layerskip.native import extension
 from layerskip.timing.threads import cpu_threads, fitting_threads
 
 
@@ -120,7 +120,14 @@ int main(int count, char** given) {
 def crew(tmp_path_factory):
     """A program that says how many threads passes take in which each of them slept so long."""
     binary = tmp_path_factory.mktemp("crew") / "crew"
-    flags = ["-std=c++17", f"-I{Path(extension.__file__).parent}", "-xc++", "-", "-o", str(binary)]
+    flags = [
+        "-std=c++17",
+        f"-I{Path(extension.__file__).parent / 'csrc'}",
+        "-xc++",
+        "-",
+        "-o",
+        str(binary),
+    ]
     command = [cpp_extension.get_cxx_compiler(), *flags]
     subprocess.run(command, input=CREW, text=True, check=True)
     return binary

@@ -15,12 +15,12 @@ from transformers import (
 )
 
 import layerskip
-from layerskip.config import LowPrecision, SkipConfig
+from layerskip.config.registry import CONTROLLERS
+from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.controllers import make_controller
 from layerskip.model.sublayers import Sublayers
-from layerskip.registry import CONTROLLERS
 from layerskip.replay.drafts import replay
 from layerskip.replay.drawing import NOTHING
 from layerskip.replay.exits import exit_sweep

@@ -20,15 +20,15 @@ from official import build_assistant
 from safetensors.torch import load_file
 
 from layerskip import SkipConfig
+from layerskip.api.generation import generate
+from layerskip.config.registry import named
 from layerskip.costs.speculation import CostTable
-from layerskip.generation import generate
 from layerskip.model.assistants import load_assistant
 from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Sublayers
-from layerskip.prompts import Prompt
-from layerskip.registry import named
 from layerskip.replay.drafts import replay
 from layerskip.research.blocks import ExitBlock, Streams
+from layerskip.texts.prompts import Prompt
 from layerskip.training import assistants, data, drafts, features, judging, processes
 from layerskip.training.assistants import AssistantTraining
 from layerskip.training.drafts import Recipe, Training

@@ -15,6 +15,7 @@ from models import Fickle, Growing, lively_model, tiny_model
 import layerskip
 from layerskip import Lookup, LowPrecision, SkipConfig
 from layerskip.bench.methods import Engine, Task
+from layerskip.cache.rows import RowCache
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -22,12 +23,11 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.blocks import Heads
-from layerskip.model.cache import RowCache
-from layerskip.model.stored import store_halves
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.research import block_states as states
 from layerskip.timing.tables import cost_tables
+from layerskip.weights.stored import store_halves
 
 LOW = {
     f"{kind} in {bits} bits": LowPrecision(bits=bits, attention=(), mlp=(), head=head)

@@ -25,13 +25,13 @@ import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.bench.checks import check, state_of
 from layerskip.bench.methods import Engine, Task
-from layerskip.config import DecodingOptions, LowPrecision
+from layerskip.config.skips import DecodingOptions, LowPrecision
 from layerskip.costs.speculation import CostTable
-from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.texts.vocabulary import ranked
 from layerskip.timing.tables import place, stored
-from layerskip.vocabulary import ranked
+from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.rounded import copies_of
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # with these, drafting pays; no test depends on a clock
 SKIP = SkipConfig.early_exit(4)

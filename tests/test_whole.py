@@ -15,12 +15,12 @@ from transformers import AutoConfig
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.config import LowPrecision
+from layerskip.config.skips import LowPrecision
+from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opening import open_model, sublayers_of
-from layerskip.model.rounded import linears
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole, level
-from layerskip.model.wrappers import UnsupportedModelError
+from layerskip.weights.rounded import linears
 
 _QUICK = ("cohere2", "deepseek_v3", "gemma3n_text", "gpt_oss", "llama4_text", "phi")
 _SLOW = """
@@ -228,7 +228,7 @@ def test_hooks_on_what_is_called_run_and_others_are_refused():
         sublayers_of(model)
 
 
-def test_the_model_is_left_as_it_was_and_let_go():
+def test_the_model_is_left_as_it_was_and_weak():
     model = small_model.__wrapped__("phi", seed=3)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     modules = list(model.modules())

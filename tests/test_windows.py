@@ -12,20 +12,20 @@ from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
 
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
 from layerskip.analysis.plots import draft_words
+from layerskip.api.drafts import WINDOW as WIDE
+from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
-from layerskip.config import SINK
+from layerskip.config.skips import SINK
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayers import SublayerDraft
-from layerskip.drafts import WINDOW as WIDE
-from layerskip.drafts import automatic_draft
-from layerskip.model.extension import refusal
-from layerskip.model.rounded import copies_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.native.extension import refusal
 from layerskip.search import fitting
 from layerskip.search.fitting import space_for, windows_for
 from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
+from layerskip.weights.rounded import copies_of
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gemma4", "qwen2")
 EXECUTIONS = ("modules", "fused", "native")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from layerskip.checkpoints import encode
-from layerskip.prompts import Prompt
-from layerskip.text import plural
+from layerskip.api.loading import encode
+from layerskip.texts.prompts import Prompt
+from layerskip.texts.tokens import plural
 
 
 class Encoded(NamedTuple):

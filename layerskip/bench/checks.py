@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.api.drafts import Drafts, choose_drafts
 from layerskip.bench.batches import PromptBatch, one_by_one
 from layerskip.bench.comparison import Comparison, Judge
 from layerskip.bench.lawtest import LawTest, law_tests
 from layerskip.bench.methods import Engine, Method, Peer, Task
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
-from layerskip.drafts import Drafts, choose_drafts
-from layerskip.environment import free_memory
+from layerskip.files.environment import free_memory
 from layerskip.model.opening import open_model
-from layerskip.model.stored import unpacked_model
+from layerskip.weights.stored import unpacked_model
 
 LEVEL = 1e-6
 """Probability that the tests of sampled distributions together reject a correct engine."""

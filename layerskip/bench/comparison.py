@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.api.requests import end_tokens
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Method, Peer, Task
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.families.wrappers import unwrapped
 from layerskip.library import cache_in, cache_name
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.wrappers import unwrapped
-from layerskip.requests import end_tokens
-from layerskip.text import in_common
+from layerskip.texts.tokens import in_common
 
 QUANTILE = 0.999
 CANDIDATES = 8  # number of best tokens per position whose distances are measured

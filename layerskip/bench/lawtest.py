@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.draws import Draws

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from layerskip.api.loading import Loaded
+from layerskip.api.requests import end_tokens
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.llama_process import serve
 from layerskip.bench.methods import Clock, Decoded, Method, Task
-from layerskip.checkpoints import Loaded
-from layerskip.environment import cache_folder
+from layerskip.files.environment import cache_folder
 from layerskip.files.writing import replacing
-from layerskip.requests import end_tokens
 
 PACKAGE = "llama-cpp-python==0.3.36"
 LLAMAS = ("llama.cpp", "llama.cpp-flash")

@@ -18,7 +18,7 @@ from lm_eval.models import utils
 from lm_eval.models.huggingface import HFLM, tqdm
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
-from layerskip.checkpoints import load
+from layerskip.api.loading import load
 from layerskip.serving.history import StopStrings
 from layerskip.serving.requests import Piece, TextRequest
 from layerskip.serving.scheduler import Serving
@@ -31,7 +31,7 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
     """A model run by this engine, for evaluations.
 
     Args:
-        pretrained, dtype, device, trust_remote_code: as for `layerskip.checkpoints.load`.
+        pretrained, dtype, device, trust_remote_code: as for `layerskip.api.loading.load`.
         batch_size: number of texts at once.
         draft: False decodes plainly; scores and texts are the same.
         assistant: name of a second model that drafts.

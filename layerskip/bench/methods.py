@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from layerskip.api.drafts import lookup_of, skip_label
+from layerskip.api.generation import GenerationOutput, LayerSkipDecoding, generate
+from layerskip.api.requests import end_tokens
 from layerskip.bench.batches import PromptBatch
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.rounds import Round
-from layerskip.drafts import lookup_of, skip_label
 from layerskip.files.records import costs_key
-from layerskip.generation import GenerationOutput, LayerSkipDecoding, generate
-from layerskip.requests import end_tokens
 
 Clock = Callable[[], float]
 

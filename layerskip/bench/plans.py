@@ -17,27 +17,27 @@ from typing import Any
 
 import torch
 
+from layerskip.api.loading import Loaded
 from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.llama import LLAMAS, open_llama
 from layerskip.bench.methods import Engine, Method, Peer, Task
-from layerskip.checkpoints import Loaded
-from layerskip.config import SkipConfig
+from layerskip.config.registry import WITH_THRESHOLD
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.environment import environment, free_memory
+from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.eagle import Eagle
-from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
-from layerskip.model.stored import stored_weights, unpacked_model
 from layerskip.model.sublayers import Sublayers
-from layerskip.prompts import Prompt
-from layerskip.registry import WITH_THRESHOLD
 from layerskip.replay.exits import exit_sweep, law_of
+from layerskip.texts.prompts import Prompt
 from layerskip.timing.tables import cost_tables
+from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.stored import stored_weights, unpacked_model
 
 SWEEP_TOKENS = 64  # maximum number of tokens of each text in a sweep
 SWEEP_PROMPTS = 2  # per category

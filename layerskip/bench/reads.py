@@ -12,10 +12,10 @@ from functools import cache
 
 import torch
 
+from layerskip.api.drafts import choose_drafts
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Decoded, Engine, Method
 from layerskip.costs.speculation import keys_read
-from layerskip.drafts import choose_drafts
 from layerskip.model.sublayers import Sublayers
 
 STEPWISE = ("plain", "generate", "llama.cpp")  # methods with one token per row and pass

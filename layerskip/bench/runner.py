@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.backends.captured import capture_seconds
 from layerskip.bench.batches import PromptBatch, one_by_one
 from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import Clock, Decoded, Method, Task
 from layerskip.bench.reads import bytes_read
 from layerskip.decoding.rounds import Round
 from layerskip.files.records import Key
-from layerskip.model.captured import capture_seconds
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and to load this prompt into the caches
 

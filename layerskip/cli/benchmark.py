@@ -14,11 +14,11 @@ import typer
 from layerskip.cli import flags, inputs, opening
 from layerskip.cli.flags import flag, load_skips, switch, warn_idle
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
-from layerskip.config import SkipConfig
+from layerskip.config.registry import CONTROLLERS
+from layerskip.config.skips import SkipConfig
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import RunWriter, key_of, read_unfinished
-from layerskip.registry import CONTROLLERS
-from layerskip.text import decode_text
+from layerskip.texts.tokens import decode_text
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Method
@@ -128,10 +128,10 @@ def benchmark(
     loaded = opening.open_model(loading, talk)
     second = opening.second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
 
+    from layerskip.api.drafts import choose_drafts, without_origin
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
     from layerskip.bench.plans import Plan, make_header
     from layerskip.bench.runner import try_out
-    from layerskip.drafts import choose_drafts, without_origin
 
     threads = earlier.header["threads"] if earlier else None  # as when the run began
     with opening.open_passes(loaded, loading, talk, threads) as opened:
@@ -232,10 +232,10 @@ def _record(
     """Write `lines`, then measurements, to a run file. Prints and returns the table's rows."""
     from layerskip.analysis.runs import load_runs
     from layerskip.analysis.tables import headlines
+    from layerskip.backends.captured import capture_seconds
     from layerskip.bench.reads import Sweeps
     from layerskip.bench.runner import benchmark as run_benchmark
     from layerskip.bench.runner import device_clock
-    from layerskip.model.captured import capture_seconds
 
     device = plan.batches[0].input_ids.device
     done = {key_of(each) for each in plan.earlier.records} if plan.earlier else set()

@@ -19,17 +19,17 @@ from layerskip.cli import flags
 from layerskip.cli.inputs import read_pictures
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
-from layerskip.config import COLDEST
+from layerskip.config.skips import COLDEST
 from layerskip.files.writing import write_text
-from layerskip.pictures import parts_of, showing
-from layerskip.prompts import Prompt
-from layerskip.text import Detokenizer, decode_text, plural
+from layerskip.texts.pictures import parts_of, showing
+from layerskip.texts.prompts import Prompt
+from layerskip.texts.tokens import Detokenizer, decode_text, plural
 
 if TYPE_CHECKING:
-    from layerskip.checkpoints import Loaded
+    from layerskip.api.generation import GenerationOutput
+    from layerskip.api.loading import Loaded
+    from layerskip.api.session import Session
     from layerskip.decoding.rounds import Round
-    from layerskip.generation import GenerationOutput
-    from layerskip.session import Session
 
 COMMANDS = {
     "/seed N": "seed of the next answer; later ones use N + 1, N + 2, ...; alone: random seeds",
@@ -90,7 +90,7 @@ def chat(
     with open_decoding(decoding, writing, loading, talk, check) as opened:
         loaded, settings = opened.loaded, opened.settings | opened.law
         opened.model.backend.long_lived = True
-        from layerskip.session import Session
+        from layerskip.api.session import Session
 
         session = Session(loaded.model, **settings | writing.arguments(loaded.tokenizer))
         conversation = Conversation(

@@ -25,7 +25,7 @@ from layerskip.cli.flags import (
 from layerskip.cli.inputs import check_folder, read_given, shipped_prompts, spoken
 from layerskip.cli.opening import open_checked_drafts
 from layerskip.cli.terminal import Talk, differences, to_json, two_columns, verdict, wrap
-from layerskip.text import plural
+from layerskip.texts.tokens import plural
 
 if TYPE_CHECKING:
     from layerskip.bench.checks import CheckReport
@@ -74,8 +74,8 @@ def check(
         return show_exits(chosen, loading, talk, max_new_tokens=max_new_tokens, seed=seed, **how)
     warn_idle({"output": output}, "without --exits")
     with open_checked_drafts(draft, loading, talk) as opened:
+        from layerskip.api.loading import encode
         from layerskip.bench.checks import check as check_tokens
-        from layerskip.checkpoints import encode
 
         loaded, passes = opened.loaded, opened.model.describe()
         report = check_tokens(

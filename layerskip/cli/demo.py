@@ -11,7 +11,7 @@ from layerskip.cli import terminal
 from layerskip.cli.flags import AsJson, DraftFlags, Loading, MaxNewTokens, Quiet, Seed
 from layerskip.cli.inputs import shipped_prompts
 from layerskip.cli.opening import open_checked_drafts
-from layerskip.text import decode_text
+from layerskip.texts.tokens import decode_text
 
 TEMPERATURE, REPEATS = 0.8, 3
 GREEDY_TOKENS = 48  # per prompt, to keep the demo short

@@ -13,9 +13,9 @@ def env(
 
     Example: layerskip env --json
     """
-    from layerskip.environment import environment, render
-    from layerskip.model import extension
-    from layerskip.model.architectures import TABLE
+    from layerskip.families.architectures import TABLE
+    from layerskip.files.environment import environment, render
+    from layerskip.native import extension
 
     if rebuild:
         try:

@@ -16,7 +16,7 @@ from layerskip.cli.inputs import in_turn
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, bar, to_json, wrap
 from layerskip.files.writing import write_text
-from layerskip.prompts import Prompt
+from layerskip.texts.prompts import Prompt
 
 
 def show_exits(
@@ -34,9 +34,9 @@ def show_exits(
     loaded = open_model(loading, talk)
     loaded.store_halves(loading.execution)  # as `generate` does
 
+    from layerskip.api.loading import encode
     from layerskip.bench.checks import TEMPERATURE
     from layerskip.bench.methods import Task
-    from layerskip.checkpoints import encode
     from layerskip.search.exits import POSITIONS, check_exits
 
     def told(what: str, share: float) -> None:

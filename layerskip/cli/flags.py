@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import typer
 from typer.models import OptionInfo
 
-from layerskip.config import COLDEST, DecodingOptions, LowPrecision, SkipConfig
+from layerskip.config.registry import ADAPTIVE, ControllerName
+from layerskip.config.skips import COLDEST, DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.reading import read_text
-from layerskip.registry import ADAPTIVE, ControllerName
 
 if TYPE_CHECKING:
+    from layerskip.api.loading import Loaded
     from layerskip.bench.methods import Task
-    from layerskip.checkpoints import Loaded
     from layerskip.cli.terminal import Talk
 
 PANEL_OF_EXITS = "With --recipe exits"
@@ -347,8 +347,8 @@ class Sampling(Flags):
 
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
         """The task a benchmark gives to every method, with the model's own settings filled in."""
+        from layerskip.api.requests import sampling_of
         from layerskip.bench.methods import Task
-        from layerskip.requests import sampling_of
 
         law = sampling_of(model, **self.settings) if self.do_sample else {}
         return Task(
@@ -411,8 +411,8 @@ class Writing(Sampling):
     def processors(self, loaded: Loaded) -> list[Any]:
         if self.schema is None and self.regex is None:
             return []
-        from layerskip.grammars import json_schema, regex
-        from layerskip.requests import end_tokens
+        from layerskip.api.requests import end_tokens
+        from layerskip.texts.grammars import json_schema, regex
 
         eos = sorted(end_tokens(loaded.model)) or None
         if self.schema is not None:

@@ -13,13 +13,13 @@ from layerskip.cli import flags, terminal
 from layerskip.cli.flags import flag, switch
 from layerskip.cli.inputs import read_given, read_pictures, spoken
 from layerskip.cli.opening import open_decoding
-from layerskip.prompts import Prompt
-from layerskip.text import decode_text, plural
+from layerskip.texts.prompts import Prompt
+from layerskip.texts.tokens import decode_text, plural
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from layerskip.checkpoints import Loaded
+    from layerskip.api.loading import Loaded
 
 
 def generate(
@@ -66,8 +66,8 @@ def generate(
         loaded, tokenizer = opened.loaded, opened.loaded.tokenizer
         settings = opened.settings | opened.law | writing.arguments(tokenizer)
 
-        from layerskip.generation import generate as generate_tokens
-        from layerskip.session import Session
+        from layerskip.api.generation import generate as generate_tokens
+        from layerskip.api.session import Session
 
         continued: Any = partial(generate_tokens, loaded.model)
         if len(chosen) > 1 and not opened.model.encoder:
@@ -115,7 +115,7 @@ def generate(
             talk.say(_summary(result))
             results.append({"id": each.id, **result} if len(chosen) > 1 else result)
     if opened.settings["enabled"]:
-        from layerskip.drafts import exits_hint
+        from layerskip.api.drafts import exits_hint
 
         if hint := exits_hint(opened.model, loaded.name, opened.settings["skip"] or ()):
             talk.say(hint)

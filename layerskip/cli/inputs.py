@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.cli.terminal import Talk
+from layerskip.config.shipped import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
 from layerskip.files.reading import read_text
-from layerskip.named import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
-from layerskip.pictures import read_picture
-from layerskip.prompts import Prompt, by_category, read_prompts
+from layerskip.texts.pictures import read_picture
+from layerskip.texts.prompts import Prompt, by_category, read_prompts
 
 
 def check_folder(folder: Path) -> None:

@@ -20,7 +20,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from layerskip import __version__
 from layerskip.cli.benchmark import benchmark
 from layerskip.cli.chat import chat
 from layerskip.cli.check import check
@@ -34,6 +33,7 @@ from layerskip.cli.search import search
 from layerskip.cli.serve import serve
 from layerskip.cli.terminal import shown
 from layerskip.cli.train import train
+from layerskip.version import __version__
 
 SPINS = "10000"  # a thirtieth of the default; fewer would cost time on an idle machine
 _PIPE_CLOSED = 128 + 13  # what a shell reports for a process that SIGPIPE ended

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip.cli.flags import Decoding, DraftFlags, Loading, Sampling, Sources, warn_idle
 from layerskip.cli.terminal import Talk
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 
 if TYPE_CHECKING:
-    from layerskip.checkpoints import Loaded
+    from layerskip.api.loading import Loaded
     from layerskip.decoding.sources.lookup import Lookup
     from layerskip.decoding.sources.mtp import CheckpointHead
     from layerskip.model.sublayers import Sublayers
@@ -32,7 +32,7 @@ def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
     """Load the model. `reads` is passed to `checkpoints.load`."""
     talk.progress("importing torch and transformers")
     with _unsearched():
-        from layerskip.checkpoints import load
+        from layerskip.api.loading import load
 
     talk.progress(f"loading {loading.model}")
     loaded = load(**loading.where, bars=sys.stderr.isatty() and not talk.quiet, reads=reads)
@@ -118,7 +118,7 @@ def own_drafts(
     Returns:
         The skip configs, the checkpoint's own head, and why there are no better drafts, in words.
     """
-    from layerskip.drafts import automatic_draft, in_words, own_head, without_origin
+    from layerskip.api.drafts import automatic_draft, in_words, own_head, without_origin
 
     if given:
         warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
@@ -150,8 +150,8 @@ def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk)
     """
     if sources.assistant is None:
         return None
-    from layerskip.checkpoints import load_official
-    from layerskip.vocabulary import check_vocabularies
+    from layerskip.api.loading import load_official
+    from layerskip.texts.vocabulary import check_vocabularies
 
     official = load_official(sources.assistant, loaded)
     if official is not None:
@@ -200,8 +200,8 @@ def open_drafts(
         if plain:
             yield Opened(loaded, model, settings, [], "none")
             return
-        from layerskip.drafts import choose_drafts
-        from layerskip.generation import LayerSkipDecoding
+        from layerskip.api.drafts import choose_drafts
+        from layerskip.api.generation import LayerSkipDecoding
 
         beside = loaded.skip_config()
         given = given or ([] if beside is None else [beside])
@@ -276,7 +276,7 @@ def open_decoding(
             if not names:
                 warn_idle(idle, "without drafts")
         if settings["enabled"] and not opened.model.encoder:
-            from layerskip.generation import LayerSkipDecoding
+            from layerskip.api.generation import LayerSkipDecoding
 
             talk.progress("measuring the costs of drafting")
             LayerSkipDecoding(**settings).prepare(opened.loaded.model, seconds=_MEASURING, **law)

@@ -21,12 +21,12 @@ from layerskip.cli.flags import flag, switch, warn_idle
 from layerskip.cli.inputs import check_file, read_given, spoken
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
-from layerskip.named import model_folder
-from layerskip.prompts import Prompt
-from layerskip.text import plural
+from layerskip.config.shipped import model_folder
+from layerskip.texts.prompts import Prompt
+from layerskip.texts.tokens import plural
 
 if TYPE_CHECKING:
-    from layerskip.checkpoints import Loaded
+    from layerskip.api.loading import Loaded
     from layerskip.serving.answers import Answer
     from layerskip.serving.api import Served
     from layerskip.serving.fields import Asked
@@ -192,17 +192,17 @@ class _Model:
         limits, max_rows = self.limits, self.limits.max_rows
 
         def check(loaded: Loaded) -> None:
-            from layerskip.checkpoints import encode
+            from layerskip.api.loading import encode
 
             if self.templated is not None and not loaded.tokenizer.chat_template:
                 encode(loaded.tokenizer, self.templated)  # raises once, not once per prompt
 
         loading = replace(self.loading, device=_device(self.loading.device))
         with open_decoding(self.decoding, self.writing, loading, talk, check, reads=True) as opened:
+            from layerskip.api.session import share
             from layerskip.serving.api import Served, answer_of
             from layerskip.serving.files import Answering
             from layerskip.serving.scheduler import Serving
-            from layerskip.session import share
 
             loaded, processors = opened.loaded, opened.law["logits_processor"]
             session = share(loaded.model.device)
@@ -228,8 +228,8 @@ class _Model:
 
     def _asked(self, number: int, prompt: Prompt, served: Served) -> Asked:
         """The request for a prompt. Flags set what a line of an OpenAI batch file does not."""
-        from layerskip.checkpoints import encode
-        from layerskip.requests import sampling_of
+        from layerskip.api.loading import encode
+        from layerskip.api.requests import sampling_of
         from layerskip.serving.fields import ChatAsked, CompletionAsked, read
 
         loaded, writing = served.loaded, self.writing

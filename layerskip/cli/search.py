@@ -28,8 +28,8 @@ from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json, tw
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
-from layerskip.prompts import Prompt
-from layerskip.text import plural
+from layerskip.texts.prompts import Prompt
+from layerskip.texts.tokens import plural
 
 if TYPE_CHECKING:
     from layerskip.search.finalists import Finalist
@@ -147,8 +147,8 @@ def search(
         loading.execution
     )  # as `generate` does, so that costs are those of its passes
 
+    from layerskip.api.loading import encode
     from layerskip.bench.plans import make_header
-    from layerskip.checkpoints import encode
     from layerskip.files.searches import SCHEMA
     from layerskip.search.fitting import parts_of, space_for, typical_context
     from layerskip.search.pipeline import Search
@@ -384,7 +384,7 @@ def _finish(
 
 def _table(finalists: Sequence[Finalist]) -> str:
     """Format the finalists: speedups with 95% intervals, and what runs."""
-    from layerskip.drafts import skip_label
+    from layerskip.api.drafts import skip_label
 
     lines, runs = [["draft", "c", "alpha", "predicted", "measured", "same text"]], []
     for each in finalists:

@@ -14,7 +14,7 @@ from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 
 if TYPE_CHECKING:
-    from layerskip.checkpoints import Loaded
+    from layerskip.api.loading import Loaded
     from layerskip.serving.api import Served
 
 
@@ -41,7 +41,9 @@ def serve(
         "Generate at most N tokens if a request sets no limit.", "N", default=1024, min=1
     ),
     max_rows: flags.MaxRows = 16,
-    max_queue: int = flag("Queue at most N texts; more get a 429.", "N", default=128, min=1),
+    max_queue: int = flag(
+        "Queue at most N texts; requests beyond that get HTTP 429.", "N", default=128, min=1
+    ),
     memory: flags.Memory = None,
     max_body: float = flag("Largest request body; more gets a 413.", "MB", default=4.0, min=0),
     timeout: float = flag("Time limit of a request.", "SECONDS", default=600.0, min=1),
@@ -80,7 +82,7 @@ def serve(
     described_as: list[Served] = []
 
     def described(loaded: Loaded) -> None:
-        from layerskip.model.wrappers import merge_adapter
+        from layerskip.families.wrappers import merge_adapter
         from layerskip.serving.api import Served
 
         if adapter is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TextIO
 
-from layerskip.text import Detokenizer, plural
+from layerskip.texts.tokens import Detokenizer, plural
 
 if TYPE_CHECKING:
     from layerskip.bench.comparison import Comparison

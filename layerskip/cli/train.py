@@ -25,11 +25,11 @@ from layerskip.cli.flags import (
 from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
-from layerskip.config import SkipConfig
+from layerskip.config.registry import LossName, StudentName
+from layerskip.config.skips import SkipConfig
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.trainings import LARGEST_RISE, check_record, rise
-from layerskip.prompts import Prompt
-from layerskip.registry import LossName, StudentName
+from layerskip.texts.prompts import Prompt
 
 MINUTES = 30.0
 DRAFT_COLUMNS = (
@@ -56,7 +56,7 @@ class ExitFlags(Flags):
         "Probability of dropping the last layer, lower for earlier ones.  [default: 0.1]", "P"
     )
     curriculum: Literal["rotational", "gradual", "all"] | None = flag(
-        "Exits per step: one in eight, in turn; from the deepest on; all.  [default: rotational]"
+        "Exits per step: rotate over every 8th; deepest first; all.  [default: rotational]"
     )
     lora: int | None = flag(
         "Train low-rank adapters of this rank and merge them at the end (needs peft).  [default: "
@@ -188,7 +188,7 @@ def train(
         minutes = MINUTES
     import torch
 
-    from layerskip.checkpoints import load_official
+    from layerskip.api.loading import load_official
     from layerskip.training import processes
     from layerskip.training.assistants import AssistantTraining
     from layerskip.training.data import Corpus

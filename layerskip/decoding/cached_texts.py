@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.passes import Filling, Part, Passes
-from layerskip.model.fingerprint import checksum, fingerprint
 from layerskip.model.sublayers import Sublayers
-from layerskip.text import in_common
+from layerskip.texts.tokens import in_common
+from layerskip.weights.fingerprint import checksum, fingerprint
 
 
 class _Segment:

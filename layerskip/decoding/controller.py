@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from layerskip.registry import CONTROLLERS
+from layerskip.config.registry import CONTROLLERS
 
 
 class Offer(NamedTuple):

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from layerskip.config.registry import ADAPTIVE, CONTROLLERS, WITH_THRESHOLD, named
 from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.expected_gain import AHEAD
-from layerskip.registry import ADAPTIVE, CONTROLLERS, WITH_THRESHOLD, named
 
 __all__ = ["Controller", "make_controller"]
 

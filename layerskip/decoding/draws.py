@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from layerskip.backends.base import Draw
+from layerskip.cache.branches import ROOT, path_to
+from layerskip.cache.rows import on_device
 from layerskip.decoding import noise, rules
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.passes import Position
 from layerskip.decoding.seats import Seat
-from layerskip.model.backend import Draw
-from layerskip.model.branches import ROOT, path_to
-from layerskip.model.cache import on_device
 
 
 @dataclass

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.cache.library import EncoderStates
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.draws import DraftedTokens, Draws
@@ -23,7 +24,6 @@ from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.speculator import Outcome, Speculator
 from layerskip.decoding.target import Verdict
-from layerskip.model.library_cache import EncoderStates
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Sublayers
 

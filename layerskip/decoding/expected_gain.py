@@ -269,7 +269,7 @@ class ExpectedGain(Controller):
             gain, cut, lookups = self._promise(self._sources[number], offer, instead)
             if gain > gained:
                 best, gained, round_.cut, round_.lookups = number, gain, cut, lookups
-        if self._now is not None and not late and self._to_see(offers, gained):
+        if self._now is not None and not late and self._should_probe(offers, gained):
             return self._round.source
         if best is not None:
             return best
@@ -365,7 +365,7 @@ class ExpectedGain(Controller):
             source.used(probing=round_.probing, paid=paid)
         self._round = Progress()
 
-    def _to_see(self, offers: Sequence[Offer], gained: float) -> bool:
+    def _should_probe(self, offers: Sequence[Offer], gained: float) -> bool:
         """Whether to use the round to time a kind of work that was not timed recently.
 
         Sets `source` and `cut`. `gained` is the best choice's expected gain over a plain step.

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from layerskip.text import in_common
+from layerskip.texts.tokens import in_common
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 

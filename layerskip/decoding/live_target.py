@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.cache.branches import along, depths
+from layerskip.cache.rows import on_device
 from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal
-from layerskip.decoding.target import Ask, Mark, Said, Verdict
-from layerskip.model.branches import along, depths
-from layerskip.model.cache import on_device
+from layerskip.decoding.target import Mark, StepRequest, StepResult, Verdict
 
 # The moves of rows so far, and every row with its length and last token.
 _Start = tuple[int, list[tuple[int, int, int]]]
@@ -90,7 +90,7 @@ class LiveTarget:
             part = raw if len(groups) == 1 else raw[some]  # (n, V)
             yield draws, some, part, [positions[i] for i in some]
 
-    def _drawn(self, raw: Tensor, positions: Sequence[Position], ask: Ask) -> Drawn:
+    def _drawn(self, raw: Tensor, positions: Sequence[Position], ask: StepRequest) -> Drawn:
         """Draw from a draft's raw logits (N, V)."""
         if self._joint is not None:
             return self._joint.draft(raw, positions, ask.signal, best=ask.best)
@@ -106,7 +106,9 @@ class LiveTarget:
                 tokens[some, 1 : 1 + drawn.others.shape[1]] = drawn.others
         return Drawn(tokens[:, 0], sure, tokens[:, 1 : ask.best], [])
 
-    def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said | None:
+    def draft(
+        self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest
+    ) -> StepResult | None:
         if not drafts.num_steps:
             self._begin(drafts)
         places, step = self.passes.rows, drafts.num_steps
@@ -156,7 +158,7 @@ class LiveTarget:
         tokens = [self.seats[row].emitted[-1], *drafts.tokens[row]]
         return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
 
-    def _said(self, drawn: Drawn, ask: Ask) -> Said:
+    def _said(self, drawn: Drawn, ask: StepRequest) -> StepResult:
         """Copy what was drawn to the host."""
         values = [drawn.tokens]
         if ask.signal is not None and drawn.confidences is not None:
@@ -165,7 +167,7 @@ class LiveTarget:
             values += drawn.others.unbind(1)[: ask.best - 1]
         tokens, *more = on_host(*values)()
         sure = more.pop(0) if ask.signal is not None else []
-        return Said([*zip(tokens, *more, strict=True)], sure)
+        return StepResult([*zip(tokens, *more, strict=True)], sure)
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False

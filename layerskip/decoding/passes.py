@@ -16,17 +16,17 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.cache.branches import Branches
+from layerskip.cache.library import EncoderStates, LibraryCache
+from layerskip.cache.rows import STRIPE, RowCache, on_device
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_bytes
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import in_chunks
-from layerskip.model.branches import Branches
-from layerskip.model.cache import STRIPE, RowCache, on_device
-from layerskip.model.library_cache import EncoderStates, LibraryCache
 from layerskip.model.pictures import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.text import in_common
+from layerskip.texts.tokens import in_common
 
 PIECE = 256  # minimum number of prompt tokens per pass if there are windows
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -451,14 +451,15 @@ class Passes(Batch):
     def _caches(self) -> list[RowCache]:
         return [self.cache, *(each for state in self.states for each in state.caches)]
 
-    def nbytes(self, rows: int, slots: int, heard: int = 0) -> int:
+    def nbytes(self, rows: int, slots: int, encoder_length: int = 0) -> int:
         """Bytes of keys, values and states; those of an encoder's token count as one."""
         slots = self._capacity(slots)  # and one more at taps
         inside = min(slots, self._span) * self._window_bytes
-        return round(rows * ((slots + heard) * self._slot_bytes + inside + self._row_bytes))
+        own = (slots + encoder_length) * self._slot_bytes
+        return round(rows * (own + inside + self._row_bytes))
 
     @property
-    def heard(self) -> int:
+    def encoder_length(self) -> int:
         """The number of encoder tokens stored per row."""
         encoded = getattr(self.cache, "encoded", None)
         return 0 if encoded is None else encoded.states.shape[1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from layerskip.model.branches import along
+from layerskip.cache.branches import along
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from layerskip.cache.branches import along, trunk
 from layerskip.costs.speculation import draft_limit, remaining
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer, signal_of
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import Ask, Target, Verdict
-from layerskip.model.branches import along, trunk
-from layerskip.text import in_common
+from layerskip.decoding.target import StepRequest, Target, Verdict
+from layerskip.texts.tokens import in_common
 
 
 class Plan(NamedTuple):
@@ -164,7 +164,7 @@ class Speculator:
                 f"sources {', '.join(map(str, stepping))}"
             )
         for source, rows in stepping.items():
-            state, ask = self.target.states[source], Ask(source, self.signal)
+            state, ask = self.target.states[source], StepRequest(source, self.signal)
             if trees is None or state is None:
                 drafts.kept_steps = self._take_steps(drafts, ask, rows, plans)
             else:
@@ -177,7 +177,7 @@ class Speculator:
     def _take_steps(
         self,
         drafts: DraftedTokens,
-        ask: Ask,
+        ask: StepRequest,
         drafting: Sequence[int],
         plans: Mapping[int, Plan],
         see: Callable[[int, Sequence[int], float], None] | None = None,

@@ -16,7 +16,7 @@ from layerskip.decoding.sources.base import Proposal, State
 Mark = Callable[[], None]
 
 
-class Ask(NamedTuple):
+class StepRequest(NamedTuple):
     """The request for tokens of a draft step.
 
     Attributes:
@@ -28,7 +28,7 @@ class Ask(NamedTuple):
     best: int = 1
 
 
-class Said(NamedTuple):
+class StepResult(NamedTuple):
     """The result of a draft step: per token the best next ones (-1: none) and the confidence."""
 
     tokens: Sequence[Sequence[int]]
@@ -79,7 +79,9 @@ class Target(Protocol):
     def allowed(self, row: int, tokens: Sequence[int]) -> int:
         """How many of a chain's tokens a row's grammars allow."""
 
-    def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said | None:
+    def draft(
+        self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest
+    ) -> StepResult | None:
         """Take a draft step after each row's last token.
 
         Returns:

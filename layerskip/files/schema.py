@@ -272,4 +272,4 @@ environment = has(
     devices=items(has(name=text)),
     git=optional(has(revision=text, dirty=flag)),
 )
-"""What `layerskip.environment` says about a machine, as far as reports read it."""
+"""What `layerskip.files.environment` says about a machine, as far as reports read it."""

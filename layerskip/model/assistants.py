@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from layerskip.families.known import ASSISTANTS
+from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.library import classes_of
-from layerskip.model.families import ASSISTANTS
-from layerskip.model.wrappers import UnsupportedModelError
-from layerskip.text import plural
+from layerskip.texts.tokens import plural
 
 
 def is_assistant(config: Any) -> bool:

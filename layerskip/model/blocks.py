@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.config import Trained
-from layerskip.model.architecture import Architecture
-from layerskip.model.backend import Backend, Block, Variant
+from layerskip.backends.base import Backend, Block, Variant
+from layerskip.config.registry import named
+from layerskip.config.skips import Trained
+from layerskip.families.architecture import Architecture
 from layerskip.model.trained import TOKENS, trained_weights
-from layerskip.registry import named
 
 AHEAD = 4
 """Number of tokens that a module predicts at once."""

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from layerskip.files.writing import replacing_folder, write_text
 from layerskip.library import cache_name, classes_of
-from layerskip.model.formats.tensors import Tensors
+from layerskip.weights.formats.tensors import Tensors
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
 """The library's classes, by type of the head's layers."""

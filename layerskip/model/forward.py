@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from layerskip.backends.base import EXACT, Block, Step, Variant
+from layerskip.backends.modules import Modules
+from layerskip.cache.library import LibraryCache
+from layerskip.cache.recurrent import ONE_BY_ONE, RecurrentCache
+from layerskip.cache.rows import RowCache, additive
 from layerskip.library import BaseModelOutput, cache_name
-from layerskip.model.backend import EXACT, Block, Step, Variant
-from layerskip.model.cache import RowCache, additive
-from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.library_cache import LibraryCache
-from layerskip.model.modules import Modules
-from layerskip.model.recurrent import ONE_BY_ONE, RecurrentCache
+from layerskip.weights.draft_head import TrimmedHead
 
 if TYPE_CHECKING:
     from layerskip.model.whole import Whole

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.library import cache_name
-from layerskip.model.formats.tensors import Tensors
+from layerskip.weights.formats.tensors import Tensors
 
 if TYPE_CHECKING:
     from layerskip.model.whole import Whole

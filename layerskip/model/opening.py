@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from layerskip.model import extension, native, plain
-from layerskip.model.architecture import Architecture
-from layerskip.model.rounded import copies_of
+from layerskip.backends import native
+from layerskip.families import plain
+from layerskip.families.architecture import Architecture
+from layerskip.families.wrappers import config_of, unwrapped
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole, level
-from layerskip.model.wrappers import config_of, unwrapped
+from layerskip.native import extension
+from layerskip.weights.rounded import copies_of
 
 _opened: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = WeakKeyDictionary()
 _lock = threading.Lock()
@@ -59,10 +61,10 @@ def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
     with _lock:
         before, opened = _opened.get(model, {}).get(execution, (None, None))
     if opened is None or before != state:
-        opened = open_model(model, execution).let_go()
+        opened = open_model(model, execution).weak()
         with _lock:
             _opened.setdefault(model, {})[execution] = (state, opened)
-    return opened.handle()
+    return opened.strong()
 
 
 def opened_of(model: Any) -> Sublayers:
@@ -76,7 +78,7 @@ def opened_of(model: Any) -> Sublayers:
         raise ValueError(opened.refusal("it has no states between sublayers"))
     if opened.encoder:
         raise ValueError(
-            "this is an encoder-decoder: it has no states by its prompt alone; its decoder drafts "
+            "encoder-decoders are not supported here; their decoders draft "
             "with sublayers left out or rounded, by lookups, and by a second model"
         )
     return opened

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from layerskip.model.family import Conditional
+from layerskip.families.family import Conditional
 
 
 @dataclass(frozen=True)

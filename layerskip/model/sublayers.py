@@ -17,17 +17,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from layerskip.backends import captured, native
+from layerskip.backends.base import Backend, Block, Rotary, Tables
+from layerskip.backends.fused import Fused
+from layerskip.backends.modules import Modules
+from layerskip.cache.library import EncoderStates, LibraryCache
+from layerskip.cache.rows import RowCache, additive
 from layerskip.costs.speculation import keys_read
-from layerskip.model import captured, extension, native, plain
-from layerskip.model.architecture import Architecture
-from layerskip.model.backend import Backend, Block, Rotary, Tables
-from layerskip.model.cache import RowCache, additive
-from layerskip.model.fused import Fused
-from layerskip.model.library_cache import EncoderStates, LibraryCache
-from layerskip.model.modules import Modules
+from layerskip.families import plain
+from layerskip.families.architecture import Architecture
 from layerskip.model.pictures import Pictures, ahead
-from layerskip.model.stored import stored_weights
 from layerskip.model.weights import DraftWeights
+from layerskip.native import extension
+from layerskip.weights.stored import stored_weights
 
 EXECUTIONS = ("auto", "modules", "fused", "native", "captured")
 ASKED = "as asked for"
@@ -150,12 +152,12 @@ class Sublayers(Architecture):
         """Whether a pass may run a tree of tokens."""
         return not self.encoder
 
-    def let_go(self) -> Sublayers:
+    def weak(self) -> Sublayers:
         """The same opened model, without keeping the model itself alive."""
         self._held = None
         return self
 
-    def handle(self) -> Sublayers:
+    def strong(self) -> Sublayers:
         """The same opened model, keeping the model itself alive."""
         other = copy(self)
         other._held = self.model

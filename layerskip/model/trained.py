@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from layerskip.config import Trained
+from layerskip.config.skips import Trained
 from layerskip.files.reading import read_file
 from layerskip.files.writing import replacing
-from layerskip.model.fingerprint import fingerprint
+from layerskip.weights.fingerprint import fingerprint
 
 Weights = dict[str, Tensor]
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from layerskip.config import SkipConfig
-from layerskip.model.architecture import Architecture, read_bytes
-from layerskip.model.backend import EXACT, Backend, Block, Variant
+from layerskip.backends.base import EXACT, Backend, Block, Variant
+from layerskip.config.skips import SkipConfig
+from layerskip.families.architecture import Architecture, read_bytes
+from layerskip.families.plain import head_refusal
 from layerskip.model.blocks import OpenBlock, open_block
-from layerskip.model.draft_head import TrimmedHead
-from layerskip.model.fingerprint import fingerprint
-from layerskip.model.plain import head_refusal
-from layerskip.model.rounded import facts, linears, rounded_bytes
+from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.rounded import facts, linears, rounded_bytes
 
 
 class DraftWeights:

@@ -24,20 +24,20 @@ from transformers import (
     DynamicCache,
 )
 
-from layerskip.config import SkipConfig
+from layerskip.backends.base import Backend, Block, Rotary, Variant
+from layerskip.cache import recurrent as recurrents
+from layerskip.cache.library import LibraryCache, Positions
+from layerskip.cache.rows import RowCache
+from layerskip.config.skips import SkipConfig
+from layerskip.families.architecture import device_of, foreign_hooks, own_forward, read_bytes
+from layerskip.families.family import part_named
+from layerskip.families.known import two_way, unopened
+from layerskip.families.wrappers import UnsupportedModelError, config_of, unwrapped
 from layerskip.library import cache_name
-from layerskip.model import recurrent as recurrents
-from layerskip.model.architecture import device_of, foreign_hooks, own_forward, read_bytes
-from layerskip.model.backend import Backend, Block, Rotary, Variant
-from layerskip.model.cache import RowCache
-from layerskip.model.families import two_way, unopened
-from layerskip.model.family import part_named
 from layerskip.model.forward import Forward
-from layerskip.model.library_cache import LibraryCache, Positions
-from layerskip.model.rounded import linears, rounded_bytes
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.weights import DraftWeights
-from layerskip.model.wrappers import UnsupportedModelError, config_of, unwrapped
+from layerskip.weights.rounded import linears, rounded_bytes
 
 DRAFTS = (
     "drafts there: lookups, a second model, sources of your own, and the model itself with its "
@@ -49,7 +49,7 @@ _ROLLED_BACK = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 _NAMED = {
     "blt": "it works on patches of bytes, whose borders move with the text",
     "cpmant": "it puts virtual tokens in front of the prompt",
-    **dict.fromkeys(("moshi", "musicgen", "musicgen_melody"), "it decodes sound, not text alone"),
+    **dict.fromkeys(("moshi", "musicgen", "musicgen_melody"), "it generates audio"),
     "prophetnet": "it predicts in several streams",
     "switch_transformers": "its head reads its encoder's routers",
     "encoder-decoder": "its decoder is a model of its own, with a head",

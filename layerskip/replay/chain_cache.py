@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.model.cache import RowCache
+from layerskip.cache.rows import RowCache
 
 
 class ChainCache(RowCache):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.seats import Reason, Seat

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.api.requests import end_tokens, warpers
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.model.opening import opened_of
 from layerskip.replay.drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, chunks, take_trace
-from layerskip.requests import end_tokens, warpers
 
 
 def law_of(settings: Mapping[str, Any]) -> Law:

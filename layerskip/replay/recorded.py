@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.sources.base import Proposal
-from layerskip.decoding.target import Ask, Mark, Said, Verdict
+from layerskip.decoding.target import Mark, StepRequest, StepResult, Verdict
 from layerskip.replay.drafts import Replay, TextBatch
 from layerskip.replay.drawing import NOTHING
-from layerskip.text import in_common
+from layerskip.texts.tokens import in_common
 
 
 class _TextDraft:
@@ -67,12 +67,12 @@ class RecordedTarget:
     def allowed(self, row: int, tokens: Sequence[int]) -> int:
         return self.batch.draws.allowed(row, tokens, self.trace.model.vocabulary)
 
-    def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: Ask) -> Said:
+    def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest) -> StepResult:
         step, tables = drafts.num_steps, self.drafts[ask.source]
         self._source = ask.source
         places = [(tables[row], self._start(row)) for row in rows]
         told = "margins" if ask.signal == "margin" else "confidences"
-        return Said(
+        return StepResult(
             [[draft.tokens[start][step]] for draft, start in places],
             [getattr(draft, told)[start][step] for draft, start in places],
         )

@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from layerskip.config import SkipConfig
+from layerskip.api.requests import check_tokens
+from layerskip.cache.rows import RowCache
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
-from layerskip.model.cache import RowCache
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drawing import NOTHING, scores_at
-from layerskip.requests import check_tokens
 
 DRAFT_LENGTH = 8
 """Default number of tokens that a trace allows drafts to look ahead."""

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from layerskip.backends.base import Block
+from layerskip.cache.rows import RowCache
 from layerskip.decoding.sources.base import Batch
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.trained import BEST, TrainedDraft
-from layerskip.model.backend import Block
-from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass
 
 TOGETHER = 64  # maximum number of tokens that streams see in the pass that drafts

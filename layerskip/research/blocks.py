@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from layerskip.model.architecture import Architecture
-from layerskip.model.backend import Backend, Block, Variant
+from layerskip.backends.base import Backend, Block, Variant
+from layerskip.backends.modules import Modules
+from layerskip.cache.rows import additive, causal
+from layerskip.families.architecture import Architecture
 from layerskip.model.blocks import AHEAD, DraftModule, linear_of, scaled
-from layerskip.model.cache import additive, causal
-from layerskip.model.modules import Modules
-from layerskip.model.stored import unpacked_copy
+from layerskip.weights.stored import unpacked_copy
 
 
 class _WholeTexts:

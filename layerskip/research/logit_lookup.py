@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.cache.branches import along
 from layerskip.decoding.acceptance import CopyAcceptance
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import NOTHING, Lookup
-from layerskip.model.branches import along
 from layerskip.research.trees import best_first
 
 _SUFFIX = 4  # tokens in the longest suffix that is looked up

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.training.losses import DraftStates, TrainingBatch, divergences
 from layerskip.training.students import BlockStudent, HeadsStudent

@@ -11,7 +11,7 @@ from typing import Any
 from layerskip.serving.fields import Asked, ChatAsked
 from layerskip.serving.formats.reading import Delta, Reader, held_back
 from layerskip.serving.requests import Counts, Piece, Refusal, TextRequest
-from layerskip.text import Detokenizer, token_bytes
+from layerskip.texts.tokens import Detokenizer, token_bytes
 
 
 class Choice:

@@ -12,10 +12,9 @@ from typing import Any
 
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from layerskip.checkpoints import Loaded
-from layerskip.config import COLDEST
-from layerskip.grammars import json_schema, lark, response_format
-from layerskip.requests import end_tokens, look, read_text
+from layerskip.api.loading import Loaded
+from layerskip.api.requests import end_tokens, look, read_text
+from layerskip.config.skips import COLDEST
 from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked
 from layerskip.serving.formats import format_of, reasoning_of
@@ -24,7 +23,8 @@ from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.prompts import check_tokens, prompts_of
 from layerskip.serving.requests import Refusal, TextRequest, refusing
-from layerskip.text import decode_text
+from layerskip.texts.grammars import json_schema, lark, response_format
+from layerskip.texts.tokens import decode_text
 
 _PREDICTED = 16  # maximum characters of a prediction per token of the context
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from layerskip.decoders import controller_of, costs_of, sample_request, warn_of_branches
+from layerskip.api.decoders import controller_of, costs_of, sample_request, warn_of_branches
+from layerskip.api.drafts import Drafts, choose_drafts
+from layerskip.api.generation import LayerSkipDecoding
+from layerskip.api.settings import LONGEST_DRAFT
+from layerskip.cache.rows import rounded_up
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.controllers import Fixed
@@ -17,12 +21,8 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.speculator import Speculator
-from layerskip.drafts import Drafts, choose_drafts
-from layerskip.generation import LayerSkipDecoding
-from layerskip.model.cache import rounded_up
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.texts import OfTexts, Text
-from layerskip.settings import LONGEST_DRAFT
 
 _PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
 _SCORED = 64  # prompt tokens per pass if their log-probabilities are requested
@@ -132,15 +132,15 @@ class Batch:
         passes = self.passes
         going = [*self.texts, *self.joining, text]
         rows, slots = len(going), max(each.slots for each in going)
-        heard = max(each.request.heard for each in going)
+        encoder_length = max(each.request.encoder_length for each in going)
         now = passes.cache.rows, passes.slots
         unused = rows == 1 and slots <= now[1] // 4  # by a lone text that needs far less
-        fits = rows <= now[0] and slots <= now[1] and passes.nbytes(*now, heard) <= memory
+        fits = rows <= now[0] and slots <= now[1] and passes.nbytes(*now, encoder_length) <= memory
         if fits and not unused:
             return now
         ample = min(self.num_seats, 1 << (rows - 1).bit_length()), rounded_up(slots)
         for shape in (ample, (rows, slots)):
-            if passes.nbytes(*shape, heard) <= memory:
+            if passes.nbytes(*shape, encoder_length) <= memory:
                 return shape
         return None
 

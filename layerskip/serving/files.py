@@ -19,11 +19,11 @@ from typing import Any
 from layerskip.files.locking import alone, held
 from layerskip.files.schema import mapping, parse
 from layerskip.files.writing import add_lines, naming, replacing
-from layerskip.prompts import Prompt
 from layerskip.serving.answers import Answer
 from layerskip.serving.requests import Piece
 from layerskip.serving.scheduler import Serving
-from layerskip.text import decode_text, plural
+from layerskip.texts.prompts import Prompt
+from layerskip.texts.tokens import decode_text, plural
 
 Row = dict[str, Any]
 Numbered = tuple[int, Prompt]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.text import decode_text
+from layerskip.texts.tokens import decode_text
 
 
 class Penalties:

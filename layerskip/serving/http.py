@@ -110,7 +110,7 @@ def make_app(
     @get("/health")
     async def health() -> Response:
         if not serving.alive:
-            return JSONResponse({"status": "the thread that decodes has ended"}, 503)
+            return JSONResponse({"status": "the decoder thread stopped"}, 503)
         return JSONResponse({"status": "ok"})
 
     @get("/")
@@ -172,8 +172,8 @@ def make_app(
                 told = ResponseAnswer(given, answer) if isinstance(given, ResponseAsked) else answer
                 if asked.stream:
                     return _Events(running, told, deadline)
-                with running.cancelled_at_last():
-                    await _unless_gone(request, running, told, deadline)
+                with running.cancel_on_exit():
+                    await _finish_or_disconnect(request, running, told, deadline)
                 return JSONResponse(told.whole())
 
     answering("/v1/chat/completions", ChatAsked)
@@ -231,7 +231,7 @@ class _Running:
             yield index, piece
 
     @contextmanager
-    def cancelled_at_last(self) -> Iterator[None]:
+    def cancel_on_exit(self) -> Iterator[None]:
         """Cancel the tasks on exit, however it happens, so that none runs without a reader."""
         try:
             yield
@@ -268,7 +268,7 @@ async def _body(request: Request, most: int) -> bytes:
         raise Refusal(408, f"the body took more than {BODY_SECONDS:.0f} s to arrive") from late
 
 
-async def _unless_gone(
+async def _finish_or_disconnect(
     request: Request, running: _Running, answer: Answer | ResponseAnswer, until: float
 ) -> None:
     """Read all pieces as long as the client is connected and has time left."""
@@ -328,7 +328,7 @@ class _Events(StreamingResponse):
             yield _event(answer.failed(refusal))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        with self._running.cancelled_at_last():
+        with self._running.cancel_on_exit():
             try:
                 async with asyncio.timeout_at(self._until):
                     await super().__call__(scope, receive, send)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from layerskip.pictures import pictures_in
 from layerskip.serving import fields
 from layerskip.serving.fields import Asked, ChatAsked
 from layerskip.serving.requests import Refusal, refusing
+from layerskip.texts.pictures import pictures_in
 
 if TYPE_CHECKING:
     from layerskip.serving.api import Served

@@ -19,7 +19,7 @@ try:
 except ImportError as missing:
     raise ValueError("Ray is not installed: pip install 'layerskip[ray]'") from missing
 
-from layerskip.environment import cores
+from layerskip.files.environment import cores
 from layerskip.serving.files import Answering, Answers, Numbered, Row, length
 
 Opening = Callable[..., AbstractContextManager[Answering]]
@@ -171,7 +171,7 @@ def deployment(
     batch and queue; Ray Serve distributes requests among them.
 
     Args:
-        model, device, dtype: as for `layerskip.checkpoints.load`.
+        model, device, dtype: as for `layerskip.api.loading.load`.
         cpus, gpus: per replica, which uses as many threads as CPUs.
         name: name of the model for clients; by default its own.
         context, api_key: as for `Served` and `make_app`.
@@ -181,7 +181,7 @@ def deployment(
     from ray import serve
 
     def build() -> Any:
-        from layerskip.checkpoints import load
+        from layerskip.api.loading import load
         from layerskip.serving.api import Served
         from layerskip.serving.http import make_app
         from layerskip.serving.scheduler import Serving

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from layerskip.cache.library import EncoderStates
 from layerskip.decoding.seats import Reason
-from layerskip.model.library_cache import EncoderStates
 from layerskip.model.pictures import Pictures
 
 
@@ -52,10 +52,10 @@ class TextRequest:
     @property
     def num_prompt(self) -> int:
         """Number of prompt tokens, as clients count them."""
-        return self.heard or len(self.prompt)
+        return self.encoder_length or len(self.prompt)
 
     @property
-    def heard(self) -> int:
+    def encoder_length(self) -> int:
         """Number of tokens read by an encoder."""
         return 0 if self.encoded is None else self.encoded.states.shape[1]
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from layerskip.api.requests import check_tokens
+from layerskip.api.session import share
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opening import sublayers_of
-from layerskip.requests import check_tokens
 from layerskip.serving.batch import Batch
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.texts import Tell, Text, index_of
-from layerskip.session import share
-from layerskip.text import plural
+from layerskip.texts.tokens import plural
 
 PIECE = 512
 """Prompt tokens that a step runs while others decode."""
@@ -110,7 +110,7 @@ class Serving:
             rows=len(self._going),
             waiting=len(self._waiting),
             memory=self.memory,
-            used=passes.nbytes(passes.cache.rows, passes.slots, passes.heard),
+            used=passes.nbytes(passes.cache.rows, passes.slots, passes.encoder_length),
             known_used=self._cached.nbytes,
             drafts_used=sum(state.nbytes for state in passes.states),
         )
@@ -135,10 +135,10 @@ class Serving:
         for tokens in {id(each): each for each in given}.values():  # many texts may share a list
             check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))
         for request, tell in requests:
-            if batch.model.encoder is not bool(request.heard):
+            if batch.model.encoder is not bool(request.encoder_length):
                 raise ValueError(
                     "a text needs encoder states where, and only where, the model is "
-                    "an encoder-decoder; see layerskip.requests.read_text"
+                    "an encoder-decoder; see layerskip.api.requests.read_text"
                 )
             text = Text(request, batch.model.model, batch.max_tokens, batch.longest, tell)
             longest = 0 if request.pictures is None else request.pictures.longest
@@ -147,7 +147,7 @@ class Serving:
                     f"a picture of {longest} tokens must be read in one pass, but beside other "
                     f"texts a pass reads {batch.passes.piece} at most; use layerskip.generate"
                 )
-            needed = batch.passes.nbytes(1, text.slots, request.heard)
+            needed = batch.passes.nbytes(1, text.slots, request.encoder_length)
             if needed > self.memory:
                 raise ValueError(
                     f"the KV cache of {text.slots} tokens takes {needed:,} bytes, but may take "
@@ -226,7 +226,7 @@ class Serving:
                     with self._changed:
                         self._changed.wait_for(lambda: bool(self._waiting) or self._stopping)
         except BaseException as error:
-            _log.exception("the thread that decodes has ended")
+            _log.exception("the decoder thread stopped")
             with self._changed:
                 self._dead = True
                 self._going += self._waiting

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper
 
-from layerskip.decoders import law_of
+from layerskip.api.decoders import law_of
+from layerskip.api.requests import end_tokens
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
@@ -24,9 +25,8 @@ from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, 
 from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
 from layerskip.decoding.speculator import Outcome
-from layerskip.grammars import GrammarLimit
-from layerskip.requests import end_tokens
 from layerskip.serving.requests import Counts, Piece, TextRequest
+from layerskip.texts.grammars import GrammarLimit
 
 Tell = Callable[[Piece], None]
 _BEGIN = 2**31 - 1  # precedes a prediction, which begins the text; larger than any token

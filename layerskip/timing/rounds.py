@@ -9,6 +9,7 @@ from itertools import cycle, islice
 
 import torch
 
+from layerskip.backends.captured import clock
 from layerskip.costs.model import READ, Place, Work
 from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Controller
@@ -18,7 +19,6 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.following import Following
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model.captured import clock
 from layerskip.model.sublayers import Sublayers
 
 TOKENS = (1, 2, 4, 8, 16)  # tokens per row in timed passes

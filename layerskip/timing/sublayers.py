@@ -21,7 +21,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.model import Place, Work, fitted, on_line
 from layerskip.costs.speculation import rising
 from layerskip.decoding.engine import Request
@@ -29,8 +29,8 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
+from layerskip.families.plain import head_refusal
 from layerskip.model.opening import opened_of
-from layerskip.model.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.rounds import CONTEXT, STEPS, Times, time_rounds, typical
 from layerskip.timing.tables import machine, traffic_of

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerskip import __version__
-from layerskip.config import SkipConfig
+from layerskip.backends.captured import clock
+from layerskip.config.skips import SkipConfig
 from layerskip.costs.correction import CorrectedCosts, Corrections
 from layerskip.costs.model import READ, USUAL, Place, Rates, Traffic, fitted
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
@@ -36,11 +36,11 @@ from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
-from layerskip.environment import cache_folder, hardware
+from layerskip.files.environment import cache_folder, hardware
 from layerskip.files.writing import replacing
-from layerskip.model.captured import clock
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.rounds import BUDGET, CONTEXT, Times, disturbed, time_rounds, typical
+from layerskip.version import __version__
 
 _FAR = 4096  # tokens after which costs are also measured, if calls nearly reach that
 _KEYS = 2**28  # maximum bytes of keys and values for that; otherwise fewer tokens

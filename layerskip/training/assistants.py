@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from layerskip.backends.base import finishing
+from layerskip.cache.rows import additive, causal
 from layerskip.decoding.sources.official import Official
 from layerskip.files.writing import replacing_folder
 from layerskip.library import cache_name
 from layerskip.model.assistants import load_assistant
-from layerskip.model.backend import finishing
 from layerskip.model.blocks import AHEAD
-from layerskip.model.cache import additive, causal
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
 from layerskip.training.drafts import Recipe, Training

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from layerskip.checkpoints import encode
+from layerskip.api.generation import decode
+from layerskip.api.loading import encode
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
-from layerskip.generation import decode
-from layerskip.prompts import Prompt
+from layerskip.texts.prompts import Prompt
 from layerskip.training.token_files import LINES
 
 BATCH = 48

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.config import DecodingOptions, LowPrecision, SkipConfig
-from layerskip.model.fingerprint import fingerprint
-from layerskip.model.stored import unpacked_copy
+from layerskip.config.registry import named
+from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained
-from layerskip.registry import named
+from layerskip.texts.vocabulary import ranked
 from layerskip.training import data, features, processes
 from layerskip.training.loop import windows_of
 from layerskip.training.losses import Judge, Step, distance, overlaps
 from layerskip.training.stages import BaseRecipe, Stages
 from layerskip.training.students import Student
-from layerskip.vocabulary import ranked
+from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.stored import unpacked_copy
 
 TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether or not it pays."""
@@ -51,7 +51,7 @@ class Recipe(BaseRecipe):
     """The settings of a draft's training.
 
     Attributes:
-        kind: a name of `layerskip.registry`.
+        kind: a name of `layerskip.config.registry`.
         skip: the parts of the model that the draft runs; by default the student's `skip_for`.
         tokens: number of training tokens over all passes; None: as many as `minutes` allow.
         vocabulary: how many of the target's most frequent tokens the loss covers.

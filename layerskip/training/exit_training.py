@@ -21,16 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.config import SkipConfig
-from layerskip.drafts import automatic_draft
+from layerskip.api.drafts import automatic_draft
+from layerskip.config.registry import named
+from layerskip.config.skips import SkipConfig
+from layerskip.families.wrappers import peft
 from layerskip.files.schema import parse
 from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
 from layerskip.files.writing import readable, write_text
-from layerskip.model.fingerprint import fingerprint
 from layerskip.model.opening import open_model
-from layerskip.model.stored import stored_weights
-from layerskip.model.wrappers import peft
-from layerskip.registry import named
 from layerskip.training import data, processes, token_files
 from layerskip.training.exit_results import best_exit, card, curve, judged_exits
 from layerskip.training.exits import ExitModel, enabled, exit_table, exit_weights, kept_layers
@@ -38,6 +36,8 @@ from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock
 from layerskip.training.loop import windows_of
 from layerskip.training.losses import divergences
 from layerskip.training.stages import RECORD, BaseRecipe, Stages, StepLoss
+from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.stored import stored_weights
 
 APART = 16
 """Number of windows held out to judge by."""
@@ -54,7 +54,7 @@ class ExitRecipe(BaseRecipe):
 
     Attributes:
         exits: the early exits to train, ascending, in 1..L-1; none: all.
-        loss: of an early exit (see `layerskip.registry`): towards the frozen model's distribution.
+        loss: of an early exit (see `config.registry`): towards the frozen model's distribution.
             "ce" is towards the text, and includes the final layer, as in LayerSkip.
         keep: weight of the final layer's divergence from the frozen model; 0: no frozen model.
         dropout: how often the last layer is dropped; earlier ones less (see `drop_rates`).

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from layerskip.backends.base import finishing
 from layerskip.decoding.noise import gumbel_noise, stream_key
-from layerskip.model.architecture import Architecture
-from layerskip.model.backend import finishing
+from layerskip.families.architecture import Architecture
 from layerskip.training.losses import overlap
 
 ROTATION = 8

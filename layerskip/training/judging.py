@@ -18,25 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerskip.api.drafts import automatic_draft
+from layerskip.api.requests import end_tokens
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
-from layerskip.config import DecodingOptions, SkipConfig
+from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.costs import ratios
 from layerskip.costs.speculation import best_length
 from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
-from layerskip.drafts import automatic_draft
 from layerskip.files.trainings import SCHEMA, check_record
-from layerskip.model.fingerprint import fingerprint
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.drafts import replay
 from layerskip.replay.exits import law_of
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
-from layerskip.requests import end_tokens
 from layerskip.timing.tables import cost_tables
 from layerskip.training.data import LEAST_ROOM
 from layerskip.training.drafts import TRAINED_FILE, Training
 from layerskip.training.stages import RECORD
+from layerskip.weights.fingerprint import fingerprint
 
 PROMPTS, NEW_TOKENS = 12, LEAST_ROOM
 TIMED, REPEATS = 6, 3

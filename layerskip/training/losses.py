@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.model.backend import finishing
-from layerskip.model.draft_head import TrimmedHead
+from layerskip.backends.base import finishing
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.processes import average
+from layerskip.weights.draft_head import TrimmedHead
 
 Step = tuple[Tensor, Tensor, Tensor | None]
 """Of a draft's step, its logits (..., V), the target's, and the text's next tokens (...), -1 for

@@ -38,7 +38,7 @@ class BaseRecipe:
     """The settings of any training.
 
     Attributes:
-        loss: a name of `layerskip.registry`.
+        loss: a name of `layerskip.config.registry`.
         minutes: for all stages together; None: as long as they take.
         rate: peak learning rate.
         window: tokens of a sequence; a step has `rows` of them.

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.model.blocks import DraftModule, Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DraftStates, TrainingBatch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip.files.schema import parse_characters, text
 from layerskip.files.writing import replacing
-from layerskip.prompts import JSON_SUFFIXES
+from layerskip.texts.prompts import JSON_SUFFIXES
 
 TRAIN, APART = "train.bin", "apart.bin"
 """Training token ids, and held-out ones; 4 bytes each."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.eagle import EagleHead

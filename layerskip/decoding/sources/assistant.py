@@ -1,6 +1,6 @@
 """The source that drafts with a second model of the same vocabulary.
 
-Callers that have the tokenizers compare the vocabularies (see `layerskip.vocabulary`).
+Callers that have the tokenizers compare the vocabularies (see `layerskip.texts.vocabulary`).
 Shapes: R rows of a pass, T tokens, H hidden width, V vocabulary of the target.
 """
 
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.cache.rows import RowCache
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.cache.rows import RowCache
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
-from layerskip.model.cache import RowCache
 from layerskip.model.sublayers import Pass, Sublayers
 
 

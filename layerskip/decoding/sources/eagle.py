@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerskip.cache.library import LibraryCache
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.mtp import HeadState, seen_by
 from layerskip.decoding.sources.official import elsewhere, unlike
-from layerskip.model.architecture import read_bytes
-from layerskip.model.draft_head import spread
+from layerskip.families.architecture import read_bytes
 from layerskip.model.eagle import Eagle
-from layerskip.model.library_cache import LibraryCache
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
+from layerskip.weights.draft_head import spread
 
 
 class EagleHead(Source):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from layerskip.cache.rows import on_device
 from layerskip.decoding.sources.base import Batch, State
-from layerskip.model.cache import on_device
 from layerskip.model.sublayers import Sublayers
 
 _CHUNK = 512  # tokens per pass over prompts, all rows together, that keep a CPU busy

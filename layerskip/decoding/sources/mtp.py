@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.cache.library import LibraryCache
+from layerskip.cache.rows import additive
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.model.architecture import read_bytes
-from layerskip.model.cache import additive
-from layerskip.model.library_cache import LibraryCache
+from layerskip.families.architecture import read_bytes
 from layerskip.model.mtp import Head
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.whole import Whole

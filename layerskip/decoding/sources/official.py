@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.cache.rows import RowCache
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.model.architecture import read_bytes
-from layerskip.model.cache import RowCache
-from layerskip.model.draft_head import spread
-from layerskip.model.family import LayerParts
+from layerskip.families.architecture import read_bytes
+from layerskip.families.family import LayerParts
 from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.weights.draft_head import spread
 
 
 class Official(Source):

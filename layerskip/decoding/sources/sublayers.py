@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.model.sublayers import Pass, Sublayers

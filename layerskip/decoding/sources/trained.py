@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from layerskip.config import SkipConfig
+from layerskip.backends.base import Block
+from layerskip.config.registry import named
+from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR_MODULE
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.sublayers import key_of
-from layerskip.model.architecture import read_bytes
-from layerskip.model.backend import Block
+from layerskip.families.architecture import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.registry import named
 
 BEST = 8  # candidates per position, since the first choice is wrong more often than not
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerskip.grammars import IN_A_LINE, closed
+from layerskip.texts.grammars import IN_A_LINE, closed
 
 Tool = Mapping[str, Any]
 """A function as clients describe it: `name`, and optionally `parameters`, a JSON schema."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from layerskip.grammars import IN_A_LINE, referred, searched
+from layerskip.texts.grammars import IN_A_LINE, referred, searched
 
 _TYPES = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 _ALL = ("string", "number", "boolean", "null", "array", "object")

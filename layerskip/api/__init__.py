@@ -1,0 +1,1 @@
+"""The Python interface: settings, requests, drafts, `generate`, `decode`, `Session` and loading."""

@@ -1,0 +1,136 @@
+"""The checked settings of a decoding."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from layerskip.config.skips import DecodingOptions, SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.cached_texts import CachedTexts
+from layerskip.decoding.controller import Controller, completed
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.files import schema
+
+Skips = SkipConfig | str | os.PathLike[str]
+"""A skip config, or the path of its file."""
+
+DEFAULT_CONTROLLER = "expected-gain"
+LONGEST_DRAFT = 20  # the default of `max_draft_length`
+
+
+class Settings:
+    """The arguments of `LayerSkipDecoding`, whose docstring explains them."""
+
+    def __init__(
+        self,
+        skip: Skips | Sequence[Skips] | None = None,
+        *,
+        lookup: bool | Lookup | None = None,
+        assistant: Any = None,
+        sources: Sequence[Source] = (),
+        controller: str | Controller | None = None,
+        max_draft_length: int | None = None,
+        threshold: float | None = None,
+        adaptive: Mapping[str, float] | None = None,
+        acceptance: str | None = None,
+        branches: bool | None = None,
+        enabled: bool | None = None,
+        draft_memory: int | None = None,
+        draft_vocabulary: Iterable[int] | None = None,
+        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
+        costs: CostTable | None = None,
+        execution: str = "auto",
+        cached: CachedTexts | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.skips = _loaded(skip)
+        main = self.skips[0] if self.skips else None
+        if seed is not None and seeds is not None:
+            raise ValueError("give seed (one for the batch) or seeds (one per row), not both")
+        if costs is not None and not isinstance(costs, CostTable):
+            raise TypeError(f"costs must be a CostTable (see layerskip.prepare), got {costs!r}")
+        if not isinstance(seeds, Iterable | None):
+            raise TypeError(f"seeds must be a list of integers, one for each row, got {seeds!r}")
+        self.seed, self.seeds = seed, None if seeds is None else tuple(seeds)
+        self.sources = tuple(sources) if isinstance(sources, Iterable) else (sources,)
+        if not all(isinstance(each, Source) for each in self.sources):
+            raise TypeError(f"sources must be a list of layerskip.Source objects, got {sources!r}")
+        for each in (seed, *(self.seeds or ())):
+            schema.optional(schema.integer())(each, "a seed")
+        stored = (main and main.decoding) or DecodingOptions()
+        given = DecodingOptions(  # validates
+            controller=controller if isinstance(controller, str) else None,
+            max_draft_length=max_draft_length,
+            threshold=threshold,
+            adaptive=adaptive,
+            acceptance=acceptance,  # type: ignore[arg-type]
+            enabled=enabled,
+            draft_vocabulary=draft_vocabulary,  # type: ignore[arg-type]
+            lookup=lookup if not isinstance(lookup, Lookup) else None,
+            branches=branches,
+        )
+        self.controller: str | Controller = stored.controller or DEFAULT_CONTROLLER
+        if controller is not None:
+            self.controller = controller if isinstance(controller, str) else completed(controller)
+        self.max_draft_length = given.max_draft_length or stored.max_draft_length
+        self.threshold = stored.threshold if threshold is None else threshold
+        self.adaptive = {**(stored.adaptive or {}), **(adaptive or {})}
+        self.acceptance = given.acceptance or stored.acceptance or "coupled"
+        # Branches stored in a skip config apply only to the default controller.
+        default = self.controller == DEFAULT_CONTROLLER and stored.branches
+        self.branches = bool(default if branches is None else branches)
+        wanted = stored.enabled if enabled is None else enabled
+        self.enabled = wanted is not False
+        self.automatic = not self.skips
+        self.lookup = stored.lookup if lookup is None else lookup  # see `drafts.lookup_of`
+        self.assistant = assistant
+        schema.optional(schema.number(0))(draft_memory, "draft_memory")
+        if draft_memory is not None and not self.automatic:
+            warnings.warn("draft_memory has no effect where drafts are named", stacklevel=2)
+        self.draft_memory = draft_memory
+        self.draft_vocabulary = given.draft_vocabulary or stored.draft_vocabulary
+        self.costs, self.execution, self.cached = costs, execution, cached
+        self.progress, self.clock = progress, clock
+
+    def __repr__(self) -> str:
+        how = self.controller if isinstance(self.controller, str) else type(self.controller)
+        skips = self.skips[0] if len(self.skips) == 1 else [*self.skips] or None
+        return f"LayerSkipDecoding({skips!r}, controller={how!r})"
+
+    def row_seeds(self, rows: int, do_sample: bool) -> list[tuple[int, int]]:
+        """(seed, row) of each row's noise stream; empty for greedy decoding."""
+        if not do_sample:
+            return []
+        if self.seeds is not None:
+            if len(self.seeds) != rows:
+                raise ValueError(f"seeds must hold one seed per row, {rows}; got {len(self.seeds)}")
+            return [(seed, 0) for seed in self.seeds]
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**31, ()))
+        return [(seed, row) for row in range(rows)]
+
+
+def _loaded(skip: Skips | Sequence[Skips] | None) -> tuple[SkipConfig, ...]:
+    """Return the given skip configs, read from their files where they are paths."""
+    if skip is None:
+        return ()
+    several = [*skip] if isinstance(skip, Sequence) and not isinstance(skip, str) else [skip]
+    for each in several:
+        if not isinstance(each, SkipConfig | str | os.PathLike):
+            raise TypeError(f"skip must be a SkipConfig, its file, or several, got {each!r}")
+    if not several:
+        raise ValueError("skip must hold at least one skip config; give None for the default")
+    skips = [each if isinstance(each, SkipConfig) else SkipConfig.load(each) for each in several]
+    for number, each in enumerate(skips):
+        if each in skips[:number]:
+            raise ValueError(f"skip holds {each} twice; give each skip config once")
+    return tuple(skips)

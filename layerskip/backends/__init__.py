@@ -1,0 +1,1 @@
+"""Ways to compute the sublayers of a model, one file each."""

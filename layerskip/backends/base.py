@@ -1,0 +1,251 @@
+"""The interface of backends: ways to compute a model's sublayers and head.
+
+Each has its own file: `modules.py`, `fused.py`, `native.py`, `captured.py`.
+Shapes: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from layerskip.families.architecture import Architecture, device_of
+from layerskip.families.family import LayerParts, part_named
+from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.products import Function, Linear, plain
+from layerskip.weights.rounded import copies_of
+
+Tables = dict[str, tuple[Tensor, Tensor]]
+"""By layer type, (cos, sin) of every position in a call, each (1, S, R)."""
+
+
+class Rotary(Protocol):
+    """Rotary tables of a call, in the layout that a backend needs."""
+
+    def at(self, cache: Any) -> Mapping[str, Any]:
+        """By layer type, the angles at the positions for which the cache is placed."""
+        ...
+
+
+Step = Any
+"""A `sublayers.Pass`, with the cache and the rotary tables that a backend needs."""
+
+Block = Callable[[Tensor, Any], Tensor]
+"""A sublayer or head: maps hidden states (B, T, H) and the `Step` to hidden states or logits."""
+
+Draw = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a draft runs a sublayer. Equal variants of a sublayer share one block.
+
+    Attributes:
+        bits: 8 or 4 bits for its weights (see `rounded`); None: exact.
+        experts: number of a mixture's experts per token; None: as many as in the model.
+        window: number of slots that an attention sees (`SkipConfig.window`); None: the model's.
+    """
+
+    bits: int | None = None
+    experts: int | None = None
+    window: int | None = None
+
+
+EXACT = Variant()
+"""A sublayer exactly as the model runs it."""
+
+
+class Backend(ABC):
+    """One way to compute a model's sublayers and head.
+
+    Attributes:
+        blocks: the model's 2L sublayers.
+        bool_masks: whether attention masks are bool, not additive.
+        packed: whether rounded weights have the layout that native products read.
+        trims: whether layers with a sliding window need not keep every slot (see `RowCache`).
+        long_lived: set by a caller that will make many passes, so that moving weights to where they
+            are read faster is worthwhile.
+        zeros: makes the buffers of caches, as `Pages.zeros`; None: each uses pages of its own.
+        ahead: whether a pass may begin before the host has read its tokens.
+        drawn: the native call that draws tokens, or None. From logits (N, V), the numbers of a
+            `laws.Warp` and the starts of N noise streams (or none), it returns the token with the
+            largest score plus noise, (N,), -1 for none; its negative margin over the second-best,
+            (N,); and the second-best token, (N,), -1 for none.
+    """
+
+    name: str
+    bool_masks = False
+    packed = False
+    trims = True
+    long_lived = False
+    ahead = False
+    drawn: Draw | None = None
+    zeros: Callable[..., Tensor] | None = None
+
+    def __init__(self, model: Architecture) -> None:
+        self.model = model
+        self.copies = copies_of(model.model)
+
+    @cached_property
+    def blocks(self) -> Sequence[Block]:
+        return tuple(map(self.sublayer, range(self.model.num_sublayers)))
+
+    def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
+        """Return a sublayer with norms, residual add and tail, as the model or a draft runs it.
+
+        Raises:
+            ValueError: its weights could only be rounded by changing the model's modules, or it has
+                fewer experts than requested.
+        """
+        part = self.model.parts[number // 2].narrowed(variant.window)
+        return self.mlp(part, variant) if number % 2 else self.attention(part, variant)
+
+    @abstractmethod
+    def attention(self, part: LayerParts, variant: Variant) -> Block:
+        """Make the attention sublayer of one of the model's layers, or of one built like them."""
+
+    @abstractmethod
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        """Make the MLP sublayer of such a layer, with its tail."""
+
+    def tail(self, layer: int) -> Block:
+        """What follows a layer's MLP, for drafts that skip the MLP (see `LayerParts.tail`)."""
+        return self.tail_block(self.model.parts[layer])
+
+    @abstractmethod
+    def norm_of(self, module: Any) -> Function | None:
+        """Return a norm as a function, or None for None."""
+
+    @abstractmethod
+    def linear_of(self, module: Any) -> Function: ...
+
+    @abstractmethod
+    def activation_of(self, module: Any) -> Function: ...
+
+    def mlp_block(self, part: LayerParts, run: Function, mixed: Function | None) -> Block:
+        """Make the MLP sublayer of a layer, with its tail.
+
+        Args:
+            run: the dense MLP, or the experts if they replace it.
+            mixed: the experts in parallel with a dense MLP, or None.
+        """
+        before, add = self.norm_of(part.pre), adding(part, self.norm_of(part.post))
+        mixture, tail = part.mixture, self.tail_block(part) if part.tail else None
+        after_dense = None if mixture is None else self.norm_of(mixture.dense)
+        mixed = mixed if part.dense else None  # otherwise they are `run`
+        device = device_of(part.pre or part.post) if self.model.spread else None
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            if device is not None:
+                hidden = hidden.to(device)
+            out = run(hidden if before is None else before(hidden))  # (B, T, H)
+            if after_dense is not None:
+                out = after_dense(out)
+            if mixed is not None:
+                out = out + mixed(hidden)
+            hidden = add(hidden, out)  # (B, T, H)
+            return hidden if tail is None else tail(hidden, step)
+
+        return block
+
+    def tail_block(self, part: LayerParts) -> Block:
+        """Return what follows a layer's MLP: its own input, if it has one, and its scalar.
+
+        Its linear layers stay exact in drafts, since they are small.
+        """
+        layer, number, scalar = part.module, part.number, part.module.layer_scalar
+        if part_named(layer, "per_layer_input_gate") is None:
+            return lambda hidden, _: hidden * scalar.to(hidden.device)
+        gate = self.linear_of(layer.per_layer_input_gate)
+        project = self.linear_of(layer.per_layer_projection)
+        norm = self.norm_of(layer.post_per_layer_input_norm)
+        activate = self.activation_of(layer.act_fn)
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            assert step.inputs is not None
+            assert norm is not None
+            added = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
+            out: Tensor = hidden + norm(project(activate(gate(hidden)) * added))  # (B, T, H)
+            out = out * scalar.to(hidden.device)
+            return out
+
+        return block
+
+    @abstractmethod
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The layers' own inputs (Gemma 4), (B, T, L, P), from embedded tokens (B, T, H).
+
+        `rows` contains the embeddings of their ids for every layer, (B, T, L, P).
+        """
+
+    def linear(self, variant: Variant) -> Linear:
+        """Return what makes linear layers of exact or rounded weights."""
+        return plain if variant.bits is None else partial(self.product, variant=variant)
+
+    def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
+        """A linear layer with rounded weights: inputs (..., C) to (..., R)."""
+        assert variant.bits is not None
+        return self.copies.of(weight, variant.bits, packed=self.packed).linear(bias)
+
+    @abstractmethod
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
+        """Final norm, head and softcap: (B, T, H) to raw logits (B, T, V).
+
+        The logits are on the embedding's device. The block ignores its step.
+
+        Args:
+            rows: the only rows of the head to compute; other logits are -inf.
+            bits: bits to which the head is rounded; None: exact.
+        """
+
+    @abstractmethod
+    def rotary(self, tables: Tables) -> Rotary: ...
+
+    def capacity(self, slots: int) -> int:
+        """The number of slots and angles to allocate if `slots` are requested."""
+        return slots
+
+    def disturbed(self) -> AbstractContextManager[None]:
+        return nullcontext()  # see `Sublayers.disturbed`
+
+    def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
+        """Pass hidden states (B, T, H) through blocks, in order."""
+        for block in blocks:
+            hidden = block(hidden, step)
+        return hidden
+
+
+def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
+    """Make a block that applies functions one after the other, leaving out None."""
+    chain = tuple(function for function in functions if function is not None)
+
+    def block(hidden: Tensor, _: Step | None) -> Tensor:
+        for function in chain:
+            hidden = function(hidden)
+        return hidden
+
+    return block
+
+
+def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """The residual add of a sublayer, including the norm after it: (B, T, H) both."""
+    residual = part.residual
+    if residual != 1:
+        return lambda hidden, out: hidden + (out if after is None else after(out)) * residual
+    return torch.add if after is None else lambda hidden, out: hidden + after(out)
+
+
+def finishing(model: Architecture) -> Callable[[Tensor], Tensor] | None:
+    """The function between an unembedding and the logits, or None."""
+    cap, scaling = model.softcap, model.logits_scaling
+    if cap is None:
+        return None if scaling == 1 else lambda logits: logits / scaling
+    # Order of operations and dtype as in the library.
+    return lambda logits: (logits / cap).tanh() * cap

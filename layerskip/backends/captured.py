@@ -1,0 +1,290 @@
+"""The "captured" backend: passes over fused blocks, replayed as CUDA graphs.
+
+A pass of a few tokens is hundreds of short kernels, which a GPU computes faster than Python can
+launch them. A pass is captured the first time, and replayed in one launch then and later. Passes
+are the same if they have the same blocks, number of rows and tokens, and buffers at the same
+addresses. So that they often are, numbers of tokens are padded (several tokens of a row to at least
+eight, which a GPU computes as fast as two), so is the number of a server's texts where its buffers
+have more rows, attention reads the buffers up to one of few lengths (a mask hides what is not
+written yet), and buffers that are no longer used are handed out again.
+Passes of one or two rows take kernels of our own (`kernels`) where there are some.
+Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, S slots of the buffers,
+U slots in use, D head width, R rotary width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from layerskip.backends.base import Block, Step, Tables, Variant, finishing, in_turn
+from layerskip.backends.fused import Attention, Fused
+from layerskip.backends.norms import FusedRotary, for_heads, gathered
+from layerskip.cache.rows import RowCache, additive, capacity, causal
+from layerskip.families.architecture import Architecture
+from layerskip.families.family import LayerParts
+from layerskip.weights.draft_head import TrimmedHead
+
+DEVICES = ("cuda",)
+# cuDNN's attention makes a plan for every new length of a prompt, which takes 40 ms and cannot be
+# captured. For prompts it comes before kernels that write out all scores.
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_ANY_LENGTH = [*_UNPLANNED, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+_GRAPHS = 256  # maximum number of passes whose graphs are kept for a model
+_TOKENS = 8  # minimum number of tokens of all rows in a pass over several of each
+_LONGEST = 64  # maximum number of tokens of a row; more are a prompt's, whose length will not recur
+_SHAPES = 8  # maximum number of shapes whose unused buffers are kept for a model
+_seconds = 0.0  # total time of captures in this process
+
+
+def capture_seconds() -> float:
+    """Seconds that this process has spent capturing passes."""
+    return _seconds
+
+
+def clock() -> float:
+    """Seconds on a clock that stands still during captures."""
+    return time.perf_counter() - _seconds
+
+
+def refusal(model: Architecture) -> str | None:
+    """Why the passes of a model cannot be captured, or None."""
+    if model.device.type not in DEVICES:
+        return "CUDA graphs need a GPU"
+    return "in mixtures the host reads which experts run" if model.mixtures else None
+
+
+class Captured(Fused):
+    """The fused blocks of a model on a GPU: all but the prefill and trees are captured.
+
+    Graphs are kept as long as the opened model lives. Its weights stay where they are as long.
+    """
+
+    name = "captured"
+    trims = False  # window layers would move their slots
+    ahead = True
+    zeros: Callable[..., Tensor]
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__(model)
+        self._kernels = _kernels(model)
+        self.zeros = Reused().zeros
+        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def capacity(self, slots: int) -> int:
+        return capacity(slots)
+
+    def attention(self, part: LayerParts, variant: Variant) -> Any:
+        block = super().attention(part, variant)
+        own = self._kernels if variant.bits is None else None
+        return block if own is None else block._replace(few=own.attention(part))
+
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        own = self._kernels if variant.bits is None else None
+        return _either(super().mlp(part, variant), own and own.mlp(part))
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
+        own = self._kernels if rows is None and bits is None else None
+        few = own and in_turn(own.head(self.model), finishing(self.model))
+        return _either(super().head(rows, bits), few)
+
+    def rotary(self, tables: Tables) -> FusedRotary:
+        rotary = super().rotary(tables)
+        rotary.tables = {
+            kind: (self.zeros(cos.shape, cos).copy_(cos), self.zeros(sin.shape, sin).copy_(sin))
+            for kind, (cos, sin) in rotary.tables.items()
+        }
+        return rotary
+
+    def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
+        cache: RowCache = step.cache
+        if not blocks or not _is_usual(cache) or torch.is_grad_enabled():
+            with sdpa_kernel(_ANY_LENGTH, True):  # in this order
+                return super().run(hidden, step, blocks)
+        rows, count = hidden.shape[:2]
+        inputs = [hidden, step.slots.contiguous()]
+        inputs += [] if step.inputs is None else [step.inputs]
+        room = min(1 << (rows - 1).bit_length(), cache.rows)
+        least = _TOKENS // room if count > 1 else 1
+        padding = room - rows, max(1 << (count - 1).bit_length(), least) - count
+        if any(padding):  # written to the buffers' last slot, which no token ever has
+            values = 0, cache.size - 1, 0
+            inputs = [_padded(each, *padding, by) for each, by in zip(inputs, values, strict=False)]
+        layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
+        pairs = {layer: (cache.keys[layer][:room], cache.values[layer][:room]) for layer in layers}
+        used = min(capacity(cache.end), cache.size) - 1
+        tables = step.rotary.tables
+        key = (
+            (tuple(blocks), inputs[0].shape, cache.size, used),
+            tuple(each.data_ptr() for pair in (*pairs.values(), *tables.values()) for each in pair),
+        )
+
+        run = partial(_pass, blocks, used, pairs, tables, step.few)
+        with self._lock:  # all graphs share memory for what they compute
+            graph = self._graphs.pop(key, None)
+            if graph is None:
+                graph = _captured(run, inputs, next(iter(self._graphs.values()), None))
+            self._graphs[key] = graph  # the last one used is the last one dropped
+            out = graph.replay(inputs)[:rows, :count].clone()  # replays overwrite it
+            if len(self._graphs) > _GRAPHS:
+                self._graphs.popitem(last=False)
+        return out
+
+
+def _is_usual(cache: RowCache) -> bool:
+    """Whether a pass is neither over prompts nor over trees; its rows come first in the buffers."""
+    short = cache.prefilled and cache.count <= _LONGEST
+    return short and cache.branches is None and cache.active.start == 0
+
+
+def _kernels(model: Architecture) -> Any:
+    """The module with kernels for passes of few tokens, or None."""
+    if model.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from layerskip.backends import kernels
+
+    usable = model.dtype in kernels.DTYPES and _compiles(kernels, model.device, model.dtype)
+    return kernels if usable else None
+
+
+@cache
+def _compiles(kernels: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels run here. They need a C compiler, Python's headers and shared memory."""
+    x = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        kernels.product(x, [(x, None), (x, None)], gate=1)
+    except Exception as error:  # compilers fail in many ways
+        warnings.warn(f"passes take torch's kernels: Triton failed with {error!r}", stacklevel=2)
+        return False
+    return True
+
+
+def _either(block: Block, few: Block | None) -> Block:
+    """A block that takes kernels, if there are some, where few rows are decoded."""
+    if few is None:
+        return block
+    return lambda hidden, step: (few if step is not None and step.few else block)(hidden, step)
+
+
+def _padded(x: Tensor, rows: int, tokens: int, value: int) -> Tensor:
+    """Append rows and tokens to (B, T, ...)."""
+    return F.pad(x, (*(0, 0) * (x.dim() - 2), 0, tokens, 0, rows), value=value)
+
+
+class Reused:
+    """Zeroed buffers, which are handed out again, at the same addresses, once they are not used."""
+
+    def __init__(self) -> None:
+        # by shape: buffers, and the tensors by which others know them
+        self._held: OrderedDict[Any, list[tuple[Tensor, ref[Tensor]]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        key = (*shape, like.dtype, like.device)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            held = self._held.setdefault(key, [])
+            self._held.move_to_end(key)
+            number = next((i for i, (_, known) in enumerate(held) if known() is None), len(held))
+            buffer = held[number][0] if number < len(held) else like.new_empty(shape)
+            out = buffer.zero_().view(shape)
+            held[number : number + 1] = [(buffer, ref(out))]
+            for old in [*self._held][:-_SHAPES]:
+                self._held[old] = [each for each in self._held[old] if each[1]() is not None]
+                if not self._held[old]:
+                    del self._held[old]
+        return out
+
+
+class _Graph(NamedTuple):
+    """A captured pass: where it reads its inputs, and where it writes its output."""
+
+    graph: Any
+    inputs: list[Tensor]
+    out: Tensor  # (B, T, H), or logits (B, T, V)
+
+    def replay(self, inputs: list[Tensor]) -> Tensor:
+        for held, each in zip(self.inputs, inputs, strict=True):
+            held.copy_(each)
+        self.graph.replay()
+        return self.out
+
+
+def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph | None) -> _Graph:
+    """Capture a pass; its memory is that of `beside`.
+
+    The pass runs once before, as kernels cannot be compiled in a capture.
+
+    Raises:
+        RuntimeError: the device refuses, for lack of memory or in an operation no graph can hold.
+    """
+    global _seconds
+    start = time.perf_counter()
+    run(*inputs)
+    with torch.inference_mode(False):
+        held = [torch.empty_like(each) for each in inputs]
+    graph = torch.cuda.CUDAGraph()
+    pool = None if beside is None else beside.graph.pool()
+    try:
+        alone = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+        with sdpa_kernel([*_UNPLANNED, SDPBackend.MATH], True), alone:
+            out = run(*held)
+    except RuntimeError as error:
+        error.add_note("while a pass was captured; execution='fused' captures nothing")
+        raise
+    _seconds += time.perf_counter() - start
+    return _Graph(graph, held, out)
+
+
+class _Step(NamedTuple):
+    """The parts of a step that blocks other than attention need."""
+
+    inputs: Tensor | None
+    few: bool
+
+
+def _pass(
+    blocks: Sequence[Block],
+    used: int,
+    pairs: dict[int, tuple[Tensor, Tensor]],  # by layer, keys and values (B, K, S, D)
+    tables: Tables,
+    few: bool,
+    hidden: Tensor,  # (B, T, H)
+    slots: Tensor,  # (B, T)
+    inputs: Tensor | None = None,  # (B, T, L, P)
+) -> Tensor:
+    rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
+    places = torch.arange(used, device=hidden.device)  # (U,)
+    rope: Tables = {}
+    masks: dict[tuple[int | None, int], Tensor] = {}
+    step = _Step(inputs, few)
+    for block in blocks:
+        if not isinstance(block, Attention):
+            hidden = block(hidden, step)
+            continue
+        keys, values = pairs[block.layer]
+        if block.few is not None and few:
+            hidden = block.few(hidden, slots, keys, values, used, tables[block.kind])
+            continue
+        seen = block.window, block.sink
+        if seen not in masks:
+            masks[seen] = additive(causal(slots, places, *seen), hidden.dtype)  # (B, 1, T, U)
+        rope = rope or for_heads(gathered(tables, slots))
+        q, k, v = block.inputs(hidden, rope[block.kind])
+        if block.writes:
+            keys[rows, :, slots] = k.transpose(1, 2)
+            values[rows, :, slots] = v.transpose(1, 2)
+        hidden = block.outputs(hidden, q, keys[:, :, :used], values[:, :, :used], masks[seen])
+    return hidden

@@ -1,0 +1,347 @@
+"""Triton kernels for captured passes: about seven launches a layer, where torch takes 28.
+
+Every sum has one order, whatever other tokens and rows a pass has and however long the buffers are.
+So a token has the same numbers, bit by bit, in a plain step and in a verification.
+Shapes: B rows, T tokens of each, M = B T, H hidden width, N heads, K key-value heads, G = N / K,
+S slots of the buffers, U slots in use, D head width, R rotary width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from layerskip.backends.base import Block
+from layerskip.backends.fused import activation
+from layerskip.backends.norms import weight_and_epsilon
+from layerskip.families.architecture import Architecture
+from layerskip.families.family import Family, LayerParts
+
+DTYPES = (torch.bfloat16, torch.float32)
+_ROWS = 16  # of a weight in one program
+_SPLIT = 128  # slots in one program of an attention; buffers in use are multiples of 256
+
+Norm = tuple[Tensor | None, float, float]
+"""The weight (H,) of a norm, its epsilon, and what is added to the weight."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, tuple[Tensor, Tensor]], Tensor]
+"""Maps states (B, T, H), slots (B, T), keys and values (B, K, S, D), U, and angles (1, S, R)."""
+
+
+@triton.jit(do_not_specialize=["m"])
+def _product(
+    x, scale, w0, w1, w2, b0, b1, b2, residual, out, m, h, n0, n1, n2, epsilon, plus, by,
+    GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Products of normalised inputs (M, H) with up to three weights, side by side (M, R)."""
+    token = tl.program_id(0) * 16 + tl.arange(0, 16)
+    block = tl.program_id(1)
+    weight, bias, count, first = w0, b0, n0, 0
+    if GATE == 0 and w1 is not None:
+        blocks = tl.cdiv(n0, ROWS)
+        if block >= blocks:
+            weight, bias, count, first, block = w1, b1, n1, n0, block - blocks
+            if w2 is not None:
+                blocks = tl.cdiv(n1, ROWS)
+                if block >= blocks:
+                    weight, bias, count, first, block = w2, b2, n2, n0 + n1, block - blocks
+    row = block * ROWS + tl.arange(0, ROWS)
+    real, known = row < count, token < m
+    sums = tl.zeros((ROWS, 16), tl.float32)
+    others = tl.zeros((ROWS, 16), tl.float32)
+    squares = tl.zeros((16,), tl.float32)
+    for start in range(0, h, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < h
+        where = token[None, :] * h + column[:, None]
+        inputs = tl.load(x + where, inside[:, None] & known[None, :], 0.0)  # (COLUMNS, 16)
+        if scale is not None:
+            wide = inputs.to(tl.float32)
+            squares += tl.sum(wide * wide, 0)
+            factor = tl.load(scale + column, inside, 0.0).to(tl.float32) + plus
+            inputs = (wide * factor[:, None]).to(inputs.dtype)
+        place = row.to(tl.int64)[:, None] * h + column[None, :]
+        mask = real[:, None] & inside[None, :]
+        sums = tl.dot(tl.load(weight + place, mask, 0.0), inputs, sums, input_precision="ieee")
+        if GATE != 0:
+            beside = tl.load(w1 + place, mask, 0.0)
+            others = tl.dot(beside, inputs, others, input_precision="ieee")
+    if scale is not None:
+        factor = tl.rsqrt(squares / h + epsilon)[None, :]
+        sums *= factor
+        others *= factor
+    kind = out.dtype.element_ty
+    if b0 is not None:
+        sums += tl.load(bias + row, real, 0.0).to(tl.float32)[:, None]
+        if GATE != 0:
+            others += tl.load(b1 + row, real, 0.0).to(tl.float32)[:, None]
+    if GATE != 0:
+        sums = sums.to(kind).to(tl.float32)
+        if GATE == 1:
+            sums *= tl.sigmoid(sums)
+        else:  # sqrt(8 / pi)
+            sums *= tl.sigmoid(1.5957691216057308 * (sums + 0.044715 * sums * sums * sums))
+        sums = sums.to(kind).to(tl.float32) * others.to(kind).to(tl.float32)
+    width = n0 + n1 + n2
+    if GATE != 0:
+        width = n0
+    where = token[None, :].to(tl.int64) * width + (first + row)[:, None]
+    mask = real[:, None] & known[None, :]
+    if residual is not None:
+        added = tl.load(residual + where, mask, 0.0).to(tl.float32)
+        sums = added + by * sums.to(kind).to(tl.float32)
+    tl.store(out + where, sums.to(kind), mask)
+
+
+@triton.jit
+def _normalised(x, scale, residual, out, h, epsilon, plus, by, WIDTH: tl.constexpr):
+    """`residual` plus `by` times the norm of a token (H,)."""
+    place = tl.program_id(0) * h + tl.arange(0, WIDTH)
+    column = tl.arange(0, WIDTH)
+    inside = column < h
+    wide = tl.load(x + place, inside, 0.0).to(tl.float32)
+    factor = tl.load(scale + column, inside, 0.0).to(tl.float32) + plus
+    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / h + epsilon) * factor
+    wide = wide.to(out.dtype.element_ty).to(tl.float32)
+    added = tl.load(residual + place, inside, 0.0).to(tl.float32)
+    tl.store(out + place, (added + by * wide).to(out.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["t"])
+def _turn(
+    heads, q_scale, k_scale, cos, sin, slots, q, keys, values, t, n, k, d, r, by_row, by_head,
+    epsilon, plus, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate a head of a token: queries to (B, N, T, D), the rest to the buffers."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    i = tl.arange(0, WIDTH)
+    inside = i < d
+    slot = tl.load(slots + token)
+    source = heads + (token * (n + 2 * k) + head) * d
+    x = tl.load(source + i, inside, 0.0).to(tl.float32)
+    held = (token // t) * by_row + slot * d + i  # in the buffers
+    if head >= n + k:
+        tl.store(values + held + (head - n - k) * by_head, x.to(values.dtype.element_ty), inside)
+    else:
+        turned = i < r
+        j = tl.where(turned, (i + r // 2) % r, i)
+        y = tl.load(source + j, inside, 0.0).to(tl.float32)
+        if q_scale is not None:
+            scale = q_scale
+            if head >= n:
+                scale = k_scale
+            factor = tl.rsqrt(tl.sum(x * x, 0) / d + epsilon)
+            x *= factor * (tl.load(scale + i, inside, 0.0).to(tl.float32) + plus)
+            y *= factor * (tl.load(scale + j, inside, 0.0).to(tl.float32) + plus)
+        x *= tl.load(cos + slot * r + i, turned, 1.0).to(tl.float32)
+        x += y * tl.load(sin + slot * r + i, turned, 0.0).to(tl.float32)
+        if head < n:
+            place = ((token // t) * n + head) * t + token % t
+            tl.store(q + place * d + i, x.to(q.dtype.element_ty), inside)
+        else:
+            tl.store(keys + held + (head - n) * by_head, x.to(q.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["t"])
+def _attend(
+    q, keys, values, slots, sums, largest, totals, t, k, g, d, by_row, by_head, scale, cap, window,
+    sink, CAPPED: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Attention of 16 queries of a key head to `SPLIT` slots: sums before they are divided."""
+    pair, split = tl.program_id(0), tl.program_id(2)
+    query = tl.program_id(1) * 16 + tl.arange(0, 16)
+    real = query < g * t
+    i = tl.arange(0, WIDTH)
+    inside = i < d
+    slot = tl.load(slots + (pair // k) * t + query % t, real, -1)
+    place = pair * g * t + query
+    held = tl.load(q + place[:, None] * d + i[None, :], real[:, None] & inside[None, :], 0.0)
+    base = (pair // k).to(tl.int64) * by_row + (pair % k) * by_head
+    most = tl.full((16,), float("-inf"), tl.float32)
+    total = tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, WIDTH), tl.float32)
+    start = split * SPLIT
+    end = tl.minimum(start + SPLIT, tl.max(slot, 0) + 1)
+    for at in range(start, end, 64):
+        s = at + tl.arange(0, 64)
+        mask = (s < end)[:, None] & inside[None, :]
+        where = base + s[:, None] * d + i[None, :]
+        key = tl.load(keys + where, mask, 0.0)  # (64, D)
+        scores = tl.dot(held, tl.trans(key), input_precision="ieee") * scale  # (16, 64)
+        if CAPPED:  # tanh
+            scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+        seen = s[None, :] <= slot[:, None]
+        if NEAR:
+            seen = seen & ((s[None, :] > slot[:, None] - window) | (s < sink)[None, :])
+        scores = tl.where(seen, scores, float("-inf"))
+        new = tl.maximum(most, tl.max(scores, 1))
+        finite = tl.where(new == float("-inf"), 0.0, new)
+        kept = tl.exp(most - finite)
+        shares = tl.exp(scores - finite[:, None])
+        total = total * kept + tl.sum(shares, 1)
+        value = tl.load(values + where, mask, 0.0)  # (64, D)
+        added = tl.dot(shares.to(value.dtype), value, input_precision="ieee")
+        acc = acc * kept[:, None] + added
+        most = new
+    place = place * tl.num_programs(2) + split
+    tl.store(largest + place, most, real)
+    tl.store(totals + place, total, real)
+    tl.store(sums + place[:, None] * d + i[None, :], acc, real[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["t", "splits"])
+def _joined(sums, largest, totals, out, t, k, g, d, splits, WIDTH: tl.constexpr):
+    """The attention of a query from the sums of all splits, in order: (M, N, D)."""
+    query = tl.program_id(0)
+    i = tl.arange(0, WIDTH)
+    inside = i < d
+    most = tl.load(largest + query * splits)
+    for split in range(1, splits):
+        most = tl.maximum(most, tl.load(largest + query * splits + split))
+    total = 0.0
+    acc = tl.zeros((WIDTH,), tl.float32)
+    for split in range(splits):
+        place = query * splits + split
+        share = tl.exp(tl.load(largest + place) - most)
+        total += share * tl.load(totals + place)
+        acc += share * tl.load(sums + place * d + i, inside, 0.0)
+    pair, own = query // (g * t), query % (g * t)
+    token = (pair // k) * t + own % t
+    head = (pair % k) * g + own // t
+    acc = (acc / total).to(out.dtype.element_ty)
+    tl.store(out + (token * (k * g) + head) * d + i, acc, inside)
+
+
+def product(
+    x: Tensor,  # (M, H)
+    modules: Sequence[tuple[Tensor, Tensor | None]],  # weights and biases
+    norm: Norm | None = None,
+    residual: Tensor | None = None,  # (M, R)
+    by: float = 1.0,
+    gate: int = 0,
+) -> Tensor:
+    """Normalised inputs times weights, side by side, (M, R); or a gate times what it opens.
+
+    Args:
+        residual, by: what products are added to, and what they are multiplied by before.
+        gate: 1 for SiLU, 2 for GELU (tanh), of the first product, times the second; 0 for none.
+    """
+    weights, biases = zip(*modules, strict=True)
+    counts = [*map(len, weights), 0, 0][:3]
+    width = counts[0] if gate else sum(counts)
+    out = x.new_empty(len(x), width)  # (M, R)
+    blocks = sum(-(-count // _ROWS) for count in counts[: 1 if gate else 3])
+    rest = [None] * (3 - len(weights))
+    scale, epsilon, plus = norm or (None, 0.0, 0.0)
+    _product[-(-len(x) // 16), blocks](
+        x, scale, *weights, *rest, *biases, *rest, residual, out, len(x), x.shape[1], *counts,
+        epsilon, plus, by, gate, _ROWS, 512 // x.dtype.itemsize,
+    )  # fmt: skip
+    return out
+
+
+def _norm(module: Any, family: Family) -> Norm | None:
+    plus = 1.0 if family.norm == "one plus" else 0.0
+    return None if module is None else (*weight_and_epsilon(module), plus)
+
+
+def _pairs(modules: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]:
+    return [(each.weight, each.bias) for each in modules]
+
+
+def _flat(hidden: Tensor) -> Tensor:
+    return hidden.contiguous().view(-1, hidden.shape[-1])  # (M, H)
+
+
+def _added(part: LayerParts, linear: Any, norm: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """A sublayer's last product, the norm after it, and the residual add: (M, H)."""
+    modules, by, after = _pairs([linear]), part.residual, _norm(norm, part.family)
+
+    def added(residual: Tensor, x: Tensor) -> Tensor:
+        if after is None:
+            return product(x, modules, None, residual, by)
+        x, out = product(x, modules), torch.empty_like(residual)
+        width = triton.next_power_of_2(x.shape[1])
+        _normalised[(len(x),)](x, after[0], residual, out, x.shape[1], *after[1:], by, width)
+        return out
+
+    return added
+
+
+def attention(part: LayerParts) -> Attend | None:
+    """The kernels of an attention sublayer; None if it needs more than they compute."""
+    module, family = part.attention, part.family
+    q_norm, k_norm, v_norm = part.head_norms
+    width, groups = module.head_dim, module.num_key_value_groups
+    heads = module.o_proj.weight.shape[1] // width  # N
+    held = heads // groups  # K
+    modules = _pairs(part.projections)
+    usual = sum(len(weight) for weight, _ in modules) == (heads + 2 * held) * width
+    alike = len({bias is None for _, bias in modules}) == 1
+    if not usual or not alike or v_norm is not None or width > 256:
+        return None
+    if q_norm is not None and len(q_norm.weight) != width:  # one norm of all heads
+        return None
+    before, add = _norm(part.before, family), _added(part, module.o_proj, part.after)
+    q_scale, *scaled = _norm(q_norm, family) or (None, 0.0, 0.0)
+    k_scale = None if k_norm is None else k_norm.weight
+    cap, window = part.score_cap, part.window
+    padded = max(16, triton.next_power_of_2(width))
+
+    def run(
+        hidden: Tensor, slots: Tensor, keys: Tensor, values: Tensor, used: int, angles: Any
+    ) -> Tensor:
+        rows, count, _ = hidden.shape
+        tokens, splits = rows * count, -(-used // _SPLIT)
+        by_row, by_head = keys.stride(0), keys.stride(1)
+        x = product(_flat(hidden), modules, before)  # (M, (N + 2K) D)
+        q = x.new_empty(rows, heads, count, width)  # (B, N, T, D)
+        _turn[tokens, heads + 2 * held](
+            x, q_scale, k_scale, *angles, slots, q, keys, values, count, heads, held, width,
+            angles[0].shape[-1], by_row, by_head, *scaled, padded, num_warps=1,
+        )  # fmt: skip
+        sums = x.new_empty(tokens * heads, splits, width, dtype=torch.float32)
+        largest, totals = sums.new_empty(2, tokens * heads, splits)
+        _attend[rows * held, -(-groups * count // 16), splits](
+            q, keys, values, slots, sums, largest, totals, count, held, groups, width, by_row,
+            by_head, module.scaling, cap or 0.0, window or 0, part.sink, cap is not None,
+            window is not None, _SPLIT, padded,
+        )  # fmt: skip
+        out = x.new_empty(tokens, heads * width)  # (M, N D)
+        _joined[(tokens * heads,)](
+            sums, largest, totals, out, count, held, groups, width, splits, padded, num_warps=1
+        )
+        return add(_flat(hidden), out).view_as(hidden)
+
+    return run
+
+
+def mlp(part: LayerParts) -> Block | None:
+    """The kernels of a dense MLP sublayer, or None."""
+    activate = activation(part.activation)
+    tanh = isinstance(activate, partial)  # GELU
+    if part.tail or not (tanh or activate is F.silu):
+        return None
+    modules, gate = _pairs(part.expansions), 2 if tanh else 1
+    if len(modules) == 1:  # both in one
+        (weight, bias), both = modules[0], (None, None)
+        modules = [*zip(weight.chunk(2), both if bias is None else bias.chunk(2), strict=True)]
+    before, add = _norm(part.pre, part.family), _added(part, part.mlp.down_proj, part.post)
+
+    def run(hidden: Tensor, _: Any) -> Tensor:
+        x = _flat(hidden)
+        return add(x, product(x, modules, before, gate=gate)).view_as(hidden)
+
+    return run
+
+
+def head(model: Architecture) -> Callable[[Tensor], Tensor]:
+    """The final norm and the head, (B, T, H) to (B, T, V)."""
+    norm, modules = _norm(model.decoder.norm, model.family), _pairs([model.unembedding])
+    return lambda x: product(_flat(x), modules, norm).view(*x.shape[:2], -1)

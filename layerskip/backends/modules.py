@@ -1,0 +1,203 @@
+"""The "modules" backend: sublayers as calls of the library's own modules.
+
+The modules are never copied or patched. So quantised, adapted, hooked and offloaded modules work,
+and so do models spread over devices: hidden states move to a layer's device before the residual,
+and logits back to the embedding's.
+Shapes: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from layerskip.backends import base as backend
+from layerskip.backends.base import Backend, Block, Step, Tables, Variant
+from layerskip.backends.norms import TableRotary
+from layerskip.cache.rows import RowCache
+from layerskip.families.architecture import Architecture, device_of
+from layerskip.families.experts import Mixture, fewer, low, mixing, summed
+from layerskip.families.family import LayerParts
+from layerskip.library import cache_name
+from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.products import Function
+from layerskip.weights.rounded import linears
+
+
+class Modules(Backend):
+    """The library's modules."""
+
+    name = "modules"
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__(model)
+        self.bool_masks = not model.eager  # the library's eager attention adds its mask
+
+    def norm_of(self, module: Any) -> Any:
+        return module
+
+    linear_of = activation_of = norm_of
+
+    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        made: Tensor = self.model.decoder.project_per_layer_inputs(hidden, rows)  # (B, T, L, P)
+        return made
+
+    def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
+        norm, whole = self.model.decoder.norm, self.model.unembedding
+        variant, scatter = Variant(bits), None
+        if rows is None:
+            project = self.rounded(whole, variant, "lm_head")
+        else:
+            project, scatter = self.linear(variant)(rows.weight, rows.bias), rows.spread
+        chain = [norm, project, backend.finishing(self.model), scatter]
+        if self.model.spread:
+            chain[0] = _on(device_of(norm), norm)
+            chain[1] = _on(device_of(whole), project)
+            chain.append(_on(self.model.device))
+        return backend.in_turn(*chain)
+
+    def rotary(self, tables: Tables) -> TableRotary:
+        return TableRotary(tables)
+
+    def rounded(self, module: Any, variant: Variant, name: str) -> Any:
+        """A module with its linear layers rounded, if the variant says so."""
+        if variant.bits is None:
+            return module
+        return with_products(module, lambda x: self.product(x.weight, x.bias, variant), name)
+
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        mlp = self.rounded(part.mlp, variant, f"layer {part.number} mlp")
+        mixed = self._mixed(part.mixture, variant)
+        return self.mlp_block(part, mlp if part.dense or mixed is None else mixed, mixed)
+
+    def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
+        """Experts in parallel with a dense MLP, or a draft's replacement for experts as the MLP.
+
+        None if no expert runs, or if the model's own MLP module contains them.
+        """
+        bits, experts = variant.bits, variant.experts
+        if mixture is None or (bits is None and experts is None and not mixture.beside):
+            return None
+        top, weights = mixture.taken(experts), mixture.weights
+        if not top:
+            return None
+        router = mixture.router if top == mixture.top else fewer(mixture.router, top)
+        experts_sum: Any = mixture.experts
+        if bits is not None and weights:
+            expand, shrink = (low(self.copies.of(each, bits), len(each)) for each in weights)
+            experts_sum = summed(expand, shrink, mixture.experts.act_fn)
+        return mixing(router, experts_sum, mixture.before, mixture.after)
+
+    def attention(self, part: LayerParts, variant: Variant) -> Block:
+        attend = self.rounded(part.attention, variant, f"layer {part.number} self_attn")
+        before, kind, window, sink = part.before, part.kind, part.window, part.sink
+        add = backend.adding(part, part.after)
+        device = device_of(before or part.after) if self.model.spread else None
+        bool_masks, positions = self.bool_masks, self.model.family.positions
+        shares = self.model.family.shares_keys
+        name = cache_name(attend)
+        assert name is not None
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            mask, rope = step.mask(window, sink), step.rope[kind]
+            if device is not None:
+                hidden, rope = hidden.to(device), tuple(each.to(device) for each in rope)
+            if mask is not None:  # an additive mask in the layer's own dtype
+                mask = mask.to(hidden.device, torch.bool if bool_masks else hidden.dtype)
+            # Blocks are trained without a cache.
+            cache = None if step.cache is None else _Narrowed(step.cache, window, sink)
+            more: dict[str, Any] = {name: cache}
+            if positions:
+                places = step.slots if cache is None else step.cache.positions(hidden.device)
+                more["position_ids"] = places
+            if shares:  # layers without their own keys and values read them here
+                read = {}
+                if not part.writes and cache is not None:
+                    read[attend.layer_type] = cache.read(part.keys)
+                more["shared_kv_states"] = read
+            out: Tensor = attend(
+                hidden_states=hidden if before is None else before(hidden),
+                position_embeddings=rope,
+                attention_mask=mask,
+                **more,
+            )[0]  # (B, T, H)
+            return add(hidden, out)
+
+        if not part.cross:
+            return block
+        cross, *norms = part.cross
+        cross = self.rounded(cross, variant, f"layer {part.number} cross_attn")
+        return _with_cross(block, cross, *norms)
+
+
+def _with_cross(block: Block, attend: Any, before: Any, after: Any) -> Block:
+    """Combine a self attention and the cross attention after it into one block."""
+    name = cache_name(attend)
+    assert name is not None
+
+    def with_cross(hidden: Tensor, step: Step) -> Tensor:
+        hidden = block(hidden, step)
+        states, mask, cache = step.cross
+        out: Tensor = attend(
+            hidden_states=before(hidden),
+            encoder_hidden_states=states,
+            attention_mask=mask,
+            **{name: cache},
+        )[0]  # (B, T, H)
+        out = hidden + after(out)  # (B, T, H)
+        return out
+
+    return with_cross
+
+
+class _Narrowed(NamedTuple):
+    """A cache for a layer that sees slots up to a window and a sink (see `cache.causal`)."""
+
+    cache: RowCache
+    window: int | None
+    sink: int
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`RowCache.update` with the library's signature."""
+        self.cache.update(keys, values, layer_idx)
+        return self.read(layer_idx)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.cache.read(layer, self.window, self.sink)
+
+
+def _on(device: torch.device, function: Function | None = None) -> Function:
+    """Make a function that first moves its input to a device."""
+    return lambda x: x.to(device) if function is None else function(x.to(device))
+
+
+def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: str) -> Any:
+    """A shallow copy of a module whose linear layers use other products.
+
+    Replacing them in the module itself would change what other threads compute.
+    """
+    chosen = {id(linear) for linear in linears(module)}
+
+    def copied(each: Any, path: str) -> Any:
+        low = id(each) in chosen
+        parts = {key: copied(part, f"{path}.{key}") for key, part in each._modules.items()}
+        if not low and all(part is parts[key] for key, part in each._modules.items()):
+            return each
+        if "forward" in vars(each):
+            raise ValueError(
+                f"low precision cannot serve this model: {path} has a forward of its own, which "
+                "accelerate or a patch has put there; leave low precision out"
+            )
+        made = copy(each)
+        made._modules = parts
+        if low:
+            made.forward = linear(each)
+        return made
+
+    return copied(module, name)

@@ -1,0 +1,1 @@
+"""Keys, values and recurrent states of a batch."""

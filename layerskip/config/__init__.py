@@ -1,0 +1,1 @@
+"""Skip configs, and the names that users choose from."""

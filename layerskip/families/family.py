@@ -1,0 +1,273 @@
+"""The differences between families of models, and the parts of a layer that follow from them.
+
+Every family is declared in a file of the folder `families`. Backends read these declarations; none
+checks the name of a class.
+Shapes: B rows, T tokens, S slots, H hidden width, N query heads, K key-value heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from layerskip.config.skips import SINK
+from layerskip.families.experts import Mixture
+from layerskip.library import classes_of
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the decoders of one model type differ from Llama's.
+
+    Differences that the fields cannot express are methods that a subclass overrides.
+
+    Attributes:
+        name: the `model_type` of the text decoder.
+        package: the package of its classes in `transformers.models`; by default its name.
+        norms: the names of the norms before and after the attention, and before and after the
+            MLP; "" for none.
+        norm: the order in which a norm multiplies: normalise, cast, times weight ("llama");
+            normalise, times (1 + weight), cast ("one plus"); normalise, times weight, cast
+            ("wide").
+        windows: which layers have a sliding window: "none", "all" (if `config.sliding_window` is
+            set), or "by type" (as `config.layer_types` says).
+        projections: the linear layers for queries, keys and values; a layer may lack some.
+        expansions: the linear layers at the input of the MLP.
+        activation: the attribute of the MLP that holds its activation.
+        positions: whether the attention is called with positions in addition to the angles.
+        shares_keys: whether the attention is called with the keys of earlier layers.
+        softcap: whether the logits pass through `config.final_logit_softcapping`, if set.
+        inputs, tail: whether layers have their own inputs, and whether something follows their MLP
+            even if the MLP is skipped (Gemma 4).
+        encoder: the `model_type` of the encoder-decoder that contains it, whose layers have a
+            cross attention (T5Gemma); "" for none.
+        modules_only: the reason why only the library's modules can compute it; "" for none.
+    """
+
+    name: str
+    package: str = ""
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    norm: Literal["llama", "one plus", "wide"] = "llama"
+    windows: Literal["none", "all", "by type"] = "none"
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    expansions: tuple[str, ...] = ("gate_proj", "up_proj")
+    activation: str = "act_fn"
+    positions: bool = False
+    shares_keys: bool = False
+    softcap: bool = False
+    inputs: bool = False
+    tail: bool = False
+    encoder: str = ""
+    modules_only: str = ""
+
+    @property
+    def home(self) -> str:
+        """The module that defines its classes."""
+        return classes_of(self.package or self.name)
+
+    def embed(self, decoder: Any, tokens: Tensor) -> Tensor:
+        """Embed token ids (B, T): the hidden states before the first layer, (B, T, H)."""
+        hidden: Tensor = decoder.embed_tokens(tokens)
+        return hidden
+
+    def layer_type(self, config: Any, layer: int) -> str:
+        """The type of a layer, which determines its window."""
+        if self.windows == "by type":
+            return str(config.layer_types[layer])
+        sliding = self.windows == "all" and config.sliding_window is not None
+        return "sliding_attention" if sliding else "full_attention"
+
+    def turns(self, attention: Any) -> bool:
+        """Whether an attention rotates its queries and keys by rotary angles."""
+        return True
+
+    def writes(self, attention: Any) -> bool:
+        """Whether an attention has its own keys and values."""
+        return True
+
+    def residual(self, layer: Any) -> float:
+        """The factor applied to the output of a sublayer."""
+        return 1.0
+
+    def divisor(self, config: Any) -> float:
+        """The divisor of the logits."""
+        return 1.0
+
+    def score_cap(self, attention: Any) -> float | None:
+        """The softcap of the attention's scores, or None."""
+        return None
+
+    def mixture(self, layer: Any) -> Mixture | None:
+        """The mixture of experts of a layer; None if its MLP is dense."""
+        return None
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """A class around a text decoder whose prompts may contain pictures.
+
+    Attributes:
+        name: its `model_type`.
+        softcap: whether its logits pass through the decoder's softcap.
+        types: the argument of `generate()` that marks the tokens of pictures.
+    """
+
+    name: str
+    softcap: bool = True
+    types: str = "mm_token_type_ids"
+
+    def placeholders(self, config: Any) -> list[int]:
+        """The tokens that embed as padding wherever no picture replaces them."""
+        return []
+
+    def two_way(self, text: Any) -> bool:
+        """Whether tokens of a picture see each other, according to the text decoder's config."""
+        return False
+
+    def sees(self, same: Tensor, near: Tensor | None) -> Tensor | None:
+        """Which tokens of its own picture a query sees, (B, 1, T, S) bool; None: only earlier ones.
+
+        Args:
+            same: the slots of the query's picture, (B, 1, T, S) bool.
+            near: the slots in the layer's window, same shape; None in layers with full attention.
+        """
+        return same if near is None else same & near
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """A decoder without its own keys and values that drafts for another model.
+
+    Attributes:
+        name: its `model_type`.
+        package: the package of the decoder's classes in `transformers.models`.
+        prefix: the common prefix of its class names.
+    """
+
+    name: str
+    package: str
+    prefix: str
+
+
+def part_named(module: nn.Module, name: str) -> Any:
+    """The part of a module with that name, or None."""
+    return module._modules.get(name)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A decoder layer, and the wiring of its two sublayers.
+
+    Attributes:
+        family: the family of the layer.
+        number: the number of the layer.
+        module: the library's layer.
+        kind: the rotary table that it uses; "nope" if it uses none.
+        window: its sliding window in tokens, or None for full attention.
+        keys: the layer in the cache whose keys and values it attends to; in an assistant the first
+            layer of its kind, which stands for the target's.
+        before, after: the norms around the attention, or None.
+        pre, post: the norms around the MLP, or None.
+        tail: whether the layer's own input or a scalar follows even a skipped MLP (Gemma 4).
+        sink: in a draft, the number of first slots seen in addition to the window (`narrowed`).
+    """
+
+    family: Family
+    number: int
+    module: Any
+    kind: str
+    window: int | None
+    keys: int
+    before: Any
+    after: Any
+    pre: Any
+    post: Any
+    tail: bool = False
+    sink: int = 0
+
+    @property
+    def attention(self) -> Any:
+        """The attention module."""
+        return self.module.self_attn
+
+    @property
+    def cross(self) -> list[Any]:
+        """The cross attention and the norms before and after it, if the decoder has one."""
+        if not self.family.encoder:
+            return []
+        layer = self.module
+        norms = layer.pre_cross_attn_layernorm, layer.post_cross_attn_layernorm
+        return [layer.cross_attn, *norms]
+
+    @property
+    def mlp(self) -> Any:
+        """The MLP module."""
+        return self.module.mlp
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The number and width of the key heads that its attention reads."""
+        attention = self.attention
+        heads = attention.config.num_attention_heads // attention.num_key_value_groups
+        return heads, attention.head_dim
+
+    @property
+    def projections(self) -> list[Any]:
+        """The linear layers for queries, keys and values; in Gemma 4 the last may be missing."""
+        parts = (part_named(self.attention, name) for name in self.family.projections)
+        return [part for part in parts if part is not None]
+
+    @property
+    def head_norms(self) -> tuple[Any, Any, Any]:
+        """The norms of queries, keys and values, or None."""
+        q, k, v = (part_named(self.attention, f"{name}_norm") for name in "qkv")
+        return q, k, v
+
+    @property
+    def expansions(self) -> list[Any]:
+        """The linear layers at the input of a dense MLP."""
+        return [part_named(self.mlp, name) for name in self.family.expansions]
+
+    @property
+    def activation(self) -> Any:
+        """The activation of a dense MLP."""
+        return part_named(self.mlp, self.family.activation)
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Its mixture of experts, if it has one."""
+        return self.family.mixture(self.module)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has a dense MLP, perhaps in parallel with a mixture."""
+        mixture = self.mixture
+        return mixture is None or mixture.beside
+
+    @property
+    def writes(self) -> bool:
+        """Whether it has its own keys and values."""
+        return self.family.writes(self.attention)
+
+    @property
+    def residual(self) -> float:
+        """The factor applied to the output of a sublayer."""
+        return self.family.residual(self.module)
+
+    @property
+    def score_cap(self) -> float | None:
+        """The softcap of the attention's scores, or None."""
+        return self.family.score_cap(self.attention)
+
+    def narrows(self, window: int | None) -> bool:
+        """Whether it sees less in a draft with a window (`SkipConfig.window`)."""
+        return window is not None and (self.window is None or window < self.window)
+
+    def narrowed(self, window: int | None) -> LayerParts:
+        """The same layer in a draft with a window."""
+        if not self.narrows(window):
+            return self
+        # A layer with a sliding window was trained without the first slots.
+        return replace(self, window=window, sink=SINK if self.window is None else 0)

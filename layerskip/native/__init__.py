@@ -1,0 +1,1 @@
+"""The extension in C++ that runs whole passes, and its loader."""

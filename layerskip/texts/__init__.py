@@ -1,0 +1,1 @@
+"""Prompts, texts of tokens, vocabularies, grammars and pictures."""

@@ -1,0 +1,1 @@
+"""Matrices as they are stored or rounded, and hashes that identify them."""
