@@ -497,7 +497,7 @@ def test_check_fails_and_shows_where(folder, two_prompts, monkeypatch):
 def test_demo_shows_the_same_text_and_why(folder, tmp_path, draft_cost):
     costs = {"draft": draft_cost, "verify": [1.0, 1.1, 1.2]}
     replace(SkipConfig.early_exit(3), costs=costs).save(tmp_path / "skip.json")
-    flags = ("--skip", tmp_path / "skip.json", "--max-new-tokens", 8)
+    flags = ("--skip", tmp_path / "skip.json", "--no-lookup", "--max-new-tokens", 8)
     result = run("demo", folder, *flags, "--json", columns=60)
     found = document(result)
     assert found["passed"] is True

@@ -39,6 +39,7 @@ def decoded(skip, controller=None, **more):
         ids,
         attention_mask=mask,
         skip=skip,
+        lookup=False,
         enabled=skip is not None,
         controller=controller,
         max_draft_length=8,
