@@ -33,13 +33,19 @@ SKIPS = {
 
 def decoded(skip, controller=None, **more):
     ids, mask = ragged((9, 4, 13)[: more.pop("rows", 3)])
-    how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 3, "max_new_tokens": 30}
+    how = {
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 0,
+        "seed": 3,
+        "max_new_tokens": 30,
+        "lookup": False,
+    }
     return generate(
         lively_model(more.pop("family", "llama")),
         ids,
         attention_mask=mask,
         skip=skip,
-        lookup=False,
         enabled=skip is not None,
         controller=controller,
         max_draft_length=8,
