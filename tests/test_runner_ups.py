@@ -149,7 +149,7 @@ def test_native_draws_rank_the_best_tokens_as_torch_does(built, sample):
 
 @pytest.mark.parametrize("more", [{"repetition_penalty": 1.3}, {"acceptance": "rejection"}])
 def test_laws_that_read_the_text_and_the_rejection_rule_get_chains(more):
-    out = decoded(SKIPS["no prefix"], Growing(1), lookup=False, **more)
+    out = decoded(SKIPS["no prefix"], Growing(1), **more)
     for round_ in out.rounds:
         assert list(round_.drafted) == list(map(len, round_.confidences))
 
