@@ -50,10 +50,7 @@ Seconds = dict[Place, dict[Work, float]]
 
 
 def low_facts(low: SkipConfig | None) -> dict[str, Any]:
-    """A record's description of the low precision that it prices: bits.
-
-    The head's bits are included if they differ from the rest.
-    """
+    """The bits of the low precision that a record prices; the head's only if they differ."""
     if low is None or low.low is None:
         return {}
     facts: dict[str, Any] = {"low_bits": low.low.bits}
