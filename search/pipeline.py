@@ -46,7 +46,7 @@ REPEATS = 2
 FOR_COSTS = 10.0
 """Maximum seconds for timing costs."""
 DISTURBED = 0.15
-"""A spread of the costs that no quiet machine shows; .02 to .1 were seen."""
+"""A spread of the costs that no quiet machine shows; 0.02 to 0.1 were seen."""
 FOR_REPLAYS = 0.5
 """Share of the time after the trials for replaying the best; the rest is for timing."""
 PREFILL = 1.5

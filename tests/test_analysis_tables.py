@@ -64,7 +64,7 @@ def test_speedup_is_all_tokens_over_all_seconds(tmp_path):
 
 
 def test_one_answer_of_one_token_does_not_outweigh_the_others(tmp_path):
-    """Averaging seconds per token gave .95 for this run, although every longer text gained."""
+    """Averaging seconds per token gave 0.95 for this run, although every longer text gained."""
     lines = [*timed("plain", "text-0", [0.018], tokens=1, first=0.018),
              *timed("self", "text-0", [0.046], tokens=1, first=0.046)]  # fmt: skip
     gains = [1.1 + 0.03 * number for number in range(11)]  # up to 1.4

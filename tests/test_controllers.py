@@ -200,12 +200,12 @@ def test_adaptive_threshold_follows_draft_and_verify():
     assert controller.limit(0, 99) == 8
     assert controller.keep_drafting(0, 0.8)
     assert not controller.keep_drafting(0, 0.7999)
-    # The rates .5, .75, .875 are below .9 although all is accepted: steps add a tenth of .01.
+    # The rates 0.5, 0.75, 0.875 are below 0.9 although all is accepted: steps add a tenth of 0.01.
     for rate, threshold in ((0.5, 0.801), (0.75, 0.802), (0.875, 0.803)):
         controller.update(0, 4, 4)
         assert controller.acceptance_rates == [pytest.approx(rate)]
         assert controller.thresholds == [pytest.approx(threshold)]
-    controller.update(0, 4, 4)  # .9375: it falls, because less than the maximum was drafted
+    controller.update(0, 4, 4)  # 0.9375: it falls, because less than the maximum was drafted
     assert controller.thresholds == [pytest.approx(0.802)]
     controller.update(0, 8, 8)  # it stays, because the maximum was drafted
     assert controller.thresholds == [pytest.approx(0.802)]
@@ -226,9 +226,9 @@ def test_adaptive_threshold_has_the_paper_s_parameters():
     rule = {"alpha": 0.5, "epsilon": 0.2, "beta1": 0.0, "beta2": 0.5}
     controller = make_controller("adaptive-threshold", adaptive=rule, costs=COSTS)
     controller.reset(1)
-    controller.update(0, 4, 3)  # no weight on the old rate: .75, which is enough
+    controller.update(0, 4, 3)  # no weight on the old rate: 0.75, which is enough
     assert controller.acceptance_rates == [0.75]
-    assert controller.thresholds == [pytest.approx(0.7)]  # halfway to .8 - .2
+    assert controller.thresholds == [pytest.approx(0.7)]  # halfway to 0.8 - 0.2
     controller.update(0, 4, 1)
     assert controller.thresholds == [pytest.approx(0.8)]
     with pytest.warns(UserWarning, match="adaptive has no effect on the controller 'fixed'"):
@@ -280,7 +280,7 @@ def test_expected_gain_drafts_by_price_and_confidence():
 
 
 def test_expected_gain_looks_past_a_jump_of_the_verify_cost():
-    """One drafted token alone loses (1.45 steps for at most 2 tokens at .69), but several gain."""
+    """One drafted token alone loses (1.45 steps for at most 2 tokens at 0.69), but several gain."""
     jump = CostTable(0.02, (1.0, *[2.2] * 8))
     assert speedup(0.95, 1, jump.draft, jump.verify_cost) < 1.0
     assert optimal_draft_length(0.95, jump, 8) == 8
@@ -374,7 +374,7 @@ def test_expected_gain_learns_overconfidence_in_all_rows_and_forgets_it_on_reset
         # one round that lost 2.8 steps outweighs all expectations
         (CostTable(0.35, (1.0,)), [(1, 1), (8, 0)], False),
         # Half of the tokens that were judged were accepted, a quarter of all drafted ones. It pays
-        # with .61 for .45 steps; .38 would not.
+        # with 0.61 for 0.45 steps; 0.38 would not.
         (CostTable(0.25, (1.0, 1.2, 1.2)), [(4, 1)] * 9, True),
     ],
 )
@@ -450,7 +450,7 @@ class Kind:
     name: str
     alpha: float  # mean acceptance; positions are independent
     confidence: Callable[[float, random.Random], float]
-    stretches: bool = False  # instead, stretches of 30 tokens on average, easy (.95) or hard (.35)
+    stretches: bool = False  # instead, stretches of 30 tokens on average, easy (0.95), hard (0.35)
 
     def text(self, length, seed):
         draws = random.Random(f"{seed}/{self.name}/{self.alpha}")
@@ -480,8 +480,8 @@ CONFIDENCES = {  # kinds of confidences, and mean acceptances
     "overconfident": (lambda acceptance, draws: float(acceptance**0.3), (0.7, 0.9)),
     "underconfident": (lambda acceptance, draws: float(acceptance**3), (0.7, 0.9)),
     "useless": (useless, (0.4, 0.7, 0.9)),
-    "always .30": (lambda acceptance, draws: 0.3, (0.85,)),
-    "always .99": (lambda acceptance, draws: 0.99, (0.5,)),
+    "always 0.30": (lambda acceptance, draws: 0.3, (0.85,)),
+    "always 0.99": (lambda acceptance, draws: 0.99, (0.5,)),
 }
 KINDS = (
     *(Kind(name, alpha, how) for name, (how, alphas) in CONFIDENCES.items() for alpha in alphas),

@@ -87,8 +87,8 @@ class LayerSkipDecoding(Settings):
         max_draft_length: maximum number of tokens drafted in a round.
         threshold: confidence threshold, for controllers that have one.
         adaptive: parameters of "adaptive-threshold" by name: alpha, the target acceptance rate
-            (.9); epsilon, how far a round moves the threshold's target (.01); beta1 and beta2, the
-            weights of the old values in the averages of the rate (.5) and of the threshold (.9).
+            (0.9); epsilon, how far a round moves the threshold's target (0.01); beta1 and beta2,
+            weights of the old values in the averages of the rate (0.5) and the threshold (0.9).
         acceptance: "coupled" (default) or "rejection".
         branches: whether "expected-gain" has trees verified that include the second-best tokens of
             drafts (the best eight of a module) where these are expected to pay; up to 12 tokens,

@@ -321,7 +321,7 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
         except ValueError:
             value = -1.0
         if not 0 <= value < float("inf"):
-            talk.say(f"a temperature must be 0 or above, got {rest!r}; for example /temperature .7")
+            talk.say(f"a temperature must be 0 or above, got {rest!r}; example: /temperature 0.7")
             return True
         value = value if value >= COLDEST else 0.0
         conversation.do_sample, conversation.temperature = value > 0, value or None

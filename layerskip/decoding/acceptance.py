@@ -14,8 +14,8 @@ BINS = len(_BIN_CENTRES)
 # often than a high one suggests. The constants were tuned on simulated texts (see the tests) and on
 # development prompts of the shipped models, where none of them matters much.
 PRIOR = 0.75
-PRIOR_ROUNDED = 0.93  # for the whole model in 8 bits: .93 to .98 on real checkpoints
-PRIOR_MODULE = 0.35  # for a trained module: .19 to .33 after an hour of training on two cores
+PRIOR_ROUNDED = 0.93  # for the whole model in 8 bits: 0.93 to 0.98 on real checkpoints
+PRIOR_MODULE = 0.35  # for a trained module: 0.19 to 0.33 after an hour of training on two cores
 _PRIOR_WEIGHT = 12.0
 _PRIOR_BY_BIN = tuple(0.3 + 0.65 * centre for centre in _BIN_CENTRES)
 _BIN_WEIGHT = 10.0

@@ -29,8 +29,8 @@ class Fixed(Controller):
 class Confidence(Fixed):
     """Stops after a token whose confidence is below a threshold.
 
-    Defaults of Kangaroo (Liu et al. 2024, arXiv 2404.18911), .6 and at most 6 tokens, because its
-    draft is also an early exit of the target. `transformers` uses .4 and 20 for a separate small
+    Defaults of Kangaroo (Liu et al. 2024, arXiv 2404.18911), 0.6 and at most 6 tokens, because its
+    draft is also an early exit of the target. `transformers` uses 0.4 and 20 for a separate small
     model, whose drafts cost less.
     """
 
@@ -51,7 +51,7 @@ class AdaptiveThreshold(Controller):
     every round the mean acceptance rate, initially 0, is updated with decay `beta1`. If it is below
     `alpha`, the threshold's target rises by `epsilon`; otherwise it falls by `epsilon`, unless the
     round drafted as many tokens as allowed. The threshold then moves towards its target with decay
-    `beta2`. It starts at .8 for greedy decoding and at .5 for sampling.
+    `beta2`. It starts at 0.8 for greedy decoding and at 0.5 for sampling.
     """
 
     def __init__(

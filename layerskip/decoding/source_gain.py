@@ -18,7 +18,7 @@ class SourceGain:
 
     Attributes:
         most: maximum number of tokens drafted in a round.
-        longest: maximum number of tokens that may pay in a round; 0 if none would at acceptance .9.
+        longest: maximum number of tokens that may pay in a round; 0 if none would at rate 0.9.
         round_costs: the cost of a round, by number of drafted tokens.
         step_costs: the cost of one more token, by number of drafted tokens.
         unused: rounds since the last one that drafted from it.

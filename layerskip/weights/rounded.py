@@ -34,7 +34,7 @@ GROUP = 32
 """Columns that share a scale in 4 bits."""
 LARGEST = (-8.6, -8.0, -7.4, 7.0)
 """Values to which the largest number of a group is scaled; the scale with the least error is used.
-On SmolLM2 that leaves .6 of the squared error of 7 alone; 50 scales leave .57."""
+On SmolLM2 that leaves 0.6 of the squared error of 7 alone; 50 scales leave 0.57."""
 ROWS = 16
 """Rows in a panel of packed numbers (see `panels.h`)."""
 _CHUNK = 1 << 20  # numbers rounded at a time
