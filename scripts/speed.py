@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.api.loading import DTYPES, Loaded, load
+from layerskip.bench.bandwidth import Sweeps, bytes_read
 from layerskip.bench.batches import encode_all, make_batches
 from layerskip.bench.methods import Engine, Method, Peer, Task
-from layerskip.bench.reads import Sweeps, bytes_read
 from layerskip.bench.runner import device_clock, interleaved
 from layerskip.config.skips import SkipConfig
 from layerskip.files.environment import environment

@@ -63,7 +63,7 @@ def _costs_are_measured_in_a_moment():
     """By two sweeps over all passes, and one MiB; users get more, and so does `test_costs.py`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("layerskip.timing.rounds.SWEEPS", 2)
-        patch.setattr("layerskip.bench.reads.Sweeps.__init__.__defaults__", (1 << 20,))
+        patch.setattr("layerskip.bench.bandwidth.Sweeps.__init__.__defaults__", (1 << 20,))
         yield
 
 

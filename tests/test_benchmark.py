@@ -12,11 +12,11 @@ from models import lively_model, prompt, ragged
 
 import layerskip
 from layerskip import LogitLookup
+from layerskip.bench.bandwidth import Sweeps
 from layerskip.bench.batches import Encoded, PromptBatch, make_batches
 from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import Decoded, Engine, Peer, Task
 from layerskip.bench.plans import price
-from layerskip.bench.reads import Sweeps
 from layerskip.bench.runner import benchmark, depth, interleaved, loops, repeated_share
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable

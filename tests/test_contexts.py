@@ -7,9 +7,9 @@ import torch
 from checkpoints import tiny_tokenizer
 from models import WINDOW, lively_model, ragged
 
+from layerskip.bench.bandwidth import bytes_read
 from layerskip.bench.batches import PromptBatch, long_prompts, make_batches
 from layerskip.bench.methods import Decoded, Engine, Peer, Task
-from layerskip.bench.reads import bytes_read
 from layerskip.bench.runner import benchmark
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.rounds import Round

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from layerskip.backends.captured import capture_seconds
+from layerskip.bench.bandwidth import bytes_read
 from layerskip.bench.batches import PromptBatch, one_by_one
 from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import Clock, Decoded, Method, Task
-from layerskip.bench.reads import bytes_read
 from layerskip.decoding.rounds import Round
 from layerskip.files.records import Key
 

@@ -233,7 +233,7 @@ def _record(
     from layerskip.analysis.runs import load_runs
     from layerskip.analysis.tables import headlines
     from layerskip.backends.captured import capture_seconds
-    from layerskip.bench.reads import Sweeps
+    from layerskip.bench.bandwidth import Sweeps
     from layerskip.bench.runner import benchmark as run_benchmark
     from layerskip.bench.runner import device_clock
 
