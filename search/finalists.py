@@ -29,7 +29,7 @@ from layerskip.costs.ratios import (
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.replay.drafts import Replay, replay
+from layerskip.replay.replayed_drafts import Replay, replay
 from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
 from layerskip.search.objective import Objective
 from layerskip.search.study import finished_sets, value_of

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import best_length
-from layerskip.replay.drafts import all_starts, follow
+from layerskip.replay.replayed_drafts import all_starts, follow
 from layerskip.replay.trace import Trace
 from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space

@@ -23,8 +23,8 @@ from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import drawing
-from layerskip.replay.drafts import follow, replay
 from layerskip.replay.drawing import NOTHING, TextPlaces, propose
+from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
 from layerskip.replay.trace import take_trace
 

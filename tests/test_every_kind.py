@@ -47,7 +47,7 @@ from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
 from layerskip.native import extension
-from layerskip.replay.drafts import follow, replay
+from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.research.logit_lookup import LogitLookup

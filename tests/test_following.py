@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.replay import steps as steps_module
 from layerskip.replay.chain_cache import ChainCache
-from layerskip.replay.drafts import all_starts, follow, replay
+from layerskip.replay.replayed_drafts import all_starts, follow, replay
 from layerskip.replay.trace import take_trace
 
 LENGTH = 6

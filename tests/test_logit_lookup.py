@@ -23,7 +23,7 @@ from layerskip.api.generation import generate
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import NoiseBlocks, gumbel_noise
-from layerskip.replay.drafts import replay
+from layerskip.replay.replayed_drafts import replay
 from layerskip.research.logit_lookup import (
     BestAcceptance,
     LogitTable,

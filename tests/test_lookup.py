@@ -21,7 +21,7 @@ from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rules import residual, without
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.sources.lookup import NOTHING, LookupRow
-from layerskip.replay.drafts import replay
+from layerskip.replay.replayed_drafts import replay
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 EXIT, SCATTERED = SkipConfig.early_exit(4), SkipConfig(attention=(0, 3), mlp=(2, 5))

@@ -17,7 +17,7 @@ from layerskip.costs.speculation import best_length
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.replay.drafts import all_starts, replay
+from layerskip.replay.replayed_drafts import all_starts, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.search import finalists

@@ -21,7 +21,7 @@ from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.searches import read_search
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import save_trained
-from layerskip.replay.drafts import replay
+from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock
 from layerskip.search import fitting, pipeline, search
 from layerskip.search.finalists import winner

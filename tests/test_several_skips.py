@@ -10,7 +10,7 @@ from layerskip.api.generation import generate
 from layerskip.bench.methods import Engine, Task
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.replay.drafts import replay
+from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import simulate
 
 EXITS = [SkipConfig.early_exit(2), SkipConfig.early_exit(4)]

@@ -18,7 +18,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drafts import replay
+from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.weights.rounded import copies_of

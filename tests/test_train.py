@@ -26,7 +26,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.model.assistants import load_assistant
 from layerskip.model.blocks import Heads
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drafts import replay
+from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.texts.prompts import Prompt
 from layerskip.training import assistants, data, drafts, features, judging, processes

@@ -15,7 +15,7 @@ from layerskip.api.requests import end_tokens, warpers
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.model.opening import opened_of
-from layerskip.replay.drafts import replay
+from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, chunks, take_trace
 

@@ -14,8 +14,8 @@ from layerskip.costs.speculation import Costs, CostTable, draft_limit
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.rounds import joint_source
 from layerskip.decoding.speculator import Speculator
-from layerskip.replay.drafts import Replay
 from layerskip.replay.recorded import RecordedTarget
+from layerskip.replay.replayed_drafts import Replay
 
 
 @dataclass(frozen=True)
