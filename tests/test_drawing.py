@@ -22,10 +22,10 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay import drawing
-from layerskip.replay.drawing import NOTHING, TextPlaces, propose
+from layerskip.replay import token_draws
 from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
+from layerskip.replay.token_draws import NOTHING, TextPlaces, propose
 from layerskip.replay.trace import take_trace
 
 LEVEL = 1e-6  # of every statistical test here
@@ -103,10 +103,12 @@ def test_known_mistakes_are_seen(mistake, monkeypatch):
     if mistake == "temperature":
         target = TARGET / 0.8
     elif mistake == "proposals from q":
-        monkeypatch.setattr(drawing, "residual", lambda p, q: p)
+        monkeypatch.setattr(token_draws, "residual", lambda p, q: p)
     else:
         monkeypatch.setattr(
-            drawing, "draft_noise", lambda keys, _, places, s: gumbel_noise(keys, places, len(s[0]))
+            token_draws,
+            "draft_noise",
+            lambda keys, _, places, s: gumbel_noise(keys, places, len(s[0])),
         )
     _, drawn = proposals(target)
     assert of_law(drawn.tokens, DRAFT.softmax(-1)) < LEVEL

@@ -21,10 +21,10 @@ from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.controllers import make_controller
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drawing import NOTHING
 from layerskip.replay.exits import exit_sweep
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
+from layerskip.replay.token_draws import NOTHING
 from layerskip.replay.trace import take_trace
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.2, 1.3, 1.4, 1.4, 1.4, 1.5))

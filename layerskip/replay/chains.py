@@ -22,8 +22,16 @@ from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.rules import acceptance_probability, largest
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.sublayers import SublayerDraft
-from layerskip.replay.drawing import NOTHING, Drawn, Histories, TextPlaces, draw, propose, scores_at
 from layerskip.replay.steps import Walk, Wide
+from layerskip.replay.token_draws import (
+    NOTHING,
+    Drawn,
+    Histories,
+    TextPlaces,
+    draw,
+    propose,
+    scores_at,
+)
 from layerskip.replay.trace import Trace, TraceText
 
 Chain = tuple[TraceText, int, int]  # the text left, the place and the id of the first token fed

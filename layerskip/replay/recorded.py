@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Mark, StepRequest, StepResult, Verdict
-from layerskip.replay.drawing import NOTHING
 from layerskip.replay.replayed_drafts import Replay, TextBatch
+from layerskip.replay.token_draws import NOTHING
 from layerskip.texts.tokens import in_common
 
 

@@ -22,7 +22,7 @@ from layerskip.decoding.seats import Reason, Seat
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
 from layerskip.replay.chains import Chain, Chains
-from layerskip.replay.drawing import NOTHING, Drawn
+from layerskip.replay.token_draws import NOTHING, Drawn
 from layerskip.replay.trace import Trace, TraceText
 
 

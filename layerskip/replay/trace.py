@@ -29,7 +29,7 @@ from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.model.opening import opened_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.drawing import NOTHING, scores_at
+from layerskip.replay.token_draws import NOTHING, scores_at
 
 DRAFT_LENGTH = 8
 """Default number of tokens that a trace allows drafts to look ahead."""
