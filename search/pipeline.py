@@ -26,7 +26,7 @@ from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.exits import law_of
+from layerskip.replay.exit_sweep import law_of
 from layerskip.replay.trace import take_trace
 from layerskip.search import finalists, study
 from layerskip.search.finalists import Finalist, Progress

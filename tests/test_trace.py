@@ -21,7 +21,7 @@ from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.controllers import make_controller
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.exits import exit_sweep
+from layerskip.replay.exit_sweep import exit_sweep
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
 from layerskip.replay.token_draws import NOTHING

@@ -33,7 +33,7 @@ from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.eagle import Eagle
 from layerskip.model.opening import open_model
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.exits import exit_sweep, law_of
+from layerskip.replay.exit_sweep import exit_sweep, law_of
 from layerskip.texts.prompts import Prompt
 from layerskip.timing.tables import cost_tables
 from layerskip.weights.fingerprint import fingerprint

@@ -29,7 +29,7 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
 from layerskip.files.trainings import SCHEMA, check_record
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.exits import law_of
+from layerskip.replay.exit_sweep import law_of
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
 from layerskip.timing.tables import cost_tables
