@@ -215,7 +215,7 @@ def test_trainings_that_do_not_begin(checkpoint, prompts, tmp_path, monkeypatch)
         assert words in train(checkpoint, output, "--texts", texts)
     assert "cannot read texts" in train(checkpoint, output, "--texts", tmp_path / "none")
     full = type("Usage", (), {"free": 10})
-    monkeypatch.setattr("layerskip.training.drafts.shutil.disk_usage", lambda _: full)
+    monkeypatch.setattr("layerskip.training.draft_training.shutil.disk_usage", lambda _: full)
     line = train(checkpoint, tmp_path / "full", "--prompts", prompts)
     assert line.startswith("texts need 0.0 GB")
     left = [each for each in tmp_path.rglob("*") if each.suffix in (".tmp", ".pt")]

@@ -29,9 +29,9 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.texts.prompts import Prompt
-from layerskip.training import assistants, data, drafts, features, judging, processes
+from layerskip.training import assistants, data, draft_training, features, judging, processes
 from layerskip.training.assistants import AssistantTraining
-from layerskip.training.drafts import Recipe, Training
+from layerskip.training.draft_training import Recipe, Training
 from layerskip.training.loop import schedule
 from layerskip.training.losses import ETA, divergences, overlap
 
@@ -267,9 +267,9 @@ def test_given_texts_are_read_only_as_far_as_needed(tmp_path, monkeypatch):
     long = source(lively_model("llama"), given=given, answer=False)
     monkeypatch.setattr(sys.modules[__name__], "source", lambda _: long)
     few = training(tmp_path / "few", tokens=320, kind="heads")
-    monkeypatch.setattr(drafts, "FOR_FEATURES", 1e-9)
+    monkeypatch.setattr(draft_training, "FOR_FEATURES", 1e-9)
     late = training(tmp_path / "late", tokens=None, minutes=0.01, kind="heads")
-    for made, windows in ((few, 320 // 2 // 16 + drafts.APART), (late, features.CHUNK)):
+    for made, windows in ((few, 320 // 2 // 16 + draft_training.APART), (late, features.CHUNK)):
         made.run()
         assert made.facts["text_tokens"] == 16 * windows
 
@@ -348,7 +348,7 @@ def test_a_later_start_makes_the_same_texts(tmp_path):
 
 def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkeypatch):
     """Loading took 60 of 300 seconds, an earlier start 30; judging gets a third, or a minute."""
-    monkeypatch.setattr(drafts.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(draft_training.time, "monotonic", lambda: 1000.0)
     how = {"tokens": None, "minutes": 5.0, "started": 940.0}
     training(tmp_path / "draft", **how)
     assistant_training(tmp_path / "assistant", started, **how)

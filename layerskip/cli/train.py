@@ -192,7 +192,7 @@ def train(
     from layerskip.training import processes
     from layerskip.training.assistants import AssistantTraining
     from layerskip.training.data import Corpus
-    from layerskip.training.drafts import Recipe, Training
+    from layerskip.training.draft_training import Recipe, Training
     from layerskip.training.eagle import EagleTraining
     from layerskip.training.judging import judge
     from layerskip.training.stages import RECORD

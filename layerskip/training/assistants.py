@@ -25,7 +25,7 @@ from layerskip.model.assistants import load_assistant
 from layerskip.model.blocks import AHEAD
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
-from layerskip.training.drafts import Recipe, Training
+from layerskip.training.draft_training import Recipe, Training
 from layerskip.training.losses import Step
 
 

@@ -34,7 +34,7 @@ from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
 from layerskip.timing.tables import cost_tables
 from layerskip.training.data import LEAST_ROOM
-from layerskip.training.drafts import TRAINED_FILE, Training
+from layerskip.training.draft_training import TRAINED_FILE, Training
 from layerskip.training.stages import RECORD
 from layerskip.weights.fingerprint import fingerprint
 
