@@ -21,7 +21,7 @@ from layerskip.model.eagle import eagle_config, load_eagle, save_eagle
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.training.eagle import new_head, read, unrolled
+from layerskip.training.eagle_training import new_head, read, unrolled
 
 WIDTH, HEAD, DRAFTED = 32, 8, 40
 LAYER = {

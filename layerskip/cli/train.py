@@ -193,7 +193,7 @@ def train(
     from layerskip.training.assistants import AssistantTraining
     from layerskip.training.data import Corpus
     from layerskip.training.draft_training import Recipe, Training
-    from layerskip.training.eagle import EagleTraining
+    from layerskip.training.eagle_training import EagleTraining
     from layerskip.training.judging import judge
     from layerskip.training.stages import RECORD
     from layerskip.training.token_files import documents
