@@ -16,7 +16,7 @@ from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.assistants import load_assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.texts.prompts import read_prompts
-from layerskip.training import assistants
+from layerskip.training import assistant_training
 from layerskip.training.losses import distance, lk, overlaps
 
 WIDE = 128  # tokens
@@ -93,13 +93,13 @@ def untrained(rows, length):
     model = target_of("gemma4", WIDE)
     drafting = build_assistant(assistant_config(model.config)).double()
     ids = torch.randint(WIDE, (rows, length))
-    return model, drafting, ids, assistants.read(Sublayers(model, "modules"), ids)
+    return model, drafting, ids, assistant_training.read(Sublayers(model, "modules"), ids)
 
 
 def test_training_unrolls_the_steps_of_decoding():
     model, drafting, ids, reading = untrained(2, 14)
     torch.testing.assert_close(reading.logits, model(ids).logits.float())
-    drafted = assistants.unrolled(drafting, reading, 3)
+    drafted = assistant_training.unrolled(drafting, reading, 3)
     assert [logits.shape for logits in drafted] == [(2, 11, WIDE)] * 3
     window = model.config.sliding_window
     for place in (0, 3, 10):
@@ -126,7 +126,9 @@ def test_training_brings_the_laws_nearer():
     optimizer = torch.optim.Adam(drafting.parameters(), lr=1e-2)
     found = []
     for _ in range(40):
-        steps = assistants.beside(assistants.unrolled(drafting, reading, 2), reading)
+        steps = assistant_training.beside(
+            assistant_training.unrolled(drafting, reading, 2), reading
+        )
         found.append(overlaps(steps, 1.0))
         torch.autograd.backward(distance(lk, steps, 1.0))
         optimizer.step()

@@ -29,8 +29,15 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.texts.prompts import Prompt
-from layerskip.training import assistants, data, draft_training, features, judging, processes
-from layerskip.training.assistants import AssistantTraining
+from layerskip.training import (
+    assistant_training,
+    data,
+    draft_training,
+    features,
+    judging,
+    processes,
+)
+from layerskip.training.assistant_training import AssistantTraining
 from layerskip.training.draft_training import Recipe, Training
 from layerskip.training.loop import schedule
 from layerskip.training.losses import ETA, divergences, overlap
@@ -351,14 +358,14 @@ def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkey
     monkeypatch.setattr(draft_training.time, "monotonic", lambda: 1000.0)
     how = {"tokens": None, "minutes": 5.0, "started": 940.0}
     training(tmp_path / "draft", **how)
-    assistant_training(tmp_path / "assistant", started, **how)
+    new_assistant_training(tmp_path / "assistant", started, **how)
     for name in ("draft", "assistant"):
         (tmp_path / name / "work/seconds.json").write_text('{"texts": 20.0, "training": 10.0}')
     going = training(tmp_path / "draft", **how)
     assert going.until == 940 + 300 - 30
     assert going.budget(60) == 210 + 10 - 60
     assert going.budget(500) == 1.0  # at least one step
-    further = assistant_training(tmp_path / "assistant", started, **how)
+    further = new_assistant_training(tmp_path / "assistant", started, **how)
     assert further.until == 940 + 300 - 30
     assert training(tmp_path / "tokens", tokens=64).until == math.inf
 
@@ -498,7 +505,7 @@ def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
 # ---- Assistants ----
 
 
-def assistant_training(folder, start, **changes):
+def new_assistant_training(folder, start, **changes):
     model = lively_model("gemma4", dtype=torch.float32)
     told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
     recipe = Recipe(**({"tokens": 640} | HOW | {"kind": "assistant"} | changes))
@@ -519,9 +526,9 @@ def started(tmp_path):
 
 @pytest.mark.thorough
 def test_an_assistant_is_trained_further_and_goes_on_after_kills(tmp_path, started, monkeypatch):
-    record = assistant_training(tmp_path / "whole", started, rate=5e-3).further()
+    record = new_assistant_training(tmp_path / "whole", started, rate=5e-3).further()
     before, after = record["overlap"]["before"], record["overlap"]["after"]
-    assert len(before) == len(after) == assistants.AHEAD
+    assert len(before) == len(after) == assistant_training.AHEAD
     assert all(new > old for old, new in zip(before, after, strict=True))
     whole = load_assistant(tmp_path / "whole" / "assistant").state_dict()
     begun = load_assistant(started).state_dict()
@@ -529,17 +536,17 @@ def test_an_assistant_is_trained_further_and_goes_on_after_kills(tmp_path, start
 
     cut = tmp_path / "cut"
     with pytest.raises(Stopped):
-        assistant_training(cut, started, rate=5e-3, progress=stop_at("training", 0.5)).further()
+        new_assistant_training(cut, started, rate=5e-3, progress=stop_at("training", 0.5)).further()
     assert not (cut / "assistant").exists()
     with monkeypatch.context() as full_disk:
         full_disk.setattr(AssistantTraining, "save", lambda *_: stop_at("", 0)("", 0))
         with pytest.raises(Stopped):
-            assistant_training(cut, started, rate=5e-3).further()
-    again = assistant_training(cut, started, rate=5e-3).further()
+            new_assistant_training(cut, started, rate=5e-3).further()
+    again = new_assistant_training(cut, started, rate=5e-3).further()
     assert again | {"seconds": 0} == record | {"seconds": 0}
     assert not list(cut.glob(".*"))
     # it was finished, so nothing is repeated
-    assert assistant_training(cut, started, rate=5e-3).further() == again
+    assert new_assistant_training(cut, started, rate=5e-3).further() == again
 
 
 def test_an_assistant_of_another_model_is_refused(tmp_path, started):
@@ -548,5 +555,5 @@ def test_an_assistant_of_another_model_is_refused(tmp_path, started):
     assert config["backbone_hidden_size"] == build.config.backbone_hidden_size
     build.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="cannot draft for this model"):
-        assistant_training(tmp_path / "out", tmp_path / "other")
+        new_assistant_training(tmp_path / "out", tmp_path / "other")
     assert not (tmp_path / "out" / "work").exists()

@@ -190,7 +190,7 @@ def train(
 
     from layerskip.api.loading import load_official
     from layerskip.training import processes
-    from layerskip.training.assistants import AssistantTraining
+    from layerskip.training.assistant_training import AssistantTraining
     from layerskip.training.data import Corpus
     from layerskip.training.draft_training import Recipe, Training
     from layerskip.training.eagle_training import EagleTraining

@@ -22,7 +22,7 @@ from layerskip.model.blocks import AHEAD
 from layerskip.model.eagle import Eagle, load_eagle, save_eagle
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data
-from layerskip.training.assistants import AssistantTraining, TargetReading, beside
+from layerskip.training.assistant_training import AssistantTraining, TargetReading, beside
 from layerskip.training.losses import Step
 
 
