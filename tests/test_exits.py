@@ -20,9 +20,7 @@ from transformers import AutoModelForCausalLM
 from layerskip.config.skips import SkipConfig
 from layerskip.files.trainings import rise
 from layerskip.training import exit_training, judging, stages
-from layerskip.training.exit_results import best_exit, card
-from layerskip.training.exit_training import ExitRecipe, ExitTraining
-from layerskip.training.exits import (
+from layerskip.training.exit_model import (
     ExitModel,
     drop_rates,
     enabled,
@@ -31,6 +29,8 @@ from layerskip.training.exits import (
     kept_layers,
     random_model,
 )
+from layerskip.training.exit_results import best_exit, card
+from layerskip.training.exit_training import ExitRecipe, ExitTraining
 from layerskip.weights.stored import store_halves
 
 

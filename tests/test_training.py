@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
 from layerskip.training import loop, token_files
-from layerskip.training.exits import ExitModel, exit_table
+from layerskip.training.exit_model import ExitModel, exit_table
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
 

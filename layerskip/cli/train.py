@@ -307,8 +307,8 @@ def train_exits(
     from layerskip.timing.threads import cpu_threads
     from layerskip.training import processes
     from layerskip.training.data import Corpus
+    from layerskip.training.exit_model import random_model
     from layerskip.training.exit_training import ExitRecipe, ExitTraining
-    from layerskip.training.exits import random_model
 
     recipe = ExitRecipe(**settings)
     with _together(output), cpu_threads(loading.threads):
