@@ -200,7 +200,7 @@ PRIVATE = {
     "_attn_implementation": {
         "bench.comparison",
         "families.architecture",
-        "model.eagle",
+        "model.eagle_head",
         "model.whole",
     },
     "_buffers": {"weights.formats.building"},

@@ -34,7 +34,7 @@ from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.files.environment import free_memory
 from layerskip.model import mtp
 from layerskip.model.assistants import load_assistant
-from layerskip.model.eagle import Eagle, eagle_config, load_eagle
+from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import ASKED, Sublayers
 from layerskip.model.whole import Whole

@@ -80,7 +80,7 @@ class LayerSkipDecoding(Settings):
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
             same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
             alone if prompts have pictures. Or the official assistant of a Gemma 4, or an EAGLE-3
-            head (`layerskip.model.eagle`); these two may be given as a folder or Hub id.
+            head (`layerskip.model.eagle_head`); these two may be given as a folder or Hub id.
         sources: further sources, including your own (see `layerskip.Source`).
         controller: one of `config.registry.CONTROLLERS` ("expected-gain" by default), or an
             object of the `Controller` protocol, which serves one call at a time.

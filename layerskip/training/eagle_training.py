@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head: a new one, or an existing one further (see `layerskip.model.eagle`).
+"""Trains an EAGLE-3 head: a new one, or an existing one further (see `layerskip.model.eagle_head`).
 
 The target is frozen. From every place the head drafts a few tokens. Each step gets the text's token
 and the head's own state of the previous step, and sees the text before the place by its states in
@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.model.blocks import AHEAD
-from layerskip.model.eagle import Eagle, load_eagle, save_eagle
+from layerskip.model.eagle_head import Eagle, load_eagle, save_eagle
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data
 from layerskip.training.assistant_training import AssistantTraining, TargetReading, beside

@@ -10,7 +10,7 @@ from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.sublayers import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.model.assistants import is_assistant
-from layerskip.model.eagle import Eagle
+from layerskip.model.eagle_head import Eagle
 from layerskip.model.sublayers import Sublayers
 
 

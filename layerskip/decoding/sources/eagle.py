@@ -1,4 +1,4 @@
-"""The source that drafts with an EAGLE-3 head (see `layerskip.model.eagle`).
+"""The source that drafts with an EAGLE-3 head (see `layerskip.model.eagle_head`).
 
 It reads the target's states at several depths for accepted tokens, and its own states for drafted
 tokens.
@@ -21,7 +21,7 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.mtp import HeadState, seen_by
 from layerskip.decoding.sources.official import elsewhere, unlike
 from layerskip.families.architecture import read_bytes
-from layerskip.model.eagle import Eagle
+from layerskip.model.eagle_head import Eagle
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
 from layerskip.weights.draft_head import spread
