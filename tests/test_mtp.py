@@ -22,7 +22,7 @@ from layerskip.api.loading import Loaded
 from layerskip.api.session import Session
 from layerskip.api.settings import Settings
 from layerskip.cache.library import LibraryCache
-from layerskip.model.mtp import LAYOUTS
+from layerskip.model.mtp_head import LAYOUTS
 from layerskip.model.opening import sublayers_of
 from layerskip.serving.api import Served
 from layerskip.serving.http import make_app

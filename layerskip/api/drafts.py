@@ -32,7 +32,7 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.files.environment import free_memory
-from layerskip.model import mtp
+from layerskip.model import mtp_head
 from layerskip.model.assistants import load_assistant
 from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
 from layerskip.model.opening import sublayers_of
@@ -308,15 +308,15 @@ def own_head(
     if not isinstance(model, Whole) or model.encoder or memory == 0:
         return None, None
     head = _once(_head, model, memory, by_memory)
-    return (CheckpointHead(model, head), None) if isinstance(head, mtp.Head) else (None, head)
+    return (CheckpointHead(model, head), None) if isinstance(head, mtp_head.Head) else (None, head)
 
 
-def _head(model: Whole, memory: int | None, by_memory: bool) -> mtp.Head | str | None:
-    found = mtp.find(model)
-    if not isinstance(found, mtp.Found):
+def _head(model: Whole, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
+    found = mtp_head.find(model)
+    if not isinstance(found, mtp_head.Found):
         return found
     reason = _too_large(found.size * model.dtype.itemsize, memory, by_memory)
-    return reason or mtp.read(found, model.model.get_input_embeddings().weight)
+    return reason or mtp_head.read(found, model.model.get_input_embeddings().weight)
 
 
 def _too_large(nbytes: int, memory: int | None, by_memory: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""The source that drafts with the head of the model's own checkpoint (see `layerskip.model.mtp`).
+"""The source that drafts with the head of its own checkpoint (see `layerskip.model.mtp_head`).
 
 A step reads a token and the state of the token before it: the model's own state for accepted
 tokens, the head's last one for drafted tokens.
@@ -19,7 +19,7 @@ from layerskip.cache.rows import additive
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.families.architecture import read_bytes
-from layerskip.model.mtp import Head
+from layerskip.model.mtp_head import Head
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.whole import Whole
 
