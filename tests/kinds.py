@@ -16,7 +16,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.official import Official
-from layerskip.model.blocks import Heads
+from layerskip.model.draft_modules import Heads
 from layerskip.model.opening import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained import TOKENS, save_trained

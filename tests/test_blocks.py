@@ -5,7 +5,7 @@ import torch
 from models import FAMILIES, lively_model, prompt, tiny_model
 
 from layerskip.cache.rows import RowCache
-from layerskip.model.blocks import Heads
+from layerskip.model.draft_modules import Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.research.blocks import ExitBlock, Layer, Streams
 

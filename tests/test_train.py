@@ -24,7 +24,7 @@ from layerskip.api.generation import generate
 from layerskip.config.registry import named
 from layerskip.costs.speculation import CostTable
 from layerskip.model.assistants import load_assistant
-from layerskip.model.blocks import Heads
+from layerskip.model.draft_modules import Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock, Streams

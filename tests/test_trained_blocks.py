@@ -22,7 +22,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.model.blocks import Heads
+from layerskip.model.draft_modules import Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained import TOKENS, save_trained
 from layerskip.research import block_states as states

@@ -17,7 +17,7 @@ from layerskip.backends.base import EXACT, Backend, Block, Variant
 from layerskip.config.skips import SkipConfig
 from layerskip.families.architecture import Architecture, read_bytes
 from layerskip.families.plain import head_refusal
-from layerskip.model.blocks import OpenBlock, open_block
+from layerskip.model.draft_modules import OpenBlock, open_block
 from layerskip.weights.draft_head import TrimmedHead
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.rounded import facts, linears, rounded_bytes

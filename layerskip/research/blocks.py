@@ -19,7 +19,7 @@ from layerskip.backends.base import Backend, Block, Variant
 from layerskip.backends.modules import Modules
 from layerskip.cache.rows import additive, causal
 from layerskip.families.architecture import Architecture
-from layerskip.model.blocks import AHEAD, DraftModule, linear_of, scaled
+from layerskip.model.draft_modules import AHEAD, DraftModule, linear_of, scaled
 from layerskip.weights.stored import unpacked_copy
 
 

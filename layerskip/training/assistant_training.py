@@ -22,7 +22,7 @@ from layerskip.decoding.sources.official import Official
 from layerskip.files.writing import replacing_folder
 from layerskip.library import cache_name
 from layerskip.model.assistants import load_assistant
-from layerskip.model.blocks import AHEAD
+from layerskip.model.draft_modules import AHEAD
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
 from layerskip.training.draft_training import Recipe, Training

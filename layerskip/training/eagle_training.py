@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from layerskip.decoding.sources.eagle import EagleHead
-from layerskip.model.blocks import AHEAD
+from layerskip.model.draft_modules import AHEAD
 from layerskip.model.eagle_head import Eagle, load_eagle, save_eagle
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerskip.config.skips import SkipConfig
-from layerskip.model.blocks import DraftModule, Heads
+from layerskip.model.draft_modules import DraftModule, Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DraftStates, TrainingBatch
 
