@@ -17,7 +17,7 @@ from safetensors.torch import save
 import layerskip
 from layerskip import SkipConfig
 from layerskip.api.loading import load
-from layerskip.model.trained import save_trained
+from layerskip.model.trained_weights import save_trained
 from layerskip.training import data, features, judging, stages
 
 

@@ -20,7 +20,7 @@ from layerskip.bench.methods import Task
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.searches import read_search
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained import save_trained
+from layerskip.model.trained_weights import save_trained
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock
 from layerskip.search import fitting, pipeline, search

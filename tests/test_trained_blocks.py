@@ -24,7 +24,7 @@ from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.draft_modules import Heads
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.model.trained import TOKENS, save_trained
+from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.research import block_states as states
 from layerskip.timing.tables import cost_tables
 from layerskip.weights.stored import store_halves

@@ -17,7 +17,7 @@ from layerskip.backends.base import Backend, Block, Variant
 from layerskip.config.registry import named
 from layerskip.config.skips import Trained
 from layerskip.families.architecture import Architecture
-from layerskip.model.trained import TOKENS, trained_weights
+from layerskip.model.trained_weights import TOKENS, trained_weights
 
 AHEAD = 4
 """Number of tokens that a module predicts at once."""

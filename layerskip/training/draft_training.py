@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from layerskip.config.registry import named
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained import TOKENS, save_trained
+from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.texts.vocabulary import ranked
 from layerskip.training import data, features, processes
 from layerskip.training.loop import windows_of
