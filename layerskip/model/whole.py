@@ -34,9 +34,9 @@ from layerskip.families.family import part_named
 from layerskip.families.known import two_way, unopened
 from layerskip.families.wrappers import UnsupportedModelError, config_of, unwrapped
 from layerskip.library import cache_name
+from layerskip.model.draft_weights import DraftWeights
 from layerskip.model.forward import Forward
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.weights import DraftWeights
 from layerskip.weights.rounded import linears, rounded_bytes
 
 DRAFTS = (
