@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from layerskip.decoding.sources.base import State as State
     from layerskip.decoding.sources.lookup import Lookup as Lookup
     from layerskip.families.wrappers import UnsupportedModelError as UnsupportedModelError
-    from layerskip.model.opening import release as release
+    from layerskip.model.opened_models import release as release
     from layerskip.research.logit_lookup import LogitLookup as LogitLookup
     from layerskip.texts.vocabulary import check_vocabularies as check_vocabularies
     from layerskip.weights.fingerprint import fingerprint as fingerprint
@@ -40,7 +40,7 @@ _NAMES = {
     "decoding.sources.lookup": "Lookup",
     "api.generation": "GenerationOutput LayerSkipDecoding decode generate",
     "weights.fingerprint": "fingerprint",
-    "model.opening": "release",
+    "model.opened_models": "release",
     "families.wrappers": "UnsupportedModelError",
     "config.shipped": "shipped",
     "research.logit_lookup": "LogitLookup",

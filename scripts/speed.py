@@ -27,7 +27,7 @@ from layerskip.bench.runner import device_clock, interleaved
 from layerskip.config.skips import SkipConfig
 from layerskip.files.environment import environment
 from layerskip.files.writing import write_text
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.texts.prompts import Prompt
 from layerskip.timing.threads import cpu_threads
 from layerskip.weights.stored import unpacked_model

@@ -15,7 +15,7 @@ from torch import Tensor
 from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.costs.speculation import best_length
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.model.whole import Whole
 from layerskip.search.finalists import Progress, silent
 from layerskip.search.objective import extended

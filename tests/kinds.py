@@ -17,7 +17,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.official import Official
 from layerskip.model.draft_modules import Heads
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.research.blocks import ExitBlock, Layer, Streams

@@ -20,7 +20,7 @@ from layerskip.bench.methods import Task
 from layerskip.cli.exits import _command, _verdict
 from layerskip.cli.flags import Loading
 from layerskip.cli.inputs import shipped_prompts
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.search.exits import check_exits
 
 NEW = 12

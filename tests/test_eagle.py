@@ -18,7 +18,7 @@ from layerskip.api.session import Session
 from layerskip.api.settings import Settings
 from layerskip.cache.library import LibraryCache
 from layerskip.model.eagle_head import eagle_config, load_eagle, save_eagle
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 from layerskip.training.eagle_training import new_head, read, unrolled

@@ -33,7 +33,7 @@ from layerskip.api.loading import load
 from layerskip.api.requests import read_text
 from layerskip.config.skips import LowPrecision
 from layerskip.families.wrappers import UnsupportedModelError
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.model.whole import level
 from layerskip.replay.trace import take_trace
 from layerskip.serving.api import Served

@@ -13,7 +13,7 @@ from small import EIGHT, NEW_TOKENS, alone, decoded, new_tokens, small_model
 
 from layerskip.families.architectures import DRAFTS, SERVED, TABLE, TRANSFORMERS
 from layerskip.files.environment import environment, render
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.weights.rounded import linears
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ from layerskip.api.session import Session
 from layerskip.api.settings import Settings
 from layerskip.cache.library import LibraryCache
 from layerskip.model.mtp_head import LAYOUTS
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
 from layerskip.serving.requests import TextRequest

@@ -16,7 +16,7 @@ from layerskip import SkipConfig
 from layerskip.api.drafts import explain_drafts
 from layerskip.api.loading import load
 from layerskip.api.settings import Settings
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.native import extension
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.codes import Codes

@@ -15,7 +15,7 @@ from layerskip.api.session import Session
 from layerskip.cache.recurrent import ONE_BY_ONE, SERVED
 from layerskip.decoding.sources.assistant import state_bytes
 from layerskip.library import cache_name
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 

@@ -16,7 +16,7 @@ from layerskip.api.drafts import automatic_draft, choose_drafts
 from layerskip.config.skips import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import simulate

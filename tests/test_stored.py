@@ -15,7 +15,7 @@ from torch import nn
 
 from layerskip import SkipConfig
 from layerskip.api.generation import generate
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.native import extension
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.gguf import gguf_model

@@ -19,7 +19,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.families import known as families
 from layerskip.families.known import FAMILIES
 from layerskip.families.wrappers import UnsupportedModelError
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.native import extension
 from layerskip.weights.draft_head import TrimmedHead

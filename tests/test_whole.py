@@ -17,7 +17,7 @@ import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.config.skips import LowPrecision
 from layerskip.families.wrappers import UnsupportedModelError
-from layerskip.model.opening import open_model, sublayers_of
+from layerskip.model.opened_models import open_model, sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole, level
 from layerskip.weights.rounded import linears

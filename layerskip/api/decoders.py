@@ -20,7 +20,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.forced import Forced
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.tables import by_bytes, cost_tables, stored
 

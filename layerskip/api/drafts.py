@@ -35,7 +35,7 @@ from layerskip.files.environment import free_memory
 from layerskip.model import mtp_head
 from layerskip.model.assistants import load_assistant
 from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import ASKED, Sublayers
 from layerskip.model.whole import Whole
 from layerskip.texts.vocabulary import warn_of_vocabularies

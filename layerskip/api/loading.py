@@ -42,7 +42,7 @@ from layerskip.families.known import ASSISTANTS, CONDITIONAL
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.assistants import load_assistant
 from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
-from layerskip.model.opening import open_model, runs_natively
+from layerskip.model.opened_models import open_model, runs_natively
 from layerskip.model.whole import level
 from layerskip.native import extension
 from layerskip.texts.pictures import encode_pictures, pictures_shown

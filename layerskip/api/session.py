@@ -12,7 +12,7 @@ from layerskip.api.generation import GenerationOutput, decode, generate
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.rounds import Round
 from layerskip.files.environment import free_memory
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 
 SHARE = 0.25
 """Share of the free memory that a session may take by default."""

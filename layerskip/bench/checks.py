@@ -22,7 +22,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
 from layerskip.files.environment import free_memory
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.weights.stored import unpacked_model
 
 LEVEL = 1e-6

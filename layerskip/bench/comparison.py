@@ -36,7 +36,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.families.wrappers import unwrapped
 from layerskip.library import cache_in, cache_name
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.texts.tokens import in_common
 

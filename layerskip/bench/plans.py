@@ -31,7 +31,7 @@ from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, Run, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.eagle_head import Eagle
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep, law_of
 from layerskip.texts.prompts import Prompt

@@ -14,7 +14,7 @@ from torch import Tensor
 from layerskip.api.requests import end_tokens, warpers
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.laws import Law
-from layerskip.model.opening import opened_of
+from layerskip.model.opened_models import opened_of
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import count_rounds
 from layerskip.replay.trace import Trace, chunks, take_trace

@@ -27,7 +27,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
-from layerskip.model.opening import opened_of
+from layerskip.model.opened_models import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.token_draws import NOTHING, scores_at
 

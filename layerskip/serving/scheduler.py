@@ -16,7 +16,7 @@ from layerskip.api.requests import check_tokens
 from layerskip.api.session import share
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model.opening import sublayers_of
+from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.batch import Batch
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.texts import Tell, Text, index_of

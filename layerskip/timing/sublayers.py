@@ -30,7 +30,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
 from layerskip.families.plain import head_refusal
-from layerskip.model.opening import opened_of
+from layerskip.model.opened_models import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.rounds import CONTEXT, STEPS, Times, time_rounds, typical
 from layerskip.timing.tables import machine, traffic_of

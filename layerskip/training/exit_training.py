@@ -28,7 +28,7 @@ from layerskip.families.wrappers import peft
 from layerskip.files.schema import parse
 from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
 from layerskip.files.writing import readable, write_text
-from layerskip.model.opening import open_model
+from layerskip.model.opened_models import open_model
 from layerskip.training import data, processes, token_files
 from layerskip.training.exit_model import ExitModel, enabled, exit_table, exit_weights, kept_layers
 from layerskip.training.exit_results import best_exit, card, curve, judged_exits
