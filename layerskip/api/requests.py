@@ -26,7 +26,7 @@ from layerskip.cache.library import EncoderStates
 from layerskip.decoding.rounds import Round
 from layerskip.families.known import CONDITIONAL, unopened
 from layerskip.library import CACHE_NAMES, begun, cache_in, pad_token
-from layerskip.model.pictures import Pictures
+from layerskip.model.picture_features import Pictures
 
 # The library's defaults for sampling.
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}

@@ -24,7 +24,7 @@ from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.speculator import Outcome, Speculator
 from layerskip.decoding.target import Verdict
-from layerskip.model.pictures import Pictures
+from layerskip.model.picture_features import Pictures
 from layerskip.model.sublayers import Sublayers
 
 DraftOrSkip = SkipConfig | Source

@@ -24,7 +24,7 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_bytes
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import in_chunks
-from layerskip.model.pictures import Pictures
+from layerskip.model.picture_features import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.texts.tokens import in_common
 

@@ -27,7 +27,7 @@ from layerskip.costs.speculation import keys_read
 from layerskip.families import plain
 from layerskip.families.architecture import Architecture
 from layerskip.model.draft_weights import DraftWeights
-from layerskip.model.pictures import Pictures, ahead
+from layerskip.model.picture_features import Pictures, ahead
 from layerskip.native import extension
 from layerskip.weights.stored import stored_weights
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from layerskip.cache.library import EncoderStates
 from layerskip.decoding.seats import Reason
-from layerskip.model.pictures import Pictures
+from layerskip.model.picture_features import Pictures
 
 
 @dataclass(frozen=True)
