@@ -16,7 +16,7 @@ import layerskip
 from layerskip.api.drafts import explain_drafts
 from layerskip.api.session import Session
 from layerskip.api.settings import Settings
-from layerskip.cache.library import LibraryCache
+from layerskip.cache.library_cache import LibraryCache
 from layerskip.model.eagle_head import eagle_config, load_eagle, save_eagle
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.requests import TextRequest

@@ -21,7 +21,7 @@ from layerskip.api.drafts import explain_drafts, own_head
 from layerskip.api.loading import Loaded
 from layerskip.api.session import Session
 from layerskip.api.settings import Settings
-from layerskip.cache.library import LibraryCache
+from layerskip.cache.library_cache import LibraryCache
 from layerskip.model.mtp_head import LAYOUTS
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.api import Served

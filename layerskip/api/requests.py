@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from layerskip.cache.library import EncoderStates
+from layerskip.cache.library_cache import EncoderStates
 from layerskip.decoding.rounds import Round
 from layerskip.families.known import CONDITIONAL, unopened
 from layerskip.library import CACHE_NAMES, begun, cache_in, pad_token

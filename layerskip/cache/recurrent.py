@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from layerskip.cache.library import AttentionLayer, LibraryCache
+from layerskip.cache.library_cache import AttentionLayer, LibraryCache
 from layerskip.library import CacheLayerMixin, LinearAttentionLayer
 
 LONGEST = 16

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.cache.library import EncoderStates
+from layerskip.cache.library_cache import EncoderStates
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerskip.cache.branches import Branches
-from layerskip.cache.library import EncoderStates, LibraryCache
+from layerskip.cache.library_cache import EncoderStates, LibraryCache
 from layerskip.cache.rows import STRIPE, RowCache, on_device
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.sources import source_of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerskip.backends.base import EXACT, Block, Step, Variant
 from layerskip.backends.modules import Modules
-from layerskip.cache.library import LibraryCache
+from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.recurrent import ONE_BY_ONE, RecurrentCache
 from layerskip.cache.rows import RowCache, additive
 from layerskip.library import BaseModelOutput, cache_name

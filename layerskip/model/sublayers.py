@@ -21,7 +21,7 @@ from layerskip.backends import captured, native
 from layerskip.backends.base import Backend, Block, Rotary, Tables
 from layerskip.backends.fused import Fused
 from layerskip.backends.modules import Modules
-from layerskip.cache.library import EncoderStates, LibraryCache
+from layerskip.cache.library_cache import EncoderStates, LibraryCache
 from layerskip.cache.rows import RowCache, additive
 from layerskip.costs.speculation import keys_read
 from layerskip.families import plain

@@ -26,7 +26,7 @@ from transformers import (
 
 from layerskip.backends.base import Backend, Block, Rotary, Variant
 from layerskip.cache import recurrent as recurrents
-from layerskip.cache.library import LibraryCache, Positions
+from layerskip.cache.library_cache import LibraryCache, Positions
 from layerskip.cache.rows import RowCache
 from layerskip.config.skips import SkipConfig
 from layerskip.families.architecture import device_of, foreign_hooks, own_forward, read_bytes

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layerskip.cache.library import EncoderStates
+from layerskip.cache.library_cache import EncoderStates
 from layerskip.decoding.seats import Reason
 from layerskip.model.picture_features import Pictures
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.cache.library import LibraryCache
+from layerskip.cache.library_cache import LibraryCache
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.mtp import HeadState, seen_by
 from layerskip.decoding.sources.official import elsewhere, unlike

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.cache.library import LibraryCache
+from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.rows import additive
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
