@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.config.skips import SINK
-from layerskip.costs.model import on_line
+from layerskip.costs.cost_model import on_line
 from layerskip.costs.speculation import CostTable
 from layerskip.search.space import Space
 

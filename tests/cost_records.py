@@ -1,7 +1,7 @@
 """Made-up "cost" records: the costs of sublayers on machines where drafts pay, or do not."""
 
 from layerskip.config.skips import SkipConfig
-from layerskip.costs.model import Rates
+from layerskip.costs.cost_model import Rates
 from layerskip.search.prices import Prices
 from layerskip.search.space import Space
 from layerskip.timing.tables import traffic_of

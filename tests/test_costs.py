@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from layerskip.config.skips import SINK, LowPrecision, SkipConfig
-from layerskip.costs.model import Place, Rates, Traffic, fitted, on_line
+from layerskip.costs.cost_model import Place, Rates, Traffic, fitted, on_line
 from layerskip.costs.speculation import keys_read
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law

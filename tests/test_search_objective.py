@@ -12,7 +12,7 @@ from models import lively_model, prompt
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
-from layerskip.costs.model import on_line
+from layerskip.costs.cost_model import on_line
 from layerskip.costs.speculation import best_length
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law

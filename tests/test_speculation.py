@@ -5,7 +5,7 @@ import json
 import pytest
 
 from layerskip.costs import speculation
-from layerskip.costs.model import Rates, Traffic
+from layerskip.costs.cost_model import Rates, Traffic
 from layerskip.costs.speculation import ContextCosts, CostTable, expected_tokens, remaining, speedup
 
 LEVIATHAN = {  # tables 1 and 4; c: alpha (rounded in table 4), draft length, expected speedup

@@ -22,7 +22,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from layerskip.config.skips import SkipConfig
-from layerskip.costs.model import Place, Work, fitted, on_line
+from layerskip.costs.cost_model import Place, Work, fitted, on_line
 from layerskip.costs.speculation import rising
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law

@@ -2,7 +2,7 @@
 
 Rounds of fixed length are timed once per model and kind of law: with one row, with the call's
 number of rows, and after a long context if the call nearly reaches that. They give the few numbers
-of the cost model (see `costs/model.py`). Other processes reuse them through a small file in the
+of the cost model (see `costs/cost_model.py`). Other processes reuse them through a small file in the
 folder `$LAYERSKIP_CACHE` (if empty, nothing is stored), or in the user's cache folder. A call
 without costs spends little time on measuring, and the next calls continue. Under the rejection rule
 the text depends on draft lengths, which no clock may affect: there, costs follow from bytes read.
@@ -30,7 +30,7 @@ from torch import nn
 from layerskip.backends.captured import clock
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.correction import CorrectedCosts, Corrections
-from layerskip.costs.model import READ, USUAL, Place, Rates, Traffic, fitted
+from layerskip.costs.cost_model import READ, USUAL, Place, Rates, Traffic, fitted
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
 from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
