@@ -4,7 +4,7 @@ from layerskip.config.skips import SkipConfig
 from layerskip.costs.cost_model import Rates
 from layerskip.search.prices import Prices
 from layerskip.search.space import Space
-from layerskip.timing.tables import traffic_of
+from layerskip.timing.cost_tables import traffic_of
 
 
 def analytic(model, draft, rows=1):

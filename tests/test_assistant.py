@@ -21,7 +21,7 @@ from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.chains import Chains
 from layerskip.texts.vocabulary import check_vocabularies, warn_of_vocabularies
-from layerskip.timing.tables import cost_tables
+from layerskip.timing.cost_tables import cost_tables
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 EXIT = SkipConfig.early_exit(4).resolve(6)

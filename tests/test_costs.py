@@ -28,9 +28,9 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.families import architecture
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing import tables as timing_tables
+from layerskip.timing import cost_tables as timing_tables
+from layerskip.timing.cost_tables import cost_tables
 from layerskip.timing.sublayers import low_facts, measure
-from layerskip.timing.tables import cost_tables
 
 LAYERS = 6
 SKIP = SkipConfig.early_exit(2).resolve(LAYERS)

@@ -57,7 +57,7 @@ from layerskip.library import cache_name
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
-from layerskip.timing.tables import place as where
+from layerskip.timing.cost_tables import place as where
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 SKIP = SkipConfig.early_exit(4)
@@ -218,7 +218,7 @@ def test_costs_are_the_skip_configs_or_measured_only_where_needed(llama, monkeyp
         assert found.source == "analytic"  # six tokens are not worth a measurement
     assert costs(enabled=False) is None
     layerskip.LayerSkipDecoding(SKIP).prepare(llama, seconds=0.1)
-    monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
+    monkeypatch.setattr("layerskip.timing.cost_tables.time_rounds", None)
     table = costs()  # measured once per process
     assert table.source == "measured"
     # draft lengths decide the text here, so they must not depend on a clock

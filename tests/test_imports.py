@@ -131,8 +131,12 @@ LAWS = "layerskip.decoding.laws"
 @pytest.mark.parametrize(
     ("module", "source", "expected"),
     [
-        (LAWS, "from layerskip.timing.tables import place", {"layerskip.timing.tables.place"}),
-        (LAWS, "import layerskip.timing.tables as e", {"layerskip.timing.tables"}),
+        (
+            LAWS,
+            "from layerskip.timing.cost_tables import place",
+            {"layerskip.timing.cost_tables.place"},
+        ),
+        (LAWS, "import layerskip.timing.cost_tables as e", {"layerskip.timing.cost_tables"}),
         (LAWS, "from ..api import generation", {"layerskip.api.generation"}),
         (LAWS, "from ..api.generation import decode", {"layerskip.api.generation.decode"}),
         (LAWS, "from layerskip import generate", {"layerskip.api.generation"}),
@@ -143,7 +147,7 @@ LAWS = "layerskip.decoding.laws"
         (LAWS, "from layerskip import SkipConfig, __version__", set()),
         (LAWS, "from .engine import Decoder", set()),
         ("layerskip.backends.fused", "from ..decoding import laws", {"layerskip.decoding.laws"}),
-        ("layerskip.api.generation", "from layerskip.timing.tables import measure", set()),
+        ("layerskip.api.generation", "from layerskip.timing.cost_tables import measure", set()),
         ("layerskip.api.generation", "import layerskip.search", {"layerskip.search"}),
         ("layerskip.training.exit_model", "from ..cli import main", {"layerskip.cli.main"}),
         ("layerskip.training.exit_model", "from ..replay import trace", set()),

@@ -28,7 +28,7 @@ from layerskip.research.logit_lookup import LogitLookup
 from layerskip.serving import scheduler
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.scheduler import Serving
-from layerskip.timing import tables
+from layerskip.timing import cost_tables
 
 SETTINGS = {"skip": SkipConfig.early_exit(2), "execution": "fused"}
 CAPTURED = {"execution": "captured", "memory": 1 << 22}  # whose buffers have at least 257 slots
@@ -566,7 +566,7 @@ def test_costs_are_measured_before_the_first_task(model, monkeypatch):
     def measure(*_, **__):
         raise AssertionError("measured within a step")
 
-    monkeypatch.setattr(tables, "time_rounds", measure)
+    monkeypatch.setattr(cost_tables, "time_rounds", measure)
     task = TextRequest([3, 4, 5], max_new_tokens=12)
     told = finished(serving, task)
     assert told[-1].error is None

@@ -49,7 +49,7 @@ def test_rounds_of_several_sets_are_simulated_and_take_what_gains_most(tables):
 
 def test_costs_in_skip_configs_are_those_of_each(monkeypatch):
     """Nothing is timed, unless one of the configs has no costs."""
-    monkeypatch.setattr("layerskip.timing.tables.time_rounds", None)
+    monkeypatch.setattr("layerskip.timing.cost_tables.time_rounds", None)
     model, (ids, mask) = lively_model("llama"), ragged((9,))
     how = {"attention_mask": mask, "max_new_tokens": 30, "execution": "modules", "lookup": False}
     exits = [

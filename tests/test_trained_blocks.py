@@ -26,7 +26,7 @@ from layerskip.model.draft_modules import Heads
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.research import block_states as states
-from layerskip.timing.tables import cost_tables
+from layerskip.timing.cost_tables import cost_tables
 from layerskip.weights.stored import store_halves
 
 LOW = {

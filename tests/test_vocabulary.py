@@ -29,7 +29,7 @@ from layerskip.config.skips import DecodingOptions, LowPrecision
 from layerskip.costs.speculation import CostTable
 from layerskip.model.sublayers import Sublayers
 from layerskip.texts.vocabulary import ranked
-from layerskip.timing.tables import place, stored
+from layerskip.timing.cost_tables import place, stored
 from layerskip.weights.draft_head import TrimmedHead
 from layerskip.weights.rounded import copies_of
 

@@ -22,7 +22,7 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.forced import Forced
 from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.tables import by_bytes, cost_tables, stored
+from layerskip.timing.cost_tables import by_bytes, cost_tables, stored
 
 
 def make_decoder(model: Any, settings: Settings, request: Request) -> tuple[Decoder, Costs | None]:

@@ -35,7 +35,7 @@ from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep, law_of
 from layerskip.texts.prompts import Prompt
-from layerskip.timing.tables import cost_tables
+from layerskip.timing.cost_tables import cost_tables
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import stored_weights, unpacked_model
 

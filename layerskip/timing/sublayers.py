@@ -32,8 +32,8 @@ from layerskip.decoding.sources.base import Source
 from layerskip.families.plain import head_refusal
 from layerskip.model.opened_models import opened_of
 from layerskip.model.sublayers import Sublayers
+from layerskip.timing.cost_tables import machine, traffic_of
 from layerskip.timing.rounds import CONTEXT, STEPS, Times, time_rounds, typical
-from layerskip.timing.tables import machine, traffic_of
 
 LOW_FACTS = ("low_bits", "low_head_bits")
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced

@@ -32,7 +32,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import law_of
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
-from layerskip.timing.tables import cost_tables
+from layerskip.timing.cost_tables import cost_tables
 from layerskip.training.data import LEAST_ROOM
 from layerskip.training.draft_training import TRAINED_FILE, Training
 from layerskip.training.stages import RECORD
