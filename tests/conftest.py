@@ -62,7 +62,7 @@ def _modules_are_no_garbage():
 def _costs_are_measured_in_a_moment():
     """By two sweeps over all passes, and one MiB; users get more, and so does `test_costs.py`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("layerskip.timing.rounds.SWEEPS", 2)
+        patch.setattr("layerskip.timing.round_times.SWEEPS", 2)
         patch.setattr("layerskip.bench.bandwidth.Sweeps.__init__.__defaults__", (1 << 20,))
         yield
 
@@ -155,7 +155,7 @@ SIZES = {
     "wide": "backends.fused.WIDE",
     "matched_on": "backends.fused.MATCHED_ON",
     "free_memory": "api.drafts.free_memory",
-    "sweeps": "timing.rounds.SWEEPS",
+    "sweeps": "timing.round_times.SWEEPS",
 }
 
 

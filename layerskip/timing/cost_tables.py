@@ -39,7 +39,7 @@ from layerskip.decoding.sources.base import Source
 from layerskip.files.environment import cache_folder, hardware
 from layerskip.files.writing import replacing
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.rounds import BUDGET, CONTEXT, Times, disturbed, time_rounds, typical
+from layerskip.timing.round_times import BUDGET, CONTEXT, Times, disturbed, time_rounds, typical
 from layerskip.version import __version__
 
 _FAR = 4096  # tokens after which costs are also measured, if calls nearly reach that

@@ -33,7 +33,7 @@ from layerskip.families.plain import head_refusal
 from layerskip.model.opened_models import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.cost_tables import machine, traffic_of
-from layerskip.timing.rounds import CONTEXT, STEPS, Times, time_rounds, typical
+from layerskip.timing.round_times import CONTEXT, STEPS, Times, time_rounds, typical
 
 LOW_FACTS = ("low_bits", "low_head_bits")
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
