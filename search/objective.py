@@ -72,7 +72,7 @@ class Objective:
     """Expected speedup over plain decoding for the sets of a space, stored by mask.
 
     Args:
-        cost: the result of `layerskip.timing.sublayers.measure`.
+        cost: the result of `layerskip.timing.sublayer_costs.measure`.
         positions: maximum number of starts.
 
     Attributes:

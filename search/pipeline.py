@@ -35,7 +35,7 @@ from layerskip.search.objective import Objective, OutOfTime
 from layerskip.search.record import search_record
 from layerskip.search.space import Space
 from layerskip.search.warm_starts import given, warm_starts
-from layerskip.timing import sublayers as sublayer_costs
+from layerskip.timing import sublayer_costs as sublayer_costs
 from layerskip.timing.cost_tables import machine
 from layerskip.weights.fingerprint import fingerprint
 
@@ -410,7 +410,7 @@ def search(
         positions: number of draft starts in a trial; by default all of the texts.
         do_sample, temperature, top_p, top_k, acceptance, seed: how the model will be decoded.
         first: your own configs to try first, by name.
-        cost: the result of `layerskip.timing.sublayers.measure`; measured by default.
+        cost: the result of `layerskip.timing.sublayer_costs.measure`; measured by default.
         storage, study_name: where the trials are stored, and resumed: a database URL, the path of a
             journal file, or None for memory.
         finalists: number of drafts to replay in full and to time.

@@ -30,7 +30,7 @@ class Prices:
     Shapes: n sublayers, K the longest pass.
 
     Args:
-        record: the result of `layerskip.timing.sublayers.measure`.
+        record: the result of `layerskip.timing.sublayer_costs.measure`.
         context: number of tokens before the round.
 
     Attributes:

@@ -30,7 +30,7 @@ from layerskip.families import architecture
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing import cost_tables as timing_tables
 from layerskip.timing.cost_tables import cost_tables
-from layerskip.timing.sublayers import low_facts, measure
+from layerskip.timing.sublayer_costs import low_facts, measure
 
 LAYERS = 6
 SKIP = SkipConfig.early_exit(2).resolve(LAYERS)

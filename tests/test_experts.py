@@ -23,7 +23,7 @@ from layerskip.search.fitting import space_for
 from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
 from layerskip.search.space import Space
-from layerskip.timing.sublayers import measure
+from layerskip.timing.sublayer_costs import measure
 from layerskip.weights.rounded import copies_of, rounded, rounded_bytes
 
 MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral")

@@ -31,7 +31,7 @@ from layerskip.files.searches import read_search
 from layerskip.search import pipeline
 from layerskip.search.objective import Objective
 from layerskip.timing.cost_tables import machine
-from layerskip.timing.sublayers import low_facts
+from layerskip.timing.sublayer_costs import low_facts
 
 FILES = {"skip.json", "trials.csv", "cost.json", "search.json", "study.log", "report"}
 COST = MACHINES["reads weights"] | {"vocabulary": 97, "spread": 0.031, "busy": False}

@@ -191,7 +191,7 @@ def test_other_executions_and_training_mode_are_refused():
 
 def test_searches_and_trained_drafts_are_refused():
     from layerskip.replay.trace import take_trace
-    from layerskip.timing.sublayers import measure
+    from layerskip.timing.sublayer_costs import measure
 
     with pytest.raises(ValueError, match=r"runs as a whole.*no states between sublayers"):
         take_trace(small_model("phi"), [prompt(9)], max_new_tokens=4)
