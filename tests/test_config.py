@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
-from layerskip.decoding.sources.sublayers import key_of
+from layerskip.decoding.sources.sublayer_draft import key_of
 
 TRAINED = Trained(
     kind="heads", weights="/there/draft.safetensors", hash="0a" * 32, base="weights-0123abcd"

@@ -17,7 +17,7 @@ from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.sources.sublayers import SublayerDraft
+from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.model.sublayers import Sublayers
 from layerskip.native.extension import refusal
 from layerskip.search import fitting

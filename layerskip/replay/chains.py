@@ -21,7 +21,7 @@ from layerskip.decoding.laws import softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.rules import acceptance_probability, largest
 from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.sublayers import SublayerDraft
+from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.replay.steps import Walk, Wide
 from layerskip.replay.token_draws import (
     NOTHING,

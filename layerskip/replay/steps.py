@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.sublayers import SublayerDraft
+from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.model.sublayers import Pass
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.trace import Trace

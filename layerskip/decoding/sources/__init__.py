@@ -7,7 +7,7 @@ from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.decoding.sources.official import Official
-from layerskip.decoding.sources.sublayers import SublayerDraft
+from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.model.assistants import is_assistant
 from layerskip.model.eagle_head import Eagle

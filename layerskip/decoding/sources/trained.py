@@ -18,7 +18,7 @@ from layerskip.config.registry import named
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR_MODULE
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.sublayers import key_of
+from layerskip.decoding.sources.sublayer_draft import key_of
 from layerskip.families.architecture import read_bytes
 from layerskip.model.sublayers import Pass, Sublayers
 
