@@ -214,5 +214,5 @@ def test_what_llama_cpp_lacks_is_one_line(model, tasks, tmp_path, monkeypatch, l
         assert line in refused(*command)
     (model / "model.gguf").unlink()
     assert "one .gguf in the folder of" in refused(*command)
-    monkeypatch.setattr("layerskip.bench.llama.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("layerskip.bench.llama_cpp.importlib.util.find_spec", lambda _: None)
     assert "`pip install llama-cpp-python==" in refused(*command)

@@ -19,7 +19,7 @@ import torch
 
 from layerskip.api.loading import Loaded
 from layerskip.bench.batches import Encoded, PromptBatch
-from layerskip.bench.llama import LLAMAS, open_llama
+from layerskip.bench.llama_cpp import LLAMAS, open_llama
 from layerskip.bench.methods import Engine, Method, Peer, Task
 from layerskip.config.registry import WITH_THRESHOLD
 from layerskip.config.skips import SkipConfig
