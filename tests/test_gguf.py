@@ -16,7 +16,7 @@ from layerskip.api.loading import load
 from layerskip.api.requests import end_tokens
 from layerskip.api.settings import Settings
 from layerskip.bench import checks, plans
-from layerskip.files.gguf import read_gguf
+from layerskip.files.gguf_contents import read_gguf
 from layerskip.native import extension
 from layerskip.serving.api import Served
 from layerskip.weights.fingerprint import fingerprint

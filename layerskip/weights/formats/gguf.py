@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from layerskip.files.gguf import BLOCKS, Contents, Entry, read_gguf
+from layerskip.files.gguf_contents import BLOCKS, Contents, Entry, read_gguf
 from layerskip.weights.formats.building import put, unfilled
 from layerskip.weights.stored import UNIT, Stored
 
