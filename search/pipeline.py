@@ -20,8 +20,8 @@ from typing import Any
 from optuna import Study
 from torch import Tensor
 
+from layerskip.api.arguments import check_tokens, end_tokens, sampling_of
 from layerskip.api.drafts import automatic_draft
-from layerskip.api.requests import check_tokens, end_tokens, sampling_of
 from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound

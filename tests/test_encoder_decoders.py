@@ -29,8 +29,8 @@ from transformers import AutoConfig
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip.api.arguments import read_text
 from layerskip.api.loading import load
-from layerskip.api.requests import read_text
 from layerskip.config.skips import LowPrecision
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import sublayers_of

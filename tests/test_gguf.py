@@ -11,9 +11,9 @@ from gguf_files import write
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.api.arguments import end_tokens
 from layerskip.api.drafts import explain_drafts
 from layerskip.api.loading import load
-from layerskip.api.requests import end_tokens
 from layerskip.api.settings import Settings
 from layerskip.bench import checks, plans
 from layerskip.files.gguf_contents import read_gguf

@@ -31,8 +31,8 @@ from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
+from layerskip.api.arguments import warpers
 from layerskip.api.generation import generate
-from layerskip.api.requests import warpers
 from layerskip.backends import native
 from layerskip.backends.base import Variant
 from layerskip.backends.native import Native

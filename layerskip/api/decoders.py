@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from layerskip.api.arguments import sampling_of, warpers
 from layerskip.api.drafts import Drafts, choose_drafts
-from layerskip.api.requests import sampling_of, warpers
 from layerskip.api.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
 from layerskip.backends.captured import clock
 from layerskip.costs.speculation import Costs, CostTable

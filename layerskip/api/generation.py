@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from layerskip.api import requests
+from layerskip.api import arguments
 from layerskip.api.decoders import law_of, make_decoder, prepare
 from layerskip.api.drafts import explain_drafts
 from layerskip.api.settings import Settings, Skips
@@ -154,7 +154,7 @@ class LayerSkipDecoding(Settings):
                 "LayerSkipDecoding(assistant=...)",
                 stacklevel=2,
             )
-        with requests.ending(streamer):
+        with arguments.ending(streamer):
             prepared |= {"streamer": streamer, "inputs_tensor": inputs_tensor}
             return self._decode(model, input_ids, **prepared)
 
@@ -171,11 +171,11 @@ class LayerSkipDecoding(Settings):
         **model_kwargs: Any,
     ) -> GenerationOutput | Tensor:
         config = generation_config  # named as in the other functions
-        encoded = requests.encoded_of(input_ids, inputs_tensor, model_kwargs)
-        pictures = requests.pictures_of(model, input_ids, config, model_kwargs)
-        requests.drop_token_types(model, input_ids, model_kwargs)
-        attention_mask = requests.checked_mask(input_ids, config, model_kwargs)
-        requests.check_tokens(model, input_ids)
+        encoded = arguments.encoded_of(input_ids, inputs_tensor, model_kwargs)
+        pictures = arguments.pictures_of(model, input_ids, config, model_kwargs)
+        arguments.drop_token_types(model, input_ids, model_kwargs)
+        attention_mask = arguments.checked_mask(input_ids, config, model_kwargs)
+        arguments.check_tokens(model, input_ids)
         rows, width = input_ids.shape
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer serves one row, got {rows}; stream prompts one by one")
@@ -194,7 +194,7 @@ class LayerSkipDecoding(Settings):
             keys=[stream_key(*seed) for seed in seeds],
             rejection=self.acceptance == "rejection",
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
-            stop=requests.stop_of(
+            stop=arguments.stop_of(
                 others, scored=bool(config.output_scores), together=0 if alone else rows
             ),
             keep_scores=bool(config.return_dict_in_generate and config.output_scores),
@@ -212,14 +212,14 @@ class LayerSkipDecoding(Settings):
                 streamer.put(torch.tensor(round_.tokens[0]))  # (n,)
         decoder.stats.seeds = tuple(seed[0] for seed in seeds)
         new = (max if alone else min)(map(len, decoder.emitted))
-        sequences = requests.padded(input_ids, decoder.emitted, config)[:, : width + new]
+        sequences = arguments.padded(input_ids, decoder.emitted, config)[:, : width + new]
         if not config.return_dict_in_generate:
             return sequences
         costs = None
         if all_costs is not None and decoder.stats.num_rounds:
             costs = all_costs.at(int(attention_mask.sum()) // rows, rows)
         kept: dict[str, Any] = {
-            name: requests.per_step(rounds, name, rows)[:new]
+            name: arguments.per_step(rounds, name, rows)[:new]
             for name in ("scores", "logits")
             if getattr(config, f"output_{name}")
         }
@@ -258,7 +258,7 @@ def generate(
         assistant_tokenizer: the second model's tokenizer, to be compared with `tokenizer`.
         **kwargs: settings of `LayerSkipDecoding`; everything else goes to `model.generate()`.
     """
-    with requests.ending(streamer):
+    with arguments.ending(streamer):
         settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
         decoding = LayerSkipDecoding(skip, **settings)
         if assistant_tokenizer is not None:
@@ -283,10 +283,10 @@ def generate(
             inputs = {} if inputs is None else {"input_ids": inputs}
         named = {**inputs, **kwargs}
         if "input_ids" in named:  # the library checks the rest
-            requests.check_ids(named["input_ids"])
-            requests.check_tokens(model, named["input_ids"])
+            arguments.check_ids(named["input_ids"])
+            arguments.check_tokens(model, named["input_ids"])
             if named.get("attention_mask") is not None:
-                requests.check_mask(named["input_ids"], named["attention_mask"])
+                arguments.check_mask(named["input_ids"], named["attention_mask"])
         if kwargs.get("synced_gpus"):
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:
@@ -338,9 +338,9 @@ def decode(
         Round 0 (the token after the prefill), then each round.
     """
     max_new_tokens = integer(1)(max_new_tokens, "max_new_tokens")
-    requests.check_ids(input_ids)
+    arguments.check_ids(input_ids)
     model = unwrapped(model)
-    requests.check_tokens(model, input_ids)
+    arguments.check_tokens(model, input_ids)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
     law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -348,7 +348,7 @@ def decode(
         if law[name] not in (None, off):
             warnings.warn(f"{name} has no effect without do_sample=True", stacklevel=2)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    mask = requests.checked_mask(input_ids, model.generation_config, {"attention_mask": mask})
+    mask = arguments.checked_mask(input_ids, model.generation_config, {"attention_mask": mask})
     request = Request(
         input_ids=input_ids,
         attention_mask=mask,
@@ -356,7 +356,7 @@ def decode(
         law=law_of(model, rows, logits_processor, do_sample=do_sample, **law),
         keys=[stream_key(*seed) for seed in decoding.row_seeds(rows, do_sample)],
         rejection=decoding.acceptance == "rejection",
-        eos=requests.end_tokens(model, eos_token_id),
+        eos=arguments.end_tokens(model, eos_token_id),
         keep_scores=keep_scores,
         keep_logits=keep_scores,
         progress=decoding.progress,

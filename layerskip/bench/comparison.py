@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.api.requests import end_tokens
+from layerskip.api.arguments import end_tokens
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Method, Peer, Task
 from layerskip.decoding.laws import Law

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from layerskip.api.arguments import end_tokens
 from layerskip.api.loading import Loaded
-from layerskip.api.requests import end_tokens
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.llama_process import serve
 from layerskip.bench.methods import Clock, Decoded, Method, Task

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from layerskip.api.arguments import end_tokens
 from layerskip.api.drafts import lookup_of, skip_label
 from layerskip.api.generation import GenerationOutput, LayerSkipDecoding, generate
-from layerskip.api.requests import end_tokens
 from layerskip.bench.batches import PromptBatch
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable

@@ -347,7 +347,7 @@ class Sampling(Flags):
 
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
         """The task a benchmark gives to every method, with the model's own settings filled in."""
-        from layerskip.api.requests import sampling_of
+        from layerskip.api.arguments import sampling_of
         from layerskip.bench.methods import Task
 
         law = sampling_of(model, **self.settings) if self.do_sample else {}
@@ -411,7 +411,7 @@ class Writing(Sampling):
     def processors(self, loaded: Loaded) -> list[Any]:
         if self.schema is None and self.regex is None:
             return []
-        from layerskip.api.requests import end_tokens
+        from layerskip.api.arguments import end_tokens
         from layerskip.texts.grammars import json_schema, regex
 
         eos = sorted(end_tokens(loaded.model)) or None

@@ -228,8 +228,8 @@ class _Model:
 
     def _asked(self, number: int, prompt: Prompt, served: Served) -> Asked:
         """The request for a prompt. Flags set what a line of an OpenAI batch file does not."""
+        from layerskip.api.arguments import sampling_of
         from layerskip.api.loading import encode
-        from layerskip.api.requests import sampling_of
         from layerskip.serving.fields import ChatAsked, CompletionAsked, read
 
         loaded, writing = served.loaded, self.writing

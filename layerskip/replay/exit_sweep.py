@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.api.requests import end_tokens, warpers
+from layerskip.api.arguments import end_tokens, warpers
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.laws import Law
 from layerskip.model.opened_models import opened_of

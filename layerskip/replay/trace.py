@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from layerskip.api.requests import check_tokens
+from layerskip.api.arguments import check_tokens
 from layerskip.cache.rows import RowCache
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Fixed

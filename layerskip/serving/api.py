@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
+from layerskip.api.arguments import end_tokens, look, read_text
 from layerskip.api.loading import Loaded
-from layerskip.api.requests import end_tokens, look, read_text
 from layerskip.config.skips import COLDEST
 from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked

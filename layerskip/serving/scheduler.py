@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from layerskip.api.requests import check_tokens
+from layerskip.api.arguments import check_tokens
 from layerskip.api.session import share
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.sources.lookup import Lookup
@@ -138,7 +138,7 @@ class Serving:
             if batch.model.encoder is not bool(request.encoder_length):
                 raise ValueError(
                     "a text needs encoder states where, and only where, the model is "
-                    "an encoder-decoder; see layerskip.api.requests.read_text"
+                    "an encoder-decoder; see layerskip.api.arguments.read_text"
                 )
             text = Text(request, batch.model.model, batch.max_tokens, batch.longest, tell)
             longest = 0 if request.pictures is None else request.pictures.longest

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper
 
+from layerskip.api.arguments import end_tokens
 from layerskip.api.decoders import law_of
-from layerskip.api.requests import end_tokens
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key

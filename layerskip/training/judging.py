@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerskip.api.arguments import end_tokens
 from layerskip.api.drafts import automatic_draft
-from layerskip.api.requests import end_tokens
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import decoded_records
 from layerskip.config.skips import DecodingOptions, SkipConfig
