@@ -17,7 +17,7 @@ from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.api.drafts import automatic_draft
 from layerskip.api.loading import encode, load
 from layerskip.bench.methods import Task
-from layerskip.cli.exits import _command, _verdict
+from layerskip.cli.check_exits import _command, _verdict
 from layerskip.cli.flags import Loading
 from layerskip.cli.inputs import shipped_prompts
 from layerskip.model.opened_models import open_model

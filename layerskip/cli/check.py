@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from layerskip.cli.exits import show_exits
+from layerskip.cli.check_exits import show_exits
 from layerskip.cli.flags import (
     AsJson,
     Chat,
