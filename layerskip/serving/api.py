@@ -21,8 +21,8 @@ from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.base import Format, schema_of
 from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
-from layerskip.serving.prompts import check_tokens, prompts_of
 from layerskip.serving.requests import Refusal, TextRequest, refusing
+from layerskip.serving.tokenization import check_tokens, prompts_of
 from layerskip.texts.grammars import json_schema, lark, response_format
 from layerskip.texts.tokens import decode_text
 

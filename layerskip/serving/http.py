@@ -23,11 +23,11 @@ from layerskip.serving.answers import Answer
 from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import Asked, ChatAsked, read
 from layerskip.serving.metrics import Metrics
-from layerskip.serving.prompts import detokenized, tokenized, tokenizer_info
 from layerskip.serving.requests import Piece, Refusal, TextRequest, refusing
 from layerskip.serving.responses import ResponseAnswer, ResponseAsked, renamed
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
+from layerskip.serving.tokenization import detokenized, tokenized, tokenizer_info
 
 RESPONSES = "/v1/responses"
 BODY_SECONDS = 30.0  # time limit for a client to send the body of a request
