@@ -36,8 +36,8 @@ from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import sublayers_of
 from layerskip.model.whole import level
 from layerskip.replay.trace import take_trace
-from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
+from layerskip.serving.openai_api import Served
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 

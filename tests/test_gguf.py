@@ -18,7 +18,7 @@ from layerskip.api.settings import Settings
 from layerskip.bench import checks, plans
 from layerskip.files.gguf_contents import read_gguf
 from layerskip.native import extension
-from layerskip.serving.api import Served
+from layerskip.serving.openai_api import Served
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import Stored, stored_weights
 

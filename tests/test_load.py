@@ -11,8 +11,8 @@ from checkpoints import tiny_tokenizer
 from models import lively_model
 
 from layerskip.api.loading import Loaded
-from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
+from layerskip.serving.openai_api import Served
 from layerskip.serving.scheduler import Serving
 
 URL = "http://127.0.0.1:8000/v1"

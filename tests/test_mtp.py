@@ -24,8 +24,8 @@ from layerskip.api.settings import Settings
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.model.mtp_head import LAYOUTS
 from layerskip.model.opened_models import sublayers_of
-from layerskip.serving.api import Served
 from layerskip.serving.http import make_app
+from layerskip.serving.openai_api import Served
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 

@@ -28,9 +28,9 @@ from layerskip.api.loading import load
 from layerskip.api.session import Session
 from layerskip.decoding import passes
 from layerskip.serving import scheduler
-from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import ChatAsked
 from layerskip.serving.http import make_app
+from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.scheduler import Serving
 from layerskip.texts import pictures
 from layerskip.texts.pictures import showing

@@ -20,11 +20,11 @@ from layerskip.api.generation import decode
 from layerskip.api.loading import load
 from layerskip.cli import main
 from layerskip.serving import connections, fields, http
-from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import ChatAsked, CompletionAsked
 from layerskip.serving.formats import FORMATS
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
+from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.requests import Piece, Refusal
 from layerskip.serving.responses import ResponseAsked
 from layerskip.serving.scheduler import Serving, ServingStats

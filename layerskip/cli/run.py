@@ -28,9 +28,9 @@ from layerskip.texts.tokens import plural
 if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
     from layerskip.serving.answers import Answer
-    from layerskip.serving.api import Served
     from layerskip.serving.fields import Asked
     from layerskip.serving.files import Answering, Answers
+    from layerskip.serving.openai_api import Served
 
 _AHEAD = 4  # prompts sorted by length, as a multiple of those that run at once
 _READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # checkpoint files to hash
@@ -200,8 +200,8 @@ class _Model:
         loading = replace(self.loading, device=_device(self.loading.device))
         with open_decoding(self.decoding, self.writing, loading, talk, check, reads=True) as opened:
             from layerskip.api.session import share
-            from layerskip.serving.api import Served, answer_of
             from layerskip.serving.files import Answering
+            from layerskip.serving.openai_api import Served, answer_of
             from layerskip.serving.scheduler import Serving
 
             loaded, processors = opened.loaded, opened.law["logits_processor"]

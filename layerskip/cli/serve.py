@@ -15,7 +15,7 @@ from layerskip.cli.terminal import Talk
 
 if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
-    from layerskip.serving.api import Served
+    from layerskip.serving.openai_api import Served
 
 
 def serve(
@@ -83,7 +83,7 @@ def serve(
 
     def described(loaded: Loaded) -> None:
         from layerskip.families.wrappers import merge_adapter
-        from layerskip.serving.api import Served
+        from layerskip.serving.openai_api import Served
 
         if adapter is not None:
             merge_adapter(loaded.model, adapter[1])

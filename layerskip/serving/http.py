@@ -20,9 +20,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from layerskip.serving import fields
 from layerskip.serving.answers import Answer
-from layerskip.serving.api import Served, answer_of
 from layerskip.serving.fields import Asked, ChatAsked, read
 from layerskip.serving.metrics import Metrics
+from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.requests import Piece, Refusal, TextRequest, refusing
 from layerskip.serving.responses import ResponseAnswer, ResponseAsked, renamed
 from layerskip.serving.scheduler import Serving

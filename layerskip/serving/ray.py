@@ -182,8 +182,8 @@ def deployment(
 
     def build() -> Any:
         from layerskip.api.loading import load
-        from layerskip.serving.api import Served
         from layerskip.serving.http import make_app
+        from layerskip.serving.openai_api import Served
         from layerskip.serving.scheduler import Serving
 
         loaded = load(model, device=device, dtype=dtype)

@@ -14,7 +14,7 @@ from layerskip.serving.requests import Refusal, refusing
 from layerskip.texts.pictures import pictures_in
 
 if TYPE_CHECKING:
-    from layerskip.serving.api import Served
+    from layerskip.serving.openai_api import Served
 
 Encoded = Mapping[str, Any]
 # Arguments of the library's own method, such as another template or padding: a template never gets
