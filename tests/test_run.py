@@ -20,7 +20,7 @@ from small import small_model
 import layerskip
 from layerskip.api.loading import encode, load
 from layerskip.cli.run import _device
-from layerskip.serving.files import open_answers
+from layerskip.serving.prompt_files import open_answers
 from layerskip.texts.prompts import read_prompts
 from layerskip.texts.tokens import decode_text
 
@@ -271,7 +271,9 @@ class TestParts:
         self, given, tmp_path, monkeypatch
     ):
         full = Path("/dev/full").write_bytes
-        monkeypatch.setattr("layerskip.serving.files.add_lines", lambda file, lines: full(lines))
+        monkeypatch.setattr(
+            "layerskip.serving.prompt_files.add_lines", lambda file, lines: full(lines)
+        )
         result = run(given, tmp_path / "out")
         assert result.exit_code == 2
         assert f"No space left on device: '{tmp_path / 'out'}'" in result.stderr

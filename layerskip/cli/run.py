@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
     from layerskip.serving.answers import Answer
     from layerskip.serving.fields import Asked
-    from layerskip.serving.files import Answering, Answers
     from layerskip.serving.openai_api import Served
+    from layerskip.serving.prompt_files import Answering, Answers
 
 _AHEAD = 4  # prompts sorted by length, as a multiple of those that run at once
 _READ = (".json", ".jinja", ".model", ".safetensors", ".bin")  # checkpoint files to hash
@@ -102,7 +102,7 @@ def run(
     chosen = spoken(read_given(prompts, strict=True), chat, writing.system)
     writing = writing.checked(talk)
 
-    from layerskip.serving.files import answer_all, open_answers
+    from layerskip.serving.prompt_files import answer_all, open_answers
 
     templated = next((each for each in chosen if each.messages is not None), None)
     model = _Model(limits, writing, decoding, loading, templated)
@@ -200,8 +200,8 @@ class _Model:
         loading = replace(self.loading, device=_device(self.loading.device))
         with open_decoding(self.decoding, self.writing, loading, talk, check, reads=True) as opened:
             from layerskip.api.session import share
-            from layerskip.serving.files import Answering
             from layerskip.serving.openai_api import Served, answer_of
+            from layerskip.serving.prompt_files import Answering
             from layerskip.serving.scheduler import Serving
 
             loaded, processors = opened.loaded, opened.law["logits_processor"]

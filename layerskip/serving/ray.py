@@ -20,7 +20,7 @@ except ImportError as missing:
     raise ValueError("Ray is not installed: pip install 'layerskip[ray]'") from missing
 
 from layerskip.files.environment import cores
-from layerskip.serving.files import Answering, Answers, Numbered, Row, length
+from layerskip.serving.prompt_files import Answering, Answers, Numbered, Row, length
 
 Opening = Callable[..., AbstractContextManager[Answering]]
 """Opens a model that answers, with the number of models on its machine; can be pickled."""
