@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 import layerskip
 from layerskip.serving.answers import merged
 from layerskip.serving.formats import FORMATS, REASONING, format_of, reasoning_of
-from layerskip.serving.formats.reading import Reader
+from layerskip.serving.formats.answer_reader import Reader
 from layerskip.texts.grammars import lark
 
 MESSY = '{"x": "a}\\"<tool_call>", "y": [1, {"z": 2}]}'

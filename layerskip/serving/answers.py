@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from layerskip.serving.fields import Asked, ChatAsked
-from layerskip.serving.formats.reading import Delta, Reader, held_back
+from layerskip.serving.formats.answer_reader import Delta, Reader, held_back
 from layerskip.serving.requests import Counts, Piece, Refusal, TextRequest
 from layerskip.texts.tokens import Detokenizer, token_bytes
 

@@ -18,8 +18,8 @@ from layerskip.config.skips import COLDEST
 from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked
 from layerskip.serving.formats import format_of, reasoning_of
+from layerskip.serving.formats.answer_reader import Reader
 from layerskip.serving.formats.base import Format, schema_of
-from layerskip.serving.formats.reading import Reader
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.requests import Refusal, TextRequest, refusing
 from layerskip.serving.tokenization import check_tokens, prompts_of
