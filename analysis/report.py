@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import drawing, exits, plots, searches, tables, trainings, verdict
+from layerskip.analysis import drawing, exit_report, plots, searches, tables, trainings, verdict
 from layerskip.analysis.labels import hardware, law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, page
 from layerskip.analysis.runs import Run, load_runs
@@ -68,11 +68,11 @@ def kinds() -> dict[str, Subject]:
             {"trainings": trainings.trainings, "training-curves": trainings.curves},
         ),
         "exits": Subject(
-            exits.load_exit_trainings,
-            exits.judge_exits,
-            exits.facts,
-            exits.exit_plots,
-            {"exit-training": exits.exits},
+            exit_report.load_exit_trainings,
+            exit_report.judge_exits,
+            exit_report.facts,
+            exit_report.exit_plots,
+            {"exit-training": exit_report.exits},
         ),
     }
 

@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from pages import NASTY, page_of
 
 from layerskip import LowPrecision, SkipConfig
-from layerskip.analysis import exits, plots, trainings, write_report
+from layerskip.analysis import exit_report, plots, trainings, write_report
 from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.verdict import judge_trainings, words
 from layerskip.files.documents import kind_of
@@ -164,9 +164,9 @@ def exit_record(tmp_path, **changes):
 def test_trained_exits_are_drawn_before_and_after(tmp_path):
     file = exit_record(tmp_path)
     assert kind_of(file) == "exits"
-    [one] = exits.load_exit_trainings([file])
+    [one] = exit_report.load_exit_trainings([file])
     with rc_context(STYLE):
-        [plot] = exits.exit_plots(one)
+        [plot] = exit_report.exit_plots(one)
         plot.figure.draw_without_rendering()
     (axes,) = plot.figure.axes
     drawn = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}

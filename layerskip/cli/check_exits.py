@@ -67,7 +67,7 @@ def show_exits(
     )
     print(f"{_verdict(best)}:\n{record['command']}")
     if output is not None:
-        from layerskip.analysis.exits import draw_agreement
+        from layerskip.analysis.exit_report import draw_agreement
 
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / "exits.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
