@@ -12,7 +12,15 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from layerskip.analysis import drawing, exit_report, plots, searches, tables, trainings, verdict
+from layerskip.analysis import (
+    drawing,
+    exit_report,
+    plots,
+    search_tables,
+    tables,
+    trainings,
+    verdict,
+)
 from layerskip.analysis.labels import hardware, law_words, machine_words, visible
 from layerskip.analysis.page import Picture, Section, page
 from layerskip.analysis.runs import Run, load_runs
@@ -54,11 +62,11 @@ def kinds() -> dict[str, Subject]:
             {name: getattr(tables, name) for name in RUN_TABLES},
         ),
         "search": Subject(
-            searches.load_searches,
+            search_tables.load_searches,
             verdict.judge_search,
             _search_facts,
             search_plots,
-            {"search-finalists": searches.finalists, "search-trials": searches.valued},
+            {"search-finalists": search_tables.finalists, "search-trials": search_tables.valued},
         ),
         "training": Subject(
             lambda files: [trainings.load_trainings(files)],
@@ -231,7 +239,7 @@ def _run_facts(run: Run) -> dict[str, str]:
     return facts
 
 
-def _search_facts(search: searches.Search) -> dict[str, str]:
+def _search_facts(search: search_tables.Search) -> dict[str, str]:
     document = search.document
     prompts, space, study = (document[name] for name in ("prompts", "space", "study"))
     ends = "free" if space["allow_ends"] else "kept"

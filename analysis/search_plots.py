@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from layerskip.analysis import drawing, searches
+from layerskip.analysis import drawing, search_tables
 from layerskip.analysis.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.plots import skip_map
@@ -25,16 +25,16 @@ VALUE = "value: speedup at a\nfixed draft length"
 """Of a trial. A finalist's predicted speedup is another number: its controller's, with lookups."""
 
 
-def search_plots(search: searches.Search) -> list[drawing.Plot]:
+def search_plots(search: search_tables.Search) -> list[drawing.Plot]:
     """The pictures of a search, except those with nothing to show."""
     drawn = [search_progress(search), influence(search), search_front(search)]
     drawn.append(search_skip_map(search))
     return [plot for plot in drawn if plot is not None]
 
 
-def search_progress(search: searches.Search) -> drawing.Plot | None:
+def search_progress(search: search_tables.Search) -> drawing.Plot | None:
     """The best speedup so far, by trial and by second of trials, with other searches."""
-    table = searches.progress(search.document)
+    table = search_tables.progress(search.document)
     if not len(table):
         return None
     axes = Figure(figsize=(drawing.WIDTH, 4.2), layout="constrained").subplots(1, 2, sharey=True)
@@ -50,7 +50,7 @@ def search_progress(search: searches.Search) -> drawing.Plot | None:
             label="" if number else "best so far",
         )  # fmt: skip
         for other, document in enumerate(search.beside):
-            beside = searches.progress(document)
+            beside = search_tables.progress(document)
             sampler = document["sampler"]
             words, colour, _ = PROPOSERS.get(sampler, (sampler, MUTED, ""))
             each.step(
@@ -69,7 +69,7 @@ def search_progress(search: searches.Search) -> drawing.Plot | None:
     return drawing.finished(axes[0], "search-progress", "How the search went", alt, "trials", VALUE)
 
 
-def influence(search: searches.Search) -> drawing.Plot | None:
+def influence(search: search_tables.Search) -> drawing.Plot | None:
     """How much each sublayer changes its input, and which ones the best draft skips."""
     values = np.array(search.document["influence"], dtype=float)
     if not len(values):
@@ -82,7 +82,7 @@ def influence(search: searches.Search) -> drawing.Plot | None:
         norm=LogNorm(least, max(float(values.max()), 2 * least)),
     )  # fmt: skip
     axes.figure.colorbar(image, ax=axes, label="1 - similarity", format="%.2g")
-    best = searches.best(search)
+    best = search_tables.best(search)
     skipped = best["skipped"] if best else {}
     for row, kind in enumerate(("attention", "mlp")):
         out = skipped.get(kind, ())
@@ -103,12 +103,12 @@ def influence(search: searches.Search) -> drawing.Plot | None:
     return drawing.finished(axes, "search-influence", title, alt, "layer")
 
 
-def search_front(search: searches.Search) -> drawing.Plot | None:
+def search_front(search: search_tables.Search) -> drawing.Plot | None:
     """Acceptance against cost of all trials, coloured by value, and their front."""
     table = search.complete.dropna(subset=["acceptance"])
     if not len(table):
         return None
-    best = searches.finalists(search)
+    best = search_tables.finalists(search)
     best = best.dropna(subset=["alpha"]) if len(best) else best
     axes = drawing.new_axes(4.6)
     points = axes.scatter(
@@ -137,8 +137,8 @@ def search_front(search: searches.Search) -> drawing.Plot | None:
     return drawing.finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)
 
 
-def search_skip_map(search: searches.Search) -> drawing.Plot | None:
-    table = searches.finalists(search)
+def search_skip_map(search: search_tables.Search) -> drawing.Plot | None:
+    table = search_tables.finalists(search)
     speedups = table["measured"].fillna(table["predicted"]) if len(table) else ()
     names, document = table.get("finalist", ()), search.document
     rows = [*zip(names, document["finalists"], speedups, strict=True)]

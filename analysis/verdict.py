@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis import searches, tables, trainings
+from layerskip.analysis import search_tables, tables, trainings
 from layerskip.analysis.labels import setting
 from layerskip.analysis.runs import ALL, Run
 
@@ -140,16 +140,16 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
     return advice + _more_prompts(row, row["speedup"])
 
 
-def judge_search(search: searches.Search) -> Verdict:
+def judge_search(search: search_tables.Search) -> Verdict:
     """The verdict on a search: the command to run, its effect, and the reasons."""
-    table, document = searches.finalists(search), search.document
+    table, document = search_tables.finalists(search), search.document
     verdict = Verdict(search.label, _faults(table, "name"), [_what_to_type(search)])
     lines = {row["name"]: row for _, row in table.iterrows()}
-    found, best = searches.best(search), lines.get(document["best_exit"])
+    found, best = search_tables.best(search), lines.get(document["best_exit"])
     winner = None if found is None else lines[found["name"]]
     if winner is not None:
         if math.isnan(winner["measured"]):
-            promising = document["winner"] or winner["predicted"] > searches.PAYS
+            promising = document["winner"] or winner["predicted"] > search_tables.PAYS
             verdict.advice = [TIME_THEM] if promising else []
         elif document["winner"]:
             verdict.advice = _more_prompts(winner, winner["measured"])
@@ -167,7 +167,7 @@ def judge_search(search: searches.Search) -> Verdict:
     verdict.lines.append(
         f"No draft of this space can be more than {document['bound']:.1f} times as fast as plain."
     )
-    guided = search.complete["origin"].isin(searches.GUIDED).sum()
+    guided = search.complete["origin"].isin(search_tables.GUIDED).sum()
     failed = int((search.trials["state"] != "complete").sum())
     verdict.lines.append(
         f"{len(search.complete)} trials finished, {guided} of them guided"
@@ -177,7 +177,7 @@ def judge_search(search: searches.Search) -> Verdict:
     return verdict
 
 
-def _what_to_type(search: searches.Search) -> str:
+def _what_to_type(search: search_tables.Search) -> str:
     """The fastest command, and its effect compared with the one without a skip config."""
     document = search.document
     default, law = document["default"], document["law"]
@@ -203,7 +203,7 @@ def _what_to_type(search: searches.Search) -> str:
     if timed is None:
         return f"{with_it}: it should be {_predicted(best)} times as fast as plain decoding."
     over = timed["over_default"]
-    low, high = (searches.number(over[end]) for end in ("low", "high"))
+    low, high = (search_tables.number(over[end]) for end in ("low", "high"))
     return (
         f"{with_it}: it is {timed['speedup']:.2f} times as fast as plain decoding, and "
         f"{over['speedup']:.2f} times{'' if math.isnan(low) else f' ({low:.2f} to {high:.2f})'} "
@@ -211,7 +211,7 @@ def _what_to_type(search: searches.Search) -> str:
     )
 
 
-def _draft(search: searches.Search, row: Any) -> str:
+def _draft(search: search_tables.Search, row: Any) -> str:
     """What a finalist's draft does with the model's sublayers."""
     finalist = next(each for each in search.document["finalists"] if each["name"] == row["name"])
     low, count = finalist.get("low"), 2 * search.document["model"]["num_layers"]
@@ -234,7 +234,9 @@ def _draft(search: searches.Search, row: Any) -> str:
 
 def _predicted(finalist: Any) -> str:
     """A predicted speedup, with its interval if the file has one."""
-    predicted, low, high = (searches.number(finalist.get(name)) for name in searches.PREDICTED)
+    predicted, low, high = (
+        search_tables.number(finalist.get(name)) for name in search_tables.PREDICTED
+    )
     return f"{predicted:.2f}" + ("" if math.isnan(low) else f" ({low:.2f} to {high:.2f})")
 
 

@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from pages import NASTY, harmless, page_of
 
-from layerskip.analysis import plots, report, search_plots, searches, write_report
+from layerskip.analysis import plots, report, search_plots, search_tables, write_report
 from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.page import MOST, columns_of
 from layerskip.analysis.runs import load_runs
@@ -27,7 +27,7 @@ from layerskip.files.searches import read_search
 
 
 def loaded(tmp_path, document):
-    [search] = searches.load_searches([made.write(tmp_path / "search.json", document)])
+    [search] = search_tables.load_searches([made.write(tmp_path / "search.json", document)])
     return search
 
 
@@ -62,7 +62,7 @@ LOW = {"bits": 8, "attention": [0, 2], "mlp": [*range(12)], "head": True}
 def test_the_front_is_what_no_other_point_dominates():
     points = [(0.1, 0.5), (0.1, 0.5), (0.1, 0.4), (0.2, 0.5), (0.3, 0.9), (0.05, math.nan)]
     on = [True, True, False, False, True, False]
-    assert searches.front(*np.array(points).T).tolist() == on
+    assert search_tables.front(*np.array(points).T).tolist() == on
 
 
 def test_trials_in_numbers(tmp_path):
@@ -82,7 +82,7 @@ def test_trials_in_numbers(tmp_path):
     assert table["bound"][0] == pytest.approx(2.5)
     assert table["rounded"][3] == "8 bits: attention 0, 2, MLP 0-11, head"
     assert search.complete["number"].tolist() == [3, 4, 1, 5]
-    progress = searches.progress(document)
+    progress = search_tables.progress(document)
     assert progress["seconds"].tolist() == [1, 3, 4, 5]
     assert progress["best"].tolist() == [0.9, 1.2, 1.2, 1.2]
     assert progress["proposer"].tolist() == ["first", "ours", "tpe", "local"]
@@ -99,13 +99,13 @@ def test_finalists_in_numbers(tmp_path):
     document |= {"winner": first["name"], "best_exit": third["name"]}
     rule = {"controller": "adaptive-threshold", "adaptive": {"alpha": 0.7}}
     first["decoding"] = first["decoding"] | rule
-    table = searches.finalists(loaded(tmp_path, document))
+    table = search_tables.finalists(loaded(tmp_path, document))
     assert table["controller"][0] == "adaptive-threshold (alpha 0.7)"
     assert table["role"].tolist() == ["winner", "", "best exit"]
     assert table["efficiency"].tolist() == pytest.approx([0.75, 0.8, math.nan], nan_ok=True)
     assert table[["low", "high", "bound"]].iloc[0].tolist() == [1.1, 1.3, 4]
     document["best_exit"] = first["name"]
-    table = searches.finalists(loaded(tmp_path, document))
+    table = search_tables.finalists(loaded(tmp_path, document))
     assert table["role"].tolist() == ["winner, best exit", "", ""]
 
 
@@ -197,7 +197,7 @@ def test_other_searches_of_the_same_kind_are_drawn_beside(tmp_path):
     documents = [made.made_up(seed=seed) for seed in (0, 1)]
     documents += [documents[0] | {"sampler": "random"}, made.made_up(layers=6)]
     files = [made.write(tmp_path / f"{n}.json", each) for n, each in enumerate(documents)]
-    loaded = searches.load_searches(files)
+    loaded = search_tables.load_searches(files)
     assert [len(search.beside) for search in loaded] == [2, 2, 2, 0]
     labels = search_plots.search_progress(loaded[0]).figure.axes[0].get_legend_handles_labels()[1]
     assert labels[-1] == "best so far of another search (random)"
@@ -311,7 +311,7 @@ def test_only_a_finalists_speedup_is_called_predicted(tmp_path):
     document["finalists"][0]["decoding"] |= {"threshold": 0.4, "lookup": True}
     document["finalists"][0]["predicted"] = 3.15
     search = loaded(tmp_path, document)
-    table, finalists = searches.valued(search), searches.finalists(search)
+    table, finalists = search_tables.valued(search), search_tables.finalists(search)
     named = table.dropna(subset=["predicted"]).set_index("number")["predicted"]
     assert named.to_dict() == finalists.set_index("trial")["predicted"].to_dict()
     assert table["value"].tolist()[0] == search.trials["speedup"].max() != 3.15
