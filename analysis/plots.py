@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from layerskip.analysis import drawing, tables, trainings
+from layerskip.analysis import drawing, tables, training_tables
 from layerskip.analysis.drawing import BLUE, GREEN, INK, LINE, MUTED, ORANGE, PAPER, PURPLE, SKY
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.runs import ALL, Run
@@ -277,9 +277,9 @@ def draft_words(name: str, draft: Mapping[str, Any], speedup: float) -> str:
     return f"{words}, speedup {speedup:.2f}"
 
 
-def training_curve(of: trainings.Trainings) -> drawing.Plot:
+def training_curve(of: training_tables.Trainings) -> drawing.Plot:
     """Overlap of the first step with the target's distribution, by tokens of training."""
-    table = trainings.curves(of).query("step == 1")
+    table = training_tables.curves(of).query("step == 1")
     names = table["draft"].unique()
     axes = drawing.new_axes(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
     drawing.lines(axes, table, "draft", "tokens", "overlap", "")

@@ -18,7 +18,7 @@ from layerskip.analysis import (
     plots,
     search_tables,
     tables,
-    trainings,
+    training_tables,
     verdict,
 )
 from layerskip.analysis.labels import hardware, law_words, machine_words, visible
@@ -69,11 +69,11 @@ def kinds() -> dict[str, Subject]:
             {"search-finalists": search_tables.finalists, "search-trials": search_tables.valued},
         ),
         "training": Subject(
-            lambda files: [trainings.load_trainings(files)],
+            lambda files: [training_tables.load_trainings(files)],
             verdict.judge_trainings,
-            lambda of: {"Model": ", ".join(trainings.trainings(of)["model"].unique())},
+            lambda of: {"Model": ", ".join(training_tables.trainings(of)["model"].unique())},
             lambda of: [plots.training_curve(of)],
-            {"trainings": trainings.trainings, "training-curves": trainings.curves},
+            {"trainings": training_tables.trainings, "training-curves": training_tables.curves},
         ),
         "exits": Subject(
             exit_report.load_exit_trainings,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis import search_tables, tables, trainings
+from layerskip.analysis import search_tables, tables, training_tables
 from layerskip.analysis.labels import setting
 from layerskip.analysis.runs import ALL, Run
 
@@ -250,9 +250,9 @@ def _speed(row: Any) -> str:
     )
 
 
-def judge_trainings(of: trainings.Trainings) -> Verdict:
+def judge_trainings(of: training_tables.Trainings) -> Verdict:
     """Which trained drafts pay, how fast the fastest is, and whether it was still learning."""
-    table = trainings.trainings(of)
+    table = training_tables.trainings(of)
     verdict = Verdict(of.label)
     pays = table[table["pays"] == "yes"]
     verdict.lines.append(f"{len(pays)} of {len(table)} trained drafts pay.")
@@ -270,7 +270,7 @@ def judge_trainings(of: trainings.Trainings) -> Verdict:
         f"c {best['draft_cost']:.2f}; training changed its overlap with the target from "
         f"{best['overlap_before']:.3f} to {best['overlap']:.3f}."
     )
-    curve = trainings.curves(of).query("step == 1")
+    curve = training_tables.curves(of).query("step == 1")
     curve = curve[curve["draft"] == best["draft"]]
     late = curve[curve["tokens"] >= curve["tokens"].max() / 2]["overlap"]
     if len(late) > 1 and late.iloc[-1] - late.iloc[0] > RISING:

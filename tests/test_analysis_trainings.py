@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from pages import NASTY, page_of
 
 from layerskip import LowPrecision, SkipConfig
-from layerskip.analysis import exit_report, plots, trainings, write_report
+from layerskip.analysis import exit_report, plots, training_tables, write_report
 from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.verdict import judge_trainings, words
 from layerskip.files.documents import kind_of
@@ -23,7 +23,7 @@ def loaded(tmp_path, *records):
         made.write(tmp_path / f"run {number}" / "train.json", record)
         for number, record in enumerate(records)
     ]
-    return trainings.load_trainings(files)
+    return training_tables.load_trainings(files)
 
 
 def test_trainings_are_named_by_what_tells_them_apart(tmp_path):
@@ -52,10 +52,10 @@ def test_what_a_draft_is_trained_on_is_told(tmp_path):
         ("healed", four, "4 bits, head 8"),
         ("healed", gaps, "3 sublayers out, 8 bits"),
     ):
-        assert trainings.base_of({"kind": kind, "skip": skip.to_dict()}) == named
+        assert training_tables.base_of({"kind": kind, "skip": skip.to_dict()}) == named
     before = {"kind": "healed", "hash": "0" * 64, "base": "b"}  # as files of earlier versions
     recipe = {"kind": "healed", "skip": four.to_dict() | {"trained": before}}
-    assert trainings.base_of(recipe) == "4 bits, head 8, trained before"
+    assert training_tables.base_of(recipe) == "4 bits, head 8, trained before"
     each = [made.training(recipe={"kind": "healed", "skip": s.to_dict()}) for s in (four, gaps)]
     assert [*loaded(tmp_path, *each).each] == [
         "healed (4 bits, head 8)",
@@ -65,7 +65,7 @@ def test_what_a_draft_is_trained_on_is_told(tmp_path):
 
 def test_a_training_in_numbers(tmp_path):
     of = loaded(tmp_path, made.training(), made.training(recipe={"kind": "heads"}, timed={}))
-    table = trainings.trainings(of)
+    table = training_tables.trainings(of)
     first, second = (row for _, row in table.iterrows())
     assert first["minutes"] == pytest.approx(21)
     assert (first["overlap_before"], first["overlap"]) == (0.30, 0.66)
@@ -77,7 +77,7 @@ def test_a_training_in_numbers(tmp_path):
     assert (first["measured"], first["low"], first["high"], first["before"]) == (1.2, 1.1, 1.3, 1.5)
     assert second[["measured", "low", "high", "before"]].isna().all()
     assert table["model"].tolist() == ["weights-0123456789abcdef"] * 2
-    curve = trainings.curves(of)
+    curve = training_tables.curves(of)
     assert len(curve) == 2 * len(made.CURVE) * 2
     rows = curve[(curve["draft"] == "heads") & (curve["step"] == 2)]
     assert rows["overlap"].tolist() == [steps[1] for _, _, *steps in made.CURVE]
