@@ -14,7 +14,7 @@ from html import escape
 import pandas as pd
 
 from layerskip.analysis.drawing import INK, LINE, MUTED, PAPER
-from layerskip.analysis.tables import ENDS
+from layerskip.analysis.run_tables import ENDS
 from layerskip.analysis.verdict import Verdict
 
 

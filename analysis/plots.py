@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from layerskip.analysis import drawing, tables, training_tables
+from layerskip.analysis import drawing, run_tables, training_tables
 from layerskip.analysis.drawing import BLUE, GREEN, INK, LINE, MUTED, ORANGE, PAPER, PURPLE, SKY
 from layerskip.analysis.labels import ranges
 from layerskip.analysis.runs import ALL, Run
@@ -30,7 +30,7 @@ SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
 def run_plots(run: Run) -> list[drawing.Plot]:
     drawn = [plot(run, size) for plot in (contexts, speedups) for size in run.batch_sizes]
     drawn += [positions(run), phases(run), run_skip_map(run)]
-    priced = tables.sweeps(run)
+    priced = run_tables.sweeps(run)
     drawn += [heat_map(priced, name) for name in HEATED if len(priced)]
     return [plot for plot in drawn if plot is not None]
 
@@ -44,7 +44,7 @@ def _named(run: Run, name: str, title: str, batch_size: int) -> tuple[str, str]:
 
 def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
     """Speedups over the baseline by method and category; hollow without an interval."""
-    table = tables.speedup(run)
+    table = run_tables.speedup(run)
     table = table[(table["over"] == run.baseline) & (table["batch_size"] == batch_size)]
     table = table[table["method"] != run.baseline]
     if not len(table):
@@ -89,7 +89,7 @@ def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
 
 def contexts(run: Run, batch_size: int) -> drawing.Plot | None:
     """Speed after the first tokens by context length, with slowest and fastest calls."""
-    table = tables.decoding(run)
+    table = run_tables.decoding(run)
     if not len(table):
         return None  # every text ended with its first token
     table = table[(table["batch_size"] == batch_size) & table["context"].notna()]
@@ -121,7 +121,7 @@ def contexts(run: Run, batch_size: int) -> drawing.Plot | None:
 
 def positions(run: Run) -> drawing.Plot | None:
     """Acceptance by place in the draft, for tokens after accepted ones only."""
-    table = tables.positions(run)
+    table = run_tables.positions(run)
     table = table[table["tried"] > 0] if len(table) else table
     if not len(table):
         return None
@@ -138,7 +138,7 @@ def positions(run: Run) -> drawing.Plot | None:
 
 def phases(run: Run) -> drawing.Plot:
     """The parts of the time per token, at the smallest batch size."""
-    table = tables.phases(run)
+    table = run_tables.phases(run)
     table = table[table["batch_size"] == run.batch_sizes[0]]
     names, tall = drawing.in_lines(table["method"])
     axes = drawing.new_axes(1.3 + max(0.38, 0.18 * tall) * len(table))
@@ -212,7 +212,7 @@ def heat_map(table: pd.DataFrame, name: str) -> drawing.Plot:
 
 
 def run_skip_map(run: Run) -> drawing.Plot | None:
-    table = tables.comparison([run])
+    table = run_tables.comparison([run])
     first = table[table["batch_size"] == run.batch_sizes[0]].set_index("method")["speedup"]
     rows = [(name, run.methods[name], first.get(name, np.nan)) for name in run.drafting]
     return skip_map("skip-map", rows, run.header["model"]["num_layers"]) if rows else None

@@ -16,8 +16,8 @@ from layerskip.analysis import (
     drawing,
     exit_report,
     plots,
+    run_tables,
     search_tables,
-    tables,
     training_tables,
     verdict,
 )
@@ -59,7 +59,7 @@ def kinds() -> dict[str, Subject]:
             verdict.judge_run,
             _run_facts,
             plots.run_plots,
-            {name: getattr(tables, name) for name in RUN_TABLES},
+            {name: getattr(run_tables, name) for name in RUN_TABLES},
         ),
         "search": Subject(
             search_tables.load_searches,
@@ -170,7 +170,7 @@ def _sections(
     made, judged = [], iter(verdicts)
     for name, kind, subjects in subjects_of:
         if name == "run" and len(subjects) > 1:
-            together = {"comparison": tables.comparison(subjects)}
+            together = {"comparison": run_tables.comparison(subjects)}
             _write_table(folder, "comparison", together["comparison"])
             made.append(Section("All runs", "all-runs", {}, None, [], together))
         frames: dict[str, list[pd.DataFrame]] = {table: [] for table in kind.tables}

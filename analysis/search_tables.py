@@ -17,7 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from layerskip.analysis.labels import labels_of, printable, ranges, slug_of
-from layerskip.analysis.tables import same_text
+from layerskip.analysis.run_tables import same_text
 from layerskip.files.searches import read_search
 
 PAYS = 1.005

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis import search_tables, tables, training_tables
+from layerskip.analysis import run_tables, search_tables, training_tables
 from layerskip.analysis.labels import setting
 from layerskip.analysis.runs import ALL, Run
 
@@ -45,9 +45,9 @@ def words(verdicts: Sequence[Verdict]) -> str:
 
 def judge_run(run: Run) -> Verdict:
     """The verdict on a run's fastest self-speculative method at the smallest batch size."""
-    texts = tables.losslessness(run).query("category == @ALL")
+    texts = run_tables.losslessness(run).query("category == @ALL")
     verdict = Verdict(run.label, _faults(texts, "method"))
-    table = tables.speedup(run)
+    table = run_tables.speedup(run)
     first = table["batch_size"] == run.batch_sizes[0]
     table = table[(table["category"] == ALL) & first]
     speeds = table[table["over"] == run.baseline].set_index("method")
@@ -92,7 +92,7 @@ def _headline(run: Run, method: str, row: Any) -> str:
 def _reasons(run: Run, method: str, texts: Any) -> list[str]:
     """Acceptance, the bound of the speedup, and whether texts are equal or repetitive."""
     said = []
-    accepted = _line(tables.acceptance(run), run, method)
+    accepted = _line(run_tables.acceptance(run), run, method)
     if accepted is not None and not accepted["drafted"]:
         said.append("It drafted nothing: its controller expected no gain.")
     elif accepted is not None:
@@ -100,7 +100,7 @@ def _reasons(run: Run, method: str, texts: Any) -> list[str]:
             f"A drafted token was accepted with probability {accepted['alpha']:.2f}; a pass of the "
             f"whole model yielded {accepted['tokens_per_pass']:.2f} tokens."
         )
-    forecast = _line(tables.predictions(run), run, method)
+    forecast = _line(run_tables.predictions(run), run, method)
     if forecast is not None and not math.isnan(forecast["bound"]):
         said.append(
             f"A draft step cost {forecast['draft_cost']:.2f} plain steps, so such drafts "
@@ -109,7 +109,7 @@ def _reasons(run: Run, method: str, texts: Any) -> list[str]:
     if texts["compared"]:
         near = f", {texts['near_ties']} near-ties" if texts["near_ties"] else ""
         said.append(f"Texts equal to {run.baseline}'s: {texts['equal']}/{texts['compared']}{near}.")
-    row = _line(tables.repetition(run), run, method)
+    row = _line(run_tables.repetition(run), run, method)
     if row["loops"] > MANY_LOOPS * row["texts"]:
         said.append(f"{row['loops']} of {row['texts']} texts loop, which flatters this speedup.")
     return said
@@ -128,7 +128,7 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
     if len(faster):
         peer = faster.idxmax()
         advice.append(f"For prompts like these, prefer {peer}: it is {_times(speeds.loc[peer])}.")
-    priced = tables.sweeps(run)
+    priced = run_tables.sweeps(run)
     if len(priced):
         best = priced.loc[priced["speedup"].idxmax()]
         now = run.methods[method]["num_kept"] / 2

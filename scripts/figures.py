@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.analysis.labels import hardware, machine_words
+from layerskip.analysis.run_tables import speedup
 from layerskip.analysis.runs import ALL, Run, load_runs
-from layerskip.analysis.tables import speedup
 from layerskip.files.writing import write_text
 
 ROOT = Path(__file__).parent.parent

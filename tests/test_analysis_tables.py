@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import run_files as made
 
-from layerskip.analysis import tables
+from layerskip.analysis import run_tables
 from layerskip.analysis.runs import load_runs, rounds_of
 from layerskip.analysis.verdict import judge_run
 from layerskip.costs.ratios import Totals, measured_speedup
@@ -47,7 +47,7 @@ def test_speedup_is_all_tokens_over_all_seconds(tmp_path):
             *timed("generate", "text-1", [0.100]),
         ],
     )
-    table = tables.speedup(run)
+    table = run_tables.speedup(run)
     row = one(table, category="all", method="self", over="plain")
     assert row["prompts"] == 2
     assert row["speedup"] == pytest.approx((30 + 100) / (10 + 60))
@@ -72,7 +72,7 @@ def test_one_answer_of_one_token_does_not_outweigh_the_others(tmp_path):
         lines += timed("plain", f"text-{number}", [0.960], tokens=96, first=0.010)
         lines += timed("self", f"text-{number}", [0.960 / gain], tokens=96, first=0.010)
     run = run_of(tmp_path, lines)
-    row = one(tables.speedup(run), method="self", over="plain")
+    row = one(run_tables.speedup(run), method="self", over="plain")
     own = 0.046 + sum(0.960 / gain for gain in gains)
     assert row["speedup"] == pytest.approx((0.018 + 11 * 0.960) / own)
     assert row["low"] > 1.1
@@ -90,7 +90,7 @@ def test_speedups_compare_only_prompts_that_both_have(tmp_path):
             *timed("self", "code-1", [0.010]),
         ],
     )
-    row = one(tables.speedup(run), method="self", over="plain")
+    row = one(run_tables.speedup(run), method="self", over="plain")
     assert (row["prompts"], row["speedup"]) == (1, pytest.approx(3))
     assert math.isnan(row["low"])  # one prompt has no interval
 
@@ -99,7 +99,7 @@ def test_texts_of_one_token_have_no_decoding(tmp_path):
     run = run_of(
         tmp_path, [r for m in ("plain", "self") for r in timed(m, "code-1", [0.002], tokens=1)]
     )
-    row = one(tables.speedup(run), method="self", over="plain")
+    row = one(run_tables.speedup(run), method="self", over="plain")
     assert row["speedup"] == pytest.approx(1)
     assert math.isnan(row["decode_speedup"])
 
@@ -127,7 +127,7 @@ ROUNDS = made.rounds((2, 2, 3), (3, 1, 2), (0, 0, 1), (2, 0, 1), (2, 1, 1))
 def test_acceptance(tmp_path):
     # an end cut the last round after one accepted token, so its second token was not judged
     lines = [made.record("plain"), made.record("self", new_tokens=[9], rounds=ROUNDS)]
-    row = one(tables.acceptance(run_of(tmp_path, lines)), category="all")
+    row = one(run_tables.acceptance(run_of(tmp_path, lines)), category="all")
     assert (row["rounds"], row["drafts"], row["drafted"]) == (5, 4, 9)
     assert (row["accepted"], row["rejected"]) == (4, 2)
     assert row["alpha"] == pytest.approx(4 / 6)
@@ -139,7 +139,7 @@ def test_acceptance(tmp_path):
 
 def test_acceptance_by_position(tmp_path):
     lines = [made.record("plain"), made.record("self", new_tokens=[9], rounds=ROUNDS)]
-    table = tables.positions(run_of(tmp_path, lines)).set_index("position")
+    table = run_tables.positions(run_of(tmp_path, lines)).set_index("position")
     assert table["tried"].tolist() == [4, 2, 0]
     assert table["accepted"].tolist() == [3, 1, 0]
     assert table["acceptance"].tolist()[:2] == [3 / 4, 1 / 2]
@@ -151,7 +151,7 @@ def test_positions_of_trees_go_by_depth(tmp_path):
     """The tree of five tokens has depth 2, so it counts as two drafted positions in a row."""
     told = made.rounds((5, 2, 3), (5, 0, 1)) | {"depths": [[2], [5]]}
     lines = [made.record("plain"), made.record("self", new_tokens=[5], rounds=told)]
-    table = tables.positions(run_of(tmp_path, lines)).set_index("position")
+    table = run_tables.positions(run_of(tmp_path, lines)).set_index("position")
     assert table["reached"].tolist() == [2, 2, 1, 1, 1]
     assert table["tried"].tolist() == [2, 1, 0, 0, 0]
 
@@ -173,14 +173,14 @@ def test_finished_rows_of_a_batch_count_for_nothing(tmp_path):
     head = made.header(methods=[{"name": "plain", "kind": "plain"}, made.drafting(
         "self", costs={"2": made.COSTS})], batch_sizes=[2])  # fmt: skip
     run = run_of(tmp_path, lines, head)
-    row = one(tables.acceptance(run), category="all")
+    row = one(run_tables.acceptance(run), category="all")
     assert (row["rounds"], row["drafted"], row["accepted"]) == (3, 4, 3)
-    assert one(tables.speedup(run), method="self")["tokens_per_second"] == pytest.approx(1000)
-    row = one(tables.repetition(run), method="self")
+    assert one(run_tables.speedup(run), method="self")["tokens_per_second"] == pytest.approx(1000)
+    row = one(run_tables.repetition(run), method="self")
     assert (row["repeated_4grams"], row["loops"], row["texts"]) == (0.5, 1, 2)
     # rows draft together: rounds of 2 and 1 draft steps replace 4 plain steps
     cost = 2 * 0.15 + 1.35 + 0.15 + 1.2
-    assert one(tables.predictions(run))["predicted"] == pytest.approx(4 / cost)
+    assert one(run_tables.predictions(run))["predicted"] == pytest.approx(4 / cost)
 
 
 def test_phases_add_up(tmp_path):
@@ -189,7 +189,7 @@ def test_phases_add_up(tmp_path):
         made.record("plain", seconds=made.seconds(0.02)),
         made.record("self", seconds=made.seconds(0.02, 0.003, **parts)),
     ]
-    table = tables.phases(run_of(tmp_path, lines))
+    table = run_tables.phases(run_of(tmp_path, lines))
     row = one(table, method="self")
     assert row[["prefill", "draft", "verify", "other", "rest", "total"]].tolist() == (
         pytest.approx([0.3, 0.4, 1.0, 0.2, 0.1, 2.0])
@@ -207,7 +207,7 @@ def test_differences_are_faults_unless_near_ties_explain_them(tmp_path):
         made.record("self", repeat=i, equal=[same], differences=differences)
         for i, (same, differences) in enumerate(told)
     ]
-    table = tables.losslessness(run_of(tmp_path, lines))
+    table = run_tables.losslessness(run_of(tmp_path, lines))
     row = one(table, method="self")
     assert row[["compared", "equal", "near_ties", "faults"]].tolist() == [5, 1, 1, 3]
     assert one(table, method="plain")["compared"] == 0
@@ -221,7 +221,7 @@ def test_rounds_are_priced_by_the_cost_table(tmp_path):
         lines += timed("self", name, [0.006], tokens=11, rounds=rounds)
     lines += timed("self:fixed-4", "code-1", [0.011], tokens=11,
                    rounds=made.rounds(*[(0, 0, 1)] * 10))  # fmt: skip
-    table = tables.predictions(run_of(tmp_path, lines))
+    table = run_tables.predictions(run_of(tmp_path, lines))
     cost = {"code": 5 * (0.15 + 1.2), "text": 2 * (4 * 0.15 + 1.5)}
     for category, paid in (*cost.items(), ("all", sum(cost.values()))):
         row = one(table, method="self", category=category)
@@ -240,22 +240,22 @@ def test_sweeps_are_priced_by_their_rounds(tmp_path):
     swept["exits"][1]["rounds"] = [[0, 10], [4, 1, 5], [0, 0, 0, 0, 6]]
     run = run_of(tmp_path, [made.record("plain"), swept])
     c = 2 / 20
-    row = one(tables.sweeps(run), exit=2, draft_length=2)
+    row = one(run_tables.sweeps(run), exit=2, draft_length=2)
     assert row["speedup"] == pytest.approx(20 / (4 + (c + 1.2) + 5 * (2 * c + 1.35)))
     assert row["tokens_per_pass"] == pytest.approx(2)
     assert row["acceptance_rate"] == pytest.approx(10 / 11)
-    best = one(tables.exits(run), exit=2)
+    best = one(run_tables.exits(run), exit=2)
     assert best["draft_length"] == 4
     assert best["speedup"] == pytest.approx(20 / (6 * (4 * c + 1.5)))
-    assert tables.exits(run)["agreement"].tolist() == [0.3, 0.6, 0.8]
-    assert not len(tables.exits(run_of(tmp_path, [made.record("plain")])))
+    assert run_tables.exits(run)["agreement"].tolist() == [0.3, 0.6, 0.8]
+    assert not len(run_tables.exits(run_of(tmp_path, [made.record("plain")])))
 
 
 def test_predictions_find_the_costs_that_made_the_times(tmp_path):
     run = run_of(tmp_path, made.made_up(prompts=20, noise=0.0)[1:], made.header())
-    whole = tables.predictions(run).query("category == 'all'")
+    whole = run_tables.predictions(run).query("category == 'all'")
     assert whole["efficiency"].tolist() == pytest.approx([1, 1], abs=0.005)
-    alphas = tables.acceptance(run).query("category == 'all'")["alpha"].tolist()
+    alphas = run_tables.acceptance(run).query("category == 'all'")["alpha"].tolist()
     assert alphas == pytest.approx([0.6, 0.6], abs=0.04)
 
 
@@ -269,7 +269,7 @@ def test_runs_are_told_apart_and_stand_side_by_side(tmp_path):
         "tiny, sampled at T=0.8, float32 on cpu, 1 thread, b",
         "tiny, sampled at T=0.8, bfloat16 on cpu, 1 thread",
     ]
-    comparison = tables.comparison(runs)
+    comparison = run_tables.comparison(runs)
     assert len(comparison) == 6
     assert set(comparison["over"]) == {"plain"}
 
@@ -285,7 +285,7 @@ def test_decoding_is_told_by_context_beside_what_memory_gives(tmp_path):
     lines += timed("generate", "8-0", [0.01], context=8, category="8 tokens")
     run = run_of(tmp_path, lines)
     assert run.contexts == {"8 tokens": 8, "64 tokens": 64}
-    table = tables.decoding(run)
+    table = run_tables.decoding(run)
     assert len(table) == 3  # one line per method and context, none over all contexts
     plain = one(table, method="plain", context=64)
     assert (plain["low"], plain["tokens_per_second"], plain["high"]) == pytest.approx(
@@ -313,14 +313,14 @@ def test_rounds_are_counted_by_the_source_of_their_drafts(first, tmp_path):
         made.record(own["name"], new_tokens=[11], rounds=found),
     ]
     run = run_of(tmp_path, lines, head)
-    table = tables.sources(run).set_index("source")
+    table = run_tables.sources(run).set_index("source")
     assert table["share"].tolist() == pytest.approx([1 / 2, 1 / 3, 1 / 6])
     assert table.loc[first, "acceptance_rate"] == pytest.approx(3 / 6)
     assert table.loc["sublayers", "acceptance_rate"] == pytest.approx(1 / 2)
     assert table.loc["none", "drafted"] == 0
     costs = CostTable(0.5, (1.0, 1.2, 1.4))
     rounds = run.rounds[run.rounds["method"] == own["name"]]
-    assert tables.gain(rounds, costs) == pytest.approx(10 / (3 * 1.4 + 2 * (0.5 + 1.2) + 1.0))
+    assert run_tables.gain(rounds, costs) == pytest.approx(10 / (3 * 1.4 + 2 * (0.5 + 1.2) + 1.0))
 
 
 def test_a_round_may_have_a_source_for_each_row():

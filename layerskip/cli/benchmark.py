@@ -230,8 +230,8 @@ def _record(
     save_text: bool,
 ) -> list[dict[str, Any]]:
     """Write `lines`, then measurements, to a run file. Prints and returns the table's rows."""
+    from layerskip.analysis.run_tables import headlines
     from layerskip.analysis.runs import load_runs
-    from layerskip.analysis.tables import headlines
     from layerskip.backends.captured import capture_seconds
     from layerskip.bench.bandwidth import Sweeps
     from layerskip.bench.runner import benchmark as run_benchmark

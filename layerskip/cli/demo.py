@@ -32,8 +32,8 @@ def demo(
     """
     talk, prompts = terminal.Talk(quiet), shipped_prompts(1)
     with open_checked_drafts(draft, loading, talk) as opened:
+        from layerskip.analysis.run_tables import COMPARED, headlines
         from layerskip.analysis.runs import ALL, Run
-        from layerskip.analysis.tables import COMPARED, headlines
         from layerskip.bench.batches import encode_all, make_batches
         from layerskip.bench.methods import Engine, Method, Peer, Task
         from layerskip.bench.runner import benchmark
