@@ -37,7 +37,7 @@ RUN_TABLES = (
     "results", "categories", "speedup", "losslessness", "acceptance", "sources", "positions",
     "phases", "decoding", "predictions", "repetition", "exits", "sweeps",
 )  # fmt: skip
-"""The functions of `tables` that a report calls, in the page's order."""
+"""The functions of `run_tables` that a report calls, in the page's order."""
 
 
 @dataclass(frozen=True)

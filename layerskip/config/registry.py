@@ -44,20 +44,20 @@ PLACES: dict[Role, dict[str, str]] = {
     },
     "loss": {
         "lk": "training.losses:lk",
-        "kl": "research.students:kl",
-        "tvd++": "research.students:tvd_plus",
+        "kl": "research.block_students:kl",
+        "tvd++": "research.block_students:tvd_plus",
         "ce": "training.losses:ce",
     },
     "student": {
-        "exit-block": "research.students:ExitStudent",
+        "exit-block": "research.block_students:ExitStudent",
         "heads": "training.students:HeadsStudent",
-        "streams": "research.students:StreamsStudent",
+        "streams": "research.block_students:StreamsStudent",
         "assistant": "training.students:Further",
         "eagle3": "training.students:Further",
     },
     "module": {
         "exit-block": "research.blocks:ExitBlock",
-        "heads": "model.blocks:Heads",
+        "heads": "model.draft_modules:Heads",
         "streams": "research.blocks:Streams",
     },
     "state": {

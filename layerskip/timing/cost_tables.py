@@ -2,8 +2,8 @@
 
 Rounds of fixed length are timed once per model and kind of law: with one row, with the call's
 number of rows, and after a long context if the call nearly reaches that. They give the few numbers
-of the cost model (see `costs/cost_model.py`). Other processes reuse them through a small file in the
-folder `$LAYERSKIP_CACHE` (if empty, nothing is stored), or in the user's cache folder. A call
+of the cost model (see `costs/cost_model.py`). Other processes reuse them through a small file in
+the folder `$LAYERSKIP_CACHE` (if empty, nothing is stored), or in the user's cache folder. A call
 without costs spends little time on measuring, and the next calls continue. Under the rejection rule
 the text depends on draft lengths, which no clock may affect: there, costs follow from bytes read.
 """

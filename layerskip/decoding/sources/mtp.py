@@ -1,4 +1,4 @@
-"""The source that drafts with the head of its own checkpoint (see `layerskip.model.mtp_head`).
+"""Drafts with the head of the model's own checkpoint (see `layerskip.model.mtp_head`).
 
 A step reads a token and the state of the token before it: the model's own state for accepted
 tokens, the head's last one for drafted tokens.
