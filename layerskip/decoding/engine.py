@@ -23,7 +23,7 @@ from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_
 from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.speculator import Outcome, Speculator
-from layerskip.decoding.target import Verdict
+from layerskip.decoding.target import VerifyResult
 from layerskip.model.picture_features import Pictures
 from layerskip.model.sublayers import Sublayers
 
@@ -246,7 +246,7 @@ class Decoder:
 
 
 def _by_row(
-    values: Tensor, verdict: Verdict, emitted: Sequence[Sequence[int]]
+    values: Tensor, verdict: VerifyResult, emitted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, ...]:
     """Select the emitted tokens' values from (N, V): per row (emitted, V)."""
     pairs = zip(verdict.read, emitted, strict=True)

@@ -17,7 +17,7 @@ from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal
-from layerskip.decoding.target import Mark, StepRequest, StepResult, Verdict
+from layerskip.decoding.target import Mark, StepRequest, StepResult, VerifyResult
 
 # The moves of rows so far, and every row with its length and last token.
 _Start = tuple[int, list[tuple[int, int, int]]]
@@ -171,7 +171,7 @@ class LiveTarget:
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
-    ) -> Verdict:
+    ) -> VerifyResult:
         positions = drafts.positions(rows)
         raw = self._begun(drafts, positions)  # (N, V)
         if raw is None:
@@ -206,7 +206,7 @@ class LiveTarget:
         drafts: DraftedTokens | None = None,
         *,
         keep: bool = False,
-    ) -> Verdict:
+    ) -> VerifyResult:
         """Judge a round's drafts, or the tokens after prompts, by raw logits (N, V)."""
         places = positions
         if drafts is not None and drafts.parents:  # noise depends on depth, not on the node
@@ -252,7 +252,7 @@ class LiveTarget:
             if state.reads_logits:
                 before = drafts.before if drafts is not None else lambda *_: ()
                 state.read(raw, [(row, before(row, node)) for row, node in positions])
-        return Verdict(tokens, read, raw, verified.scores)
+        return VerifyResult(tokens, read, raw, verified.scores)
 
     def _run_ahead(
         self, drafts: DraftedTokens | None, drawn: Tensor, positions: Sequence[Position]

@@ -12,7 +12,7 @@ from layerskip.decoding.controller import Chooser, Controller, Offer, first_offe
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import StepRequest, Target, Verdict
+from layerskip.decoding.target import StepRequest, Target, VerifyResult
 from layerskip.texts.tokens import in_common
 
 
@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
     plans: Mapping[int, Plan]
     drafts: DraftedTokens
-    verdict: Verdict
+    verdict: VerifyResult
     emitted: Mapping[int, Sequence[int]]
     accepted: Mapping[int, int]
 
@@ -90,7 +90,7 @@ class Speculator:
         mark()
         rows = [row for row in plans if not seats[row].finished]  # an error may have ended some
         if not rows:
-            return Outcome(plans, drafts, Verdict([], []), {}, {})
+            return Outcome(plans, drafts, VerifyResult([], []), {}, {})
         verdict = target.verify(drafts, rows, mark, keep=keep)
         emitted: dict[int, Sequence[int]] = {}
         accepted: dict[int, int] = {}

@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
     confidences: Sequence[float]
 
 
-class Verdict(NamedTuple):
+class VerifyResult(NamedTuple):
     """The target's decisions in a round, or after prompts.
 
     Attributes:
@@ -90,7 +90,7 @@ class Target(Protocol):
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
-    ) -> Verdict:
+    ) -> VerifyResult:
         """Verify the drafts of rows."""
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.sources.base import Proposal
-from layerskip.decoding.target import Mark, StepRequest, StepResult, Verdict
+from layerskip.decoding.target import Mark, StepRequest, StepResult, VerifyResult
 from layerskip.replay.replayed_drafts import Replay, TextBatch
 from layerskip.replay.token_draws import NOTHING
 from layerskip.texts.tokens import in_common
@@ -79,7 +79,7 @@ class RecordedTarget:
 
     def verify(
         self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
-    ) -> Verdict:
+    ) -> VerifyResult:
         mark()
         tokens: list[list[int]] = [[] for _ in self.texts]
         for row in rows:
@@ -92,7 +92,7 @@ class RecordedTarget:
             else:
                 agreeing = 0
             tokens[row] = [*following, NOTHING][: agreeing + 1]
-        return Verdict(tokens, [[*range(len(each))] for each in tokens])
+        return VerifyResult(tokens, [[*range(len(each))] for each in tokens])
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
         self.batch.commit(row)
