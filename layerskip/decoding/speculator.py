@@ -16,7 +16,7 @@ from layerskip.decoding.target import StepRequest, Target, VerifyResult
 from layerskip.texts.tokens import in_common
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """What a row drafts in a round: given tokens, or a maximum number of steps."""
 
     source: int | None = None
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
 class Outcome(NamedTuple):
     """The result of a round: plans, emitted tokens and the number of accepted ones, by row."""
 
-    plans: Mapping[int, Plan]
+    plans: Mapping[int, RowPlan]
     drafts: DraftedTokens
     verdict: VerifyResult
     emitted: Mapping[int, Sequence[int]]
@@ -107,7 +107,7 @@ class Speculator:
             self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
         return Outcome(plans, drafts, verdict, emitted, accepted)
 
-    def _plan(self, rows: Sequence[int]) -> dict[int, Plan]:
+    def _plan(self, rows: Sequence[int]) -> dict[int, RowPlan]:
         target, controller, count = self.target, self.controller, len(self.target.states)
         self._proposals = [
             {row: self._proposal(number, row) for row in rows}
@@ -121,14 +121,14 @@ class Speculator:
             source = choice.get(row) if isinstance(choice, Mapping) else choice
             most = 0 if source is None else offers[source].lengths[row]
             limit = min(controller.limit(row, most), most)
-            plans[row] = Plan(source, limit)
+            plans[row] = RowPlan(source, limit)
             if source is None or not limit:
                 continue
             proposal = self._proposals[source][row]
             if proposal.parents is not None:
                 proposal = trunk_first(proposal.some(range(1, limit + 1)))
             if proposal.tokens is not None:
-                plans[row] = Plan(source, limit, proposal.tokens[:limit], proposal.parents)
+                plans[row] = RowPlan(source, limit, proposal.tokens[:limit], proposal.parents)
         if any(each.limit and each.tokens is None for each in plans.values()):
             # Steps feed the other rows' tokens one at a time, as a chain.
             plans = {row: chained(each) for row, each in plans.items()}
@@ -146,7 +146,7 @@ class Speculator:
             proposal = proposal.some(range(1, most + 1))
         return usable(proposal, partial(target.allowed, row), eos=seat.eos)
 
-    def _draft(self, plans: Mapping[int, Plan], trees: Any) -> DraftedTokens:
+    def _draft(self, plans: Mapping[int, RowPlan], trees: Any) -> DraftedTokens:
         """Collect tokens that need no step, up to each row's limit, and take steps for the rest."""
         drafts = DraftedTokens.of(len(self.seats))
         stepping: dict[int, list[int]] = {}  # by source, the rows of its steps
@@ -179,7 +179,7 @@ class Speculator:
         drafts: DraftedTokens,
         ask: StepRequest,
         drafting: Sequence[int],
-        plans: Mapping[int, Plan],
+        plans: Mapping[int, RowPlan],
         see: Callable[[int, Sequence[int], float], None] | None = None,
     ) -> int:
         """Draft chains in lockstep, each row as long as the controller says; returns the steps.
@@ -240,12 +240,12 @@ class Speculator:
                 self._chooser.learn(number, row, min(right + 1, shown), right)
 
 
-def chained(plan: Plan) -> Plan:
+def chained(plan: RowPlan) -> RowPlan:
     """Reduce a plan to its trunk, which comes first, without branches."""
     if plan.parents is None or plan.tokens is None:
         return plan
     size = len(trunk(plan.parents))
-    return Plan(plan.source, size, plan.tokens[:size])
+    return RowPlan(plan.source, size, plan.tokens[:size])
 
 
 def offer_of(proposals: Mapping[int, Proposal]) -> Offer:
