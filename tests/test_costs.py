@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from layerskip.config.skips import SINK, LowPrecision, SkipConfig
-from layerskip.costs.cost_model import Place, Rates, Traffic, fitted, on_line
+from layerskip.costs.cost_model import Rates, TimingPoint, Traffic, fitted, on_line
 from layerskip.costs.speculation import keys_read
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -153,7 +153,7 @@ def test_a_short_call_spends_a_share_of_its_own_time(monkeypatch, tmp_path):
 
 def test_passes_longer_than_those_timed_are_not_free():
     traffic = {"own": Traffic((100.0,), {})}
-    table = fitted({Place(1, 4): {(None, 1): 1.0, (None, 2): 1.0}}, traffic)
+    table = fitted({TimingPoint(1, 4): {(None, 1): 1.0, (None, 2): 1.0}}, traffic)
     assert table.table(traffic["own"], "own", 0, 1).verify_cost(16) == 2.0
 
 
@@ -255,7 +255,9 @@ def test_rates_follow_what_was_timed():
     near = {(None, 1): 1.0, (None, 2): 1.2, (None, 4): 1.1, (None, 8): 1.6, ("own", 0): 0.5}
     four = {(None, 1): 1.75, (None, 4): 3.35}
     far = {(None, 1): 3.0, (None, 2): 3.35}
-    rates = fitted({Place(1, 0): near, Place(4, 0): four, Place(1, 50): far}, traffic)
+    rates = fitted(
+        {TimingPoint(1, 0): near, TimingPoint(4, 0): four, TimingPoint(1, 50): far}, traffic
+    )
     assert rates.byte == pytest.approx(0.01)
     assert rates.growth == pytest.approx({1: 1.0, 2: 1.15, 4: 1.15, 8: 1.6, 16: 2.75})
     assert rates.row == pytest.approx(0.2)

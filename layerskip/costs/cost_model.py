@@ -22,7 +22,7 @@ USUAL = {1: 1.0, 16: 2.0}  # assumed growth, if nothing has been timed
 _TOKENS = 16  # maximum number of tokens per row in tables
 
 
-class Place(NamedTuple):
+class TimingPoint(NamedTuple):
     """Where passes are timed: the number of rows, and of tokens before each."""
 
     rows: int
@@ -124,14 +124,14 @@ class Rates:
 
 
 def fitted(
-    seconds: Mapping[Place, Mapping[Work, float]], traffic: Mapping[Hashable, Traffic]
+    seconds: Mapping[TimingPoint, Mapping[Work, float]], traffic: Mapping[Hashable, Traffic]
 ) -> Rates:
     """Fit rates to timed seconds, which must include a plain pass at the first place."""
     first, *others = sorted(seconds)
     whole = next(iter(traffic.values()))
     byte = seconds[first][None, 1] / whole.of(1)
 
-    def passes(place: Place) -> dict[int, float]:
+    def passes(place: TimingPoint) -> dict[int, float]:
         return dict(sorted((n, each) for (_, n), each in seconds[place].items() if n))
 
     def grown(times: Mapping[int, float], rows: int, beside: float = 0.0) -> dict[int, float]:
@@ -152,8 +152,8 @@ def fitted(
             longest = max(growth)
             more = grown(times, rows, row * (rows - 1))
             growth |= {n: max(each, growth[longest]) for n, each in more.items() if n > longest}
-        elif Place(rows, first.context) in seconds:
-            near = passes(Place(rows, first.context))
+        elif TimingPoint(rows, first.context) in seconds:
+            near = passes(TimingPoint(rows, first.context))
             more = {n: each - near[n] for n, each in times.items() if n in near}
             spread = keys_read(whole.keys, place.context) - keys_read(whole.keys, first.context)
             if more.get(1, 0.0) > 0.0 and spread > 0.0:

@@ -30,7 +30,7 @@ from torch import nn
 from layerskip.backends.captured import clock
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.correction import CorrectedCosts, Corrections
-from layerskip.costs.cost_model import READ, USUAL, Place, Rates, Traffic, fitted
+from layerskip.costs.cost_model import READ, USUAL, Rates, TimingPoint, Traffic, fitted
 from layerskip.costs.speculation import ContextCosts, CostTable, keys_read
 from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
@@ -78,7 +78,7 @@ class _Calibration:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.times: dict[Place, Times] | None = None
+        self.times: dict[TimingPoint, Times] | None = None
         self.file: Path | None = None
         self.calls: Counter[Any] = Counter()
         self.costs: dict[Hashable, ContextCosts] = {}  # by source, from the times
@@ -139,7 +139,7 @@ class _Calibration:
                 self.costs[key] = ContextCosts(partial(table, traffic, key))
         return [self.costs[source.key] for source in sources]
 
-    def _wants(self, place: Place, sources: Sequence[Hashable], *, again: bool) -> bool:
+    def _wants(self, place: TimingPoint, sources: Sequence[Hashable], *, again: bool) -> bool:
         """Whether the next call should time rounds there, for the first time or again."""
         times, calls = (self.times or {}).get(place, {}), self.calls[place, *sources]
         works = [(None, 1), *((key, 0) for key in sources)]
@@ -155,7 +155,9 @@ class _Calibration:
             for place, times in (self.times or {}).items()
             if times.get((None, 1))
         }
-        return fitted(seconds, traffic) if Place(1, CONTEXT) in seconds else Rates(growth=USUAL)
+        return (
+            fitted(seconds, traffic) if TimingPoint(1, CONTEXT) in seconds else Rates(growth=USUAL)
+        )
 
 
 def _file_of(model: Sublayers, law: Law) -> Path | None:
@@ -169,23 +171,23 @@ def _file_of(model: Sublayers, law: Law) -> Path | None:
     return cache_folder() / "costs" / f"{name}.json"
 
 
-def _read(file: Path | None) -> dict[Place, Times]:
+def _read(file: Path | None) -> dict[TimingPoint, Times]:
     """Read the times by place; empty if the file is old or broken, and will be replaced."""
-    times: dict[Place, Times] = {}
+    times: dict[TimingPoint, Times] = {}
     try:
         if file is None or time.time() - file.stat().st_mtime > _DAYS * 86400:
             return {}
         for rows, context, source, tokens, seconds in json.loads(file.read_text(encoding="utf-8")):
             if not 0.0 < seconds < 1e6:
                 return {}
-            place = times.setdefault(Place(int(rows), int(context)), {})
+            place = times.setdefault(TimingPoint(int(rows), int(context)), {})
             place.setdefault((source, int(tokens)), []).append(float(seconds))
     except (OSError, ValueError, TypeError):
         return {}
     return times
 
 
-def _write(file: Path | None, times: Mapping[Place, Times]) -> None:
+def _write(file: Path | None, times: Mapping[TimingPoint, Times]) -> None:
     """Write times atomically; does nothing if the folder cannot be written to.
 
     Undisturbed times are stored as their typical value twice, others as the quickest two.
@@ -305,14 +307,14 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
     return CostTable.from_dict({"source": "given"} | skip.costs)
 
 
-def _places(model: Sublayers, rows: int, context: int) -> Iterator[Place]:
+def _places(model: Sublayers, rows: int, context: int) -> Iterator[TimingPoint]:
     """The places where rounds are timed for a batch whose texts reach this length."""
     # With an encoder, only the present rows have encoder states.
     many = 1 if model.read else min(_MOST_ROWS, 1 << (rows - 1).bit_length())
-    yield from (Place(each, CONTEXT) for each in sorted({1, many}))
+    yield from (TimingPoint(each, CONTEXT) for each in sorted({1, many}))
     # The library's own caches have no free slots.
     token = 0.0 if model.execution == "whole" else keys_read(model.key_bytes(), _FAR)
     if token:
         far = min(_FAR, model.max_positions * 3 // 4, int(_KEYS * _FAR / (many * token)))
         if far >= _LEAST and context >= _NEAR * far:
-            yield Place(many, far)
+            yield TimingPoint(many, far)

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 import torch
 
 from layerskip.backends.captured import clock
-from layerskip.costs.cost_model import READ, Place, Work
+from layerskip.costs.cost_model import READ, TimingPoint, Work
 from layerskip.decoding.controller import Offer
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.engine import Decoder, Request
@@ -87,7 +87,7 @@ def time_rounds(
     request: Request,
     times: Times,
     *,
-    place: Place,
+    place: TimingPoint,
     budget: float,
     tokens: Sequence[int] = TOKENS,
     whole: bool = True,

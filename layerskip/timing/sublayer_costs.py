@@ -22,7 +22,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from layerskip.config.skips import SkipConfig
-from layerskip.costs.cost_model import Place, Work, fitted, on_line
+from layerskip.costs.cost_model import TimingPoint, Work, fitted, on_line
 from layerskip.costs.speculation import rising
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -45,7 +45,7 @@ _FEWEST, _ENOUGH = 3, 8  # repeats, if the budget is spent, and if the medians a
 _AGREE = 0.005  # maximum difference of the medians with and without the last repeat
 _FAR = 256  # tokens; the keys of fewer cost too little to be distinguished from noise
 
-Seconds = dict[Place, dict[Work, float]]
+Seconds = dict[TimingPoint, dict[Work, float]]
 """The time of each kind of work at each place."""
 
 
@@ -124,14 +124,14 @@ def measure(
     skips |= {f"exit {n}": SkipConfig.early_exit(n) for n in {layers // 8, layers // 2} if n}
     skips |= {} if low is None else {"low": low}
     sources = {name: source_of(opened, skip.resolve(layers)) for name, skip in skips.items()}
-    places = [Place(1, CONTEXT)]
-    places += [Place(1, fitting[-1])] if fitting[-1] >= _FAR else []
+    places = [TimingPoint(1, CONTEXT)]
+    places += [TimingPoint(1, fitting[-1])] if fitting[-1] >= _FAR else []
     drafts = [source for name, source in sources.items() if name != "plain"]
     repeats: list[list[float]] = []
     started, busy = now(), False
     while True:
         progress("costs of the sublayers", min(1.0, (now() - started) / budget))
-        times: dict[Place, Times] = {place: {} for place in places}
+        times: dict[TimingPoint, Times] = {place: {} for place in places}
         for place in places:
             time_rounds(
                 opened,
