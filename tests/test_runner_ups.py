@@ -19,7 +19,7 @@ from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.native import extension
-from layerskip.research.trees import LaterAcceptance, Place, TreeGain, grown
+from layerskip.research.trees import LaterAcceptance, TreeGain, TreePosition, grown
 
 FLAT = CostTable(0.2, (1.0,) * 20)
 STEEP = CostTable(0.2, tuple(1.0 + 0.9 * n for n in range(20)))
@@ -157,9 +157,9 @@ def test_laws_that_read_the_text_and_the_rejection_rule_get_chains(more):
 def places(everywhere=False):
     """A draft's tokens and chances at three consecutive places."""
     said = [
-        Place(0.5, (5, 6), (0.5, 0.38)),
-        Place(0.5, (7, 8), (0.8, 0.2)),
-        Place(0.5, (9, -1), (0.9, 0.1)),
+        TreePosition(0.5, (5, 6), (0.5, 0.38)),
+        TreePosition(0.5, (7, 8), (0.8, 0.2)),
+        TreePosition(0.5, (9, -1), (0.9, 0.1)),
     ]
     for place, after in pairwise(said):
         place.behind.update(dict.fromkeys(place.tokens[: 2 if everywhere else 1], after))

@@ -21,7 +21,7 @@ _LATER_WEIGHT = 6.0
 
 
 @dataclass(slots=True)
-class Place:
+class TreePosition:
     """A draft's results at a position.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
     confidence: float
     tokens: Sequence[int]
     rates: Sequence[float]
-    behind: dict[int, Place] = field(default_factory=dict)
+    behind: dict[int, TreePosition] = field(default_factory=dict)
 
 
 class Node(NamedTuple):
@@ -72,7 +72,7 @@ def best_first(
 
 
 def grown(
-    root: Place, most: int, *, chain: int = 0, ends: frozenset[int] = frozenset()
+    root: TreePosition, most: int, *, chain: int = 0, ends: frozenset[int] = frozenset()
 ) -> list[Node]:
     """`best_first` on the results of a draft.
 
@@ -83,8 +83,8 @@ def grown(
     """
 
     def behind(
-        node: int, chance: float, place: Place | None
-    ) -> Iterator[tuple[bool, float, int, Place | None]]:
+        node: int, chance: float, place: TreePosition | None
+    ) -> Iterator[tuple[bool, float, int, TreePosition | None]]:
         likeliest = zip(place.tokens, place.rates, strict=False) if place else ()
         for rank, (token, rate) in enumerate(likeliest):
             beside, there = rank > 0 or node >= chain, place and place.behind.get(token)
@@ -105,17 +105,19 @@ class GrownTrees:
 
     def __init__(self, gains: Any) -> None:
         self.gains = gains
-        self.said: dict[int, Place] = {}  # by row, results at the position after its last token
+        self.said: dict[
+            int, TreePosition
+        ] = {}  # by row, results at the position after its last token
 
     def begin(self, ends: Sequence[frozenset[int]], longest: int, state: State) -> None:
         """Begin a round, with the ends of text by row, and a maximum number of tokens per row."""
         self.ends, self.longest, self.everywhere = ends, longest, state.everywhere
         self.said = {}
-        self._latest: dict[int, Place] = {}  # by row, the last position of its chain
+        self._latest: dict[int, TreePosition] = {}  # by row, the last position of its chain
 
     def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
         """Record the best tokens of a row's next position, of which the first was drafted."""
-        said = Place(confidence, tokens, self.gains.rates(confidence, len(tokens)))
+        said = TreePosition(confidence, tokens, self.gains.rates(confidence, len(tokens)))
         if (before := self._latest.get(row)) is not None:
             followed = before.tokens if self.everywhere else before.tokens[:1]
             before.behind.update(dict.fromkeys(followed, said))
