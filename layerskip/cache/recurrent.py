@@ -36,7 +36,7 @@ ONE_BY_ONE = frozenset(("falcon_mamba", "jamba", "mamba"))
 KINDS = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 
 
-class State(NamedTuple):
+class RecurrentState(NamedTuple):
     """The contents of recurrent layers after a row's first tokens.
 
     Attributes:
@@ -48,7 +48,7 @@ class State(NamedTuple):
     tensors: dict[tuple[str, int], Tensor]
 
 
-_NOTHING = State(0, {})
+_NOTHING = RecurrentState(0, {})
 
 
 class RecurrentCache(LibraryCache):
@@ -114,7 +114,7 @@ class RecurrentCache(LibraryCache):
         assert out is not None
         return out
 
-    def _start(self, place: int, row: int, draft: bool) -> State:
+    def _start(self, place: int, row: int, draft: bool) -> RecurrentState:
         """The state from which a row's pass continues."""
         first = self.firsts[row]
         if draft and first > self.settled[row]:
@@ -153,7 +153,7 @@ class RecurrentCache(LibraryCache):
                     if held[0] is not None:
                         tensors[kind, number] = held[0]
         for at, (row, place) in enumerate(zip(rows, places, strict=True)):
-            state = State(end, {name: each[at : at + 1] for name, each in tensors.items()})
+            state = RecurrentState(end, {name: each[at : at + 1] for name, each in tensors.items()})
             if draft:
                 self._drafted[place] = state
             else:
@@ -172,7 +172,7 @@ class RecurrentCache(LibraryCache):
             super().fill(place, part, end, held)
         elif held.shape[-2]:
             if self._states[place][-1].end != end:
-                self._states[place] = [State(end, {})]
+                self._states[place] = [RecurrentState(end, {})]
             self._states[place][-1].tensors[part] = held.squeeze(-2)[None]
 
     @property
