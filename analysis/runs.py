@@ -26,7 +26,7 @@ FREE = frozenset({"lookup", "laws"})
 """The sources whose drafts cost no draft step."""
 
 
-class Round(NamedTuple):
+class RoundRow(NamedTuple):
     """One row's part in one round: a line of `Run.rounds`."""
 
     record: int
@@ -149,7 +149,7 @@ class Run:
 
     @cached_property
     def rounds(self) -> pd.DataFrame:
-        """A line for every `Round` of the drafting methods, and whether a token was `rejected`.
+        """A line for every `RoundRow` of the drafting methods, and whether a token was `rejected`.
 
         A round that was cut by an end of text rejects nothing.
         """
@@ -160,12 +160,12 @@ class Run:
             if record["method"] in drafting
             for each in rounds_of(record, number)
         ]
-        table = pd.DataFrame(rounds, columns=Round._fields)
+        table = pd.DataFrame(rounds, columns=RoundRow._fields)
         refused = (table["accepted"] < table["depth"]) & (table["emitted"] > table["accepted"])
         return table.assign(rejected=refused)
 
 
-def rounds_of(record: dict[str, Any], number: int) -> Iterator[Round]:
+def rounds_of(record: dict[str, Any], number: int) -> Iterator[RoundRow]:
     """The rounds of all rows of a record, without rows that had finished."""
     rounds = record["rounds"] or {"drafted": ()}
     place = record["batch_size"], record["category"] or "other", record["method"]
@@ -178,7 +178,7 @@ def rounds_of(record: dict[str, Any], number: int) -> Iterator[Round]:
             accepted, emitted = (rounds[name][turn][row] for name in ("accepted", "emitted"))
             if emitted:
                 counts = count, accepted, emitted, steps
-                yield Round(number, turn, row, *place, *counts, by_row[row], depths[row])
+                yield RoundRow(number, turn, row, *place, *counts, by_row[row], depths[row])
 
 
 def _texts(record: dict[str, Any]) -> dict[str, float]:
