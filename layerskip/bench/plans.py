@@ -28,7 +28,7 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files.environment import environment, free_memory
-from layerskip.files.records import SCHEMA, Run, costs_key, redacted
+from layerskip.files.records import SCHEMA, RunFile, costs_key, redacted
 from layerskip.model.assistants import hands_over_keys, is_assistant
 from layerskip.model.eagle_head import Eagle
 from layerskip.model.opened_models import open_model
@@ -105,7 +105,7 @@ class Plan:
     prompts: Sequence[Encoded]
     """For sweeps: prompts that are not joined to longer ones."""
     batches: Sequence[PromptBatch]
-    earlier: Run | None
+    earlier: RunFile | None
     say: Callable[[str], None]
     """Called with messages that stay on the terminal."""
     progress: Callable[[str], None]

@@ -33,7 +33,7 @@ _MAY_DIFFER = {"created", "argv", "environment.git.dirty", "passes"}
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFile:
     """The contents of a run file."""
 
     path: Path
@@ -55,7 +55,7 @@ def costs_key(batch_size: int, context: int | None) -> str:
     return str(batch_size) if context is None else f"{batch_size}@{context}"
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str]) -> RunFile:
     """Read and check a run file; a last line without a line end is incomplete, and is ignored.
 
     Raises:
@@ -69,7 +69,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def read_unfinished(path: str | os.PathLike[str]) -> Run | None:
+def read_unfinished(path: str | os.PathLike[str]) -> RunFile | None:
     """Read a run to resume; None if there is no file, or only the beginning of a header."""
     path = Path(path)
     return _run(path) if path.exists() else None
@@ -81,7 +81,7 @@ def begins_as_run(path: Path) -> bool:
         return file.read(len(_START)) == _START
 
 
-def _run(path: Path) -> Run | None:
+def _run(path: Path) -> RunFile | None:
     try:
         data = read_file(path, 1 << 34)
     except OSError as error:
@@ -118,7 +118,7 @@ def _run(path: Path) -> Run | None:
     if header is None:
         return None
     records, sweeps = map(tuple, by_kind.values())
-    return Run(path, header, records, sweeps, whole_bytes, bool(rest))
+    return RunFile(path, header, records, sweeps, whole_bytes, bool(rest))
 
 
 _METHOD = has(
@@ -283,7 +283,7 @@ class RunWriter:
         ValueError: the file's settings differ from those of `header`; names the differences.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Line, earlier: Run | None) -> None:
+    def __init__(self, path: str | os.PathLike[str], header: Line, earlier: RunFile | None) -> None:
         self.path = Path(path)
         if earlier is not None:
             differing = _differences(earlier.header, json.loads(_dumps(header)))
