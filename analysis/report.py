@@ -239,7 +239,7 @@ def _run_facts(run: Run) -> dict[str, str]:
     return facts
 
 
-def _search_facts(search: search_tables.Search) -> dict[str, str]:
+def _search_facts(search: search_tables.SearchTables) -> dict[str, str]:
     document = search.document
     prompts, space, study = (document[name] for name in ("prompts", "space", "study"))
     ends = "free" if space["allow_ends"] else "kept"

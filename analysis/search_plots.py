@@ -25,14 +25,14 @@ VALUE = "value: speedup at a\nfixed draft length"
 """Of a trial. A finalist's predicted speedup is another number: its controller's, with lookups."""
 
 
-def search_plots(search: search_tables.Search) -> list[drawing.Plot]:
+def search_plots(search: search_tables.SearchTables) -> list[drawing.Plot]:
     """The pictures of a search, except those with nothing to show."""
     drawn = [search_progress(search), influence(search), search_front(search)]
     drawn.append(search_skip_map(search))
     return [plot for plot in drawn if plot is not None]
 
 
-def search_progress(search: search_tables.Search) -> drawing.Plot | None:
+def search_progress(search: search_tables.SearchTables) -> drawing.Plot | None:
     """The best speedup so far, by trial and by second of trials, with other searches."""
     table = search_tables.progress(search.document)
     if not len(table):
@@ -69,7 +69,7 @@ def search_progress(search: search_tables.Search) -> drawing.Plot | None:
     return drawing.finished(axes[0], "search-progress", "How the search went", alt, "trials", VALUE)
 
 
-def influence(search: search_tables.Search) -> drawing.Plot | None:
+def influence(search: search_tables.SearchTables) -> drawing.Plot | None:
     """How much each sublayer changes its input, and which ones the best draft skips."""
     values = np.array(search.document["influence"], dtype=float)
     if not len(values):
@@ -103,7 +103,7 @@ def influence(search: search_tables.Search) -> drawing.Plot | None:
     return drawing.finished(axes, "search-influence", title, alt, "layer")
 
 
-def search_front(search: search_tables.Search) -> drawing.Plot | None:
+def search_front(search: search_tables.SearchTables) -> drawing.Plot | None:
     """Acceptance against cost of all trials, coloured by value, and their front."""
     table = search.complete.dropna(subset=["acceptance"])
     if not len(table):
@@ -137,7 +137,7 @@ def search_front(search: search_tables.Search) -> drawing.Plot | None:
     return drawing.finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)
 
 
-def search_skip_map(search: search_tables.Search) -> drawing.Plot | None:
+def search_skip_map(search: search_tables.SearchTables) -> drawing.Plot | None:
     table = search_tables.finalists(search)
     speedups = table["measured"].fillna(table["predicted"]) if len(table) else ()
     names, document = table.get("finalist", ()), search.document

@@ -27,7 +27,7 @@ GUIDED = ("gp", "tpe", "ours")
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchTables:
     """One search file: one model, one law, one machine, one space."""
 
     label: str
@@ -48,7 +48,7 @@ class Search:
         return self.trials[self.trials["state"] == "complete"]
 
 
-def load_searches(files: Sequence[Path]) -> list[Search]:
+def load_searches(files: Sequence[Path]) -> list[SearchTables]:
     """Read and check search files, and give each a label that distinguishes it.
 
     Raises:
@@ -57,8 +57,8 @@ def load_searches(files: Sequence[Path]) -> list[Search]:
     documents = [printable(read_search(file)) for file in files]
     labels = labels_of(documents, files)
     return [
-        Search(
-            f"Search of {label}",
+        SearchTables(
+            f"SearchTables of {label}",
             f"search-{slug_of(label, number)}",
             file.parent,
             document,
@@ -94,7 +94,7 @@ _TRIAL_COLUMNS = [
 ]  # fmt: skip
 
 
-def trials(search: Search) -> pd.DataFrame:
+def trials(search: SearchTables) -> pd.DataFrame:
     """Every trial, best first; a failed one has no numbers.
 
     `front`: no other trial accepts as much at a lower cost.
@@ -113,14 +113,14 @@ def trials(search: Search) -> pd.DataFrame:
     return frame.sort_values(["speedup", "number"], ascending=[False, True], ignore_index=True)
 
 
-def valued(search: Search) -> pd.DataFrame:
+def valued(search: SearchTables) -> pd.DataFrame:
     """`trials` with their speedup as `value`, and the speedup `predicted` for finalists."""
     predicted = {each["trial"]: each["predicted"] for each in search.document["finalists"]}
     table = search.trials.rename(columns={"speedup": "value"})
     return table.assign(predicted=table["number"].map(predicted).astype(float))
 
 
-def best(search: Search) -> Mapping[str, Any] | None:
+def best(search: SearchTables) -> Mapping[str, Any] | None:
     """The winner; if there is none, the fastest finalist, of those that were timed if any was."""
     drafts: list[Mapping[str, Any]] = search.document["finalists"]
     timed = [each for each in drafts if each["confirmed"]]
@@ -148,7 +148,7 @@ _CONFIRMED = (
 )  # fmt: skip
 
 
-def finalists(search: Search) -> pd.DataFrame:
+def finalists(search: SearchTables) -> pd.DataFrame:
     """The finalists in the file's order: priced, and measured if they were timed.
 
     `efficiency` = measured / predicted.

@@ -140,7 +140,7 @@ def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
     return advice + _more_prompts(row, row["speedup"])
 
 
-def judge_search(search: search_tables.Search) -> Verdict:
+def judge_search(search: search_tables.SearchTables) -> Verdict:
     """The verdict on a search: the command to run, its effect, and the reasons."""
     table, document = search_tables.finalists(search), search.document
     verdict = Verdict(search.label, _faults(table, "name"), [_what_to_type(search)])
@@ -177,7 +177,7 @@ def judge_search(search: search_tables.Search) -> Verdict:
     return verdict
 
 
-def _what_to_type(search: search_tables.Search) -> str:
+def _what_to_type(search: search_tables.SearchTables) -> str:
     """The fastest command, and its effect compared with the one without a skip config."""
     document = search.document
     default, law = document["default"], document["law"]
@@ -211,7 +211,7 @@ def _what_to_type(search: search_tables.Search) -> str:
     )
 
 
-def _draft(search: search_tables.Search, row: Any) -> str:
+def _draft(search: search_tables.SearchTables, row: Any) -> str:
     """What a finalist's draft does with the model's sublayers."""
     finalist = next(each for each in search.document["finalists"] if each["name"] == row["name"])
     low, count = finalist.get("low"), 2 * search.document["model"]["num_layers"]
