@@ -20,7 +20,7 @@ QUALITIES = ("loss", "agreement", "accepted", "overlap")
 
 
 @dataclass(frozen=True)
-class ExitTraining:
+class ExitTrainingFile:
     """The file of a training of exits."""
 
     label: str
@@ -28,7 +28,7 @@ class ExitTraining:
     record: Mapping[str, Any]
 
 
-def load_exit_trainings(files: Sequence[Path]) -> list[ExitTraining]:
+def load_exit_trainings(files: Sequence[Path]) -> list[ExitTrainingFile]:
     """Read and check files.
 
     Raises:
@@ -37,12 +37,12 @@ def load_exit_trainings(files: Sequence[Path]) -> list[ExitTraining]:
     records = [printable(read_exit_training(file)) for file in files]
     labels = told_apart([f"Exits of {record['model'] or record['base']}" for record in records])
     return [
-        ExitTraining(label, slug_of(label, number), record)
+        ExitTrainingFile(label, slug_of(label, number), record)
         for number, (label, record) in enumerate(zip(labels, records, strict=True))
     ]
 
 
-def facts(of: ExitTraining) -> dict[str, str]:
+def facts(of: ExitTrainingFile) -> dict[str, str]:
     """What was done, in words."""
     recipe, seconds = of.record["recipe"], sum(of.record["seconds"].values())
     exits = ", ".join(map(str, recipe["exits"]))
@@ -53,7 +53,7 @@ def facts(of: ExitTraining) -> dict[str, str]:
     }
 
 
-def exits(of: ExitTraining) -> pd.DataFrame:
+def exits(of: ExitTrainingFile) -> pd.DataFrame:
     """A line for each exit, before and after training."""
     return pd.DataFrame(
         {"exit": int(after["exit"])}
@@ -63,7 +63,7 @@ def exits(of: ExitTraining) -> pd.DataFrame:
     )
 
 
-def exit_plots(of: ExitTraining) -> list[Plot]:
+def exit_plots(of: ExitTrainingFile) -> list[Plot]:
     """How often each early exit's token is accepted, before and after training."""
     table = exits(of)[:-1]  # the last exit is always accepted
     times = {f"accepted_{when}": f"{when} training" for when in ("before", "after")}
@@ -90,7 +90,7 @@ def _by_depth(table: pd.DataFrame, by: str) -> Plot:
     return finished(axes, "exits", title, alt, "layers before the exit", "share accepted")
 
 
-def judge_exits(of: ExitTraining) -> Verdict:
+def judge_exits(of: ExitTrainingFile) -> Verdict:
     """Whether the model stayed as good, and the result for its best exit."""
     record, verdict = of.record, Verdict(of.label)
     risen, before = rise(record), record["before"][-1]["loss"]
