@@ -31,7 +31,7 @@ _NAMES = {  # of a chat's fields in this API
 }
 
 
-class Part(Fields):
+class ResponsePart(Fields):
     """A piece of text, or a picture; conversion to a chat's part reports what is missing."""
 
     type: Literal["input_text", "input_image", "output_text", "reasoning_text", "summary_text"]
@@ -57,7 +57,7 @@ class Told(Fields):
 class Said(Told):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[ResponsePart]
     phase: str = ""
 
 
@@ -71,13 +71,13 @@ class FunctionCall(Told):
 class FunctionOutput(Told):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part] = ""
+    output: str | list[ResponsePart] = ""
 
 
 class Reasoning(Told):
     type: Literal["reasoning"]
-    summary: list[Part] = Field([])
-    content: list[Part] = Field([])
+    summary: list[ResponsePart] = Field([])
+    content: list[ResponsePart] = Field([])
 
 
 class FlatTool(ToolFunction):
@@ -202,7 +202,7 @@ def _say(item: Item, messages: list[dict[str, Any]]) -> None:
             messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _said(content: str | list[Part]) -> str | list[dict[str, Any]]:
+def _said(content: str | list[ResponsePart]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [part.of_chat() for part in content]
 
 
