@@ -66,7 +66,7 @@ def within(items: Iterable[T], until: float) -> Iterator[tuple[int, T]]:
         longest = max(longest, time.monotonic() - began)
 
 
-class Choice(NamedTuple):
+class OptionsChoice(NamedTuple):
     """How to decode with a draft, and the expected speedup over plain decoding."""
 
     decoding: DecodingOptions
@@ -130,7 +130,7 @@ def controllers(longest: int) -> list[DecodingOptions]:
 
 def choices(
     drafts: Replay, costs: CostTable, looked_up: LookedUp | None, *, all_controllers: bool = True
-) -> list[Choice]:
+) -> list[OptionsChoice]:
     """Ways to decode with a draft, with their speedups along its replay; `expected-gain` last.
 
     Args:
@@ -141,7 +141,7 @@ def choices(
     ways = ways if all_controllers else ways[-1:]
     if looked_up is not None:
         ways.append(replace(ways[-1], lookup=True))
-    tried = [Choice(how, speedup(drafts, costs, how, looked_up)) for how in ways]
+    tried = [OptionsChoice(how, speedup(drafts, costs, how, looked_up)) for how in ways]
     adaptive = [each for each in tried if each.decoding.controller == "adaptive-threshold"]
     if not adaptive:
         return tried
@@ -149,12 +149,14 @@ def choices(
     return [_tuned(best, lambda how: speedup(drafts, costs, how)), *tried]
 
 
-def _tuned(best: Choice, value: Callable[[DecodingOptions], float]) -> Choice:
+def _tuned(best: OptionsChoice, value: Callable[[DecodingOptions], float]) -> OptionsChoice:
     """The best way with an adaptive threshold, changing its parameters one by one."""
     for name, values in TUNED.items():
         rules = [{**(best.decoding.adaptive or {}), name: each} for each in values]
         ways = [replace(best.decoding, adaptive=rule) for rule in rules]
-        best = max(best, *(Choice(how, value(how)) for how in ways), key=lambda each: each.speedup)
+        best = max(
+            best, *(OptionsChoice(how, value(how)) for how in ways), key=lambda each: each.speedup
+        )
     return best
 
 
@@ -197,7 +199,7 @@ def simulated(
     return Totals(tokens, tokens / speedups)
 
 
-def best_choice(ways: Sequence[Choice]) -> Choice:
+def best_choice(ways: Sequence[OptionsChoice]) -> OptionsChoice:
     """The fastest; but `expected-gain` instead of another that is better only within TOLERANCE.
 
     Lookups are preferred: they may do nothing for these texts, and much for others.

@@ -21,7 +21,7 @@ from layerskip.replay.replayed_drafts import all_starts, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.search import finalists
-from layerskip.search.finalists import TOLERANCE, Choice, best_choice, choices
+from layerskip.search.finalists import TOLERANCE, OptionsChoice, best_choice, choices
 from layerskip.search.objective import PARTS, PIECES, SECONDS, Objective, extended
 from layerskip.search.prices import LONGEST, Prices
 from layerskip.search.space import Space
@@ -196,10 +196,10 @@ def test_expected_gain_is_taken_within_the_tolerance():
     alone = DecodingOptions(controller="expected-gain", max_draft_length=8)
     fixed = DecodingOptions(controller="fixed", max_draft_length=3)
     for adaptive, controller in ((1.295, "expected-gain"), (1.27, "fixed")):
-        best = best_choice([Choice(fixed, 1.3), Choice(alone, adaptive)])
+        best = best_choice([OptionsChoice(fixed, 1.3), OptionsChoice(alone, adaptive)])
         assert best.decoding.controller == controller
     for mixed, chosen in ((1.40, 1), (1.295 / TOLERANCE + 0.01, 1), (1.20, 0)):
-        ways = [Choice(alone, 1.295), Choice(replace(alone, lookup=True), mixed)]
+        ways = [OptionsChoice(alone, 1.295), OptionsChoice(replace(alone, lookup=True), mixed)]
         assert best_choice(ways) is ways[chosen]
 
 
