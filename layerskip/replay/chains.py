@@ -25,7 +25,7 @@ from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.replay.steps import Walk, Wide
 from layerskip.replay.token_draws import (
     NOTHING,
-    Drawn,
+    DrawnTokens,
     Histories,
     TextPlaces,
     draw,
@@ -85,13 +85,13 @@ class Chains:
         self.row, self.last_row = table[:, 3:5].unbind(1)  # (C,) each: among the P places
         self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
 
-    def drafts(self) -> Drawn:
+    def drafts(self) -> DrawnTokens:
         """The drafted tokens, (C, J) each; chains feed their own tokens.
 
         After the source's longest draft they are `NOTHING`, and confidences are meaningless.
         """
         nothing = torch.full((len(self.chains), self.length), NOTHING)  # (C, J)
-        made = Drawn(nothing, nothing.float(), nothing.float())
+        made = DrawnTokens(nothing, nothing.float(), nothing.float())
         fed = self.token[:, None].repeat(1, self.steps + 1)  # (C, J + 1)
         left = self.left.clone()
         for layout in self._layouts():
@@ -179,7 +179,7 @@ class Chains:
     def _keys(self, at: Places) -> list[int]:
         return [self.trace.texts[text].key for text in self.text[at.chains].tolist()]
 
-    def _draw(self, raw: Tensor, at: Places, left: Tensor) -> Drawn:
+    def _draw(self, raw: Tensor, at: Places, left: Tensor) -> DrawnTokens:
         """Draw from raw logits (N, V), under the trace's law and acceptance rule.
 
         Args:
@@ -191,7 +191,7 @@ class Chains:
                 draw(trace.law, raw[some], self._noise(at.some(some)), histories)
                 for some in _tiles(raw, histories)
             ]
-            return Drawn(*map(torch.cat, zip(*tiles, strict=True)))
+            return DrawnTokens(*map(torch.cat, zip(*tiles, strict=True)))
 
         def target(some: Tensor) -> Tensor:
             rows = some.cpu()

@@ -22,7 +22,7 @@ from layerskip.decoding.seats import Reason, Seat
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
 from layerskip.replay.chains import Chain, Chains
-from layerskip.replay.token_draws import NOTHING, Drawn
+from layerskip.replay.token_draws import NOTHING, DrawnTokens
 from layerskip.replay.trace import Trace, TraceText
 
 
@@ -138,7 +138,7 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
             offers.append((list(proposal.tokens or ())[:length], proposal.match or 0))
     tokens = [offered + [NOTHING] * (length - len(offered)) for offered, _ in offers]
     sure = torch.zeros(len(offers), length)  # confidences are not used
-    played = _assembled(trace, source, Drawn(torch.tensor(tokens), sure, sure))
+    played = _assembled(trace, source, DrawnTokens(torch.tensor(tokens), sure, sure))
     return replace(played, matched=torch.tensor([match for _, match in offers]))
 
 
@@ -162,7 +162,7 @@ def all_starts(trace: Trace) -> list[Chain]:
     ]
 
 
-def _assembled(trace: Trace, source: Source, drafts: Drawn) -> Replay:
+def _assembled(trace: Trace, source: Source, drafts: DrawnTokens) -> Replay:
     """The replay of drafts (N, J) from every start."""
     texts, wanted, first, length = [], [], 0, drafts.tokens.shape[1]
     for text in trace.texts:

@@ -30,7 +30,7 @@ Histories = Sequence[Tensor] | None
 """The tokens before each place, (length,) each; None if the law does not read them."""
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """Tokens drawn at N places, or of all steps of chains, (C, J) each.
 
     Attributes:
@@ -77,7 +77,7 @@ def scores_at(law: Law, raw: Tensor, histories: Histories) -> Tensor:
     )
 
 
-def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> Drawn:
+def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> DrawnTokens:
     """Draw from raw logits (N, V) as the engine does, for a draft or for the target.
 
     Args:
@@ -85,7 +85,7 @@ def draw(law: Law, raw: Tensor, noise: Tensor | None, histories: Histories) -> D
     """
     scores = scores_at(law, raw, histories)  # (N, V)
     tokens, margins = with_margin(scores if noise is None else scores + noise)
-    return Drawn(tokens, confidence(raw, tokens.clamp_min(0)), margins)
+    return DrawnTokens(tokens, confidence(raw, tokens.clamp_min(0)), margins)
 
 
 def propose(
@@ -94,7 +94,7 @@ def propose(
     histories: Histories,
     beside: TextPlaces,
     target: Callable[[Tensor], Tensor],
-) -> Drawn:
+) -> DrawnTokens:
     """Draw the proposals of drafts at places of texts under the rejection rule, given the texts.
 
     On its text, a proposal is accepted if it is the text's next token, by an acceptance test with
@@ -127,4 +127,4 @@ def propose(
         # decoding rejects at a place once at most: no noise is used twice along a text
         tokens[others] = largest(drawn + draft_noise(keys, origins, places, drawn))
     sure = confidence(raw, tokens.clamp_min(0))
-    return Drawn(tokens, sure, sure)
+    return DrawnTokens(tokens, sure, sure)
