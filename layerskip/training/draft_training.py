@@ -25,7 +25,7 @@ from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.texts.vocabulary import ranked
 from layerskip.training import data, features, processes
 from layerskip.training.loop import windows_of
-from layerskip.training.losses import Judge, Step, distance, overlaps
+from layerskip.training.losses import LossInputs, Step, distance, overlaps
 from layerskip.training.stages import BaseRecipe, Stages
 from layerskip.training.students import Student
 from layerskip.weights.fingerprint import fingerprint
@@ -127,7 +127,7 @@ class Training(Stages):
         files = [*(self.work / "features").glob("*.safetensors")]
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         recipe, frequent = self.recipe, self._frequent(texts)
-        judge = Judge(self.opened, frequent)
+        judge = LossInputs(self.opened, frequent)
         student = self.student(self.opened)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
@@ -280,7 +280,9 @@ class Training(Stages):
             decoding=DecodingOptions(lookup=True),
         ).save(self.folder / TRAINED_FILE)
 
-    def _steps(self, student: Student, judge: Judge, ids: Tensor, numbers: list[int]) -> list[Step]:
+    def _steps(
+        self, student: Student, judge: LossInputs, ids: Tensor, numbers: list[int]
+    ) -> list[Step]:
         """The draft's steps on the windows with these numbers."""
         device = self.opened.device
         some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)

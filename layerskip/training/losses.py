@@ -95,7 +95,7 @@ class TrainingBatch:
     following: Tensor
 
 
-class Judge:
+class LossInputs:
     """Compares a draft's hidden states with the target's, using the frozen norm and head.
 
     Args:
