@@ -137,7 +137,7 @@ class Conditional:
 
 
 @dataclass(frozen=True)
-class Assistant:
+class AssistantFamily:
     """A decoder without its own keys and values that drafts for another model.
 
     Attributes:

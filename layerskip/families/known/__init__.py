@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from transformers import PretrainedConfig
 
-from layerskip.families.family import Assistant, Conditional, Family
+from layerskip.families.family import AssistantFamily, Conditional, Family
 
-Declared = TypeVar("Declared", Family, Conditional, Assistant)
+Declared = TypeVar("Declared", Family, Conditional, AssistantFamily)
 _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 
 
@@ -27,7 +27,7 @@ FAMILIES = _declared(Family)
 """Families by the `model_type` of the text decoder."""
 CONDITIONAL = _declared(Conditional)
 """Classes around such decoders that also take pictures, by `model_type`."""
-ASSISTANTS = _declared(Assistant)
+ASSISTANTS = _declared(AssistantFamily)
 """Decoders that draft from another model's keys and values, by `model_type`."""
 
 

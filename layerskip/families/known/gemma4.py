@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from layerskip.families.experts import Mixture
-from layerskip.families.family import Assistant, Conditional, Family, part_named
+from layerskip.families.family import AssistantFamily, Conditional, Family, part_named
 from layerskip.families.known.gemma import AROUND
 
 
@@ -71,5 +71,5 @@ GEMMA4 = _family("gemma4_text", "gemma4", inputs=True)
 UNIFIED = _family("gemma4_unified_text", "gemma4_unified", inputs=False)
 PICTURES = Gemma4Pictures("gemma4")
 UNIFIED_PICTURES = Gemma4Pictures("gemma4_unified", unified=True)
-ASSISTANT = Assistant("gemma4_assistant", "gemma4", "Gemma4")
-UNIFIED_ASSISTANT = Assistant("gemma4_unified_assistant", "gemma4_unified", "Gemma4Unified")
+ASSISTANT = AssistantFamily("gemma4_assistant", "gemma4", "Gemma4")
+UNIFIED_ASSISTANT = AssistantFamily("gemma4_unified_assistant", "gemma4_unified", "Gemma4Unified")
