@@ -10,7 +10,7 @@ from layerskip.families.family import AssistantFamily, Conditional, Family, part
 from layerskip.families.known.gemma import AROUND
 
 
-class Gemma4(Family):
+class Gemma4Family(Family):
     def writes(self, attention: Any) -> bool:
         return not attention.is_kv_shared_layer
 
@@ -53,8 +53,8 @@ class Gemma4Pictures(Conditional):
         return None if near is None else same & near
 
 
-def _family(name: str, package: str, *, inputs: bool) -> Gemma4:
-    return Gemma4(
+def _family(name: str, package: str, *, inputs: bool) -> Gemma4Family:
+    return Gemma4Family(
         name,
         package=package,
         norms=AROUND,
@@ -71,5 +71,5 @@ GEMMA4 = _family("gemma4_text", "gemma4", inputs=True)
 UNIFIED = _family("gemma4_unified_text", "gemma4_unified", inputs=False)
 PICTURES = Gemma4Pictures("gemma4")
 UNIFIED_PICTURES = Gemma4Pictures("gemma4_unified", unified=True)
-ASSISTANT = AssistantFamily("gemma4_assistant", "gemma4", "Gemma4")
+ASSISTANT = AssistantFamily("gemma4_assistant", "gemma4", "Gemma4Family")
 UNIFIED_ASSISTANT = AssistantFamily("gemma4_unified_assistant", "gemma4_unified", "Gemma4Unified")
