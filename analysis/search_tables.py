@@ -58,7 +58,7 @@ def load_searches(files: Sequence[Path]) -> list[SearchTables]:
     labels = labels_of(documents, files)
     return [
         SearchTables(
-            f"SearchTables of {label}",
+            f"Search of {label}",
             f"search-{slug_of(label, number)}",
             file.parent,
             document,

@@ -105,9 +105,8 @@ class GrownTrees:
 
     def __init__(self, gains: Any) -> None:
         self.gains = gains
-        self.said: dict[
-            int, TreePosition
-        ] = {}  # by row, results at the position after its last token
+        # By row, the results at the position after its last token.
+        self.said: dict[int, TreePosition] = {}
 
     def begin(self, ends: Sequence[frozenset[int]], longest: int, state: State) -> None:
         """Begin a round, with the ends of text by row, and a maximum number of tokens per row."""

@@ -127,11 +127,11 @@ class Training(Stages):
         files = [*(self.work / "features").glob("*.safetensors")]
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         recipe, frequent = self.recipe, self._frequent(texts)
-        judge = LossInputs(self.opened, frequent)
+        inputs = LossInputs(self.opened, frequent)
         student = self.student(self.opened)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
-        self._train(student, ids, lambda some: self._steps(student, judge, ids, some), judging)
+        self._train(student, ids, lambda some: self._steps(student, inputs, ids, some), judging)
         self.facts["parameters"] = sum(each.numel() for each in student.parameters())
         processes.once(lambda: self._write(student, frequent))
         return SkipConfig.load(self.folder / TRAINED_FILE)
@@ -281,7 +281,7 @@ class Training(Stages):
         ).save(self.folder / TRAINED_FILE)
 
     def _steps(
-        self, student: Student, judge: LossInputs, ids: Tensor, numbers: list[int]
+        self, student: Student, inputs: LossInputs, ids: Tensor, numbers: list[int]
     ) -> list[Step]:
         """The draft's steps on the windows with these numbers."""
         device = self.opened.device
@@ -289,5 +289,5 @@ class Training(Stages):
         states, tapped = features.states_of(folder, numbers).to(device), None
         if self.tap is not None:
             tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
-        batch = judge.batch(some, states, tapped)
-        return judge.steps(student(batch), batch)
+        batch = inputs.batch(some, states, tapped)
+        return inputs.steps(student(batch), batch)
