@@ -28,7 +28,7 @@ from layerskip.api.loading import load
 from layerskip.api.session import Session
 from layerskip.decoding import passes
 from layerskip.serving import scheduler
-from layerskip.serving.fields import ChatAsked
+from layerskip.serving.fields import ChatRequest
 from layerskip.serving.http import make_app
 from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.scheduler import Serving
@@ -118,7 +118,7 @@ def answers(loaded, serving, *conversations):
     """A server's answers to conversations that arrive at the same time."""
     served = Served(loaded, "sees", context=200)
     how = {"model": "sees", "temperature": 0, "max_tokens": NEW}
-    told = [answer_of(ChatAsked(messages=each, **how), served) for each in conversations]
+    told = [answer_of(ChatRequest(messages=each, **how), served) for each in conversations]
     for answer in told:
         serving.submit(answer.choices[0].task, partial(answer.add, 0))
     while serving.step():

@@ -20,13 +20,13 @@ from layerskip.api.generation import decode
 from layerskip.api.loading import load
 from layerskip.cli import main
 from layerskip.serving import connections, fields, http
-from layerskip.serving.fields import ChatAsked, CompletionAsked
+from layerskip.serving.fields import ChatRequest, CompletionRequest
 from layerskip.serving.formats import FORMATS
 from layerskip.serving.history import Penalties, StopStrings
 from layerskip.serving.http import make_app
 from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.requests import Piece, Refusal
-from layerskip.serving.responses import ResponseAsked
+from layerskip.serving.responses import ResponseRequest
 from layerskip.serving.scheduler import Serving, ServingStats
 from layerskip.texts.grammars import Grammar, GrammarLimit
 from layerskip.texts.tokens import Detokenizer, decode_text, token_bytes
@@ -224,7 +224,7 @@ class TestAnswers:
         tokens = place.served.tokenizer.encode(text, add_special_tokens=False)
         told = Piece(tokens, [{token: -1.0} for token in tokens], reason="stop")
         asked = {"logprobs": True, "top_logprobs": 1}
-        answer = answer_of(ChatAsked(**ASKED, **asked), place.served)
+        answer = answer_of(ChatRequest(**ASKED, **asked), place.served)
         answer.add(0, told)
         [choice] = answer.whole()["choices"]
         content = choice["logprobs"]["content"]
@@ -232,7 +232,7 @@ class TestAnswers:
         assert [top["bytes"] for each in content for top in each["top_logprobs"]] == [
             each["bytes"] for each in content
         ]
-        answer = answer_of(CompletionAsked(**GREEDY, prompt="a", logprobs=1), place.served)
+        answer = answer_of(CompletionRequest(**GREEDY, prompt="a", logprobs=1), place.served)
         answer.add(0, told)
         logprobs = answer.whole()["choices"][0]["logprobs"]
         assert logprobs["tokens"][-5:] == [*(f"bytes:\\x{b:02x}" for b in b"\xf0\x9f\xa6\x8a"), "!"]
@@ -340,7 +340,7 @@ class TestTools:
 
     def test_tools_are_shown_to_the_model_unless_none_may_be_called(self, place):
         def prompt(**more):
-            body = ChatAsked(**ASKED, **more)
+            body = ChatRequest(**ASKED, **more)
             [choice] = answer_of(body, place.served).choices
             return place.served.tokenizer.decode(choice.task.prompt)
 
@@ -353,7 +353,7 @@ class TestTools:
             {"role": "assistant", "content": None, "tool_calls": [called]},
             {"role": "tool", "tool_call_id": "1", "content": "seven"},
         ]
-        body = ChatAsked(**{**ASKED, "messages": history})
+        body = ChatRequest(**{**ASKED, "messages": history})
         [choice] = answer_of(body, place.served).choices
         expected = 'user: a\nassistant: <tool_call>f {"x": 1}\ntool: seven\nassistant:'
         assert place.served.tokenizer.decode(choice.task.prompt) == expected
@@ -361,7 +361,7 @@ class TestTools:
     def test_arguments_with_more_brackets_than_can_be_read_stay_text(self):
         called = {"function": {"name": "f", "arguments": "[" * 100_000}}
         history = [{"role": "assistant", "tool_calls": [called]}]
-        [message] = ChatAsked(**{**ASKED, "messages": history}).messages
+        [message] = ChatRequest(**{**ASKED, "messages": history}).messages
         assert message.spoken()["tool_calls"][0]["function"] == called["function"]
 
     def test_answers_are_taken_apart(self, place):
@@ -377,7 +377,7 @@ class TestTools:
             reason="stop",
         )
         more = {"tools": [TOOL], "chat_template_kwargs": {"think": True}}
-        answer = answer_of(ChatAsked(**ASKED, **more), place.served)
+        answer = answer_of(ChatRequest(**ASKED, **more), place.served)
         [chunk] = answer.add(0, told)
         [choice] = answer.whole()["choices"]
         assert choice["finish_reason"] == "tool_calls"
@@ -393,7 +393,7 @@ class TestTools:
         served.format = FORMATS["llama3"]
         call = '{"name": "f", "parameters": {"x": 1}}'
         for text, form in (('{"name": "Alice", "age": 30}', None), (call, FORM), (call, None)):
-            asked = ChatAsked(**ASKED, tools=[TOOL], response_format=form)
+            asked = ChatRequest(**ASKED, tools=[TOOL], response_format=form)
             answer = answer_of(asked, served)
             tokens, chunks = served.tokenizer.encode(text, add_special_tokens=False), []
             for at in range(0, len(tokens), size):
@@ -409,7 +409,7 @@ class TestTools:
     @pytest.mark.parametrize("how", [{"tool_choice": "required"}, {"tool_choice": THIS}, FORM])
     def test_what_is_forced_follows_reasoning_that_the_template_opens(self, place, how):
         how = {"response_format": FORM} if how is FORM else {"tools": [TOOL], **how}
-        asked = ChatAsked(**ASKED, **how, chat_template_kwargs={"think": True})
+        asked = ChatRequest(**ASKED, **how, chat_template_kwargs={"think": True})
         answer = answer_of(asked, place.served)
         task = answer.choices[0].task
         script = place.served.tokenizer.encode("Hm.</think>\n", add_special_tokens=False)
@@ -432,8 +432,8 @@ class TestTools:
         plain = copy(place.served)
         plain.format = None
         with pytest.raises(Refusal, match="start the server with --tool-parser"):
-            answer_of(ChatAsked(**ASKED, tools=[TOOL]), plain)
-        answer_of(ChatAsked(**ASKED, tools=[TOOL], tool_choice="none"), plain)
+            answer_of(ChatRequest(**ASKED, tools=[TOOL]), plain)
+        answer_of(ChatRequest(**ASKED, tools=[TOOL], tool_choice="none"), plain)
 
 
 INPUT = {"model": "demo-llama", "input": STORY, "temperature": 0, "max_output_tokens": 12}
@@ -481,7 +481,7 @@ class TestResponses:
         assert json.loads(call.arguments)["x"] in (1, 23)
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "seven"}
         history = [{"role": "user", "content": STORY}, call.to_dict(), result]
-        body = ResponseAsked(**{**INPUT, "input": history}).chat()
+        body = ResponseRequest(**{**INPUT, "input": history}).chat()
         [choice] = answer_of(body, place.served).choices
         told = place.served.tokenizer.decode(choice.task.prompt)
         x = json.loads(call.arguments)["x"]
@@ -492,7 +492,7 @@ class TestResponses:
         thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         said = {"role": "assistant", "content": "Yes."}
-        body = ResponseAsked(**{**INPUT, "input": [thought, said, thought, call, said]}).chat()
+        body = ResponseRequest(**{**INPUT, "input": [thought, said, thought, call, said]}).chat()
         told = [message.spoken() for message in body.messages]
         assert [each["content"] for each in told] == ["Yes.", "", "Yes."]
         assert [each.get("reasoning_content") for each in told] == ["Hm.", "Hm.", None]
@@ -584,7 +584,7 @@ class TestEvaluation:
 
     def test_a_prediction_is_cut_to_what_a_text_may_have(self, place):
         long = {"type": "content", "content": "one two " * 100_000}
-        body = CompletionAsked(**GREEDY, prompt=STORY, n=3, prediction=long)
+        body = CompletionRequest(**GREEDY, prompt=STORY, n=3, prediction=long)
         answer = answer_of(body, place.served)
         predicted = {id(choice.task.predicted) for choice in answer.choices}
         assert len(predicted) == 1
@@ -690,8 +690,8 @@ class TestRefusals:
             {"role": "assistant", "reasoning": "Hm.", "content": None, "tool_calls": [called]},
             {"role": "tool", "tool_call_id": "1", "content": None},
         ]
-        body = ChatAsked(**{**ASKED, "messages": history, "top_logprobs": 0})
-        assert body.told is None
+        body = ChatRequest(**{**ASKED, "messages": history, "top_logprobs": 0})
+        assert body.num_logprobs is None
         thought, result = [message.spoken() for message in body.messages]
         assert (thought["reasoning_content"], result["content"]) == ("Hm.", "")
         calls = [
@@ -702,7 +702,7 @@ class TestRefusals:
         got = place.post("responses", {**asked, "input": calls}).json()
         assert (got["model"], got["status"]) == ("demo-llama", "incomplete")
 
-        [choice] = answer_of(ChatAsked(**{**ASKED, "temperature": 3}), place.served).choices
+        [choice] = answer_of(ChatRequest(**{**ASKED, "temperature": 3}), place.served).choices
         assert choice.task.temperature == 3
 
     def test_the_root_says_where_the_api_is(self, place):

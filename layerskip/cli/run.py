@@ -28,7 +28,7 @@ from layerskip.texts.tokens import plural
 if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
     from layerskip.serving.answers import Answer
-    from layerskip.serving.fields import Asked
+    from layerskip.serving.fields import GenerationRequest
     from layerskip.serving.openai_api import Served
     from layerskip.serving.prompt_files import Answering, Answers
 
@@ -106,24 +106,24 @@ def run(
 
     templated = next((each for each in chosen if each.messages is not None), None)
     model = _Model(limits, writing, decoding, loading, templated)
-    asked = list(enumerate(chosen))[part[0] :: part[1]]
-    prints = {each.id: model.fingerprint(number, each) for number, each in asked}
+    numbered = list(enumerate(chosen))[part[0] :: part[1]]
+    prints = {each.id: model.fingerprint(number, each) for number, each in numbered}
     with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
-        left = sum(each.id not in answers.done for _, each in asked)
-        if left < len(asked):
-            talk.say(f"{len(asked) - left} of {plural(len(asked), 'row')} there already")
+        left = sum(each.id not in answers.done for _, each in numbered)
+        if left < len(numbered):
+            talk.say(f"{len(numbered) - left} of {plural(len(numbered), 'row')} there already")
         if not left:
             return
-        told = _Told(talk, answers, left)
+        progress = _RunProgress(talk, answers, left)
         if ray:
             from layerskip.serving.ray import answer_by_ray, cluster
 
             with cluster(ray_address, ray_workers):
                 answer_by_ray(
                     partial(model.open, Talk(quiet=True)),
-                    asked,
+                    numbered,
                     answers,
-                    told,
+                    progress,
                     workers=ray_workers,
                     at_once=2 * limits.max_rows,
                     gpus=loading.device != "cpu",
@@ -131,8 +131,8 @@ def run(
                 )
         else:
             with model.open(talk, beside=int(os.environ.get("LOCAL_WORLD_SIZE", 1))) as answering:
-                answer_all(answering, asked, answers, told)
-        talk.say(told.words())
+                answer_all(answering, numbered, answers, progress)
+        talk.say(progress.words())
     if errors := answers.errors:
         talk.say(f"{plural(errors, 'prompt')} failed; --retry-errors tries them again")
         if ranks == 1:  # on an error torchrun would end the other processes
@@ -226,11 +226,11 @@ class _Model:
 
             yield Answering(serving, loaded.tokenizer, answer_for, ahead=_AHEAD * max_rows)
 
-    def _asked(self, number: int, prompt: Prompt, served: Served) -> Asked:
+    def _asked(self, number: int, prompt: Prompt, served: Served) -> GenerationRequest:
         """The request for a prompt. Flags set what a line of an OpenAI batch file does not."""
         from layerskip.api.arguments import sampling_of
         from layerskip.api.loading import encode
-        from layerskip.serving.fields import ChatAsked, CompletionAsked, read
+        from layerskip.serving.fields import ChatRequest, CompletionRequest, read
 
         loaded, writing = served.loaded, self.writing
         given: dict[str, Any] = {"model": served.name, "seed": self.limits.seed + number}
@@ -239,7 +239,7 @@ class _Model:
         if writing.do_sample:
             given |= sampling_of(loaded.model, **writing.settings) | {"min_p": writing.min_p}
         if prompt.body is None:
-            return CompletionAsked.model_construct(
+            return CompletionRequest.model_construct(
                 **given,
                 prompt=encode(loaded.tokenizer, prompt)[0].tolist(),
                 max_tokens=prompt.max_new_tokens or self.limits.max_new_tokens,
@@ -251,7 +251,7 @@ class _Model:
         body = given | also | said
         if body.pop("stream", False) or body.get("n", 1) != 1:
             raise ValueError("a line of a file is one text: leave out stream and n")
-        kind = CompletionAsked if prompt.messages is None else ChatAsked
+        kind = CompletionRequest if prompt.messages is None else ChatRequest
         return read(kind, json.dumps(body).encode())
 
 
@@ -288,7 +288,7 @@ def _device(name: str) -> str:
     return name
 
 
-class _Told:
+class _RunProgress:
     """Shows the progress of a run."""
 
     def __init__(self, talk: Talk, answers: Answers, whole: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from layerskip.serving.fields import Asked, ChatAsked
+from layerskip.serving.fields import ChatRequest, GenerationRequest
 from layerskip.serving.formats.answer_reader import Delta, Reader, held_back
 from layerskip.serving.requests import Counts, Piece, Refusal, TextRequest
 from layerskip.texts.tokens import Detokenizer, token_bytes
@@ -27,7 +27,7 @@ class Choice:
         text: the complete text that may be shown so far.
         tokens: number of tokens, including those that are not shown.
         reason: why the text ended, in the client's terms; None while it continues.
-        told: the information on its tokens.
+        token_logprobs: the information on its tokens.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Choice:
         self.counts = Counts()
         self.reader = reader
         self._tokenizer, self._stops = tokenizer, stops
-        self.told: list[dict[str, Any]] = []
+        self.token_logprobs: list[dict[str, Any]] = []
         self._deltas: list[Delta] = []
         self._decoder = Detokenizer(tokenizer, keep)
         self._held = ""  # text that may become a stop string
@@ -57,20 +57,20 @@ class Choice:
 
     def add(self, piece: Piece) -> tuple[Delta, list[dict[str, Any]]]:
         """Add a piece; returns what it adds to the message, and the information on its tokens."""
-        deltas, told = self._read(piece)
-        self.told += told
+        deltas, token_logprobs = self._read(piece)
+        self.token_logprobs += token_logprobs
         self._deltas += deltas
-        return merged(deltas), told
+        return merged(deltas), token_logprobs
 
     def _read(self, piece: Piece) -> tuple[list[Delta], list[dict[str, Any]]]:
-        deltas, told = list[Delta](), list[dict[str, Any]]()
+        deltas, token_logprobs = list[Delta](), list[dict[str, Any]]()
         if self._echo is not None:
-            deltas, told = [{"content": self._echo}], self._prompt(piece)
+            deltas, token_logprobs = [{"content": self._echo}], self._prompt(piece)
             self.text, self._echo = self._echo, None
         self.counts = piece.counts
         if self._hidden:
             self.reason = piece.reason and "length"
-            return deltas, told
+            return deltas, token_logprobs
         self.tokens += len(piece.tokens)
         new = self._held
         for number, token in enumerate(piece.tokens):
@@ -93,7 +93,7 @@ class Choice:
         deltas += self.reader.feed(new, self.reason is not None)
         ready = [each for each in self._waiting if each[0] < len(self.text)]
         self._waiting = self._waiting[len(ready) :]
-        return deltas, told + [self._of_token(*each) for each in ready]
+        return deltas, token_logprobs + [self._of_token(*each) for each in ready]
 
     def whole(self) -> dict[str, Any]:
         """The complete message, if it is a chat's."""
@@ -112,11 +112,11 @@ class Choice:
         """The prompt's tokens if their log-probabilities are requested; the first has none."""
         if not self.task.prompt_logprobs:
             return []
-        begin, decoder, told = 0, Detokenizer(self._tokenizer), []
+        begin, decoder, token_logprobs = 0, Detokenizer(self._tokenizer), []
         for token, logprobs in zip(self.task.prompt, [{}, *piece.prompt_logprobs], strict=True):
-            told.append(self._of_token(begin, token, logprobs))
+            token_logprobs.append(self._of_token(begin, token, logprobs))
             begin += len(decoder.put([token]))
-        return told
+        return token_logprobs
 
     def _of_token(self, begin: int, token: int, logprobs: dict[int, float]) -> dict[str, Any]:
         """A token in the format of chats, with the start of its text."""
@@ -158,10 +158,10 @@ class Answer:
     done = "data: [DONE]\n\n"
     """What clients expect behind the last event."""
 
-    def __init__(self, asked: Asked, model: str, choices: Sequence[Choice]) -> None:
+    def __init__(self, body: GenerationRequest, model: str, choices: Sequence[Choice]) -> None:
         self.choices, self.model = choices, model
         self.created = int(time.time())
-        self._asked, self._chat = asked, isinstance(asked, ChatAsked)
+        self._body, self._chat = body, isinstance(body, ChatRequest)
         self._head: dict[str, Any] = {
             "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
             "object": "chat.completion" if self._chat else "text_completion",
@@ -169,7 +169,7 @@ class Answer:
             "model": model,
         }
         self._of_chunks = self._head | ({"object": "chat.completion.chunk"} if self._chat else {})
-        if asked.include_usage:  # null in all chunks but the last
+        if body.include_usage:  # null in all chunks but the last
             self._of_chunks["usage"] = None
 
     def begin(self) -> list[dict[str, Any]]:
@@ -181,20 +181,20 @@ class Answer:
         """Add a piece to a choice; returns the events for it."""
         choice = self.choices[index]
         ended = choice.reason is not None
-        delta, told = choice.add(piece)
+        delta, token_logprobs = choice.add(piece)
         reason = None if ended else self._reason(choice)
-        if not delta and not told and reason is None:
+        if not delta and not token_logprobs and reason is None:
             return []
         content = {"delta": delta} if self._chat else {"text": delta.get("content", "")}
-        chunk = self._chunk(index, content, told, reason)
-        if not self._asked.include_usage and all(each.reason for each in self.choices):
+        chunk = self._chunk(index, content, token_logprobs, reason)
+        if not self._body.include_usage and all(each.reason for each in self.choices):
             chunk["timings"] = self.timings()
         return [chunk]
 
     def end(self) -> list[dict[str, Any]]:
         """The last events of a stream."""
         last = self._of_chunks | {"choices": [], **self._counted()}
-        return [last] if self._asked.include_usage else []
+        return [last] if self._body.include_usage else []
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
         """The last event of a stream that cannot be finished."""
@@ -205,7 +205,9 @@ class Answer:
         choices = []
         for index, choice in enumerate(self.choices):
             content = {"message": choice.whole()} if self._chat else {"text": choice.text}
-            choices.append(self._choice(index, content, choice.told, self._reason(choice)))
+            choices.append(
+                self._choice(index, content, choice.token_logprobs, self._reason(choice))
+            )
         return {**self._head, "choices": choices, **self._counted()}
 
     def _counted(self) -> dict[str, Any]:
@@ -247,28 +249,31 @@ class Answer:
         }
 
     def _reason(self, choice: Choice) -> str | None:
-        called = choice.reader.calls and not self._asked.named
+        called = choice.reader.calls and not self._body.named
         return "tool_calls" if called and choice.reason == "stop" else choice.reason
 
     def _chunk(
         self,
         index: int,
         content: dict[str, Any],
-        told: Sequence[dict[str, Any]] = (),
+        token_logprobs: Sequence[dict[str, Any]] = (),
         reason: str | None = None,
     ) -> dict[str, Any]:
-        return {**self._of_chunks, "choices": [self._choice(index, content, told, reason)]}
+        return {
+            **self._of_chunks,
+            "choices": [self._choice(index, content, token_logprobs, reason)],
+        }
 
     def _choice(
         self,
         index: int,
         content: dict[str, Any],
-        told: Sequence[dict[str, Any]],
+        token_logprobs: Sequence[dict[str, Any]],
         reason: str | None,
     ) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
         if self.choices[index].task.top_logprobs is not None:
-            logprobs = _of_chat(told) if self._chat else _of_completion(told)
+            logprobs = _of_chat(token_logprobs) if self._chat else _of_completion(token_logprobs)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
@@ -286,8 +291,10 @@ def _acceptance(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _of_chat(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    shown = [{name: value for name, value in each.items() if name != "begin"} for each in told]
+def _of_chat(token_logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    shown = [
+        {name: value for name, value in each.items() if name != "begin"} for each in token_logprobs
+    ]
     return {"content": shown, "refusal": None}
 
 
@@ -299,15 +306,15 @@ def _spelled(token: dict[str, Any]) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _of_completion(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _of_completion(token_logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "tokens": [_spelled(each) for each in told],
-        "token_logprobs": [each["logprob"] for each in told],
+        "tokens": [_spelled(each) for each in token_logprobs],
+        "token_logprobs": [each["logprob"] for each in token_logprobs],
         "top_logprobs": [
             {_spelled(top): top["logprob"] for top in each["top_logprobs"]}
             if each["logprob"] is not None
             else None
-            for each in told
+            for each in token_logprobs
         ],
-        "text_offset": [each["begin"] for each in told],
+        "text_offset": [each["begin"] for each in token_logprobs],
     }

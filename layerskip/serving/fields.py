@@ -60,23 +60,23 @@ class Fields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _asked(cls, given: Any) -> Any:
+    def _without_defaults(cls, given: Any) -> Any:
         """Drop fields that ask for nothing, and rename others."""
         if not isinstance(given, dict):
             return given
-        asked = {
+        values = {
             name: value
             for name, value in given.items()
             if value is not None
             and name not in _ABOUT
             and not (name in _NOTHING and value in _NOTHING[name])
         }
-        for name in asked.keys() & {*_IDLE}:
+        for name in values.keys() & {*_IDLE}:
             _tell_idle(name)
-            del asked[name]
-        for name in asked.keys() & cls.others.keys():
-            asked.setdefault(cls.others[name], asked.pop(name))
-        return asked
+            del values[name]
+        for name in values.keys() & cls.others.keys():
+            values.setdefault(cls.others[name], values.pop(name))
+        return values
 
 
 class TextPart(Fields):
@@ -108,7 +108,7 @@ class Part(Fields):
         return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
 
-class Called(Fields):
+class CalledFunction(Fields):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
@@ -117,7 +117,7 @@ class ToolCall(Fields):
     id: str = ""
     type: Literal["function"] = "function"
     index: int = 0
-    function: Called
+    function: CalledFunction
 
 
 class Message(Fields):
@@ -154,21 +154,21 @@ class Message(Fields):
             {"type": "text", "text": part.text} if part.address is None else {"type": "image"}
             for part in self.parts
         ]
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": parts if self.pictures else "".join(part.text for part in self.parts),
         }
         also = ("name", "tool_call_id", "reasoning_content")
-        told |= {name: value for name in also if (value := getattr(self, name)) is not None}
+        values |= {name: value for name in also if (value := getattr(self, name)) is not None}
         if self.tool_calls:
-            told["tool_calls"] = [
+            values["tool_calls"] = [
                 {"type": "function", "id": each.id, "function": _arguments(each.function)}
                 for each in self.tool_calls
             ]
-        return told
+        return values
 
 
-def _arguments(called: Called) -> dict[str, Any]:
+def _arguments(called: CalledFunction) -> dict[str, Any]:
     """A call with its arguments as templates need them: an object, if they are one."""
     arguments: Any = called.arguments
     if isinstance(arguments, str):
@@ -220,7 +220,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class Asked(Fields):
+class GenerationRequest(Fields):
     """Fields of both chats and completions: OpenAI's first, then those of other servers.
 
     Attributes:
@@ -278,7 +278,7 @@ class Asked(Fields):
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
-    def told(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many log-probabilities to report besides each token's own; None: none at all."""
         raise NotImplementedError
 
@@ -303,7 +303,7 @@ class Asked(Fields):
         return True
 
 
-class ChatAsked(Asked):
+class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, le=_LARGE)
     logprobs: bool = False
@@ -343,13 +343,13 @@ class ChatAsked(Asked):
         return self.tool_choice or "auto"
 
     @property
-    def told(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -366,7 +366,7 @@ class CompletionAsked(Asked):
         return self.n * len(self.prompts)
 
     @property
-    def told(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
 

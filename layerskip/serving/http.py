@@ -20,11 +20,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from layerskip.serving import fields
 from layerskip.serving.answers import Answer
-from layerskip.serving.fields import Asked, ChatAsked, read
+from layerskip.serving.fields import ChatRequest, GenerationRequest, read
 from layerskip.serving.metrics import Metrics
 from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.requests import Piece, Refusal, TextRequest, refusing
-from layerskip.serving.responses import ResponseAnswer, ResponseAsked, renamed
+from layerskip.serving.responses import ResponseAnswer, ResponseRequest, renamed
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.texts import Text
 from layerskip.serving.tokenization import detokenized, tokenized, tokenizer_info
@@ -118,7 +118,7 @@ def make_app(
         return JSONResponse({"message": "OpenAI's API is at /v1", "models": "/v1/models"})
 
     @get("/metrics")
-    async def told() -> Response:
+    async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     card = {"id": served.name, "object": "model", "created": int(time.time())}
@@ -141,44 +141,46 @@ def make_app(
     async def about_tokenizer() -> Response:
         return JSONResponse(tokenizer_info(served))
 
-    async def encoded(work: Callable[..., Any], asked: Any) -> Any:
-        long = served.encoder or any(each.pictures for each in getattr(asked, "messages", ()))
+    async def encoded(work: Callable[..., Any], body: Any) -> Any:
+        long = served.encoder or any(each.pictures for each in getattr(body, "messages", ()))
         pool = looking if long else encoding
-        return await asyncio.get_running_loop().run_in_executor(pool, work, asked, served)
+        return await asyncio.get_running_loop().run_in_executor(pool, work, body, served)
 
     def translate(
         path: str, kind: type[fields.Tokenize | fields.Detokenize], work: Callable[..., Any]
     ) -> None:
         @app.post(path)
         async def translated(request: Request) -> Response:
-            asked = read(kind, await _body(request, max_body))
-            served.check_name(asked.model)
-            return JSONResponse(await encoded(work, asked))
+            body = read(kind, await _body(request, max_body))
+            served.check_name(body.model)
+            return JSONResponse(await encoded(work, body))
 
     translate("/tokenize", fields.Tokenize, tokenized)
     translate("/detokenize", fields.Detokenize, detokenized)
 
-    def answering(path: str, kind: type[Asked | ResponseAsked]) -> None:
+    def answering(path: str, kind: type[GenerationRequest | ResponseRequest]) -> None:
         @app.post(path)
         async def answered(request: Request) -> Response:
             with metrics.counting(path):
                 deadline = asyncio.get_running_loop().time() + timeout
                 given = read(kind, await _body(request, max_body))
-                asked = given.chat() if isinstance(given, ResponseAsked) else given
-                serving.check_room(asked.texts)  # before encoding anything
-                answer = await encoded(answer_of, asked)
-                running = _Running(serving, metrics.told)
+                body = given.chat() if isinstance(given, ResponseRequest) else given
+                serving.check_room(body.texts)  # before encoding anything
+                answer = await encoded(answer_of, body)
+                running = _Running(serving, metrics.observe)
                 await running.submit([choice.task for choice in answer.choices])
-                told = ResponseAnswer(given, answer) if isinstance(given, ResponseAsked) else answer
-                if asked.stream:
-                    return _Events(running, told, deadline)
+                reply = (
+                    ResponseAnswer(given, answer) if isinstance(given, ResponseRequest) else answer
+                )
+                if body.stream:
+                    return _Events(running, reply, deadline)
                 with running.cancel_on_exit():
-                    await _finish_or_disconnect(request, running, told, deadline)
-                return JSONResponse(told.whole())
+                    await _finish_or_disconnect(request, running, reply, deadline)
+                return JSONResponse(reply.whole())
 
-    answering("/v1/chat/completions", ChatAsked)
-    answering("/v1/completions", fields.CompletionAsked)
-    answering(RESPONSES, ResponseAsked)
+    answering("/v1/chat/completions", ChatRequest)
+    answering("/v1/completions", fields.CompletionRequest)
+    answering(RESPONSES, ResponseRequest)
     return app
 
 

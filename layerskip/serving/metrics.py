@@ -88,7 +88,7 @@ class Metrics:
         finally:
             self._requests.labels(self._name, path, status).inc()
 
-    def told(self, task: TextRequest, piece: Piece) -> None:
+    def observe(self, task: TextRequest, piece: Piece) -> None:
         """Count a piece of a text; called on the thread that decodes."""
         counts, new = piece.counts, len(piece.tokens)
         for _ in range(new if piece.before else 0):

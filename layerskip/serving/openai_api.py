@@ -16,7 +16,7 @@ from layerskip.api.arguments import end_tokens, look, read_text
 from layerskip.api.loading import Loaded
 from layerskip.config.skips import COLDEST
 from layerskip.serving.answers import Answer, Choice
-from layerskip.serving.fields import Asked, ChatAsked, CompletionAsked
+from layerskip.serving.fields import ChatRequest, CompletionRequest, GenerationRequest
 from layerskip.serving.formats import format_of, reasoning_of
 from layerskip.serving.formats.answer_reader import Reader
 from layerskip.serving.formats.base import Format, schema_of
@@ -92,7 +92,7 @@ class Served:
         return frozenset(self.added[each] for each in texts if each in self.added)
 
 
-def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> Answer:
+def answer_of(body: GenerationRequest, served: Served, processors: Sequence[Any] = ()) -> Answer:
     """Prepare the answer to a request: n texts for each prompt, choice i with seed + i.
 
     Args:
@@ -102,84 +102,86 @@ def answer_of(asked: Asked, served: Served, processors: Sequence[Any] = ()) -> A
         Refusal: another model is named, a prompt is empty, too long or has unknown tokens, or
             fields contradict each other.
     """
-    served.check_name(asked.model)
-    asked.check()
-    chat, told = isinstance(asked, ChatAsked), asked.told
-    prompt_logprobs = int(isinstance(asked, CompletionAsked) and asked.echo and told is not None)
+    served.check_name(body.model)
+    body.check()
+    chat, num_logprobs = isinstance(body, ChatRequest), body.num_logprobs
+    prompt_logprobs = int(
+        isinstance(body, CompletionRequest) and body.echo and num_logprobs is not None
+    )
     if served.encoder and prompt_logprobs:
         message = "this model reads its prompt in an encoder, which gives no log-probabilities"
         raise Refusal(400, message, param="echo")
-    temperature = served.temperature if asked.temperature is None else asked.temperature
+    temperature = served.temperature if body.temperature is None else body.temperature
     sampled = temperature >= COLDEST
-    seed = secrets.randbits(32) if asked.seed is None else asked.seed
-    check_tokens(asked.stop_token_ids, "stop_token_ids", served)
-    prompts, seen = prompts_of(asked, served)
-    format_, reasoning = _format(asked, served), served.reasoning if chat else None
+    seed = secrets.randbits(32) if body.seed is None else body.seed
+    check_tokens(body.stop_token_ids, "stop_token_ids", served)
+    prompts, seen = prompts_of(body, served)
+    format_, reasoning = _format(body, served), served.reasoning if chat else None
     end = served.tokenizer.decode(prompts[0][-16:]).rstrip() if reasoning else ""
     inside = reasoning is not None and end.endswith(reasoning[0].rstrip())  # by the template
     behind = reasoning[1] if reasoning and inside else None
-    grammar = _calls(asked, served, format_, behind)
-    if form := _grammar(asked, served, behind):
+    grammar = _calls(body, served, format_, behind)
+    if form := _grammar(body, served, behind):
         grammar, format_ = form, None  # no calls are read in text of a form
     marks = [*(reasoning or ()), *(() if format_ is None else format_.marks)]
     keep = served.marks([mark.strip() for mark in marks])
-    names = {tool.function.name for tool in getattr(asked, "tools", ())}
-    predicted = _predicted(asked, served)
+    names = {tool.function.name for tool in getattr(body, "tools", ())}
+    predicted = _predicted(body, served)
     choices = list[Choice]()
     for index, text in enumerate(prompts):
-        limit = _limit(asked, len(text), served)
+        limit = _limit(body, len(text), served)
         with refusing("prompt"):
             prompt, encoded, also = read_text(served.loaded.model, text, max(1, limit))
         with refusing("messages"):
             pictures = None if seen is None else look(served.loaded.model, seen)
         echo = None
-        if isinstance(asked, CompletionAsked) and asked.echo:
-            given = asked.prompts[index]
+        if isinstance(body, CompletionRequest) and body.echo:
+            given = body.prompts[index]
             echo = given if isinstance(given, str) else decode_text(served.tokenizer, text)
         task = TextRequest(
             prompt,
             max(1, limit),
             do_sample=sampled,
             temperature=temperature if sampled else None,
-            top_k=served.top_k if asked.top_k is None else max(0, asked.top_k),  # -1 also means all
-            top_p=served.top_p if asked.top_p is None else asked.top_p,
-            min_p=asked.min_p,
-            eos=frozenset() if asked.ignore_eos else served.ends | {*asked.stop_token_ids},
-            stop=StopStrings(served.tokenizer, asked.stops, len(prompt)) if asked.stops else None,
-            processors=[*also, *_bias(asked, len(prompt), served), *grammar, *processors],
+            top_k=served.top_k if body.top_k is None else max(0, body.top_k),  # -1 also means all
+            top_p=served.top_p if body.top_p is None else body.top_p,
+            min_p=body.min_p,
+            eos=frozenset() if body.ignore_eos else served.ends | {*body.stop_token_ids},
+            stop=StopStrings(served.tokenizer, body.stops, len(prompt)) if body.stops else None,
+            processors=[*also, *_bias(body, len(prompt), served), *grammar, *processors],
             predicted=predicted,
-            top_logprobs=told,
+            top_logprobs=num_logprobs,
             prompt_logprobs=prompt_logprobs,
             pictures=pictures,
             encoded=encoded,
         )
-        for number in range(asked.n):
-            own = number if asked.same_seed else len(choices)
+        for number in range(body.n):
+            own = number if body.same_seed else len(choices)
             choice = Choice(
                 served.tokenizer,
                 replace(task, seed=seed + own),
-                asked.stops,
-                reader=Reader(format_, names, reasoning, inside=inside, several=asked.several),
+                body.stops,
+                reader=Reader(format_, names, reasoning, inside=inside, several=body.several),
                 keep=keep,
                 echo=echo,
                 hidden=limit == 0,
             )
             choices.append(choice)
-    return Answer(asked, served.name, choices)
+    return Answer(body, served.name, choices)
 
 
-def _predicted(asked: Asked, served: Served) -> list[int]:
+def _predicted(body: GenerationRequest, served: Served) -> list[int]:
     """Tokens of the prediction, at most as many as a text may have."""
-    if asked.prediction is None:
+    if body.prediction is None:
         return []
-    text, most = asked.prediction.text, _PREDICTED * served.context
+    text, most = body.prediction.text, _PREDICTED * served.context
     tokens: list[int] = served.tokenizer(text[:most], add_special_tokens=False)["input_ids"]
     return tokens[: served.context]
 
 
-def _format(asked: Asked, served: Served) -> Format | None:
+def _format(body: GenerationRequest, served: Served) -> Format | None:
     """The format of the answer's tool calls; None if there may be none."""
-    if asked.choice == "none":
+    if body.choice == "none":
         return None
     if served.format is None:
         raise Refusal(
@@ -191,14 +193,16 @@ def _format(asked: Asked, served: Served) -> Format | None:
     return served.format
 
 
-def _calls(asked: Asked, served: Served, format_: Format | None, behind: str | None) -> list[Any]:
+def _calls(
+    body: GenerationRequest, served: Served, format_: Format | None, behind: str | None
+) -> list[Any]:
     """A processor that enforces calls which are required, or required by name."""
-    if not isinstance(asked, ChatAsked) or format_ is None or asked.choice == "auto":
+    if not isinstance(body, ChatRequest) or format_ is None or body.choice == "auto":
         return []
     tools = [
         each.function.model_dump()
-        for each in asked.tools
-        if asked.choice in ("required", each.function.name)
+        for each in body.tools
+        if body.choice in ("required", each.function.name)
     ]
 
     def mark(text: str) -> str:
@@ -208,13 +212,13 @@ def _calls(asked: Asked, served: Served, format_: Format | None, behind: str | N
     with refusing("tools"):
         for tool in tools:  # one by one, so that an error shows the schema and not our rules
             json_schema(schema_of(tool), served.tokenizer, eos=served.eos)
-        rules = f"start: calls\n{format_.grammar(tools, asked.several, mark)}"
+        rules = f"start: calls\n{format_.grammar(tools, body.several, mark)}"
         return [lark(rules, served.tokenizer, eos=served.eos, behind=behind)]
 
 
-def _limit(asked: Asked, prompt: int, served: Served) -> int:
+def _limit(body: GenerationRequest, prompt: int, served: Served) -> int:
     """The maximum number of new tokens after a prompt of `prompt` tokens."""
-    name, wanted = asked.most
+    name, wanted = body.most
     # An encoder-decoder's own decoder begins with one token.
     room = served.context - (1 if served.encoder and prompt <= served.context else prompt)
     if room < 1 or (wanted or 1) > room:
@@ -223,18 +227,18 @@ def _limit(asked: Asked, prompt: int, served: Served) -> int:
             400,
             f"this model's texts have at most {served.context} tokens; the prompt has {prompt}, "
             f"and {more}; make it shorter",
-            param=name if room > 0 else "messages" if isinstance(asked, ChatAsked) else "prompt",
+            param=name if room > 0 else "messages" if isinstance(body, ChatRequest) else "prompt",
             code="context_length_exceeded",
         )
     return min(served.max_new_tokens, room) if wanted is None else wanted
 
 
-def _grammar(asked: Asked, served: Served, behind: str | None) -> list[Any]:
+def _grammar(body: GenerationRequest, served: Served, behind: str | None) -> list[Any]:
     """`response_format` as a processor, which serves any number of texts."""
-    if asked.response_format is None:
+    if body.response_format is None:
         return []
     with refusing("response_format"):
-        return _form(json.dumps(asked.response_format), served.tokenizer, served.eos, behind)
+        return _form(json.dumps(body.response_format), served.tokenizer, served.eos, behind)
 
 
 @lru_cache(16)  # many requests have the same
@@ -242,20 +246,20 @@ def _form(given: str, tokenizer: Any, eos: tuple[int, ...] | None, behind: str |
     return [*response_format(json.loads(given), tokenizer, eos=eos, behind=behind)]
 
 
-def _bias(asked: Asked, width: int, served: Served) -> list[Any]:
+def _bias(body: GenerationRequest, width: int, served: Served) -> list[Any]:
     """`repetition_penalty`, `logit_bias` and penalties as processors, for a prompt's length."""
     processors, bias, most = list[Any](), list[Any](), served.vocabulary - 1
-    for token, value in asked.logit_bias.items():
+    for token, value in body.logit_bias.items():
         number = int(token) if token.isdecimal() and len(token) < 12 else -1
         if not 0 <= number <= most:
             shown = token if len(token) < 40 else f"{token[:40]}..."
             message = f"logit_bias: token ids must be from 0 to {most}, got {shown!r}"
             raise Refusal(400, message, param="logit_bias")
         bias.append([[number], value])
-    if asked.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(asked.repetition_penalty))
+    if body.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(body.repetition_penalty))
     if bias:
         processors.append(SequenceBiasLogitsProcessor(bias))
-    if asked.frequency_penalty or asked.presence_penalty:
-        processors.append(Penalties(width, asked.frequency_penalty, asked.presence_penalty))
+    if body.frequency_penalty or body.presence_penalty:
+        processors.append(Penalties(width, body.frequency_penalty, body.presence_penalty))
     return processors

@@ -178,16 +178,16 @@ class Answering:
     answer_for: Callable[[int, Prompt], Answer]
     ahead: int
 
-    def submit(self, asked: Numbered, tell: Callable[[int, Row | None], None]) -> None:
+    def submit(self, numbered: Numbered, tell: Callable[[int, Row | None], None]) -> None:
         """Submit a prompt.
 
         Args:
             tell: called with the number of new tokens, and finally with the row; on the thread that
                 decodes, or at once if the prompt is refused.
         """
-        prompt, tokens = asked[1], list[int]()
+        prompt, tokens = numbered[1], list[int]()
 
-        def told(piece: Piece) -> None:
+        def receive(piece: Piece) -> None:
             tokens.extend(piece.tokens)
             if prompt.body is not None:
                 answer.add(0, piece)
@@ -199,8 +199,8 @@ class Answering:
             tell(len(piece.tokens), row)
 
         try:
-            answer = self.answer_for(*asked)
-            self.serving.submit(answer.choices[0].task, told)
+            answer = self.answer_for(*numbered)
+            self.serving.submit(answer.choices[0].task, receive)
         except ValueError as error:
             tell(0, error_row(prompt, error))
 
@@ -234,24 +234,24 @@ def _batch_row(prompt: Prompt, response: Row | None, error: Row | None) -> Row:
     return {"id": prompt.id, "custom_id": prompt.id, "response": response, "error": error}
 
 
-def length(asked: Numbered) -> int:
+def length(numbered: Numbered) -> int:
     """The approximate length of a prompt, by which prompts are grouped."""
-    return len(asked[1].text or str(asked[1].messages))
+    return len(numbered[1].text or str(numbered[1].messages))
 
 
 def answer_all(
     answering: Answering,
-    asked: Iterable[Numbered],
+    prompts: Iterable[Numbered],
     answers: Answers,
-    told: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer prompts that have no row yet, grouping those of similar lengths.
 
     Args:
-        told: called after each step.
+        progress: called after each step.
     """
     going, ended = 0, list[Row]()
-    left = (each for each in asked if each[1].id not in answers.done)
+    left = (each for each in prompts if each[1].id not in answers.done)
 
     def tell(new: int, row: Row | None) -> None:
         answers.tokens += new
@@ -271,4 +271,4 @@ def answer_all(
             answers.add(row)
         going -= len(ended)
         ended.clear()
-        told()
+        progress()

@@ -56,9 +56,9 @@ def cluster(address: str | None = None, workers: int | None = None) -> Iterator[
 
 def answer_by_ray(
     opening: Opening,
-    asked: Sequence[Numbered],
+    prompts: Sequence[Numbered],
     answers: Answers,
-    told: Callable[[], None],
+    progress: Callable[[], None],
     *,
     workers: int | None = None,
     at_once: int = 32,
@@ -73,7 +73,7 @@ def answer_by_ray(
 
     Args:
         opening: run by each actor, in this working directory if its machine has it.
-        told: called after each row.
+        progress: called after each row.
         workers: number of actors; by default one per GPU, or one per machine without GPUs.
         at_once: number of prompts that an actor has at a time.
         gpus: whether each actor takes a GPU, if there are any.
@@ -93,9 +93,9 @@ def answer_by_ray(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
-    left = [each for each in asked if each[1].id not in answers.done]
+    left = [each for each in prompts if each[1].id not in answers.done]
     left.sort(key=length)
-    items = [{"asked": pickle.dumps(each)} for each in left]
+    items = [{"prompt": pickle.dumps(each)} for each in left]
     rows = ray.data.from_items(items, override_num_blocks=len(items)).map(
         _Worker,
         fn_constructor_args=[opening, -(-actors // len(machines)), os.getcwd()],
@@ -114,7 +114,7 @@ def answer_by_ray(
             raise ValueError(row["refused"])
         answers.add(row)
         answers.tokens += row.get("new_tokens", 0)
-        told()
+        progress()
 
 
 class _Worker:
@@ -135,9 +135,9 @@ class _Worker:
             self._refused = str(error)
 
     def __call__(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {"row": json.dumps(self._row(pickle.loads(given["asked"])))}
+        return {"row": json.dumps(self._row(pickle.loads(given["prompt"])))}
 
-    def _row(self, asked: Numbered) -> Row:
+    def _row(self, numbered: Numbered) -> Row:
         if self._refused:
             return {"refused": self._refused}
         rows = SimpleQueue[Row]()
@@ -146,7 +146,7 @@ class _Worker:
             if row is not None:
                 rows.put(row)
 
-        self._answering.submit(asked, tell)
+        self._answering.submit(numbered, tell)
         return rows.get()
 
 

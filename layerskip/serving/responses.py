@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, Tag
 
 from layerskip.serving.answers import Answer
 from layerskip.serving.fields import (
-    ChatAsked,
+    ChatRequest,
     Fields,
     Share,
     ToolFunction,
@@ -42,39 +42,39 @@ class ResponsePart(Fields):
     logprobs: list[Any] = Field([])
 
     def of_chat(self) -> dict[str, Any]:
-        told = {"text": self.text, "image_url": self.image_url}
+        values = {"text": self.text, "image_url": self.image_url}
         kind = "image_url" if self.type == "input_image" else "text"
-        return {"type": kind} | {name: each for name, each in told.items() if each is not None}
+        return {"type": kind} | {name: each for name, each in values.items() if each is not None}
 
 
-class Told(Fields):
+class InputItem(Fields):
     """An item, perhaps from an earlier answer, which gave it an id."""
 
     id: str = ""
     status: str = ""
 
 
-class Said(Told):
+class MessageItem(InputItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ResponsePart]
     phase: str = ""
 
 
-class FunctionCall(Told):
+class FunctionCall(InputItem):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionOutput(Told):
+class FunctionOutput(InputItem):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[ResponsePart] = ""
 
 
-class Reasoning(Told):
+class Reasoning(InputItem):
     type: Literal["reasoning"]
     summary: list[ResponsePart] = Field([])
     content: list[ResponsePart] = Field([])
@@ -103,7 +103,7 @@ def _kind(item: Any) -> str:
 
 
 Item = Annotated[
-    Annotated[Said, Tag("Message")]
+    Annotated[MessageItem, Tag("Message")]
     | Annotated[FunctionCall, Tag("Function_Call")]
     | Annotated[FunctionOutput, Tag("Function_Call_Output")]
     | Annotated[Reasoning, Tag("Reasoning")],
@@ -116,7 +116,7 @@ Item = Annotated[
 ]
 
 
-class ResponseAsked(Fields):
+class ResponseRequest(Fields):
     """A request; `seed`, `top_k` and `min_p` are not OpenAI's."""
 
     model: str | None = None
@@ -135,7 +135,7 @@ class ResponseAsked(Fields):
     parallel_tool_calls: bool = True
     reasoning: Effort = Effort()
 
-    def chat(self) -> ChatAsked:
+    def chat(self) -> ChatRequest:
         """Convert to a chat request.
 
         Raises:
@@ -166,7 +166,7 @@ class ResponseAsked(Fields):
             inner = {name: value for name, value in form.items() if name != "type"}
             form = {"type": "json_schema", "json_schema": inner}
         body["response_format"] = None if form == {"type": "text"} else form
-        return read(ChatAsked, json.dumps(body).encode())
+        return read(ChatRequest, json.dumps(body).encode())
 
 
 def renamed(refusal: Refusal) -> Refusal:
@@ -181,7 +181,7 @@ def renamed(refusal: Refusal) -> Refusal:
 def _say(item: Item, messages: list[dict[str, Any]]) -> None:
     """Append an input item as a message, or as a part of the message before it."""
     match item:
-        case Said():
+        case MessageItem():
             said = {"role": item.role, "content": _said(item.content)}
             thought = bool(messages) and messages[-1].keys() == {"role", "reasoning_content"}
             if item.role == "assistant" and thought:
@@ -189,8 +189,8 @@ def _say(item: Item, messages: list[dict[str, Any]]) -> None:
             else:
                 messages.append(said)
         case FunctionOutput():
-            told = _said(item.output)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": told})
+            values = _said(item.output)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": values})
         case Reasoning():
             text = "".join(part.text or "" for part in item.content)
             messages.append({"role": "assistant", "reasoning_content": text})
@@ -211,16 +211,16 @@ class ResponseAnswer:
 
     done = ""
 
-    def __init__(self, asked: ResponseAsked, answer: Answer) -> None:
-        self._asked, self._answer = asked, answer
+    def __init__(self, request: ResponseRequest, answer: Answer) -> None:
+        self._request, self._answer = request, answer
         self._id = f"resp_{secrets.token_hex(12)}"
         self._items: list[dict[str, Any]] = []
         self._number = 0
 
     def _document(self, status: str) -> dict[str, Any]:
-        told = self._asked.model_dump(exclude={"input", "stream", "seed", "top_k", "min_p"})
-        told["tool_choice"] = told["tool_choice"] or "auto"
-        told |= {
+        values = self._request.model_dump(exclude={"input", "stream", "seed", "top_k", "min_p"})
+        values["tool_choice"] = values["tool_choice"] or "auto"
+        values |= {
             "id": self._id,
             "model": self._answer.model,
             "object": "response",
@@ -236,17 +236,17 @@ class ResponseAnswer:
         }
         if status != "in_progress":
             usage = self._answer.usage()
-            told["usage"] = {
+            values["usage"] = {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-            told["timings"] = self._answer.timings()
+            values["timings"] = self._answer.timings()
         if status == "incomplete":
-            told["incomplete_details"] = {"reason": "max_output_tokens"}
-        return told
+            values["incomplete_details"] = {"reason": "max_output_tokens"}
+        return values
 
     def whole(self) -> dict[str, Any]:
         """The complete response."""

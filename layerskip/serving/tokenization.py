@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from layerskip.serving import fields
-from layerskip.serving.fields import Asked, ChatAsked
+from layerskip.serving.fields import ChatRequest, GenerationRequest
 from layerskip.serving.requests import Refusal, refusing
 from layerskip.texts.pictures import pictures_in
 
@@ -26,21 +26,21 @@ _RESERVED = {
 } - {"add_generation_prompt", "continue_final_message", "documents"}
 
 
-def prompts_of(asked: Asked, served: Served) -> tuple[list[list[int]], Encoded | None]:
+def prompts_of(body: GenerationRequest, served: Served) -> tuple[list[list[int]], Encoded | None]:
     """Token ids of each prompt; for a chat with pictures, also the processor's whole output."""
     seen: Encoded | None = None
-    if isinstance(asked, ChatAsked):
-        also = _for_template(asked)
-        if asked.tools and asked.choice != "none":
-            also["tools"] = [each.model_dump(exclude_none=True) for each in asked.tools]
-        if asked.reasoning_effort is not None:
-            also["reasoning_effort"] = asked.reasoning_effort
-        ids, seen = _templated(asked.messages, also, served)
+    if isinstance(body, ChatRequest):
+        also = _for_template(body)
+        if body.tools and body.choice != "none":
+            also["tools"] = [each.model_dump(exclude_none=True) for each in body.tools]
+        if body.reasoning_effort is not None:
+            also["reasoning_effort"] = body.reasoning_effort
+        ids, seen = _templated(body.messages, also, served)
         param, prompts = "messages", [ids]
     else:
-        assert isinstance(asked, fields.CompletionAsked)
+        assert isinstance(body, fields.CompletionRequest)
         param, prompts = "prompt", []
-        for prompt in asked.prompts:
+        for prompt in body.prompts:
             if isinstance(prompt, str):
                 _check_length(len(prompt), param, served)
                 prompt = served.tokenizer(prompt)["input_ids"]
@@ -71,12 +71,12 @@ def _check_length(characters: int, param: str, served: Served) -> None:
         raise Refusal(400, message, param=param, code="context_length_exceeded")
 
 
-def _for_template(asked: ChatAsked | fields.Tokenize) -> dict[str, Any]:
+def _for_template(body: ChatRequest | fields.Tokenize) -> dict[str, Any]:
     """A copy of `chat_template_kwargs`; refuses those that the template would not get."""
-    if reserved := sorted(_RESERVED & asked.chat_template_kwargs.keys()):
+    if reserved := sorted(_RESERVED & body.chat_template_kwargs.keys()):
         message = f"chat_template_kwargs: leave out {', '.join(reserved)}: not for the template"
         raise Refusal(400, message, param="chat_template_kwargs")
-    return dict(asked.chat_template_kwargs)
+    return dict(body.chat_template_kwargs)
 
 
 def _templated(
@@ -104,23 +104,28 @@ def _templated(
     return ids, None
 
 
-def tokenized(asked: fields.Tokenize, served: Served) -> dict[str, Any]:
+def tokenized(body: fields.Tokenize, served: Served) -> dict[str, Any]:
     """Token ids of a text or a chat, in vLLM's format.
 
     Raises:
         Refusal: not exactly one of the two is given, or it is too long or rejected by the template.
     """
-    if (asked.prompt is None) == (not asked.messages):
+    if (body.prompt is None) == (not body.messages):
         raise Refusal(400, "give either prompt or messages", param="prompt")
-    if asked.prompt is not None:
-        _check_length(len(asked.prompt), "prompt", served)
-        special = asked.add_special_tokens
-        ids = served.tokenizer(asked.prompt, add_special_tokens=special)["input_ids"]
+    if body.prompt is not None:
+        _check_length(len(body.prompt), "prompt", served)
+        special = body.add_special_tokens
+        ids = served.tokenizer(body.prompt, add_special_tokens=special)["input_ids"]
     else:
-        also = {"add_generation_prompt": asked.add_generation_prompt, **_for_template(asked)}
-        ids, _ = _templated(asked.messages, also, served)
-    told = served.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-    return {"count": len(ids), "max_model_len": served.context, "tokens": ids, "token_strs": told}
+        also = {"add_generation_prompt": body.add_generation_prompt, **_for_template(body)}
+        ids, _ = _templated(body.messages, also, served)
+    strings = served.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": served.context,
+        "tokens": ids,
+        "token_strs": strings,
+    }
 
 
 def tokenizer_info(served: Served) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def tokenizer_info(served: Served) -> dict[str, Any]:
     return {name: getattr(served.tokenizer, name, None) for name in names}
 
 
-def detokenized(asked: fields.Detokenize, served: Served) -> dict[str, str]:
+def detokenized(body: fields.Detokenize, served: Served) -> dict[str, str]:
     """The text of token ids, including special tokens."""
-    check_tokens(asked.tokens, "tokens", served)
-    return {"prompt": served.tokenizer.decode(asked.tokens)}
+    check_tokens(body.tokens, "tokens", served)
+    return {"prompt": served.tokenizer.decode(body.tokens)}
