@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from layerskip.decoding.sources.base import Source as Source
     from layerskip.decoding.sources.base import State as State
     from layerskip.decoding.sources.lookup import Lookup as Lookup
+    from layerskip.errors import LayerskipError as LayerskipError
     from layerskip.families.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.model.opened_models import release as release
     from layerskip.research.logit_lookup import LogitLookup as LogitLookup
@@ -40,6 +41,7 @@ _NAMES = {
     "decoding.sources.lookup": "Lookup",
     "api.generation": "GenerationOutput LayerSkipDecoding decode generate",
     "weights.fingerprint": "fingerprint",
+    "errors": "LayerskipError",
     "model.opened_models": "release",
     "families.wrappers": "UnsupportedModelError",
     "config.shipped": "shipped",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import best_length
+from layerskip.errors import LayerskipError
 from layerskip.replay.replayed_drafts import all_starts, follow
 from layerskip.replay.trace import Trace
 from layerskip.search.prices import LONGEST, Prices
@@ -39,7 +40,7 @@ Losing = Callable[[float, Mapping[int, float]], bool]
 """Given the value so far and those of further pieces by number: whether it loses to the best."""
 
 
-class OutOfTime(ValueError):
+class OutOfTime(LayerskipError):
     """The time of a search is over."""
 
 

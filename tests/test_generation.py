@@ -658,7 +658,7 @@ def test_models_that_are_not_served():
         (flash, r"'flash_attention_2'.*'eager' or 'sdpa'"),
         (tiny_model("llama", rope_parameters=dynamic), "rope type 'dynamic' is not supported"),
     ):
-        with pytest.raises(UnsupportedModelError, match=match):
+        with pytest.raises(layerskip.LayerskipError, match=match):
             next(layerskip.decode(model, prompt(3) % 20, skip=SkipConfig.early_exit(1)))
     refused(tiny_model("llama").train(), "training mode")
 

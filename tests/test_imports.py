@@ -1,6 +1,7 @@
 """Which packages may import which, and which must not load torch."""
 
 import ast
+import builtins
 import importlib
 import re
 import subprocess
@@ -15,13 +16,15 @@ import pytest
 import transformers
 
 import layerskip
+from layerskip.serving.requests import Refusal
+from layerskip.texts.grammars import GrammarLimit
 
 ROOT = Path(__file__).parents[1]
 
 # From the bottom: the packages (and single files) of each floor. A file imports from its own
 # package and from lower floors. Packages on one floor do not import each other.
 FLOORS = [
-    {"version", "native", "library"},
+    {"version", "errors", "native", "library"},
     {"files"},
     {"texts", "config", "costs", "cache"},
     {"weights"},
@@ -39,7 +42,7 @@ FLOORS = [
     {"__main__"},
 ]
 ANALYSIS = {"analysis", "costs", "files", "config"}  # all that analysis may import
-LIGHT = {"version", "files", "texts", "config", "costs"}  # rooms that do not load torch
+LIGHT = {"version", "errors", "files", "texts", "config", "costs"}  # rooms that do not load torch
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
 
 
@@ -324,6 +327,26 @@ def test_exports_come_from_their_homes():
         assert getattr(layerskip, name) is getattr(importlib.import_module(home), name)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         layerskip.nothing  # noqa: B018
+
+
+def test_own_errors_have_one_base():
+    internal = {"Unavailable", "Orphaned"}  # caught where they are raised, never a caller's
+    built_in = {name for name, kind in vars(builtins).items() if _is_error(kind)}
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    own = {name for name, each in bases.items() if each & built_in}
+    assert own - internal == {"LayerskipError"}
+    for each in (layerskip.UnsupportedModelError, GrammarLimit, Refusal):
+        assert issubclass(each, layerskip.LayerskipError)
+    assert issubclass(layerskip.LayerskipError, ValueError)
+
+
+def _is_error(kind):
+    return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
 def test_no_test_module_imports_another():

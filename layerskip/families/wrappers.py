@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from layerskip.errors import LayerskipError
 
-class UnsupportedModelError(ValueError):
+
+class UnsupportedModelError(LayerskipError):
     """This engine does not exactly support the model's architecture, or one of its settings."""
 
 

@@ -27,6 +27,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
+from layerskip.errors import LayerskipError
 from layerskip.model.opened_models import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.token_draws import NOTHING, scores_at
@@ -149,7 +150,7 @@ class Trace:
         return torch.cat([text.states[-1] for text in self.texts])
 
 
-class NothingToDraft(ValueError):
+class NothingToDraft(LayerskipError):
     """Every text of a trace ends with its first token."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from layerskip.cache.library_cache import EncoderStates
 from layerskip.decoding.seats import Reason
+from layerskip.errors import LayerskipError
 from layerskip.model.picture_features import Pictures
 
 
@@ -118,7 +119,7 @@ class Piece:
         )
 
 
-class Refusal(ValueError):
+class Refusal(LayerskipError):
     """A request that is refused, with its HTTP status.
 
     Attributes:

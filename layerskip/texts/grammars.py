@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerskip.errors import LayerskipError
+
 IN_A_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance's options for JSON on one line, as by `json.dumps`."""
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\f\v"}
@@ -28,7 +30,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords
 _MOST = 10**5  # of multipleOf: compilation takes memory and time in proportion to it
 
 
-class GrammarLimit(ValueError):
+class GrammarLimit(LayerskipError):
     """A text needs more of its grammar than llguidance computes."""
 
 
