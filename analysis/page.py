@@ -1,17 +1,20 @@
-"""The report as one self-contained HTML page: headings, tables and plots.
+"""The report as one self-contained HTML page, by the template beside this file.
 
-All text is escaped here. Invisible characters in records were replaced when they were read.
+The template escapes all text. Invisible characters in records were replaced when they were read.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from layerskip.analysis.drawing import INK, LINE, MUTED, PAPER
 from layerskip.analysis.run_tables import ENDS
@@ -25,6 +28,24 @@ class Picture:
     title: str
     alt: str
     svg: str
+
+    @property
+    def box(self) -> str:
+        """The corners of its coordinates, as in SVG."""
+        found = re.search('viewBox="([^"]+)"', self.svg)
+        assert found is not None
+        return found[1]
+
+    def drawing(self, prefix: str) -> Markup:
+        """What its `svg` element holds, with prefixed ids and in the page's colours."""
+        root = self.svg.index(">", self.svg.index("<svg")) + 1
+        # A style element would affect the rest of the page; the root's attribute is inherited.
+        inner = re.sub(r"<metadata>.*?</metadata>", "", self.svg[root:], flags=re.DOTALL)
+        inner = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", inner, count=1, flags=re.DOTALL)
+        inner = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", inner)
+        for colour, name in {INK: "ink", PAPER: "paper", MUTED: "muted", LINE: "line"}.items():
+            inner = inner.replace(colour, f"var(--{name})")
+        return Markup(inner)
 
 
 @dataclass(frozen=True)
@@ -172,166 +193,35 @@ A name that ends in * stands for all columns with that prefix.
 
 MOST = 24  # rows of a table on the page; all are in its CSV file
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --muted: #59636e;
-  --line: #d1d9e0; --soft: #f4f6f8; --link: #0b5cad; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --paper: #14171b; --muted: #a3acb7;
-  --line: #3a424c; --soft: #1e2329; --link: #7ab7ff; --bad: #ff9b92; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem clamp(.75rem, 2vw, 2rem); color: var(--ink);
-  background: var(--paper); overflow-wrap: break-word;
-  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-a { color: var(--link); }
-p, ul, dl { max-width: 46rem; }
-h1 { font-size: 1.7rem; line-height: 1.25; }
-h2 { margin-top: 3rem; padding-top: .6rem; border-top: 1px solid var(--line); }
-h2, h3 { line-height: 1.3; }
-.lead { font-size: 1.1rem; }
-.fault { color: var(--bad); font-weight: 600; }
-.note, figcaption { color: var(--muted); font-size: .92rem; }
-.facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1rem 1rem; }
-.facts dt { color: var(--muted); } .facts dd { margin: 0; }
-.pictures { display: grid; gap: 1.5rem; align-items: start;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 31rem), 1fr)); }
-figure { margin: 0; min-width: 0; max-width: 40rem; }
-figure h3 { margin: 0 0 .4rem; font-size: 1.05rem; }
-figure svg { display: block; width: 100%; height: auto; }
-.box { width: fit-content; max-width: 100%; overflow-x: auto; border: 1px solid var(--line);
-  border-radius: .4rem; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .55rem; text-align: right; white-space: nowrap; }
-th { white-space: normal; vertical-align: bottom; hyphens: manual; overflow-wrap: normal; }
-th.t, td.t { text-align: left; }
-td.t { white-space: normal; min-width: 7rem; max-width: 18rem; }
-td.t:first-child { min-width: 10rem; }
-thead th { border-bottom: 1px solid var(--line); background: var(--soft); }
-tbody tr + tr td { border-top: 1px solid var(--line); }
-details { margin: .6rem 0 1rem; max-width: 46rem; }
-summary { cursor: pointer; font-weight: 600; }
-@media (max-width: 34rem) { .facts { grid-template-columns: 1fr; }
-  .facts dd { margin-bottom: .4rem; } }
-"""
+
+class Column(NamedTuple):
+    """A column as shown; columns of words stand at the left."""
+
+    heading: str
+    words: bool
+    cells: list[str]
 
 
 def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
-    verdicts = [(section, section.verdict) for section in sections if section.verdict]
-    several = len(verdicts) > 1
-    parts = [f"<h1>{escape(title)}</h1>"]
-    for section, verdict in verdicts:
-        where = f"{section.title}: " if several else ""
-        parts += [f'<p class="lead fault">{_said(where + each)}</p>' for each in verdict.faults]
-    for section, verdict in verdicts:
-        if several:
-            parts.append(f'<p><a href="#{section.slug}">{escape(section.title)}</a></p>')
-        headline, *others = verdict.lines
-        parts.append(f'<p class="lead">{_said(headline)}</p>')
-        parts.append(f"<p>{_said(' '.join(others))}</p>")
-        if verdict.advice:
-            parts.append(f"<p>What to do next:</p>{_items(map(_said, verdict.advice))}")
-    links = [(section.slug, section.title) for section in sections]
-    links.append(("files", "Files"))
-    items = _items(f'<a href="#{slug}">{escape(name)}</a>' for slug, name in links)
-    if several:
-        parts.append(f'<nav aria-label="Contents"><h2>Contents</h2>{items}</nav>')
-    parts += [_section(section, number, several) for number, section in enumerate(sections)]
-    parts.append(
-        '<section id="files"><h2>Files</h2><p>Made from the files below. Beside this page lie '
-        "every table as CSV in <code>tables/</code> and every plot as SVG in <code>plots/</code>."
-        f"</p>{_items(map(escape, files))}</section>"
+    pages = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    body = "\n".join(parts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    pages.filters["code"] = _with_code
+    pages.globals |= {"shown": SHOWN, "columns_of": columns_of, "most": MOST}
+    template = pages.get_template("page.html.j2")
+    return template.render(title=title, sections=sections, files=files)
 
 
-def _said(text: str) -> str:
-    """A sentence as HTML; what stands between backticks is code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+def _with_code(sentence: str) -> Markup:
+    """A sentence in which what stands between backticks is code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(sentence))))
 
 
-def _items(elements: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{each}</li>' for each in elements)}</ul>"
-
-
-def inline_svg(svg: str, prefix: str, title: str, alt: str) -> str:
-    """A file's SVG as an element of a page: prefixed ids, the page's colours, and a description."""
-    body = svg[svg.index("<svg") :].strip()
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    # A style element would affect the rest of the page; the root's attribute is inherited.
-    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", body, count=1, flags=re.DOTALL)
-    body = re.sub(r'\bid="', f'id="{prefix}', body)
-    body = re.sub(r'href="#', f'href="#{prefix}', body)
-    body = body.replace("url(#", f"url(#{prefix}")
-    names = {INK: "ink", PAPER: "paper", MUTED: "muted", LINE: "line"}
-    for colour, name in names.items():
-        body = body.replace(colour, f"var(--{name})")
-    box = re.search(r'viewBox="([^"]+)"', body)
-    assert box is not None
-    root = (
-        f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(f"{title}. {alt}")}" '
-        'style="stroke-linejoin: round; stroke-linecap: butt" '
-        'xmlns:xlink="http://www.w3.org/1999/xlink">'
-    )
-    return root + body[body.index(">") + 1 :]
-
-
-def _section(section: Section, number: int, several: bool) -> str:
-    title = section.title if several else "Details"  # the page's own heading is the title of one
-    parts = [f'<section id="{section.slug}"><h2>{escape(title)}</h2>']
-    if section.facts:
-        facts = section.facts.items()
-        terms = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
-        parts.append(f'<dl class="facts">{terms}</dl>')
-    if section.pictures:
-        parts.append('<div class="pictures">')
-        for index, picture in enumerate(section.pictures):
-            drawing = inline_svg(picture.svg, f"s{number}p{index}-", picture.title, picture.alt)
-            parts.append(
-                f"<figure><h3>{escape(picture.title)}</h3>{drawing}<details><summary>In words"
-                f"</summary><figcaption>{escape(picture.alt)}</figcaption></details></figure>"
-            )
-        parts.append("</div>")
-    parts += [
-        _html_table(name, table)
-        for name, table in section.tables.items()
-        if name in SHOWN and len(table)
-    ]
-    parts.append("</section>")
-    return "\n".join(parts)
-
-
-def _html_table(name: str, table: pd.DataFrame) -> str:
-    """A table; only the first rows of a long one."""
-    title, note, _ = SHOWN[name]
-    frame, left_out = table.head(MOST), ""
-    if len(frame) < len(table):
-        counted = f"{len(frame)} of {len(table)} rows: tables/{name}.csv has all."
-        left_out = f'<p class="note">{escape(counted)}</p>'
-    columns = columns_of(name, frame)
-    aligned = [' class="t"' if words else "" for _, words, _ in columns]
-    head = "".join(
-        f'<th scope="col"{a}>{escape(heading)}</th>'
-        for a, (heading, _, _) in zip(aligned, columns, strict=True)
-    )
-    body = "\n".join(
-        "<tr>"
-        + "".join(f"<td{a}>{escape(cell)}</td>" for a, cell in zip(aligned, row, strict=True))
-        + "</tr>"
-        for row in zip(*(cells for _, _, cells in columns), strict=True)
-    )
-    return (
-        f"<h3>{escape(title)}</h3>"
-        f'<div class="box" tabindex="0" role="region" aria-label="{escape(title)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{left_out}"
-        f'<details class="note"><summary>What the columns mean</summary>{escape(note)}</details>'
-    )
-
-
-def columns_of(name: str, frame: pd.DataFrame) -> list[tuple[str, bool, list[str]]]:
+def columns_of(name: str, frame: pd.DataFrame) -> list[Column]:
     """For each column shown: heading, whether it holds words, and cells as text; NaN is a dash.
 
     Columns without any value are left out, and location columns that are the same in all rows.
@@ -356,7 +246,7 @@ def columns_of(name: str, frame: pd.DataFrame) -> list[tuple[str, bool, list[str
             ]
         cells = cells[: len(frame)]
         heading = HEADINGS.get(each, each.removeprefix("of ").replace("_", " "))
-        columns.append((heading, words, cells))
+        columns.append(Column(heading, words, cells))
     return columns
 
 

@@ -54,7 +54,9 @@ def harmless(folder, summary):
     page = page_of(folder)
     assert not {"script", "b"} & set(page.tags)
     tables = [path.read_text(encoding="utf-8") for path in (folder / "tables").iterdir()]
-    assert "alert(1)" in page.text
+    for part in (page.text, "".join(page.labels)):  # text, and what stands in attributes
+        assert "<script>alert(1)</script>|" in part
+        assert "&amp; \"'" in part
     assert "alert(1)" in "".join(tables)
     shown = [(folder / "index.html").read_text(encoding="utf-8"), summary, *tables]
     assert not re.search("[\u202e\u2066\ud800]", "".join(shown))

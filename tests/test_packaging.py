@@ -22,7 +22,7 @@ PACKAGES = {"layerskip": "layerskip"} | {f"layerskip/{r}": f"layerskip/{r}" for 
 
 def expected_files():
     """The names in the wheel of all code and package data of this checkout."""
-    files = {"layerskip/py.typed"}
+    files = {"layerskip/py.typed", "layerskip/analysis/page.html.j2"}
     native = (HERE / "native/csrc").iterdir()
     files |= {f"layerskip/native/csrc/{path.name}" for path in native}
     for package, folder in PACKAGES.items():
