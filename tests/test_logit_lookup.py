@@ -23,6 +23,7 @@ from layerskip.api.generation import generate
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import NoiseBlocks, gumbel_noise
+from layerskip.decoding.rules import COUPLED, REJECTION
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.logit_lookup import (
     BestAcceptance,
@@ -90,9 +91,9 @@ PROCESSORS = {
 }
 
 
-def draws_of(processors, *, sample=True, rejection=False):
+def draws_of(processors, *, sample=True, rule=COUPLED):
     law = Law(processors, do_sample=sample, rows=2)
-    return Draws(law, seated([7, 8], [3, 2], [[1], [1, 4]], 3), rejection=rejection)
+    return Draws(law, seated([7, 8], [3, 2], [[1], [1, 4]], 3), rule=rule)
 
 
 def drawn(draws, row, offset, tokens, raw):
@@ -131,7 +132,7 @@ def test_laws_that_are_more_than_a_few_numbers_draw_nothing(processor):
 
 
 def test_under_the_rejection_rule_the_likeliest_is_drafted():
-    draws = draws_of([], rejection=True)
+    draws = draws_of([], rule=REJECTION)
     few = torch.arange(20), -torch.arange(20) / 100
     assert {drawn(draws, 0, offset, *few) for offset in range(9)} == {0}
 

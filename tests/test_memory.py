@@ -18,6 +18,7 @@ from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.draws import DraftedTokens, Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
+from layerskip.decoding.rules import rule_of
 
 # Llama-3.2-1B with an eighth of its width and lengths and a 64th of its vocabulary. Weights, cache,
 # activations and logits are then a 64th of theirs.
@@ -173,7 +174,7 @@ def test_laws_of_many_rows_need_no_fresh_mappings(sample, rejection):
     draws = Draws(
         Law(processors, do_sample=sample, rows=rows),
         seated([stream_key(0, row) for row in range(rows)], [4] * rows, [[1]] * rows, 4),
-        rejection=rejection,
+        rule=rule_of(rejection=rejection, sampling=sample),
     )
     raw = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))  # (N, V)
     positions = [(row, 0) for row in range(rows)]

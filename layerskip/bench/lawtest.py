@@ -24,6 +24,7 @@ from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Source, State
 from layerskip.decoding.speculator import Outcome, Speculator
@@ -92,13 +93,14 @@ def recorded_rounds(
         Seat([], 1, sys.maxsize, key=key, number=row, history=history, remembers=False)
         for row, key in enumerate(keys)
     ]
-    draws = Draws(law, seats, rejection=rejection)
-    recorded = LiveTarget(passes, seats, [draws] * len(keys), joint=True)
+    rule = rule_of(rejection=rejection, sampling=law.do_sample)
+    draws = Draws(law, seats, rule=rule)
+    recorded = LiveTarget(passes, seats, [draws] * len(keys), rule, joint=True)
     controller.reset(len(keys))
     first = recorded.judge(target.expand(len(keys), -1), [(row, 0) for row in passes.rows])
     for seat, tokens in zip(seats, first.tokens, strict=True):
         seat.emit(tokens)
-    speculator = Speculator(recorded, controller, seats, longest=longest, rejection=rejection)
+    speculator = Speculator(recorded, controller, seats, longest=longest)
     while True:
         yield speculator.round()
 

@@ -21,6 +21,7 @@ from layerskip.cache.rows import on_device
 from layerskip.decoding import noise, rules
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.passes import Position
+from layerskip.decoding.rules import COUPLED, Rule
 from layerskip.decoding.seats import Seat
 
 
@@ -134,16 +135,16 @@ class Draws:
         law: Law,
         seats: Sequence[Seat],
         *,
-        rejection: bool = False,
+        rule: Rule = COUPLED,
         native: Draw | None = None,
         ending: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.law, self.seats = law, seats
         self.greedy = not law.do_sample
-        self.rejection = rejection and not self.greedy
+        self.rule = rule
         self.noise = noise.NoiseBlocks()
         self.warp = law.warp
-        self.native = None if self.rejection or self.warp is None else native
+        self.native = native if rule.shares_noise and self.warp is not None else None
         self.reads_history = law.reads_history
         self.ending = ending
 
@@ -200,7 +201,9 @@ class Draws:
         margins: list[Tensor] = []
         laws: list[Tensor] = []
         for scores, some in self._pieces(raw, positions):  # (n, V)
-            noisy = self._noisy(scores, some, noise.DRAFT if self.rejection else noise.TARGET)
+            noisy = self._noisy(
+                scores, some, noise.TARGET if self.rule.shares_noise else noise.DRAFT
+            )
             if signal == "margin":
                 token, margin = rules.with_margin(noisy)
                 margins.append(margin)
@@ -209,7 +212,7 @@ class Draws:
             drawn.append(token)
             if best > 1:
                 others.append(rules.runners_up(noisy, token, best - 1))
-            if self.rejection:
+            if not self.rule.shares_noise:
                 laws += softmax_law(scores).unbind()
         tokens = torch.cat(drawn)
         sure = torch.cat(margins) if margins else None
@@ -228,7 +231,7 @@ class Draws:
         """
         if self.warp is None:
             return ()
-        if self.greedy or self.rejection:
+        if self.greedy or not self.rule.shares_noise:
             return raw
         scores = [each / self.warp.temperature for each in raw[: self.warp.top_k or len(raw)]]
         if self.warp.top_p < 1.0:
@@ -290,7 +293,7 @@ class Draws:
             return VerifiedTokens(None, self._drawn(self.native, raw, positions)[0], None)
         accepted, drawn, kept = [], [], []
         for scores, some in self._pieces(raw, positions):  # (n, V)
-            if self.rejection and drafts is not None:
+            if not self.rule.shares_noise and drafts is not None:
                 stays, token = self._reject(drafts, some, scores)
                 accepted.append(stays)
             else:

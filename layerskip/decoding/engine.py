@@ -20,6 +20,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Filling, Passes
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
+from layerskip.decoding.rules import Rule, rule_of
 from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.speculator import Outcome, Speculator
@@ -61,6 +62,10 @@ class Request:
     encoded: EncoderStates | None = None
     progress: Callable[[int, int], None] | None = None
     clock: Callable[[], float] | None = None
+
+    @property
+    def rule(self) -> Rule:
+        return rule_of(rejection=self.rejection, sampling=self.law.do_sample)
 
 
 class Decoder:
@@ -126,11 +131,10 @@ class Decoder:
             )
             for row, emitted in enumerate(self.emitted)
         ]
-        draws = Draws(request.law, self.seats, rejection=request.rejection, native=model.drawn)
-        self.target = LiveTarget(self.passes, self.seats, [draws] * rows, joint=True)
-        self._speculator = Speculator(
-            self.target, controller, self.seats, longest=max_draft_length, rejection=draws.rejection
-        )
+        rule = request.rule
+        draws = Draws(request.law, self.seats, rule=rule, native=model.drawn)
+        self.target = LiveTarget(self.passes, self.seats, [draws] * rows, rule, joint=True)
+        self._speculator = Speculator(self.target, controller, self.seats, longest=max_draft_length)
         self.stats = DecodingStats(
             sources=[SourceCounts(each.name) for each in self.passes.sources]
         )

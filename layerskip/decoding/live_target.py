@@ -15,6 +15,7 @@ from layerskip.cache.branches import along, depths
 from layerskip.cache.rows import on_device
 from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
 from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.rules import COUPLED, Rule
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Mark, StepRequest, StepResult, VerifyResult
@@ -32,9 +33,15 @@ class LiveTarget:
     """
 
     def __init__(
-        self, passes: Passes, seats: Sequence[Seat], draws: Sequence[Draws], *, joint: bool
+        self,
+        passes: Passes,
+        seats: Sequence[Seat],
+        draws: Sequence[Draws],
+        rule: Rule = COUPLED,
+        *,
+        joint: bool,
     ) -> None:
-        self.passes, self.seats, self.draws = passes, seats, draws
+        self.passes, self.seats, self.draws, self.rule = passes, seats, draws, rule
         self.states, self.lengths = passes.states, passes.lengths
         self._joint = draws[0] if joint else None
         # Must not capture `self`, which holds the passes.
@@ -49,11 +56,10 @@ class LiveTarget:
 
     @property
     def branches(self) -> bool:
-        # Processors would have to read a text for every branch, and the rejection rule handles only
-        # one draft.
+        # Processors would have to read a text for every branch.
         draws = [self.draws[row] for row in self.passes.rows]
-        contextual = any(each.rejection or each.reads_history for each in draws)
-        return self.passes.model.branches and not contextual
+        contextual = any(each.reads_history for each in draws)
+        return self.rule.branches and self.passes.model.branches and not contextual
 
     def room(self, row: int) -> int:
         return self.passes.cache.slots - self.passes.lengths[row]

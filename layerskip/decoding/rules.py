@@ -1,4 +1,4 @@
-"""Rules that turn scores into tokens: the largest score, and the rejection rule.
+"""Rules that accept drafted tokens, and that turn scores into tokens.
 
 The rejection rule is Algorithm 1 of Leviathan et al. 2023, also in Chen et al. 2023.
 Shapes: N positions, V vocabulary.
@@ -7,12 +7,43 @@ Shapes: N positions, V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from layerskip.decoding.noise import TILE
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How drafted tokens are accepted, and what that allows.
+
+    Attributes:
+        shares_noise: whether drafts are drawn with the target's noise, and accepted where they
+            equal its own tokens; otherwise they have noise of their own.
+        branches: whether drafts may branch.
+        several_laws: whether rows with different laws may share a pass.
+        independent: whether a text is the same whatever is drafted for it, or decoded beside it.
+    """
+
+    name: str
+    shares_noise: bool
+    branches: bool
+    several_laws: bool
+    independent: bool
+
+
+COUPLED = Rule("coupled", shares_noise=True, branches=True, several_laws=True, independent=True)
+REJECTION = Rule(
+    "rejection", shares_noise=False, branches=False, several_laws=False, independent=False
+)
+
+
+def rule_of(*, rejection: bool, sampling: bool) -> Rule:
+    """The rule of a request; greedy drafts are accepted where they equal the target's tokens."""
+    return REJECTION if rejection and sampling else COUPLED
 
 
 def largest(scores: Tensor) -> Tensor:

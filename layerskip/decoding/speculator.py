@@ -53,13 +53,12 @@ class Speculator:
         seats: Sequence[Seat],
         *,
         longest: int,
-        rejection: bool = False,
     ) -> None:
         self.target, self.controller, self.seats, self.longest = target, controller, seats, longest
         self.signal: str | None = None
         if controller.needs_confidence:
-            # Under the rejection rule, draft and target have different noise.
-            self.signal = "probability" if rejection else signal_of(controller)
+            # Margins are those of the target only if drafts share its noise.
+            self.signal = signal_of(controller) if target.rule.shares_noise else "probability"
         self._chooser = controller if isinstance(controller, Chooser) else None
         self._proposals: Sequence[Mapping[int, Proposal]] = ()
 

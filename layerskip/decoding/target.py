@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from layerskip.decoding.draws import DraftedTokens
+from layerskip.decoding.rules import Rule
 from layerskip.decoding.sources.base import Proposal, State
 
 Mark = Callable[[], None]
@@ -58,7 +59,8 @@ class Target(Protocol):
     Attributes:
         states: the state of each source, which takes its steps; None if its steps are recorded.
         rows, lengths: as for `Batch`.
-        branches: whether drafts may branch.
+        branches: whether drafts may branch now.
+        rule: how drafts are accepted.
     """
 
     @property
@@ -69,6 +71,8 @@ class Target(Protocol):
     def lengths(self) -> Sequence[int]: ...
     @property
     def branches(self) -> bool: ...
+    @property
+    def rule(self) -> Rule: ...
 
     def room(self, row: int) -> int:
         """The number of slots that a row has left."""

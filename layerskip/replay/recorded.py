@@ -42,7 +42,7 @@ class RecordedTarget:
         self.trace = trace = sources[0].trace
         self.texts = [trace.texts[text] for text in texts]
         self.batch = batch = TextBatch(trace, self.texts)
-        self.lengths = batch.lengths
+        self.lengths, self.rule = batch.lengths, batch.draws.rule
         self.drafts = [[_TextDraft(each, text) for text in texts] for each in sources]
         self.states = [None for _ in sources]
         self.tokens = [text.tokens[text.prompt :].tolist() for text in self.texts]

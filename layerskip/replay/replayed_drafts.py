@@ -18,6 +18,7 @@ from torch import Tensor
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
+from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Reason, Seat
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Batch, Source
@@ -212,7 +213,7 @@ class TextBatch:
         self.draws = Draws(
             Law(trace.law.processors, do_sample=trace.law.do_sample, rows=len(texts)),
             self.seats,
-            rejection=trace.rejection,
+            rule=rule_of(rejection=trace.rejection, sampling=trace.law.do_sample),
         )
         self.scores = self.draws.scores
 

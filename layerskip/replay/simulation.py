@@ -64,9 +64,7 @@ def simulate(
         )
     target = RecordedTarget(several, texts)
     seats, rows = target.batch.seats, range(len(texts))
-    speculator = Speculator(
-        target, controller, seats, longest=longest, rejection=target.trace.rejection
-    )
+    speculator = Speculator(target, controller, seats, longest=longest)
     controller.reset(len(texts))
     while not all(seat.finished for seat in seats):
         speculator.compact()

@@ -18,6 +18,7 @@ from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.speculator import Speculator
@@ -52,7 +53,7 @@ class Batch:
             if settings.get(name):
                 raise ValueError(f"serving does not support the setting {name}; leave it out")
         decoding = LayerSkipDecoding(**settings)
-        if decoding.acceptance != "coupled":
+        if not rule_of(rejection=decoding.acceptance == "rejection", sampling=True).independent:
             raise ValueError(
                 "serving does not support acceptance 'rejection': a text would depend on others "
                 "in the batch; use 'coupled'"
