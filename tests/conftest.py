@@ -6,12 +6,11 @@ import json
 import os
 import random
 import sys
-import zlib
-from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from covering import leave_pairs
 from hypothesis import settings
 
 gc.disable()  # while tests are collected, garbage collection takes a tenth of the time
@@ -28,26 +27,11 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-_FEWEST, _SHARE, _MOST = 2, 6, 4
-_APART = {"slow", "thorough", "wheel", "gpu", "network", "checkpoint", "postgres", "ray"}
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of matrices one case in six, 2 to 4 in all, run by default; others are thorough.
-
-    Which ones depends on their names alone, so that they are the same everywhere, and of all kinds.
-    """
     gc.freeze()  # modules and collected tests, which would take half a second at a time
     gc.enable()
-    matrices = defaultdict[str, list[pytest.Item]](list)
-    for item in items:
-        if not _APART & {mark.name for mark in item.iter_markers()}:
-            matrices[item.nodeid.split("[")[0]].append(item)
-    for cases in matrices.values():
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in cases[max(_FEWEST, min(_MOST, -(-len(cases) // _SHARE))) :]:
-            item.add_marker(pytest.mark.thorough)
+    leave_pairs(items)
 
 
 @pytest.fixture(autouse=True)
