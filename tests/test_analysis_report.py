@@ -13,7 +13,6 @@ import run_files as made
 from pages import NASTY, Page, harmless, page_of
 
 from layerskip.analysis import report, write_report
-from layerskip.analysis.page import columns_of
 from layerskip.analysis.plots import HEATED
 from layerskip.analysis.runs import load_runs
 from layerskip.analysis.verdict import judge_run, words
@@ -209,14 +208,6 @@ def test_several_runs_on_one_page(tmp_path):
     assert set(pd.read_csv(tmp_path / "report" / "tables" / "comparison.csv")["run"]) == {
         "tiny, sampled at T=0.8", "tiny, greedy",
     }  # fmt: skip
-
-
-def test_ends_stand_behind_the_number_that_they_are_of():
-    speeds = {"method": ["self"], "prompts": [9], "tokens_per_second": [52.4], "speedup": [1.39]}
-    frame = pd.DataFrame(speeds | {"low": [1.26], "high": [1.55]})
-    told = {heading: cells for heading, _, cells in columns_of("comparison", frame)}
-    assert told["tokens per second"] == ["52.4"]
-    assert told["speedup"] == ["1.39 (1.26 to 1.55)"]
 
 
 def test_speed_by_length_of_context_is_drawn(tmp_path):

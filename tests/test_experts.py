@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -22,7 +21,6 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.search.fitting import space_for
 from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
-from layerskip.search.space import Space
 from layerskip.timing.sublayer_costs import measure
 from layerskip.weights.rounded import copies_of, rounded, rounded_bytes
 
@@ -124,19 +122,6 @@ def test_experts_add_up_as_the_library_s(tokens, dtype, implementation):
         # a token's experts are summed in its own order, whatever else is in the pass
         alone = ours(x[:1], chosen[:1], weights[:1])
     torch.testing.assert_close(alone, got[:1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("family", MIXTURES)
-def test_logits_are_the_library_s(family, execution, dtype):
-    model = tiny_model(family, dtype=dtype)
-    opened = Sublayers(model, execution)
-    ids = prompt(WINDOW + 3, rows=2)
-    with torch.no_grad():
-        want, got = model(ids).logits, logits(opened, ids)
-    close = 0.3 if dtype is torch.bfloat16 else 2e-5  # norms use float32 in every dtype
-    assert (got - want).abs().max() < close
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -347,27 +332,6 @@ def test_analytic_costs_count_experts():
 
 
 # ---- The search ----
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("kind", ["layer", "sublayer"])
-def test_spaces_hold_every_draft_with_every_number_of_experts(kind, bits):
-    space = Space(kind=kind, num_layers=2, bits=bits, allow_ends=True, experts=(2, 1, 0))
-    masks = list(space.enumerate())
-    skips = [space.skip_config(mask) for mask in masks]
-    assert len(masks) == space.size
-    assert Counter(skip.experts for skip in skips if len(skip.mlp) < 2).keys() == {None, 2, 1, 0}
-    for mask, skip in zip(masks, skips, strict=True):
-        assert space.from_params(space.params(mask)) == mask
-        if len(skip.mlp) < 2:  # otherwise no experts run, and their number is dropped
-            assert space.mask(skip) == mask
-    assert space.mask(SkipConfig(experts=1)) == space.numbers["experts"][1]
-    assert tuple(space.switches["experts"]) == ("all", "2", "1", "0")
-    assert Space(**space.to_dict()).size == space.size
-    with pytest.raises(ValueError, match="it runs 5 experts, and the space has 2, 1, 0 or all"):
-        space.mask(SkipConfig(experts=5))
-    with pytest.raises(ValueError, match="it runs 1 experts, and the space has all only"):
-        Space(kind="exit", num_layers=2, experts=(1,)).mask(SkipConfig(experts=1))
 
 
 @pytest.mark.parametrize("family", [*thorough(*MIXTURES[:2]), *MIXTURES[2:]])

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -41,7 +40,6 @@ from transformers import (
     RwkvConfig,
     RwkvForCausalLM,
     StoppingCriteriaList,
-    TextIteratorStreamer,
     set_seed,
 )
 
@@ -532,18 +530,6 @@ def test_streamer_ends_exactly_once_whatever_fails(llama):
             layerskip.generate(llama, controller="fixed", streamer=recorder, **how)
         assert recorder.events.count("end") == 1, match
         assert recorder.events[-1] == "end"
-
-
-def test_text_streamer_of_the_library(llama, tokenizer):
-    streamer, ids = TextIteratorStreamer(tokenizer, skip_prompt=True), prompt(6)
-    how = {"max_new_tokens": 12, "custom_generate": decoding()}
-    thread = threading.Thread(
-        target=llama.generate, args=(ids,), kwargs=how | {"streamer": streamer}
-    )
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    assert text == tokenizer.decode(llama.generate(ids, max_new_tokens=12)[0, 6:])
 
 
 # ---- Refusals that name the argument ----

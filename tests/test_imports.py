@@ -118,16 +118,6 @@ def test_no_upward_imports():
     assert {module: names for module, names in climbs.items() if names} == {}
 
 
-def test_no_two_packages_import_each_other():
-    edges = set()
-    for module in modules():
-        ours = {room(name) for name in imports_of(module) if name.startswith("layerskip.")}
-        edges |= {(room(module), other) for other in ours if other != room(module)}
-    rooms = {room for floor in FLOORS for room in floor} | {"analysis"}
-    both = {pair for pair in edges if pair[::-1] in edges and set(pair) <= rooms}
-    assert both == set()
-
-
 LAWS = "layerskip.decoding.laws"
 
 

@@ -3,29 +3,23 @@
 import copy
 import json
 
-import httpx
 import pytest
 import torch
-from checkpoints import save_checkpoint, tiny_tokenizer
+from checkpoints import save_checkpoint
 from commands import PROMPT, refused, run
 from marks import slow, thorough
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
-from servers import running
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import layerskip
 from layerskip import LayerSkipDecoding
-from layerskip.api.drafts import explain_drafts, own_head
-from layerskip.api.loading import Loaded
+from layerskip.api.drafts import explain_drafts
 from layerskip.api.session import Session
 from layerskip.api.settings import Settings
-from layerskip.cache.library_cache import LibraryCache
 from layerskip.model.mtp_head import LAYOUTS
 from layerskip.model.opened_models import sublayers_of
-from layerskip.serving.http import make_app
-from layerskip.serving.openai_api import Served
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 
@@ -233,31 +227,7 @@ def _write(folder, weights):
     save_file(load_file(file) | weights, file, metadata={"format": "pt"})
 
 
-def _source(model):
-    source, reason = own_head(sublayers_of(model))
-    assert reason is None
-    assert source is not None
-    return source
-
-
 @pytest.mark.parametrize("kind", [*KINDS, *slow(*SLOW)])
-@torch.no_grad()
-def test_logits_are_those_of_the_published_definition(kind, made):
-    model, weights = made(kind)
-    ids = prompt(12)
-    states = model.base_model(ids)[0][0]  # (T, H)
-    want = reference(model, weights, ids[0, 1:], states[:-1])[1]
-    source, cache, got = _source(model), LibraryCache(1, 16, (None,)), []
-    before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])[None]  # (1, T, H)
-    for first, end in ((0, 7), (7, 8), (8, 12)):
-        cache.place([first], end - first)
-        out = source.compute(ids[:, first:end], before[:, first:end], cache)
-        got.append(source.head(out, None)[0])
-    assert torch.allclose(torch.cat(got)[1:], want, atol=1e-4)  # norms use float32
-    assert want.argmax(-1).unique().numel() > 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_drafts_are_those_of_the_definition(kind, made):
     """The second draft reads the head's own state of the first."""
@@ -368,34 +338,6 @@ def test_commands_draft_with_heads(folder):
     assert plain.stdout.strip() == result.stdout.strip()
     given = ("--prompts", folder / "prompts.txt", "--output", folder / "found")
     assert "there are no sublayers to search" in refused("search", folder, *given, "--no-confirm")
-
-
-def test_a_server_drafts_with_heads_over_http(made):
-    """The tensors are named `mtp.*`, and the model has recurrent layers."""
-    loaded = Loaded("heads", made("qwen3_5_text")[0], tiny_tokenizer(), None)
-    served = Served(loaded, "heads", context=100)
-    serving = Serving(loaded.model, controller="fixed", **HEAD)
-    body = {"model": "heads", "prompt": PROMPT, "temperature": 0, "max_tokens": NEW_TOKENS}
-    with running(make_app(serving, served)) as url:
-        told = httpx.post(f"{url}/v1/completions", json=body).json()
-        metrics = httpx.get(f"{url}/metrics").text
-    ids = torch.tensor([loaded.tokenizer(PROMPT)["input_ids"]])
-    want = loaded.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :]
-    assert told["choices"][0]["text"] == loaded.tokenizer.decode(want, skip_special_tokens=True)
-    drafted = told["timings"]["drafted"]
-    assert drafted > 0
-    assert f'num_draft_tokens_total{{model_name="heads"}} {drafted:.1f}' in metrics
-
-
-@pytest.mark.slow
-def test_a_benchmark_drafts_with_heads(folder):
-    flags = ("--max-new-tokens", 4, "--repeats", 1, "--warmup", 0, "--output", folder / "timed")
-    prompts = folder / "prompts.txt"
-    result = run("benchmark", folder, "--method", "self", "--prompts", prompts, *flags)
-    assert result.exit_code == 0, result.output
-    assert (
-        "self drafts: looked up in the text so far, or the checkpoint's own head" in result.stderr
-    )
 
 
 def _damaged(made, folder, change, kind):

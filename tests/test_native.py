@@ -156,18 +156,6 @@ def test_odd_widths_and_every_number_of_tokens(built, family, shape):
             assert_agree(modules, opened, rows=3, ragged=True, passes=counts)
 
 
-@pytest.mark.parametrize(("family", "threads"), [("gemma3", 3), ("phi3", 2)])
-def test_a_team_of_threads_computes_the_same(built, family, threads):
-    modules, opened = both(tiny_model(family, dtype=torch.float32, hidden_size=128))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        assert_agree(modules, opened, rows=3, ragged=True)
-        assert_agree(modules, opened)
-    finally:
-        torch.set_num_threads(before)
-
-
 def logits_of(opened, ids, passes, threads):
     """Logits (B, T, V) of token ids (B, T) that are fed in passes of these sizes."""
     before = torch.get_num_threads()

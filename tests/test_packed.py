@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from commands import PROMPT, document, refused, run
+from commands import PROMPT, refused
 from models import prompt
 from packed_files import CONFIGS, GPTQ, compressed, matrix, write
 from safetensors.torch import load_file, save_file
@@ -127,14 +127,6 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(tmp_path):
     files = load_file(tmp_path / "model.safetensors")
     packed = sum(t.nbytes for name, t in files.items() if "proj" in name)
     assert sum(each.bytes.nbytes for each in kept) < 1.15 * packed
-
-
-def test_a_folder_is_a_model_for_commands(tmp_path):
-    write(tmp_path, "awq", torch.float16, num_hidden_layers=2)
-    asked = ("--prompt", PROMPT, "--max-new-tokens", "8")
-    ours = document(run("generate", str(tmp_path), *asked, "--json"))
-    plain = document(run("generate", str(tmp_path), *asked, "--json", "--no-draft"))
-    assert ours["token_ids"] == plain["token_ids"]
 
 
 def test_what_is_rounded_besides_weights_is_told(tmp_path):

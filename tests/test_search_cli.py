@@ -521,14 +521,3 @@ def test_passwords_are_shown_nowhere(tmp_path, searched, monkeypatch):
     assert "postgresql://me:***@host/db" in (tmp_path / "out" / "search.json").read_text()
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"hunter2" not in path.read_bytes()
-
-
-def test_the_study_of_another_search(folder, prompts, found, tmp_path):
-    output = shutil.copytree(found[0], tmp_path / "out")
-    kept = {
-        path: path.read_bytes() for path in output.iterdir() if path.suffix in (".json", ".csv")
-    }
-    reason = refused(*flags(folder, prompts, output, "--space", "layer"))
-    assert "was made with another space" in reason
-    assert {path: path.read_bytes() for path in kept} == kept
-    assert partial(output) == []

@@ -21,6 +21,10 @@ ALL = [
         ("exit", "layer", "sublayer"), (1, 2, 3), (False, True), (None, 8)
     )
 ]
+ALL += [
+    space(kind, 2, allow_ends=True, bits=bits, windows=(64, 256), experts=experts)
+    for kind, bits, experts in product(("layer", "sublayer"), (None, 8), ((), (2, 1, 0)))
+]
 
 
 @pytest.mark.parametrize("space", ALL, ids=str)
@@ -29,7 +33,9 @@ class TestEverySpace:
         masks = list(space.enumerate())
         assert len(masks) == len(set(masks)) == space.size
         most = 2 * space.num_layers if space.bits is None else 4 * space.num_layers + 2
-        held = [mask for mask in range(-1, 1 << most) if mask in space]
+        held = [
+            mask for mask in range(-1, max(1 << most, 2 * max(masks, default=0))) if mask in space
+        ]
         assert held == sorted(masks)
 
     def test_masks_parameters_and_configs_stand_one_to_one(self, space):
@@ -41,7 +47,10 @@ class TestEverySpace:
             seen.add(tuple(params.items()))
             skip = space.skip_config(mask)
             assert skip == skip.resolve(space.num_layers)
-            assert space.mask(skip) == mask
+            numbered = [skip.attention] * bool(space.windows) + [skip.mlp] * bool(space.experts)
+            # where all of them are left out, the number means nothing, and is dropped
+            if all(len(left_out) < space.num_layers for left_out in numbered):
+                assert space.mask(skip) == mask
         assert len(seen) == space.size
 
     def test_holds_nothing_and_the_exits_but_not_all(self, space):
@@ -101,13 +110,19 @@ def test_low_precision_as_masks():
     assert sets.mask(skip) not in space("sublayer", 3)
 
 
-def test_other_precisions_and_trained_modules_are_in_no_space():
+def test_drafts_that_are_in_no_space():
     trained = Trained(kind="heads", weights="draft.safetensors", hash="0" * 64, base="mine")
-    where = space(num_layers=2, bits=8)
-    for skip, message in (
-        (SkipConfig(low=LowPrecision(bits=4)), "it runs sublayers in 4 bits, not in 8"),
-        (SkipConfig(low=LowPrecision(head=4)), "it runs the head in 4 bits, not in 8"),
-        (SkipConfig(trained=trained), "it has a trained module"),
+    low = space(num_layers=2, bits=8)
+    numbers = space(num_layers=2, allow_ends=True, windows=(64, 256), experts=(2, 1, 0))
+    exits = space("exit", 2, windows=(64,), experts=(1,))
+    for where, skip, message in (
+        (low, SkipConfig(low=LowPrecision(bits=4)), "it runs sublayers in 4 bits, not in 8"),
+        (low, SkipConfig(low=LowPrecision(head=4)), "it runs the head in 4 bits, not in 8"),
+        (low, SkipConfig(trained=trained), "it has a trained module"),
+        (numbers, SkipConfig(window=5), "it sees 5 slots, and the space has 64, 256 or all"),
+        (numbers, SkipConfig(experts=5), "it runs 5 experts, and the space has 2, 1, 0 or all"),
+        (exits, SkipConfig(window=64), "it sees 64 slots, and the space has all only"),
+        (exits, SkipConfig(experts=1), "it runs 1 experts, and the space has all only"),
     ):
         with pytest.raises(ValueError, match=message):
             where.mask(skip)
@@ -134,6 +149,7 @@ def test_numbers_are_switches_with_a_bit_each():
     assert both.params(mask)["vocabulary"] == "40"
     assert json.loads(json.dumps(both.to_dict()))["vocabularies"] == [40]
     assert "drawing from 40 or all tokens" in str(both)
+    assert "seeing 8 or all slots" in str(both)
 
 
 def test_counts_a_large_space_without_listing_it():

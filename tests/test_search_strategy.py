@@ -206,11 +206,6 @@ class TestStops:
         assert states(found)[0] == "COMPLETE"
         assert states(found).count("COMPLETE") == 1
 
-    @pytest.mark.parametrize("settings", [{"trials": 0}, {"trials": 1, "timeout": 0.0}])
-    def test_numbers_out_of_range(self, settings):
-        with pytest.raises(ValueError, match=r"must be (1 or )?more"):
-            searched(LAYERS, Landscape(4, 0), **settings)
-
     def test_what_a_killed_process_left_running_in_a_journal_is_failed(self, tmp_path):
         for storage, state in (
             (tmp_path / "study.log", "FAIL"),
@@ -298,6 +293,7 @@ class TestStorage:
             ("--storage=x://u:pw@h/d --seed 3", "--storage=x://u:***@h/d --seed 3"),
             ("x://host:5432/db and sqlite:///a.db", "x://host:5432/db and sqlite:///a.db"),
             ("mail me@host: soon", "mail me@host: soon"),
+            ("a:b@c http://host:80/x", "a:b@c http://host:80/x"),
         ],
     )
     def test_redacts_passwords(self, text, expected):

@@ -19,7 +19,6 @@ from layerskip.model.opened_models import sublayers_of
 from layerskip.native import extension
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.gguf import gguf_model
-from layerskip.weights.rounded import _Origin
 from layerskip.weights.stored import Stored, store_halves, unpacked_model
 
 pytestmark = pytest.mark.skipif(
@@ -147,13 +146,6 @@ def test_a_token_has_the_same_sums_whatever_is_beside_it_in_bfloat16():
         torch.testing.assert_close(whole, x @ weight.unpacked().T, atol=0.1, rtol=0.02)
         for t in range(11):
             assert torch.equal(sums(weight, x[:, t : t + 1]), whole[:, t : t + 1])
-
-
-def test_a_rounded_copy_keeps_no_unpacked_weight():
-    weight = stored(np.random.default_rng(5), "Q4_1", 40, 64)
-    origin = _Origin(weight)
-    assert origin.sample.untyped_storage().nbytes() < 2 * weight.bytes.nbytes
-    assert origin.holds(weight)
 
 
 def test_it_stands_for_its_numbers_in_any_code():

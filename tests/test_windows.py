@@ -1,6 +1,5 @@
 """Drafts with a window: the slots they see, texts, bytes, prices, and searches."""
 
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -24,7 +23,6 @@ from layerskip.search import fitting
 from layerskip.search.fitting import space_for, windows_for
 from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table
-from layerskip.search.space import Space
 from layerskip.weights.rounded import copies_of
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gemma4", "qwen2")
@@ -165,14 +163,6 @@ def test_windows_share_the_copies_of_weights():
     assert [a is b for a, b in zip(first, narrow, strict=True)] == [False, True] * 6 + [True]
 
 
-def test_layers_whose_window_is_smaller_stay_exact():
-    opened = Sublayers(tiny_model("gemma3"), "fused")
-    blocks = opened.weights.blocks(SkipConfig(window=WINDOW))
-    slides = [window is not None for window in opened.windows]
-    assert 0 < sum(slides) < opened.num_layers
-    assert [a is b for a, b in zip(blocks[:-1:2], opened.blocks[::2], strict=True)] == slides
-
-
 def test_bytes_of_keys_that_a_step_reads():
     model = tiny_model("gemma3", dtype=torch.bfloat16)
     opened = Sublayers(model, "modules")
@@ -211,31 +201,6 @@ def test_skip_maps_say_windows():
 
 
 # ---- The search ----
-
-
-@pytest.mark.parametrize("experts", [(), (1,)])
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("kind", ["layer", "sublayer"])
-def test_spaces_hold_every_draft_with_every_window(kind, bits, experts):
-    space = Space(
-        kind=kind, num_layers=2, bits=bits, allow_ends=True, experts=experts, windows=(64, 256)
-    )
-    masks = list(space.enumerate())
-    skips = [space.skip_config(mask) for mask in masks]
-    assert len(masks) == space.size
-    seeing = [skip for skip in skips if len(skip.attention) < 2]
-    assert Counter(skip.window for skip in seeing).keys() == {None, 64, 256}
-    for mask, skip in zip(masks, skips, strict=True):
-        assert space.from_params(space.params(mask)) == mask
-        if len(skip.attention) < 2 and (len(skip.mlp) < 2 or not experts):
-            assert space.mask(skip) == mask
-    assert tuple(space.switches["window"]) == ("all", "64", "256")
-    assert Space(**space.to_dict()).size == space.size
-    with pytest.raises(ValueError, match="it sees 5 slots, and the space has 64, 256 or all"):
-        space.mask(SkipConfig(window=5))
-    with pytest.raises(ValueError, match="it sees 64 slots, and the space has all only"):
-        Space(kind="exit", num_layers=2, windows=(64,)).mask(SkipConfig(window=64))
-    assert "seeing 64, 256 or all slots" in str(space)
 
 
 @pytest.mark.parametrize(
