@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from layerskip.analysis.drawing import STYLE, Plot, finished, lines, listed, new_axes, svg
-from layerskip.analysis.labels import printable, slug_of, told_apart
+from layerskip.analysis.labels import distinct_labels, printable, slug_of
 from layerskip.analysis.verdict import Verdict
 from layerskip.files.trainings import LARGEST_RISE, read_exit_training, rise
 
@@ -35,7 +35,9 @@ def load_exit_trainings(files: Sequence[Path]) -> list[ExitTrainingFile]:
         ValueError: a file is not valid; says which and why, in one line.
     """
     records = [printable(read_exit_training(file)) for file in files]
-    labels = told_apart([f"Exits of {record['model'] or record['base']}" for record in records])
+    labels = distinct_labels(
+        [f"Exits of {record['model'] or record['base']}" for record in records]
+    )
     return [
         ExitTrainingFile(label, slug_of(label, number), record)
         for number, (label, record) in enumerate(zip(labels, records, strict=True))

@@ -67,7 +67,7 @@ def slug_of(label: str, number: int) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", label).strip("-.").lower() or f"run-{number}"
 
 
-def told_apart(labels: Sequence[str], more: Sequence[str] | None = None) -> list[str]:
+def distinct_labels(labels: Sequence[str], more: Sequence[str] | None = None) -> list[str]:
     """The labels; those that several files share are followed by more, by default their number."""
     times, more = Counter(labels), more or [f"file {n}" for n, _ in enumerate(labels, 1)]
     pairs = zip(labels, more, strict=True)
@@ -80,5 +80,5 @@ def labels_of(headers: Sequence[dict[str, Any]], files: Sequence[Path]) -> list[
     further = [machine_words(header) for header in headers]
     stems = [visible(Path(file).stem) for file in files]
     for more in (further, stems, [str(number + 1) for number in range(len(stems))]):
-        labels = told_apart(labels, more)
+        labels = distinct_labels(labels, more)
     return labels

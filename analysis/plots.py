@@ -76,13 +76,13 @@ def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
     axes.set_ylim(len(methods) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
     by_group = table.groupby("category", sort=False)
-    said = "; ".join(
+    speedups = "; ".join(
         f"{name}: {drawing.listed(rows, '{method} {words}')}" for name, rows in by_group
     )
     return drawing.finished(
         axes,
         *_named(run, "speedup", f"Speedup over {run.baseline}", batch_size),
-        f"Speed relative to {run.baseline}: {said}.",
+        f"Speed relative to {run.baseline}: {speedups}.",
         f"times as fast as {run.baseline} (95% interval over prompts)",
     )
 

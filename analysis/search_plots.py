@@ -49,13 +49,13 @@ def search_progress(search: search_tables.SearchTables) -> drawing.Plot | None:
             table[x], table["best"], where="post", color=INK, linewidth=1.6,
             label="" if number else "best so far",
         )  # fmt: skip
-        for other, document in enumerate(search.beside):
-            beside = search_tables.progress(document)
+        for index, document in enumerate(search.others):
+            other = search_tables.progress(document)
             sampler = document["sampler"]
             words, colour, _ = PROPOSERS.get(sampler, (sampler, MUTED, ""))
             each.step(
-                beside[x], beside["best"], where="post", color=colour, linewidth=1.2,
-                linestyle=LINES[other % len(LINES)],
+                other[x], other["best"], where="post", color=colour, linewidth=1.2,
+                linestyle=LINES[index % len(LINES)],
                 label="" if number else f"best so far of another search ({words})",
             )  # fmt: skip
     axes[1].set_xlabel("seconds of trials")

@@ -35,7 +35,7 @@ class SearchTables:
     slug: str
     folder: Path
     document: Mapping[str, Any]
-    beside: tuple[Mapping[str, Any], ...] = ()
+    others: tuple[Mapping[str, Any], ...] = ()
     """Other searches of the same model, law and space in the report."""
 
     @cached_property

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from layerskip.analysis.labels import printable, told_apart
+from layerskip.analysis.labels import distinct_labels, printable
 from layerskip.config.skips import SkipConfig
 from layerskip.files.trainings import read_training
 
@@ -51,7 +51,7 @@ def load_trainings(files: Sequence[Path]) -> Trainings:
             if value not in (None, "")
         ]
         labels.append(f"{recipe['kind']} ({', '.join(words)})" if words else recipe["kind"])
-    return Trainings(dict(zip(told_apart(labels), records, strict=True)))
+    return Trainings(dict(zip(distinct_labels(labels), records, strict=True)))
 
 
 def base_of(recipe: Mapping[str, Any]) -> str:

@@ -91,28 +91,32 @@ def _headline(run: Run, method: str, row: Any) -> str:
 
 def _reasons(run: Run, method: str, texts: Any) -> list[str]:
     """Acceptance, the bound of the speedup, and whether texts are equal or repetitive."""
-    said = []
+    sentences = []
     accepted = _line(run_tables.acceptance(run), run, method)
     if accepted is not None and not accepted["drafted"]:
-        said.append("It drafted nothing: its controller expected no gain.")
+        sentences.append("It drafted nothing: its controller expected no gain.")
     elif accepted is not None:
-        said.append(
+        sentences.append(
             f"A drafted token was accepted with probability {accepted['alpha']:.2f}; a pass of the "
             f"whole model yielded {accepted['tokens_per_pass']:.2f} tokens."
         )
     forecast = _line(run_tables.predictions(run), run, method)
     if forecast is not None and not math.isnan(forecast["bound"]):
-        said.append(
+        sentences.append(
             f"A draft step cost {forecast['draft_cost']:.2f} plain steps, so such drafts "
             f"can be at most {forecast['bound']:.1f} times as fast."
         )
     if texts["compared"]:
         near = f", {texts['near_ties']} near-ties" if texts["near_ties"] else ""
-        said.append(f"Texts equal to {run.baseline}'s: {texts['equal']}/{texts['compared']}{near}.")
+        sentences.append(
+            f"Texts equal to {run.baseline}'s: {texts['equal']}/{texts['compared']}{near}."
+        )
     row = _line(run_tables.repetition(run), run, method)
     if row["loops"] > MANY_LOOPS * row["texts"]:
-        said.append(f"{row['loops']} of {row['texts']} texts loop, which flatters this speedup.")
-    return said
+        sentences.append(
+            f"{row['loops']} of {row['texts']} texts loop, which flatters this speedup."
+        )
+    return sentences
 
 
 def _advice(run: Run, method: str, speeds: pd.DataFrame) -> list[str]:
@@ -259,10 +263,10 @@ def judge_trainings(of: training_tables.Trainings) -> Verdict:
     timed = (pays if len(pays) else table).dropna(subset=["measured"])
     if len(timed):
         row = timed.loc[timed["measured"].idxmax()]
-        beside = "" if pd.isna(row["before"]) else f", the previous draft {row['before']:.2f}"
+        previous = "" if pd.isna(row["before"]) else f", the previous draft {row['before']:.2f}"
         verdict.lines.append(
             f"{row['draft']} is {row['measured']:.2f} times as fast as plain decoding "
-            f"({_interval(row)}){beside}."
+            f"({_interval(row)}){previous}."
         )
     best = table.loc[table["accepted_1"].idxmax()]
     verdict.lines.append(

@@ -50,7 +50,7 @@ def cache_in(named: Mapping[str, Any]) -> Any:
     return next((named[name] for name in CACHE_NAMES if name in named), None)
 
 
-def begun(cache: Any) -> bool:
+def holds_tokens(cache: Any) -> bool:
     """Whether `generate()` hands over a cache that holds tokens, or that its caller gave it."""
     if cache is None or getattr(cache, "_is_user_defined", False):
         return cache is not None

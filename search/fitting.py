@@ -102,8 +102,8 @@ def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
     """Numbers of experts to try in drafts: half, one, and none if possible."""
     if not opened.mixtures:
         return ()
-    top, beside = opened.mixtures[0].top, opened.mixtures[0].beside
-    fewer = {top // 2, 1, *((0,) if beside else ())} - ({top} if beside else {top, 0})
+    top, parallel = opened.mixtures[0].top, opened.mixtures[0].parallel
+    fewer = {top // 2, 1, *((0,) if parallel else ())} - ({top} if parallel else {top, 0})
     return tuple(sorted(fewer, reverse=True))
 
 

@@ -198,7 +198,7 @@ def test_other_searches_of_the_same_kind_are_drawn_beside(tmp_path):
     documents += [documents[0] | {"sampler": "random"}, made.made_up(layers=6)]
     files = [made.write(tmp_path / f"{n}.json", each) for n, each in enumerate(documents)]
     loaded = search_tables.load_searches(files)
-    assert [len(search.beside) for search in loaded] == [2, 2, 2, 0]
+    assert [len(search.others) for search in loaded] == [2, 2, 2, 0]
     labels = search_plots.search_progress(loaded[0]).figure.axes[0].get_legend_handles_labels()[1]
     assert labels[-1] == "best so far of another search (random)"
 

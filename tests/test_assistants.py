@@ -126,7 +126,7 @@ def test_training_brings_the_laws_nearer():
     optimizer = torch.optim.Adam(drafting.parameters(), lr=1e-2)
     found = []
     for _ in range(40):
-        steps = assistant_training.beside(
+        steps = assistant_training.draft_steps(
             assistant_training.unrolled(drafting, reading, 2), reading
         )
         found.append(overlaps(steps, 1.0))

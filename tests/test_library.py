@@ -43,10 +43,10 @@ def test_the_cache_has_the_name_of_the_signature(kind, name):
 def test_a_cache_that_holds_tokens_is_found_under_each_name(name):
     cache = DynamicCache()
     assert library.cache_in({name: cache, "use_cache": True}) is cache
-    assert not library.begun(cache)
+    assert not library.holds_tokens(cache)
     cache.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), 0)
-    assert library.begun(cache)
-    assert not library.begun(library.cache_in({"use_cache": True}))
+    assert library.holds_tokens(cache)
+    assert not library.holds_tokens(library.cache_in({"use_cache": True}))
 
 
 def test_a_pad_token_is_that_of_the_prepared_config():

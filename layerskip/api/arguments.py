@@ -25,7 +25,7 @@ from transformers import (
 from layerskip.cache.library_cache import EncoderStates
 from layerskip.decoding.rounds import Round
 from layerskip.families.known import CONDITIONAL, unopened
-from layerskip.library import CACHE_NAMES, begun, cache_in, pad_token
+from layerskip.library import CACHE_NAMES, cache_in, holds_tokens, pad_token
 from layerskip.model.picture_features import Pictures
 
 # The library's defaults for sampling.
@@ -68,7 +68,7 @@ def checked_mask(
             raise ValueError(f"{name} is not supported; leave out custom_generate to get it")
     if "inputs_embeds" in model_kwargs:
         raise ValueError("inputs_embeds is not supported: processors need tokens; pass input_ids")
-    if begun(cache_in(model_kwargs)):
+    if holds_tokens(cache_in(model_kwargs)):
         raise ValueError(
             "a KV cache of your own (past_key_values, cache) is not supported: the engine keeps "
             "one itself; pass the whole conversation as input_ids"

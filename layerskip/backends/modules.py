@@ -80,7 +80,7 @@ class Modules(Backend):
         None if no expert runs, or if the model's own MLP module contains them.
         """
         bits, experts = variant.bits, variant.experts
-        if mixture is None or (bits is None and experts is None and not mixture.beside):
+        if mixture is None or (bits is None and experts is None and not mixture.parallel):
             return None
         top, weights = mixture.taken(experts), mixture.weights
         if not top:

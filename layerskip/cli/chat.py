@@ -199,9 +199,11 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write the conversation so far to a file."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        said = [{**each, "content": parts_of(each)[-1]["text"]} for each in system + self.messages]
+        messages = [
+            {**each, "content": parts_of(each)[-1]["text"]} for each in system + self.messages
+        ]
         try:
-            write_text(path, json.dumps({"messages": said}) + "\n")
+            write_text(path, json.dumps({"messages": messages}) + "\n")
         except OSError as error:
             self.talk.say(f"cannot write {path}: {error.strerror}")
             return

@@ -130,7 +130,9 @@ def run(
                     say=talk.say,
                 )
         else:
-            with model.open(talk, beside=int(os.environ.get("LOCAL_WORLD_SIZE", 1))) as answering:
+            with model.open(
+                talk, models_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            ) as answering:
                 answer_all(answering, numbered, answers, progress)
         talk.say(progress.words())
     if errors := answers.errors:
@@ -183,11 +185,11 @@ class _Model:
         return _hash(self.limits.max_new_tokens, sampling, also, writing.regex, writing.schema)
 
     @contextmanager
-    def open(self, talk: Talk, *, beside: int) -> Iterator[Answering]:
+    def open(self, talk: Talk, *, models_here: int) -> Iterator[Answering]:
         """Load the model and yield an object that answers prompts.
 
         Args:
-            beside: number of models on this machine, including this one.
+            models_here: number of models on this machine, including this one.
         """
         limits, max_rows = self.limits, self.limits.max_rows
 
@@ -207,7 +209,7 @@ class _Model:
             loaded, processors = opened.loaded, opened.law["logits_processor"]
             session = share(loaded.model.device)
             if loaded.model.device.type == "cpu":
-                session //= beside
+                session //= models_here
             serving = Serving(
                 loaded.model,
                 memory=2 * session if limits.memory is None else int(limits.memory * 1e9),
@@ -245,10 +247,12 @@ class _Model:
                 max_tokens=prompt.max_new_tokens or self.limits.max_new_tokens,
                 response_format=prompt.response_format,
             )
-        said = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
+        prompt_fields = (
+            {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
+        )
         changed = ("model", "prompt", "messages")
         also = {name: value for name, value in prompt.body.items() if name not in changed}
-        body = given | also | said
+        body = given | also | prompt_fields
         if body.pop("stream", False) or body.get("n", 1) != 1:
             raise ValueError("a line of a file is one text: leave out stream and n")
         kind = CompletionRequest if prompt.messages is None else ChatRequest

@@ -224,16 +224,16 @@ def train(
             seed=seed,
         )
         with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
-            said = _said(talk, started)
+            reporting = _reporting(talk, started)
             if draft in ("assistant", "eagle3"):
                 official = None if start is None else load_official(start, loaded)
                 if start is not None and official is None:
                     raise ValueError(f"--start must name a head or an assistant, got {start}")
                 place = None if official is None else str(official.folder or start)
                 training_of = EagleTraining if draft == "eagle3" else AssistantTraining
-                record = training_of(place, opened, corpus, settings, output, **said).further()
+                record = training_of(place, opened, corpus, settings, output, **reporting).further()
             else:
-                training = Training(opened, corpus, settings, output, **said)
+                training = Training(opened, corpus, settings, output, **reporting)
                 record = training.finished(RECORD, check_record) or {}
                 if not record:
                     made = training.run()
@@ -261,7 +261,7 @@ def _together(output: Path) -> Iterator[None]:
         yield
 
 
-def _said(talk: Talk, started: float) -> dict[str, Any]:
+def _reporting(talk: Talk, started: float) -> dict[str, Any]:
     """Arguments of a training: where its messages go, and when the command began."""
     return {
         "progress": lambda what, share: talk.progress(f"{what} ({share:.0%})"),
@@ -321,8 +321,8 @@ def train_exits(
             corpus = Corpus(
                 model, tokenizer, asked, temperature=recipe.temperature, seed=recipe.seed
             )
-        said = _said(talk, started)
-        record = ExitTraining(model, tokenizer, corpus, texts, recipe, output, **said).run()
+        reporting = _reporting(talk, started)
+        record = ExitTraining(model, tokenizer, corpus, texts, recipe, output, **reporting).run()
         if not processes.first():
             return
     _show(talk, _exits(record), f"benchmark {output} --prompts FILE", record, as_json)

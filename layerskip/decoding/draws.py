@@ -274,14 +274,14 @@ class Draws:
             if not here:
                 break
             some = [positions[i] for i in here]
-            said = self._judge(raw[here], some, drafts, keep)
+            judged = self._judge(raw[here], some, drafts, keep)
             drafted = [drafts.token(position) for position in some]
-            stays = said.accepted
+            stays = judged.accepted
             if stays is None:
-                stays = said.drawn == on_device(drafted, raw.device)  # (n,)
-            drawn[here], accepted[here] = said.drawn, stays
-            if scores is not None and said.scores is not None:
-                scores[here] = said.scores
+                stays = judged.drawn == on_device(drafted, raw.device)  # (n,)
+            drawn[here], accepted[here] = judged.drawn, stays
+            if scores is not None and judged.scores is not None:
+                scores[here] = judged.scores
             on = zip(some, stays.tolist(), drafted, strict=True)
             alive = {row for (row, _), stay, token in on if stay and token not in seats[row].eos}
         return VerifiedTokens(accepted, drawn, scores)

@@ -141,11 +141,11 @@ class LiveTarget:
         drafts.unread = not reads
         if not reads:
             return None
-        said = self._said(drawn, ask)
-        for row, best in zip(rows, said.tokens, strict=True):
+        result = self._step_result(drawn, ask)
+        for row, best in zip(rows, result.tokens, strict=True):
             if best[0] >= 0:
                 self.seats[row].remember(step, best[0])
-        return said
+        return result
 
     def _begin(self, drafts: DraftedTokens) -> None:
         """Begin a round's draft with every row's last token; rows without steps feed their own."""
@@ -164,7 +164,7 @@ class LiveTarget:
         tokens = [self.seats[row].emitted[-1], *drafts.tokens[row]]
         return [tokens[min(offset, len(tokens) - 1)] for offset in offsets]
 
-    def _said(self, drawn: Drawn, ask: StepRequest) -> StepResult:
+    def _step_result(self, drawn: Drawn, ask: StepRequest) -> StepResult:
         """Copy what was drawn to the host."""
         values = [drawn.tokens]
         if ask.signal is not None and drawn.confidences is not None:

@@ -188,21 +188,21 @@ class Speculator:
         """
         controller = self.controller
         while drafting and controller.draft_together(drafting):
-            said = self.target.draft(drafts, drafting, ask)
+            result = self.target.draft(drafts, drafting, ask)
             drafts.num_steps += 1
             going_on = []
             for i, row in enumerate(drafting):
                 token, sure = None, 1.0
-                if said is not None:
-                    token = said.tokens[i][0]
+                if result is not None:
+                    token = result.tokens[i][0]
                     if token < 0:
                         continue
                     drafts.tokens[row].append(token)
                     if ask.signal is not None:
-                        sure = said.confidences[i]
+                        sure = result.confidences[i]
                         drafts.confidences[row].append(sure)
                         if see is not None:
-                            see(row, said.tokens[i], sure)
+                            see(row, result.tokens[i], sure)
                 drafts.lengths[row] += 1
                 if (
                     token not in self.seats[row].eos

@@ -64,7 +64,7 @@ class Mixture:
     dense: Any = None
 
     @property
-    def beside(self) -> bool:
+    def parallel(self) -> bool:
         """Whether the experts run in parallel with a dense MLP, instead of replacing it."""
         return self.dense is not None
 
@@ -76,7 +76,7 @@ class Mixture:
         """
         if experts is None:
             return self.top
-        least = 0 if self.beside else 1
+        least = 0 if self.parallel else 1
         if not least <= experts <= self.top:
             raise ValueError(
                 f"experts must be in {least}..{self.top} for this model, whose tokens take "

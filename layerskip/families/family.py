@@ -244,7 +244,7 @@ class LayerParts:
     def dense(self) -> bool:
         """Whether it has a dense MLP, perhaps in parallel with a mixture."""
         mixture = self.mixture
-        return mixture is None or mixture.beside
+        return mixture is None or mixture.parallel
 
     @property
     def writes(self) -> bool:

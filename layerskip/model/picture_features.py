@@ -117,7 +117,7 @@ def _by_slot(values: Tensor, mask: Tensor) -> Tensor:
     return pad_sequence(rows, batch_first=True, padding_value=-1)  # (B, W)
 
 
-def ahead(
+def seen_ahead(
     wrapper: Conditional, blocks: Tensor, slots: Tensor, end: int, window: int | None
 ) -> Tensor | None:
     """The slots before `end` that a query sees as part of its own picture, (B, 1, T, end) bool.

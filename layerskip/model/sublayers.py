@@ -27,7 +27,7 @@ from layerskip.costs.speculation import keys_read
 from layerskip.families import plain
 from layerskip.families.architecture import Architecture
 from layerskip.model.draft_weights import DraftWeights
-from layerskip.model.picture_features import Pictures, ahead
+from layerskip.model.picture_features import Pictures, seen_ahead
 from layerskip.native import extension
 from layerskip.weights.stored import stored_weights
 
@@ -71,7 +71,7 @@ class Pass:
     def _mask(self, window: int | None, sink: int) -> Tensor | None:
         model, cache, more = self.model, self.cache, None
         if self.blocks is not None and model.wrapper is not None:
-            more = ahead(model.wrapper, self.blocks, self.slots, cache.end, window)
+            more = seen_ahead(model.wrapper, self.blocks, self.slots, cache.end, window)
         # The eager kernel always needs a mask; sdpa is causal without one.
         if more is None and not (model.eager and cache.count > 1) and not cache.needs_mask(window):
             return None

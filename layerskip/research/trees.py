@@ -106,23 +106,23 @@ class GrownTrees:
     def __init__(self, gains: Any) -> None:
         self.gains = gains
         # By row, the results at the position after its last token.
-        self.said: dict[int, TreePosition] = {}
+        self.results: dict[int, TreePosition] = {}
 
     def begin(self, ends: Sequence[frozenset[int]], longest: int, state: State) -> None:
         """Begin a round, with the ends of text by row, and a maximum number of tokens per row."""
         self.ends, self.longest, self.everywhere = ends, longest, state.everywhere
-        self.said = {}
+        self.results = {}
         self._latest: dict[int, TreePosition] = {}  # by row, the last position of its chain
 
     def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
         """Record the best tokens of a row's next position, of which the first was drafted."""
-        said = TreePosition(confidence, tokens, self.gains.rates(confidence, len(tokens)))
+        result = TreePosition(confidence, tokens, self.gains.rates(confidence, len(tokens)))
         if (before := self._latest.get(row)) is not None:
             followed = before.tokens if self.everywhere else before.tokens[:1]
-            before.behind.update(dict.fromkeys(followed, said))
+            before.behind.update(dict.fromkeys(followed, result))
         else:
-            self.said[row] = said
-        self._latest[row] = said
+            self.results[row] = result
+        self._latest[row] = result
 
     def choose(
         self, chains: Mapping[int, int]
@@ -133,9 +133,9 @@ class GrownTrees:
             chains: by row, the number of tokens of its chain that are verified in any case.
         """
         trees = {
-            row: grown(self.said[row], self.longest, chain=chain, ends=self.ends[row])
+            row: grown(self.results[row], self.longest, chain=chain, ends=self.ends[row])
             for row, chain in chains.items()
-            if row in self.said
+            if row in self.results
         }
         if not trees:
             return {}
@@ -150,15 +150,15 @@ class GrownTrees:
 
     def learn(self, row: int, tokens: Sequence[int]) -> None:
         """Learn from the tokens that the target accepted for a row, and its own next one."""
-        said = self.said.get(row)
+        result = self.results.get(row)
         for token in tokens:
-            if said is None:
+            if result is None:
                 return
-            rank = said.tokens.index(token) if token in said.tokens else None
-            self.gains.see_rank(row, said.confidence, rank)
+            rank = result.tokens.index(token) if token in result.tokens else None
+            self.gains.see_rank(row, result.confidence, rank)
             if token in self.ends[row]:
                 return
-            said = said.behind.get(token)
+            result = result.behind.get(token)
 
 
 class TreeGain(ExpectedGain):

@@ -120,16 +120,16 @@ def answer_by_ray(
 class _Worker:
     """An actor that answers prompts, each in a thread that waits for the one that decodes."""
 
-    def __init__(self, opening: Opening, beside: int, folder: str) -> None:
+    def __init__(self, opening: Opening, models_here: int, folder: str) -> None:
         import torch
 
         if Path(folder).is_dir():
             os.chdir(folder)
         # Ray allows only one CPU thread if an actor has one CPU.
-        torch.set_num_threads(max(1, cores() // beside))
+        torch.set_num_threads(max(1, cores() // models_here))
         self._stack, self._refused = ExitStack(), ""
         try:
-            self._answering = self._stack.enter_context(opening(beside=beside))
+            self._answering = self._stack.enter_context(opening(models_here=models_here))
             self._answering.serving.start()
         except (ValueError, OSError) as error:  # another actor would fail in the same way
             self._refused = str(error)

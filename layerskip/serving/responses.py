@@ -182,14 +182,14 @@ def _say(item: Item, messages: list[dict[str, Any]]) -> None:
     """Append an input item as a message, or as a part of the message before it."""
     match item:
         case MessageItem():
-            said = {"role": item.role, "content": _said(item.content)}
+            message = {"role": item.role, "content": _chat_content(item.content)}
             thought = bool(messages) and messages[-1].keys() == {"role", "reasoning_content"}
             if item.role == "assistant" and thought:
-                messages[-1] |= said
+                messages[-1] |= message
             else:
-                messages.append(said)
+                messages.append(message)
         case FunctionOutput():
-            values = _said(item.output)
+            values = _chat_content(item.output)
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": values})
         case Reasoning():
             text = "".join(part.text or "" for part in item.content)
@@ -202,7 +202,7 @@ def _say(item: Item, messages: list[dict[str, Any]]) -> None:
             messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _said(content: str | list[ResponsePart]) -> str | list[dict[str, Any]]:
+def _chat_content(content: str | list[ResponsePart]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [part.of_chat() for part in content]
 
 

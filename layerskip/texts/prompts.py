@@ -162,8 +162,8 @@ def _parse_body(values: dict[str, Any]) -> Prompt:
     if ("prompt" in body) == ("messages" in body):
         raise ValueError("body must hold either prompt or messages")
     if "messages" in body:
-        said = items(mapping, least=1)(body["messages"], "body.messages")
-        return Prompt(id=id_, messages=tuple(said), body=body)
+        messages = items(mapping, least=1)(body["messages"], "body.messages")
+        return Prompt(id=id_, messages=tuple(messages), body=body)
     return Prompt(id=id_, text=name_text(body["prompt"], "body.prompt"), body=body)
 
 

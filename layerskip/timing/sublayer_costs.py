@@ -246,7 +246,7 @@ def _read_of_experts(model: Sublayers) -> dict[str, list[float]]:
     """For fewer experts than the model's, the share of each MLP's bytes that a token reads."""
     mixture, whole = model.mixtures[0], model.weight_bytes()["sublayers"][1::2]
     shares = {}
-    for count in range(0 if mixture.beside else 1, mixture.top + 1):
+    for count in range(0 if mixture.parallel else 1, mixture.top + 1):
         read = model.weight_bytes(experts=count)["sublayers"][1::2]
         shares[str(count)] = [some / every for some, every in zip(read, whole, strict=True)]
     return shares

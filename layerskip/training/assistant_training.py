@@ -88,7 +88,7 @@ def unrolled(assistant: Any, reading: TargetReading, steps: int) -> list[Tensor]
     return found
 
 
-def beside(drafted: list[Tensor], reading: TargetReading) -> list[Step]:
+def draft_steps(drafted: list[Tensor], reading: TargetReading) -> list[Step]:
     """The unrolled steps with the target's logits for the same tokens, (B, P, V) each."""
     count = drafted[0].shape[1]
     return [
@@ -104,7 +104,7 @@ class AssistantTraining(Training):
 
     Args:
         start: the assistant's checkpoint: a folder or a Hub id.
-        opened, corpus, recipe, folder, said: as for `Training`.
+        opened, corpus, recipe, folder, reporting: as for `Training`.
 
     Raises:
         ValueError: the folder holds another training, or the assistant is another model's.
@@ -119,25 +119,25 @@ class AssistantTraining(Training):
         corpus: data.Corpus,
         recipe: Recipe,
         folder: Path,
-        **said: Any,
+        **reporting: Any,
     ) -> None:
         self.start: Any = start
         self.check(opened)  # rejects a wrong start now, not in an hour
-        super().__init__(opened, corpus, replace(recipe, kind=self.kind), folder, **said)
+        super().__init__(opened, corpus, replace(recipe, kind=self.kind), folder, **reporting)
 
     def check(self, opened: Sublayers) -> None:
         """Raise an error for a start that does not fit the model."""
         loaded = load_assistant(self.start, dtype=opened.dtype).to(opened.device)
         Official(opened, Sublayers(loaded, "modules"))
 
-    def begun(self, texts: list[data.TrainingText]) -> Any:
+    def initial(self, texts: list[data.TrainingText]) -> Any:
         """The assistant at the beginning of training."""
         return load_assistant(self.start)
 
     def steps_on(self, assistant: Any, ids: Tensor) -> list[Step]:
         """Its steps over texts (B, T)."""
         reading = read(self.opened, ids)
-        return beside(unrolled(assistant, reading, AHEAD), reading)
+        return draft_steps(unrolled(assistant, reading, AHEAD), reading)
 
     def save(self, assistant: Any, folder: Path) -> None:
         """Write the checkpoint to a folder atomically."""
@@ -153,7 +153,7 @@ class AssistantTraining(Training):
             return done
         windows, texts = self._windows()
         ids = windows.to(self.opened.device)
-        assistant = self.begun(texts).to(self.opened.device)
+        assistant = self.initial(texts).to(self.opened.device)
         dtype, assistant = assistant.dtype, assistant.float()
         # Measuring the last point of the curve takes no longer than a few steps.
         self._train(assistant, ids, lambda some: self.steps_on(assistant, ids[some]), judging=0.0)

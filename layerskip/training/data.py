@@ -129,8 +129,8 @@ class Corpus:
         if self.apart or self.tokenizer.chat_template:
             return self.apart[:count] or self._own_questions(0, count)
         starts = self._own_questions(0, count)  # all the same, so the model continues them
-        said = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
-        return [start + [token for token in new if token not in start] for start, new in said]
+        continued = zip(starts, self._continued(starts, 0, LONGEST_QUESTION), strict=True)
+        return [start + [token for token in new if token not in start] for start, new in continued]
 
     def _own_questions(self, number: int, count: int = BATCH) -> list[list[int]]:
         """Questions made up by the model, as user turns; without a template its start token."""
@@ -150,9 +150,11 @@ class Corpus:
             [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
         )
         before = tokenizer(around.partition(_MARK)[0], add_special_tokens=False)["input_ids"]
-        said = self._continued([before] * count, -number - 1, LONGEST_QUESTION)
-        asked = [tokenizer.decode(new, skip_special_tokens=True).strip() or "?" for new in said]
-        prompts = [Prompt(id=str(i), text=text).as_chat() for i, text in enumerate(asked)]
+        continued = self._continued([before] * count, -number - 1, LONGEST_QUESTION)
+        questions = [
+            tokenizer.decode(new, skip_special_tokens=True).strip() or "?" for new in continued
+        ]
+        prompts = [Prompt(id=str(i), text=text).as_chat() for i, text in enumerate(questions)]
         return [encode(tokenizer, prompt)[0].tolist() for prompt in prompts]
 
     def _continued(

@@ -83,7 +83,7 @@ class Training(Stages):
     Args:
         opened: the model; its weights do not change, and have no gradients from now on.
         folder: for the files; empty, or of the same training.
-        said: as for `Stages`: progress, say, started.
+        reporting: as for `Stages`: progress, say, started.
 
     Attributes:
         skip: the draft's resolved skip config.
@@ -99,7 +99,7 @@ class Training(Stages):
     recipe: Recipe
 
     def __init__(
-        self, opened: Sublayers, corpus: data.Corpus, recipe: Recipe, folder: Path, **said: Any
+        self, opened: Sublayers, corpus: data.Corpus, recipe: Recipe, folder: Path, **reporting: Any
     ) -> None:
         self.student: type[Student] = named("student", recipe.kind)
         chosen = self.student.skip_for(recipe.kind, recipe.skip, opened.num_layers)
@@ -111,7 +111,7 @@ class Training(Stages):
         self.tap = self.skip.shared_prefix() if self.student.tapped else None
         self.opened, self.corpus = opened, corpus
         stages = ("texts", "features", "training")
-        super().__init__(folder, self._identity(), stages, opened.device, **said)
+        super().__init__(folder, self._identity(), stages, opened.device, **reporting)
         opened.model.requires_grad_(False)
         self.facts: dict[str, Any] = {}
 

@@ -22,7 +22,7 @@ from layerskip.model.draft_modules import AHEAD
 from layerskip.model.eagle_head import Eagle, load_eagle, save_eagle
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data
-from layerskip.training.assistant_training import AssistantTraining, TargetReading, beside
+from layerskip.training.assistant_training import AssistantTraining, TargetReading, draft_steps
 from layerskip.training.losses import Step
 
 
@@ -155,7 +155,7 @@ class EagleTraining(AssistantTraining):
             return new_head(opened, tokens)
         return load_eagle(self.start, dtype=opened.dtype).to(opened.device)
 
-    def begun(self, texts: list[data.TrainingText]) -> Eagle:
+    def initial(self, texts: list[data.TrainingText]) -> Eagle:
         head = self._begun(self.opened, self._frequent(texts))
         for name, weight in head.named_parameters():
             weight.requires_grad_(not name.startswith(("embed_tokens", "lm_head")))
@@ -164,7 +164,7 @@ class EagleTraining(AssistantTraining):
     def steps_on(self, assistant: Eagle, ids: Tensor) -> list[Step]:
         reading = read(self.opened, assistant, ids)
         output = (assistant.lm_head or self.opened.unembedding).weight.to(assistant.dtype)
-        return beside(unrolled(assistant, reading, output, AHEAD), reading)
+        return draft_steps(unrolled(assistant, reading, output, AHEAD), reading)
 
     def save(self, assistant: Any, folder: Path) -> None:
         save_eagle(assistant, folder)

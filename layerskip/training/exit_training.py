@@ -109,7 +109,7 @@ class ExitTraining(Stages):
         corpus: provides the model's own answers; None: there are none.
         texts: a file of texts; None: none.
         folder: for the checkpoint; empty, or of the same training.
-        said: as for `Stages`.
+        reporting: as for `Stages`.
 
     Raises:
         ValueError: the model has no such exit, the texts are too short, the folder holds something
@@ -126,7 +126,7 @@ class ExitTraining(Stages):
         texts: Path | None,
         recipe: ExitRecipe,
         folder: Path,
-        **said: Any,
+        **reporting: Any,
     ) -> None:
         if stored_weights(model):
             raise ValueError(
@@ -149,7 +149,7 @@ class ExitTraining(Stages):
             token_files.check_length(self._given(), recipe.rows, recipe.window)
         self.dtype, self.base = model.dtype, fingerprint(model)
         stages = ("texts", "training", "judging")
-        super().__init__(folder, self._identity(), stages, model.device, **said)
+        super().__init__(folder, self._identity(), stages, model.device, **reporting)
 
     def _identity(self) -> dict[str, Any]:
         """The values that identify this training."""

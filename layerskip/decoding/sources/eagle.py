@@ -19,7 +19,7 @@ from torch import Tensor
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.mtp import HeadState, seen_by
-from layerskip.decoding.sources.official import elsewhere, unlike
+from layerskip.decoding.sources.official import device_mismatch, target_mismatch
 from layerskip.families.architecture import read_bytes
 from layerskip.model.eagle_head import Eagle
 from layerskip.model.sublayers import Sublayers
@@ -102,14 +102,14 @@ def _misfit(target: Sublayers, module: Eagle) -> str | None:
     """Why a head cannot draft for a model, or None if it can."""
     if isinstance(target, Whole):
         return f"it reads states from inside the model, which runs as a whole: {target.reason}"
-    if reason := elsewhere(target, module):
+    if reason := device_mismatch(target, module):
         return reason
     width, vocabulary = module.shape.hidden_size, module.shape.vocab_size
     pairs = [("hidden states of {} numbers", module.target_width, target.config.hidden_size)]
     pairs.append(("{} tokens", vocabulary, target.vocabulary))
     if module.embed_tokens is None or module.lm_head is None:
         pairs.append(("embeddings of {} numbers", width, target.config.hidden_size))
-    if reason := unlike(pairs):
+    if reason := target_mismatch(pairs):
         return reason
     depths = module.depths_in(target.num_layers)
     if not all(0 < depth <= target.num_layers for depth in depths):

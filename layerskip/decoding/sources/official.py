@@ -133,7 +133,7 @@ class _State(State):
 
 def _misfit(target: Sublayers, model: Sublayers) -> str | None:
     """Why an assistant cannot draft for a model, or None if it can."""
-    if reason := elsewhere(target, model):
+    if reason := device_mismatch(target, model):
         return reason
     sources = _sources(target)
     made = model.model.config.backbone_hidden_size
@@ -144,10 +144,10 @@ def _misfit(target: Sublayers, model: Sublayers) -> str | None:
             return f"it reads keys of {part.kind} layers, the model has none"
         what = f"{part.kind} layers with heads of keys, width of them, and window {{}}"
         pairs.append((what, _shape(part), _shape(sources[part.kind])))
-    return unlike(pairs)
+    return target_mismatch(pairs)
 
 
-def elsewhere(target: Sublayers, draft: Any) -> str | None:
+def device_mismatch(target: Sublayers, draft: Any) -> str | None:
     """Why a draft's own weights do not match its target's dtype or device, or None."""
     made, needed = ((each.dtype, each.device) for each in (draft, target))
     if made == needed and not target.spread:
@@ -156,7 +156,7 @@ def elsewhere(target: Sublayers, draft: Any) -> str | None:
     return f"its weights are {made[0]} on {made[1]}, the model's {where}"
 
 
-def unlike(pairs: Iterable[tuple[str, Any, Any]]) -> str | None:
+def target_mismatch(pairs: Iterable[tuple[str, Any, Any]]) -> str | None:
     """The first property in which a draft's intended target and its actual one differ, or None.
 
     Args:
