@@ -23,7 +23,7 @@ from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.speculator import Speculator
 from layerskip.model.opened_models import sublayers_of
-from layerskip.serving.texts import OfTexts, Text
+from layerskip.serving.served_texts import OfTexts, Text
 
 _PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
 _SCORED = 64  # prompt tokens per pass if their log-probabilities are requested

@@ -26,7 +26,7 @@ from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.requests import Piece, Refusal, TextRequest, refusing
 from layerskip.serving.responses import ResponseAnswer, ResponseRequest, renamed
 from layerskip.serving.scheduler import Serving
-from layerskip.serving.texts import Text
+from layerskip.serving.served_texts import Text
 from layerskip.serving.tokenization import detokenized, tokenized, tokenizer_info
 
 RESPONSES = "/v1/responses"

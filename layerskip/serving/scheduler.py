@@ -19,7 +19,7 @@ from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.batch import Batch
 from layerskip.serving.requests import Piece, Refusal, TextRequest
-from layerskip.serving.texts import Tell, Text, index_of
+from layerskip.serving.served_texts import Tell, Text, index_of
 from layerskip.texts.tokens import plural
 
 PIECE = 512
