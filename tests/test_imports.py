@@ -118,6 +118,28 @@ def test_no_upward_imports():
     assert {module: names for module, names in climbs.items() if names} == {}
 
 
+# Modules that share their last name, for a reason that the name itself gives.
+SHARED = {
+    "base": "the interface that the other files of its room implement",
+    "formats": "a room with one file for each format, of weights or of tool calls",
+    **dict.fromkeys(("gemma", "mistral"), "one file for each family, and for each format of calls"),
+    "native": "the extension, and the backend that calls it",
+    **dict.fromkeys(("report", "search"), "the file of a command, and what it runs"),
+}
+
+
+def test_modules_and_classes_have_names_of_their_own():
+    """No reader takes one for another; files of commands and families are named for these."""
+    named, defined = defaultdict(list), defaultdict(list)
+    for module, path in modules().items():
+        named[module.rpartition(".")[2]].append(module)
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].append(module)
+    assert {name for name, where in named.items() if len(where) > 1} == {*SHARED}
+    assert {name: where for name, where in defined.items() if len(where) > 1} == {}
+
+
 LAWS = "layerskip.decoding.laws"
 
 
@@ -185,8 +207,9 @@ def test_every_third_party_import_is_a_declared_dependency():
     needed = [extras[name] for name in extras if name not in ("test", "checkpoints", "dev")]
     requirements = [*project["dependencies"], *chain(*needed)]
     declared = {re.split(r"\W", requirement)[0] for requirement in requirements}
-    found = set().union(*map(third_party, modules())) - {"PIL", "triton"}  # it comes with torch
-    assert found <= declared - {"pillow"}
+    others = {"PIL", "triton", "markupsafe"}  # they come with pillow, torch and Jinja2
+    found = set().union(*map(third_party, modules())) - others
+    assert found <= {name.lower() for name in declared} - {"pillow"}
 
 
 SEAM = "layerskip.library"  # what is private in transformers, or moves, is asked there

@@ -30,7 +30,7 @@ _SCORED = 64  # prompt tokens per pass if their log-probabilities are requested
 _MEASURING = 2.0  # approximate seconds of measurements before the first request
 
 
-class Batch:
+class ServingBatch:
     """Texts on one model.
 
     Args:

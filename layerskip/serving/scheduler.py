@@ -17,7 +17,7 @@ from layerskip.api.session import share
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opened_models import sublayers_of
-from layerskip.serving.batch import Batch
+from layerskip.serving.batch import ServingBatch
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.served_texts import Tell, Text, index_of
 from layerskip.texts.tokens import plural
@@ -84,7 +84,7 @@ class Serving:
         self.memory = 2 * free if memory is None else memory
         kept = free if session_memory is None else session_memory
         self._cached = CachedTexts(0 if opened.encoder else kept)
-        self._batch = Batch(
+        self._batch = ServingBatch(
             model, seats=max_rows, max_tokens=max_tokens, cached=self._cached, settings=settings
         )
         self.max_queue = max_queue
