@@ -6,7 +6,6 @@ import json
 import math
 import re
 
-import numpy as np
 import pandas as pd
 import pytest
 import run_files
@@ -57,12 +56,6 @@ def of_trials(*trials, **changes):
 LOW = {"bits": 8, "attention": [0, 2], "mlp": [*range(12)], "head": True}
 
 # ---- Numbers ----
-
-
-def test_the_front_is_what_no_other_point_dominates():
-    points = [(0.1, 0.5), (0.1, 0.5), (0.1, 0.4), (0.2, 0.5), (0.3, 0.9), (0.05, math.nan)]
-    on = [True, True, False, False, True, False]
-    assert search_tables.front(*np.array(points).T).tolist() == on
 
 
 def test_trials_in_numbers(tmp_path):

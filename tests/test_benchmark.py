@@ -3,7 +3,6 @@
 import gc
 import json
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import run_files
@@ -17,7 +16,7 @@ from layerskip.bench.batches import Encoded, PromptBatch, make_batches
 from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import Decoded, Engine, Peer, Task
 from layerskip.bench.plans import price
-from layerskip.bench.runner import benchmark, depth, interleaved, loops, repeated_share
+from layerskip.bench.runner import benchmark, interleaved, loops, repeated_share
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, costs_key, key_of, read_run
@@ -238,14 +237,6 @@ def test_records_hold_how_deep_trees_were(tmp_path):
     ]
     assert any(deep < drafted for _, deep, drafted in counts)
     assert any(accepted < deep for accepted, deep, _ in counts)
-
-
-def test_the_depth_of_a_tree_goes_on_from_what_was_taken():
-    # text -> 1 -> 2 -> 5, 1 -> 3, text -> 4
-    for taken, deepest in (([], 3), ([1], 3), ([1, 3], 2), ([4], 1), ([1, 2], 3)):
-        tree = SimpleNamespace(parents=[[0, 1, 1, 0, 2]], taken=lambda _, path=taken: path)
-        assert depth(tree, 0) == deepest
-    assert depth(SimpleNamespace(parents=[None], drafted=[4]), 0) == 4
 
 
 def test_steps_of_trees_are_counted_not_their_tokens(tmp_path):

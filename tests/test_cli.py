@@ -25,7 +25,7 @@ from layerskip.backends import native
 from layerskip.cli import main as cli
 from layerskip.cli.benchmark import _table
 from layerskip.cli.flags import PANELS, Decoding, Loading
-from layerskip.cli.terminal import PATIENCE, Talk, TextStream, aligned, reading
+from layerskip.cli.terminal import PATIENCE, Talk, aligned, reading
 from layerskip.config.registry import CONTROLLERS
 from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
@@ -560,21 +560,6 @@ def test_a_table_too_wide_for_a_terminal_is_folded(monkeypatch):
     monkeypatch.setenv("COLUMNS", "33")
     folded = "method  batch  tokens/s\nplain       1      52.9\n\n"
     assert aligned(lines, 2) == folded + "method  batch  same text\nplain       1  6/6, all"
-
-
-def test_streamed_text_waits_for_whole_characters():
-    class Bytes:
-        def decode(self, tokens, skip_special_tokens):
-            return bytes(tokens).decode(errors="replace")
-
-    written = []
-    stream = TextStream(Bytes(), written.append)
-    stream.put(torch.tensor([[1, 2]]))  # the prompt, which is not written
-    for tokens in ("naïve".encode()[:3], "naïve".encode()[3:], "€".encode()[:2]):
-        stream.put(torch.tensor(list(tokens)))
-    assert written == ["naïve"]
-    stream.end()
-    assert written == ["naïve", "\ufffd\n"]
 
 
 def test_env_says_versions():

@@ -105,17 +105,6 @@ def test_resolve_is_idempotent_and_configs_are_read_from_their_repr_and_json(cas
     assert SkipConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_early_exit():
-    config = SkipConfig.early_exit(8)
-    assert config.exit_layer == 8
-    assert repr(config) == "SkipConfig(exit_layer=8)"
-    assert config.shared_prefix(16) == 16
-    assert config.kept(16) == tuple(range(16))
-    assert config.resolve(16) == SkipConfig(attention=range(8, 16), mlp=range(8, 16))
-    assert hash(config.resolve(16)) == hash(SkipConfig(attention=range(8, 16), mlp=range(8, 16)))
-    assert config != SkipConfig.early_exit(7)
-
-
 @pytest.mark.parametrize(
     ("skip", "words"),
     [
@@ -135,13 +124,6 @@ def test_bare_keeps_what_drafts_are_made_of():
     bare = replace(EVERYTHING, decoding=options).bare()
     assert (bare, bare.costs) == (EVERYTHING, None)
     assert bare.decoding == DecodingOptions(lookup=True, draft_vocabulary=(3,))
-
-
-def test_sets_are_sorted_and_readable():
-    config = SkipConfig(attention=(9, 3), mlp=(4,))
-    assert config.attention == (3, 9)
-    assert repr(config) == "SkipConfig(attention=(3, 9), mlp=(4,))"
-    assert repr(SkipConfig()) == "SkipConfig()"
 
 
 def test_only_the_sets_count_for_equality():

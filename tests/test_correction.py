@@ -139,19 +139,6 @@ def test_right_costs_stay_whatever_the_machine_does():
     assert own.at(200, 4) == TRUE
 
 
-def test_a_table_is_the_same_object_until_it_changes():
-    lookups, own = corrected([replace(TRUE, draft=0.0), TRUE])
-    first = own.at(200)
-    rounds_of((lookups, own), 12)
-    assert own.at(210) is own.at(200)
-    for _ in range(40):
-        lookups.see(200, 1, 1, STEP)
-        own.see(200, 1, 0, STEP)
-    assert own.at(200) is not first
-    assert own.at(200).draft == pytest.approx(1.0, rel=0.1)
-    assert own.at(200).verify == pytest.approx(TRUE.verify, rel=0.1)
-
-
 def test_costs_that_know_no_long_passes_heal():
     flat = CostTable(0.25, (1.0,), "analytic", STEP)
     lookups, _ = costs = corrected([replace(flat, draft=0.0), flat])

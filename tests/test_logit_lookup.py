@@ -22,7 +22,6 @@ from layerskip import LogitLookup, Session
 from layerskip.api.generation import generate
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
-from layerskip.decoding.noise import NoiseBlocks, gumbel_noise
 from layerskip.decoding.rules import COUPLED, REJECTION
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.logit_lookup import (
@@ -114,14 +113,6 @@ def test_all_tokens_of_a_law_draw_what_the_target_draws(processors, sample):
             for (row, offset), mine, theirs in zip(positions, tokens, values, strict=True)
         ]
         assert ours == draws.judge(raw, positions).drawn.tolist()
-
-
-def test_a_few_tokens_noise_is_that_of_all():
-    blocks, tokens = NoiseBlocks(), [3, 900, 41]
-    whole = gumbel_noise([5], [17], 1000)[0]  # (V,)
-    assert blocks.of_tokens(5, 17, tokens) == pytest.approx(whole[tokens].tolist(), rel=1e-5)
-    blocks.at([5], [17], torch.zeros(1, 1000))
-    assert blocks.of_tokens(5, 17, tokens) == whole[tokens].tolist()
 
 
 @pytest.mark.parametrize(

@@ -783,29 +783,30 @@ def test_starts_at_once_build_once(built, fresh, monkeypatch):
 
 
 AGAIN = {
-    "native": "every_sublayer or products_of or test_odd or test_a_team or test_trimmed",
+    "native": "every_sublayer or products_of or test_odd or test_trimmed",
     "rounded": "native_products or inputs_of or native_sublayers",
     "stored": "numbers_are or products_are or any_two",
 }
 # `emulated_tiles.h` is not among the sources whose hash names a build, so its checksum is a flag.
 DEFINED = """
 import sys, pytest
-from layerskip.model import extension
+from layerskip.native import extension
 flags, defined = extension.flags, sys.argv[1].split()
 extension.flags = lambda *kind: [*flags(*kind), *defined]
 sys.exit(pytest.main(sys.argv[2:]))
 """
+SOURCES = Path(extension.__file__).with_name("csrc")
 TILES = Path(__file__).with_name("emulated_tiles.h")
 EMULATED = f"-DEMULATED_TILES={zlib.crc32(TILES.read_bytes())} -I{TILES.parent}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["native", "panels", "tiles"])
+@pytest.mark.parametrize("source", sorted(file.stem for file in SOURCES.glob("*.cpp")))
 def test_the_sources_are_those_of_an_older_standard(source):
     """torch compiles extensions as C++17 up to 2.11 at least; now it takes C++20."""
     folders = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     flags = ["-std=c++17", "-fsyntax-only", "-DTORCH_EXTENSION_NAME=x", *extension.flags()]
-    file = Path(extension.__file__).with_name(f"{source}.cpp")
+    file = SOURCES / f"{source}.cpp"
     compiler = [cpp_extension.get_cxx_compiler(), *flags, *(f"-I{each}" for each in folders)]
     done = subprocess.run([*compiler, file], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -842,7 +843,7 @@ def test_other_vectors_give_the_same_numbers(built, capability, file):
 DIGEST = """
 import hashlib, numpy, sys, torch
 from gguf_files import FORMATS, raw
-from layerskip.model import extension
+from layerskip.native import extension
 from layerskip.weights.rounded import rounded
 flags, digest, defined = extension.flags, hashlib.sha256(), sys.argv[1].split()
 extension.flags = lambda *kind: [*flags(*kind), *defined]
@@ -891,12 +892,12 @@ def test_sanitizers_find_nothing_in_attention(built, capability, sanitizers, tmp
     known = torch.backends.cpu.get_cpu_capability()
     if capability != "DEFAULT" and known not in (capability, "AVX512"):
         pytest.skip(f"no {capability}")
-    model, binary = Path(extension.__file__).parent, tmp_path / "attention"
-    sources = [Path(__file__).with_name("attention.cpp"), model / "tiles.cpp"]
+    binary = tmp_path / "attention"
+    sources = [Path(__file__).with_name("attention.cpp"), SOURCES / "tiles.cpp"]
     library = Path(torch.__file__).with_name("lib")
     vectors = [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
     vectors += extension.FLAGS.get(capability, ())
-    folders = [model, *cpp_extension.include_paths()]
+    folders = [SOURCES, *cpp_extension.include_paths()]
     checks = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined"]
     flags = ["-std=c++20", "-O1", "-g", "-w", "-fopenmp", *checks, *vectors, *EMULATED.split()]
     places = [f"-I{each}" for each in folders] + [f"-L{library}", f"-Wl,-rpath,{library}"]

@@ -8,13 +8,11 @@ import torch
 from marks import slow, thorough
 from models import Erratic, prompt, ragged, require
 from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
-from transformers.cache_utils import DynamicCache
 
 import layerskip
 from layerskip.api.session import Session
-from layerskip.cache.recurrent import ONE_BY_ONE, SERVED
+from layerskip.cache.recurrent import SERVED
 from layerskip.decoding.sources.assistant import state_bytes
-from layerskip.library import cache_name
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
@@ -49,19 +47,6 @@ def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(kind):
     want = new_tokens(decoded(model, inputs, enabled=False, **how))
     for settings in every_draft(model, EIGHT):
         assert new_tokens(decoded(model, inputs, **how, **settings)) == want
-
-
-@pytest.mark.parametrize("kind", ["falcon_h1", "mamba", "qwen3_next"])
-@torch.no_grad()
-def test_the_library_goes_on_from_a_state_by_several_tokens_or_by_one(kind):
-    """`ONE_BY_ONE` names models for which the library's passes of several tokens are wrong."""
-    model, ids = model_of(kind), prompt(12)
-    past = DynamicCache(config=model.config)
-    name = cache_name(model.base_model)
-    model.base_model(ids[:, :7], **{name: past}, use_cache=True)
-    later = model.base_model(ids[:, 7:], **{name: past}, use_cache=True)[0]
-    whole = model.base_model(ids, use_cache=False)[0][:, 7:]
-    assert torch.allclose(later, whole, atol=1e-4) == (kind not in ONE_BY_ONE)
 
 
 @pytest.mark.parametrize("kind", [*thorough("falcon_h1"), "mamba"])
