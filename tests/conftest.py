@@ -123,23 +123,18 @@ def given(tmp_path):
 
 
 SIZES = {
+    # thousands of draws of each accept rule, which tests of the check's other parts do not need
+    "draws": "bench.lawtest.DRAWS",
+    # tests of the rest of decoding measure costs in a moment, and those of costs do not
+    "sweeps": "timing.round_times.SWEEPS",
+    # the pieces of long texts: texts that cross their edges as they are would take seconds each
     "spare": "cache.rows.SPARE",
-    "rounded_up": "cache.rows.rounded_up",
-    "piece": "decoding.passes.PIECE",
     "chunk": "decoding.sources.following.chunk_size",
-    "noise": "decoding.noise.BLOCK",
-    "of_a_text": "research.logit_lookup.OF_A_TEXT",
-    "together": "research.block_states.TOGETHER",
+    "piece": "decoding.passes.PIECE",
+    # the pieces of many texts: likewise
     "texts": "replay.trace.ROWS",
     "traced_logits": "replay.trace.LOGITS",
-    "traced_noise": "replay.trace.NOISE",
-    **{name: f"replay.chains.{name.upper()}" for name in ("chains", "groups", "regroup", "logits")},
-    "draws": "bench.lawtest.DRAWS",
-    "batch_rate": "decoding.expected_gain.BATCH_RATE",
-    "wide": "backends.fused.WIDE",
-    "matched_on": "backends.fused.MATCHED_ON",
-    "free_memory": "api.drafts.free_memory",
-    "sweeps": "timing.round_times.SWEEPS",
+    **{name: f"replay.chains.{name.upper()}" for name in ("chains", "groups", "logits")},
 }
 
 

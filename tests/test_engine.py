@@ -106,9 +106,10 @@ def test_a_long_text_holds_few_slots_beyond_its_own(execution):
 
 
 @pytest.fixture
-def small_buffers(sizes):
+def small_buffers(sizes, monkeypatch):
     """Buffers with almost no spare room, so that a text often outgrows them."""
-    sizes(spare=1, rounded_up=lambda slots: slots)
+    sizes(spare=1)
+    monkeypatch.setattr("layerskip.cache.rows.rounded_up", lambda slots: slots)
 
 
 @pytest.mark.usefixtures("small_buffers")

@@ -111,10 +111,12 @@ def test_the_cases_follow_some_drafts_and_lose_some():
         ((256, (16, 8, 4)), (8, (4, 2)), (6, (3, 1)), (1, (1,))),
     ),
 )
-def test_chunks_and_groups_change_nothing(case, skip, most, sizes):
+def test_chunks_and_groups_change_nothing(case, skip, most, sizes, monkeypatch):
     """Even if groups change after every step and leave few chains."""
     chains, groups = most
-    sizes(chains=chains, groups=groups, regroup=1.0, traced_noise=700)
+    sizes(chains=chains, groups=groups)
+    monkeypatch.setattr("layerskip.replay.chains.REGROUP", 1.0)
+    monkeypatch.setattr("layerskip.replay.trace.NOISE", 700)
     assert agree(follow(traced(case), SKIPS[skip], LENGTH), replayed(case, skip))
 
 

@@ -35,10 +35,11 @@ def test_every_sublayer_agrees_with_the_module_path(family, attention, dtype):
 
 @pytest.mark.parametrize("matched", ["cuda", "cpu"], ids=["by kernels", "by products"])
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-def test_queries_side_by_side_agree_with_the_module_path(family, matched, spied, sizes):
+def test_queries_side_by_side_agree_with_the_module_path(family, matched, spied, monkeypatch):
     model = tiny_model(family)
     apart = Sublayers(model, "fused")
-    sizes(wide=8, matched_on=matched)
+    monkeypatch.setattr(fused, "WIDE", 8)
+    monkeypatch.setattr(fused, "MATCHED_ON", matched)
     asked = spied(fused, "_sdpa", lambda q, *_: q.shape)
     modules, lean = Sublayers(model, "modules"), Sublayers(model, "fused")
     for rows, ragged in ((1, False), (3, False), (3, True)):

@@ -174,11 +174,11 @@ def test_without_a_skip_config_drafts_need_no_set_up(do_sample):
         LayerSkipDecoding(SKIP, draft_memory=1)
 
 
-def test_copies_of_weights_keep_within_the_memory_that_is_free(built, sizes):
+def test_copies_of_weights_keep_within_the_memory_that_is_free(built, monkeypatch):
     model = Sublayers(lively_model("llama", dtype=torch.float32))
     nbytes = model.weights.nbytes(SkipConfig.low_precision(8))
     for free, drafts in ((2 * nbytes - 2, False), (2 * nbytes, True), (None, True)):
-        sizes(free_memory=lambda free=free: free)
+        monkeypatch.setattr("layerskip.api.drafts.free_memory", lambda free=free: free)
         found = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32)))
         assert (found.skip == SkipConfig.low_precision(8)) is drafts
         assert (found.reason is None) is drafts
@@ -187,7 +187,7 @@ def test_copies_of_weights_keep_within_the_memory_that_is_free(built, sizes):
     assert refused.skip is None
     assert "the limit is" in str(refused.reason)
     # the decision stays, whatever memory is free later
-    sizes(free_memory=lambda: 0)
+    monkeypatch.setattr("layerskip.api.drafts.free_memory", lambda: 0)
     assert automatic_draft(model, nbytes).skip is not None
     modules = automatic_draft(Sublayers(lively_model("llama", dtype=torch.float32), "modules"))
     assert modules.skip is None

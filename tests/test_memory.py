@@ -76,8 +76,9 @@ def model():
 
 
 @pytest.fixture(autouse=True)
-def _to_scale(sizes):
-    sizes(chunk=lambda *_: 512 // 8, noise=2**18 // 64)
+def _to_scale(sizes, monkeypatch):
+    sizes(chunk=lambda *_: 512 // 8)
+    monkeypatch.setattr("layerskip.decoding.noise.BLOCK", 2**18 // 64)
 
 
 def cache_bytes(model, tokens):

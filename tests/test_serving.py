@@ -345,9 +345,9 @@ def test_second_best_tokens_are_verified_beside_chains(model, execution):
     assert controller.seconds[1] > 2
 
 
-def test_a_text_learns_its_own_laws_and_forgets_others(model, sizes):
+def test_a_text_learns_its_own_laws_and_forgets_others(model, monkeypatch):
     """At most as many as a text may hold. A new text in a seat starts without any."""
-    sizes(of_a_text=30)
+    monkeypatch.setattr("layerskip.research.logit_lookup.OF_A_TEXT", 30)
     how = {"controller": "fixed", "lookup": False, **SETTINGS}
     serving = Serving(model, max_rows=1, sources=[LogitLookup()], **how)
     used, accepted = [], []

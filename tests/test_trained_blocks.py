@@ -137,10 +137,10 @@ def test_states_are_those_of_whole_texts_where_drafts_branch(mixture, folder):
 
 
 @pytest.mark.parametrize("together", [*thorough(0), 2, *thorough(64)])
-def test_streams_draft_the_same_in_however_many_passes_they_catch_up(together, folder, sizes):
+def test_streams_draft_the_same_in_however_many_passes_they_catch_up(together, folder, monkeypatch):
     drafts = drafts_of("lookup, streams", folder)
     whole = decoded(drafts, Fickle(3), sample=True)
-    sizes(together=together)
+    monkeypatch.setattr("layerskip.research.block_states.TOGETHER", together)
     run = decoded(drafts, Fickle(3), sample=True)
     assert run.emitted == whole.emitted
     assert run.stats.sources == whole.stats.sources
