@@ -30,7 +30,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.replay.replayed_drafts import Replay, replay
-from layerskip.replay.simulation import count_rounds, simulate, tokens_per_step
+from layerskip.replay.simulation import cost_of, simulate
 from layerskip.search.objective import Objective
 from layerskip.search.study import finished_sets, value_of
 
@@ -141,12 +141,12 @@ def choices(
     ways = ways if all_controllers else ways[-1:]
     if looked_up is not None:
         ways.append(replace(ways[-1], lookup=True))
-    tried = [OptionsChoice(how, speedup(drafts, costs, how, looked_up)) for how in ways]
+    tried = [OptionsChoice(how, simulated(drafts, costs, how, looked_up).rate) for how in ways]
     adaptive = [each for each in tried if each.decoding.controller == "adaptive-threshold"]
     if not adaptive:
         return tried
     best = max(adaptive, key=lambda choice: choice.speedup)
-    return [_tuned(best, lambda how: speedup(drafts, costs, how)), *tried]
+    return [_tuned(best, lambda how: simulated(drafts, costs, how).rate), *tried]
 
 
 def _tuned(best: OptionsChoice, value: Callable[[DecodingOptions], float]) -> OptionsChoice:
@@ -158,17 +158,6 @@ def _tuned(best: OptionsChoice, value: Callable[[DecodingOptions], float]) -> Op
             best, *(OptionsChoice(how, value(how)) for how in ways), key=lambda each: each.speedup
         )
     return best
-
-
-def speedup(
-    drafts: Replay, costs: CostTable, how: DecodingOptions, looked_up: LookedUp | None = None
-) -> float:
-    """The speedup over plain decoding of one way to decode the replay's texts, each alone."""
-    length = how.max_draft_length or drafts.draft_length
-    if how.controller in ("fixed", "confidence"):
-        counts = count_rounds(drafts, length, how.threshold or 0.0)
-        return drafts.trace.starts / costs.cost_of(counts)
-    return simulated(drafts, costs, how, looked_up).rate
 
 
 def simulated(
@@ -191,12 +180,12 @@ def simulated(
         priors=[each.source.prior for each in sources],
         sampling=drafts.trace.law.do_sample,
     )
-    speedups = [
-        tokens_per_step(simulate(sources, controller, [text], max_draft_length=length), paid)
+    steps = [
+        cost_of(simulate(sources, controller, [text], max_draft_length=length), paid)
         for text in range(len(drafts.texts))
     ]
     tokens = np.array([text.starts for text in drafts.trace.texts], dtype=float)  # (texts,)
-    return Totals(tokens, tokens / speedups)
+    return Totals(tokens, np.array(steps))
 
 
 def best_choice(ways: Sequence[OptionsChoice]) -> OptionsChoice:

@@ -24,7 +24,7 @@ from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import token_draws
 from layerskip.replay.replayed_drafts import follow, replay
-from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate
+from layerskip.replay.simulation import SimulatedRound, simulate
 from layerskip.replay.token_draws import NOTHING, TextPlaces, propose
 from layerskip.replay.trace import take_trace
 
@@ -210,8 +210,8 @@ def test_rounds_are_in_law_those_of_decoding(skip, controller, eos):
     rounds, drafted, accepted, *_ = ours.sum(0).tolist()
     assert 0.2 * rounds < accepted < 0.9 * rounds
     if controller == "confidence":  # it stops some drafts early, but not all
-        fixed = count_rounds(replayed(skip, "rejection", eos), LENGTH)
-        assert 1.1 * rounds < drafted < 0.9 * sum(n * count for n, count in enumerate(fixed))
+        fixed = simulated(replayed(skip, "rejection", eos), "fixed").sum(0)
+        assert 1.1 * rounds < drafted < 0.9 * float(fixed[1])
 
 
 @pytest.mark.thorough

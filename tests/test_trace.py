@@ -19,11 +19,11 @@ from layerskip.config.registry import CONTROLLERS
 from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controller import SIGNALS
-from layerskip.decoding.controllers import make_controller
+from layerskip.decoding.controllers import Confidence, make_controller
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep
 from layerskip.replay.replayed_drafts import replay
-from layerskip.replay.simulation import SimulatedRound, count_rounds, simulate, tokens_per_step
+from layerskip.replay.simulation import SimulatedRound, cost_of, simulate
 from layerskip.replay.token_draws import NOTHING
 from layerskip.replay.trace import take_trace
 
@@ -101,11 +101,10 @@ def decoded(model, case, texts, **settings):
 
 
 def assert_counts(played, length, rounds, text=0):
-    """Check simulated rounds of a fixed length against real ones; returns their drafted counts."""
+    """Check simulated rounds of a fixed length against real ones."""
     fixed = make_controller("fixed", max_draft_length=length, costs=COSTS)
     counts = [(r.drafted, r.accepted) for r in simulate(played, fixed, [text])]
     assert counts == [(r.drafted, r.accepted) for r in rounds[1:]]
-    return [drafted for drafted, _ in counts]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -288,11 +287,9 @@ def test_drafts_that_find_nothing_to_draw():
         played = replay(trace, skip)
         how = {"skip": skip, "controller": "fixed", "max_draft_length": 6}
         rounds = sampled(model, ids, mask, logits_processor=law.processors[:1], **how)
-        drafted = assert_counts(played, 6, rounds)
+        assert_counts(played, 6, rounds)
         if skip is SKIPS["scattered"]:
             assert (played.tokens == NOTHING).any()
-        counts = count_rounds(played, 6)
-        assert counts == [sum(d == (n,) for d in drafted) for n in range(7)]
 
 
 @pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
@@ -372,9 +369,7 @@ def test_not_a_number_stops_where_a_threshold_asks():
     _, played = replayed(1, "exit 4")
     nothing = torch.full_like(played.confidences, float("nan"))
     broken = replace(played, confidences=nothing)
-    assert sum(count_rounds(broken, 8, 0.5)[2:]) == 0
-    assert count_rounds(broken, 8) == count_rounds(played, 8)
-    assert count_rounds(played, 0) == [played.trace.starts]
+    assert max(r.drafted for r in simulate(broken, Confidence(0.5, 8))) == (1,)
 
 
 @pytest.mark.parametrize("law", [{"do_sample": False}, {"do_sample": True, "temperature": 1.0}])
@@ -402,11 +397,10 @@ def test_agreement_and_match_count_starts(law):
 def test_prices_of_simulated_rounds():
     one, other = SimulatedRound((2, 0), (1, 0), (2, 1), 0, steps=2), ((0, 0), (0, 0), (1, 1))
     rounds = [one, SimulatedRound(*other)]
-    assert tokens_per_step(rounds, COSTS) == pytest.approx(5 / (0.4 + 1.2 + 1.0))
-    assert tokens_per_step([], COSTS) == 1.0
+    assert cost_of(rounds, [COSTS]) == pytest.approx(0.4 + 1.2 + 1.0)
     dearer = ContextCosts(lambda context, rows: COSTS if rows > 1 else CostTable(1.0, (1.0,)))
     rounds = [replace(one, rows=2), replace(one, rows=1)]
-    assert tokens_per_step(rounds, dearer) == pytest.approx(6 / (0.4 + 1.2 + 3.0))
+    assert cost_of(rounds, [dearer]) == pytest.approx(0.4 + 1.2 + 3.0)
 
 
 def test_costs_of_a_round_are_those_of_its_context_and_rows():

@@ -5,6 +5,7 @@ Nothing is timed here; costs come from the caller.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from layerskip.api.arguments import end_tokens, warpers
 from layerskip.config.skips import SkipConfig
+from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.laws import Law
 from layerskip.model.opened_models import opened_of
-from layerskip.replay.replayed_drafts import replay
-from layerskip.replay.simulation import count_rounds
+from layerskip.replay.replayed_drafts import Replay, replay
+from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import Trace, chunks, take_trace
 
 
@@ -69,12 +71,20 @@ def exit_sweep(
     for number, layer in enumerate(exits):
         progress("replaying exits", number / len(exits))
         replayed = replay(trace, SkipConfig.early_exit(layer), max(draft_lengths))
-        rounds = [count_rounds(replayed, length) for length in draft_lengths]
+        rounds = [rounds_of(replayed, length) for length in draft_lengths]
         match = replayed.survival[0]
         agreement = (likeliest(trace, layer) == final).double().mean().item()
         shares = {"agreement": agreement if trace.law.do_sample else match, "match": match}
         entries.append({"exit": layer, **shares, "rounds": rounds})
     return {"tokens": trace.starts, "draft_lengths": list(draft_lengths), "exits": entries}
+
+
+def rounds_of(drafts: Replay, length: int) -> list[int]:
+    """How many rounds draft 0, 1, ... tokens, with at most `length` and every text alone."""
+    texts = range(len(drafts.texts))
+    rounds = (simulate(drafts, Fixed(length), [text], max_draft_length=length) for text in texts)
+    counts = Counter(each.drafted[0] for of_a_text in rounds for each in of_a_text)
+    return [counts[drafted] for drafted in range(length + 1)]
 
 
 def likeliest(trace: Trace, layer: int) -> Tensor:

@@ -1,16 +1,11 @@
-"""Rounds of decoding without a model: the engine's own code, run on a recorded target.
-
-Shapes: N starts, J steps.
-"""
+"""Rounds of decoding without a model: the engine's own code, run on a recorded target."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from layerskip.costs.speculation import Costs, CostTable, draft_limit
+from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.rounds import joint_source
 from layerskip.decoding.speculator import Speculator
@@ -82,53 +77,16 @@ def simulate(
         )
 
 
-def tokens_per_step(rounds: Iterable[SimulatedRound], costs: Costs | Sequence[Costs]) -> float:
-    """Tokens emitted by all rows per target step; for one row that is the speedup over plain.
+def cost_of(rounds: Iterable[SimulatedRound], costs: Sequence[Costs]) -> float:
+    """The cost of rounds in target steps, by the costs of each source.
 
     A round of several rows costs as much as its longest draft, with the steps of one source.
-
-    Args:
-        costs: of the draft, or of each of several drafts, in order.
     """
-    tables = costs if isinstance(costs, Sequence) else [costs]
-    tokens, cost = 0, 0.0
+    total = 0.0
     for round_ in rounds:
-        tokens += sum(round_.emitted)
-        cost += _cost(round_, [each.at(round_.context, round_.rows) for each in tables])
-    return tokens / cost if cost else 1.0
-
-
-def _cost(round_: SimulatedRound, tables: Sequence[CostTable]) -> float:
-    sources = round_.source if isinstance(round_.source, tuple) else (round_.source,)
-    used = [tables[source or 0] for source in sources if source is not None] or tables[:1]
-    stepping = max(used, key=lambda table: table.draft)  # other sources need no steps
-    return stepping.round_cost(max(round_.drafted), round_.steps)
-
-
-def count_rounds(replay: Replay, draft_length: int, threshold: float = 0.0) -> list[int]:
-    """Numbers of rounds by drafted tokens, 0..draft_length, with every text decoded alone.
-
-    The rounds are those of `Confidence(threshold, draft_length)`; with threshold 0, those of
-    `Fixed(draft_length)`. Fast, since stops are found for all starts at once.
-    """
-    if draft_length == 0:
-        return [replay.trace.starts]  # plain steps
-    counts = [0] * (draft_length + 1)
-    agreeing = replay.matches.cumprod(1).sum(1)  # (N,)
-    stops = replay.ends.clone()  # (N, J)
-    if threshold > 0:
-        # In double precision, like controllers; written so that NaN stops.
-        stops |= ~(replay.confidences.double() >= threshold)
-    stops = stops[:, :draft_length]
-    nothing = replay.tokens[:, :draft_length] < 0  # stops before such a token, not after it
-    first = torch.where(stops.any(1), stops.int().argmax(1), draft_length - 1)  # (N,)
-    free = first + 1 - nothing.gather(1, first[:, None])[:, 0].int()  # (N,) lengths without a limit
-    for text, rows in zip(replay.trace.texts, replay.texts, strict=True):
-        lengths, agreed = free[rows].tolist(), agreeing[rows].tolist()
-        start, asked = 0, replay.trace.max_new_tokens - 1 - text.starts
-        while start < text.starts:
-            left = text.starts - start
-            drafted = min(lengths[start], draft_limit(draft_length, left + asked, draft_length + 1))
-            counts[drafted] += 1
-            start += min(agreed[start], drafted) + 1
-    return counts
+        tables = [each.at(round_.context, round_.rows) for each in costs]
+        sources = round_.source if isinstance(round_.source, tuple) else (round_.source,)
+        used = [tables[source] for source in sources if source is not None] or tables[:1]
+        stepping = max(used, key=lambda table: table.draft)  # other sources need no steps
+        total += stepping.round_cost(max(round_.drafted), round_.steps)
+    return total
