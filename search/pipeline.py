@@ -190,15 +190,12 @@ class Search:
             ValueError: trials of this machine used costs other than those given, or the costs do
                 not price everything in the space.
         """
-        low = self.space.everything_low
         here = json.dumps([socket.gethostname(), machine(self.opened)])
         stored = self.study.user_attrs.get(f"costs {here}")
         if stored is None:
-            stored = dict(self._timed(low) if cost is None else cost)
+            stored = dict(self._timed() if cost is None else cost)
             self.study.set_user_attr(f"costs {here}", stored)
-        facts = sublayer_costs.low_facts(low)
-        known = {name: stored[name] for name in sublayer_costs.LOW_FACTS if name in stored}
-        if facts and facts != known:
+        if self.space.bits is not None and stored.get("low_bits") != self.space.bits:
             raise ValueError(
                 f"the costs given do not know low precision of {self.space.bits} bits; measure "
                 "them with it, or leave them out"
@@ -211,16 +208,16 @@ class Search:
         self.objective = Objective(self.trace, self.space, stored, self.positions)
         self.bound = self._bound()  # raises before any trial
 
-    def _timed(self, low: SkipConfig | None) -> dict[str, Any]:
+    def _timed(self) -> dict[str, Any]:
         """The numbers of the cost model for this model and machine."""
-        started = time.perf_counter()
-        seen = {self.trace.context, *(window + SINK for window in self.space.windows)}
+        started, space = time.perf_counter(), self.space
+        seen = {self.trace.context, *(window + SINK for window in space.windows)}
         record = sublayer_costs.measure(
             self.opened,
             self.traced,
             contexts=[min(each, self.opened.max_positions // 2) for each in sorted(seen)],
             law=self.law,
-            low=low,
+            low=space.skip_config(space.low_mask(0)) if space.bits else None,
             budget=max(1.0, min(FOR_COSTS, (self.until - time.monotonic()) / 10)),
             progress=self.progress,
         )

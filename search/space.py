@@ -13,10 +13,10 @@ correspond one to one: no two trials of a study with different parameters mean t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, reduce
-from itertools import combinations, count, product
+from itertools import count
 from operator import or_
 from typing import Any, Literal
 
@@ -28,14 +28,6 @@ from layerskip.files.schema import integer
 KINDS = ("exit", "layer", "sublayer")
 EXACT, LOW, OUT, ALL = "exact", "low", "out", "all"
 """Choices of a switch with three; a switch with two has False and True (skipped)."""
-
-Change = tuple[int, int]
-"""The bits of a switch, and its new values."""
-
-
-def changed(mask: int, change: Change) -> int:
-    bits, new = change
-    return mask & ~bits | new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +107,6 @@ class Space:
         """The number that a mask chooses for `name`; None: all."""
         return next((number for number, bit in self.numbers[name].items() if mask & bit), None)
 
-    @cached_property
-    def fields(self) -> dict[str, int]:
-        """By switch, all of its bits."""
-        return {name: reduce(or_, choices.values()) for name, choices in self.switches.items()}
-
     @property
     def leaving_out(self) -> list[int]:
         """For switches that can skip something, the mask that does, in layer order."""
@@ -142,30 +129,20 @@ class Space:
         kept = [c for c in self.switches.values() if OUT not in c and True not in c]
         return every - math.prod(map(len, kept))
 
-    def enumerate(self) -> Iterator[int]:
-        """Yield every mask of the space once, those with few switches first."""
-        others = [[value for value in each.values() if value] for each in self.switches.values()]
-        for several in range(len(others) + 1):
-            for chosen in combinations(others, several):
-                for values in product(*chosen):
-                    if sum(values) in self:  # disjoint, so that the sum is the union
-                        yield sum(values)
-
     def __contains__(self, mask: int) -> bool:
-        return mask >= 0 and self.runs(mask) and self._choices(mask) is not None
-
-    def runs(self, mask: int) -> bool:
-        """Whether a sublayer runs."""
-        return self.left_out(mask) != self._every
+        return self._choices(mask) is not None
 
     def _choices(self, mask: int) -> dict[str, Any] | None:
-        """The choice of each switch; None if a mask does not consist of these switches."""
+        """The choice of each switch; None if nothing runs, or a mask has other bits."""
+        if self.left_out(mask) == self._every:
+            return None
         chosen = {}
-        for name, bits in self.fields.items():
-            labels = [label for label, v in self.switches[name].items() if v == mask & bits]
-            if not labels:
+        for name, choices in self.switches.items():
+            bits = reduce(or_, choices.values())
+            labels = {value: label for label, value in choices.items()}
+            if mask & bits not in labels:
                 return None
-            chosen[name] = labels[0]
+            chosen[name] = labels[mask & bits]
             mask &= ~bits
         return None if mask else chosen
 
@@ -190,15 +167,6 @@ class Space:
         """The same skipped parts, with everything that runs in low precision."""
         out = self.left_out(mask)
         return out | (self._every ^ out) << 2 * self.num_layers | self.low_head
-
-    def changes(self, mask: int) -> list[Change]:
-        """Every other choice of every switch."""
-        return [
-            (self.fields[name], value)
-            for name, choices in self.switches.items()
-            for value in choices.values()
-            if value != mask & self.fields[name]
-        ]
 
     def mask(self, skip: SkipConfig) -> int:
         """The mask of a config, whether or not it is in the space.
@@ -251,16 +219,11 @@ class Space:
         )
         return skip.resolve(self.num_layers)
 
-    @property
-    def everything_low(self) -> SkipConfig | None:
-        """The config with everything in low precision, whether or not it is in the space."""
-        return self.skip_config(self.low_mask(0)) if self.bits else None
-
     def params(self, mask: int) -> dict[str, Any]:
         """The parameters of a mask; ValueError if it is not in the space."""
-        if mask not in self:
+        if (choices := self._choices(mask)) is None:
             raise ValueError(f"{self.skip_config(mask)} is not in {self}")
-        return self._choices(mask) or {}
+        return choices
 
     def from_params(self, params: Mapping[str, Any]) -> int:
         """The mask of a trial's parameters, which may be a set where nothing runs."""

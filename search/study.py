@@ -22,7 +22,7 @@ from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from layerskip.search.objective import Evaluation, Losing, OutOfTime
-from layerskip.search.space import Space, changed
+from layerskip.search.space import Space
 from layerskip.search.storage import open_storage, quiet, readable_errors
 from layerskip.search.warm_starts import WARM_STARTS
 from layerskip.timing.threads import cpu_threads
@@ -151,11 +151,12 @@ class Sampler(BaseSampler):
         }
         draw = random.Random(f"{self.seed} {trial.number}")
         proposed = self._asked([*finished.values()], draw.getrandbits(32))
-        mask = space.from_params(proposed)
         for _ in range(CHANGES):
+            mask = space.from_params(proposed)
             if mask in space and mask not in taken:
-                return space.params(mask)
-            mask = changed(mask, draw.choice(space.changes(mask)))
+                break
+            name = draw.choice([*space.switches])
+            proposed[name] = draw.choice([*space.switches[name]])
         return proposed
 
     def _asked(self, finished: list[FrozenTrial], seed: int) -> dict[str, Any]:

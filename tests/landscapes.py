@@ -2,10 +2,17 @@
 
 import math
 import random
+from itertools import product
 
 from layerskip.costs.speculation import CostTable, speedup
 
 LENGTHS = range(1, 9)
+
+
+def masks_of(space):
+    """Every mask of a small space, once."""
+    masks = (sum(bits) for bits in product(*(each.values() for each in space.switches.values())))
+    return [mask for mask in masks if mask in space]
 
 
 class Landscape:

@@ -11,7 +11,7 @@ from pathlib import Path
 import optuna
 import pytest
 from covering import covering
-from landscapes import Landscape, best_by_long_search
+from landscapes import Landscape, best_by_long_search, masks_of
 from marks import slow, thorough
 from optuna.trial import TrialState
 
@@ -69,7 +69,7 @@ class TestQuality:
     def test_finds_the_optimum_of_spaces_that_are_listed_whole(self, bits, exits):
         space = Space(kind="sublayer", num_layers=4, bits=bits) if bits else TWELVE_BITS
         landscape = Landscape(space.num_layers, seed=2, exits=exits)
-        optimum = max(landscape(mask)[0] for mask in space.enumerate())
+        optimum = max(landscape(mask)[0] for mask in masks_of(space))
         assert searched(space, landscape, 50).best_trial.value >= 0.99 * optimum
 
     @pytest.mark.parametrize("exits", [False, *thorough(True)])
@@ -126,7 +126,7 @@ class TestLedger:
     def test_stops_where_the_space_ends(self):
         for space in (LAYERS, Space(kind="exit", num_layers=7), Space(kind="layer", num_layers=2)):
             found = searched(space, Landscape(space.num_layers, 0), 100)
-            assert sorted(finished_sets(found, space)) == sorted(set(space.enumerate()) - {0})
+            assert sorted(finished_sets(found, space)) == sorted(set(masks_of(space)) - {0})
 
     @pytest.mark.thorough
     def test_a_draft_that_loses_ends_early(self):

@@ -35,7 +35,6 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.timing.cost_tables import machine, traffic_of
 from layerskip.timing.round_times import CONTEXT, STEPS, Times, time_rounds, typical
 
-LOW_FACTS = ("low_bits", "low_head_bits")
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
 BUDGET = 6.0  # seconds after which no further repeat starts
 LEAST = 1e-15  # seconds per byte, if a model is so small that only the constant is visible
@@ -47,16 +46,6 @@ _FAR = 256  # tokens; the keys of fewer cost too little to be distinguished from
 
 Seconds = dict[TimingPoint, dict[Work, float]]
 """The time of each kind of work at each place."""
-
-
-def low_facts(low: SkipConfig | None) -> dict[str, Any]:
-    """The bits of the low precision that a record prices; the head's only if they differ."""
-    if low is None or low.low is None:
-        return {}
-    facts: dict[str, Any] = {"low_bits": low.low.bits}
-    if low.low.head_bits not in (None, low.low.bits):
-        facts["low_head_bits"] = low.low.head_bits
-    return facts
 
 
 @torch.no_grad()
@@ -88,7 +77,7 @@ def measure(
         weights, and `keys`, per token of context; `head`; `rest`, the remaining time of a step.
         Factors by which passes take longer, as pairs: `growth` and `key_growth`, by tokens of a
         row, and `repeated`, by a draft's share of all sublayers' seconds. `windows`, the maximum
-        number of tokens that each attention sees. With `low`, its `low_facts`, `low_attention`,
+        number of tokens that each attention sees. With `low`, `low_bits`, `low_attention`,
         `low_mlp` and `low_head`; for a mixture `experts`: by number of experts, the share of each
         MLP's bytes that a draft reads. `spread`: the share by which a round of a draft cost more or
         less than in the median, at most, in three of four repeats. `busy`: whether other processes
@@ -169,7 +158,7 @@ def measure(
         "spread": float(np.quantile(abs(rounds / median - 1), 0.75, 0, method="lower").max()),
         "busy": busy,
         **_parts(opened, sources, found),
-        **low_facts(low),
+        **({} if low is None or low.low is None else {"low_bits": low.low.bits}),
         **({"experts": _read_of_experts(opened)} if opened.mixtures else {}),
         **({} if head_refusal(opened.unembedding) else {"vocabulary": opened.vocabulary}),
     }
