@@ -64,7 +64,7 @@ def test_so_many_at_once_with_seeds_and_numbers():
     server = Server(usage=5)
     words = ["--clients", "1", "3", "--requests", "4", "--seed", "10", "--warmup", "2"]
     one, three = levels(httpx.MockTransport(server), *words)
-    assert (one.requests, three.requests) == (4, 6)  # at least two per client
+    assert (one["requests"], three["requests"]) == (4, 6)  # at least two per client
     assert server.most == 3
     assert sorted(each["seed"] for each in server.asked) == list(range(10, 22))  # two are warm-ups
     contents = [each["messages"][0]["content"] for each in server.asked]
@@ -72,22 +72,23 @@ def test_so_many_at_once_with_seeds_and_numbers():
     assert [int(number) for number in numbers] == [each["seed"] for each in server.asked]
     assert len(set(prompts)) == 6  # the same prompts at each level
     assert {each["model"] for each in server.asked} == {"tiny"}
-    assert (one.tokens, one.counted) == (20, "usage")
-    assert one.tokens_per_second == pytest.approx(20 / one.seconds)
-    assert 0 < one.between <= one.between_p90 < one.seconds
+    assert (one["tokens"], one["counted"]) == (20, "usage")
+    assert one["tokens_per_second"] == pytest.approx(20 / one["seconds"])
+    assert 0 < one["between"] <= one["between_p90"] < one["seconds"]
 
 
 def test_pieces_are_counted_where_there_is_no_usage():
     server = Server(pieces=4)
     words = ["--clients", "2", "--requests", "4", "--warmup", "0", "--no-usage"]
     [level] = levels(httpx.MockTransport(server), *words)
-    assert (level.tokens, level.counted) == (16, "pieces")
+    assert (level["tokens"], level["counted"]) == (16, "pieces")
     assert "stream_options" not in server.asked[0]
-    assert load.row(level).split()[:3] == ["2", "4", "16"]
+    assert load.ROW.format(**level).split()[:3] == ["2", "4", "16"]
 
 
 def test_the_ninetieth_percentile():
-    assert [load.p90(range(count)) for count in (1, 9, 10, 11, 20, 100)] == [0, 8, 8, 9, 17, 89]
+    counts, high = (1, 9, 10, 11, 20, 100), [0, 8, 8, 9, 17, 89]
+    assert [load.typical("x", range(count))["x_p90"] for count in counts] == high
 
 
 @pytest.mark.parametrize(
@@ -126,5 +127,5 @@ def test_our_own_server():
         one, three = levels(transport, *words)
     finally:
         serving.stop()
-    assert (one.tokens, three.tokens) == (18, 36)  # every text is as long as allowed
-    assert {one.counted, three.counted} == {"usage"}
+    assert (one["tokens"], three["tokens"]) == (18, 36)  # every text is as long as allowed
+    assert {one["counted"], three["counted"]} == {"usage"}
