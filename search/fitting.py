@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.config.skips import SkipConfig
 from layerskip.families.plain import head_refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
@@ -52,7 +51,6 @@ def space_for(
     *,
     bits: Bits = "auto",
     allow_ends: bool = False,
-    first: Sequence[SkipConfig] = (),
     context: int = 0,
 ) -> Space:
     """The space to search for a model; `space` as for `parts_of`.
@@ -61,17 +59,11 @@ def space_for(
     exact ones on every machine. It has windows if texts of `context` tokens are long enough.
 
     Raises:
-        ValueError: as for `parts_of`; a config of `first` has a trained module; or the
-            model runs as a whole.
+        ValueError: as for `parts_of`; or the model runs as a whole.
     """
     if isinstance(opened, Whole):
         raise ValueError(opened.refusal("there are no sublayers to search"))
     kind, parts = parts_of(space)
-    for skip in first:
-        if skip.trained is not None:
-            raise ValueError(
-                f"a search cannot try a draft of kind {skip.trained.kind}; leave it out"
-            )
     if bits == "auto":
         bits = 8 if opened.execution == "native" else None
     trims = "vocabulary" in parts and head_refusal(opened.unembedding) is None

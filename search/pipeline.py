@@ -80,13 +80,14 @@ class Search:
         traced: token ids of the calibration prompts, (T,) or (1, T) each.
         held_out: token ids of prompts for timing finalists; none: nothing is timed.
         positions: maximum number of starts in a trial; by default all of the traced texts.
+        first: the user's own configs to try first, by name.
         until: time (of `time.monotonic`) at which all stages end, with the drafts that are judged
             by then.
 
     Raises:
         OutOfTime: the time was over before anything could be found; also raised by the methods.
         ValueError: as for `take_trace`, also for held-out prompts; the space is for another number
-            of layers.
+            of layers, or lacks a config to try first.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Search:
         space: Space,
         parts: frozenset[str],
         positions: int | None = None,
+        first: Mapping[str, SkipConfig] | None = None,
         progress: Progress = finalists.silent,
         until: float = math.inf,
     ) -> None:
@@ -111,6 +113,7 @@ class Search:
                 f"the space is for {space.num_layers} layers, the model has "
                 f"{self.opened.num_layers}"
             )
+        self.own = given(space, first or {})
         self.traced = [ids.reshape(1, -1).to(self.opened.device) for ids in traced]
         self.held_out = [ids.reshape(1, -1).to(self.opened.device) for ids in held_out]
         lengths = [ids.shape[1] for ids in self.held_out]
@@ -155,16 +158,8 @@ class Search:
         self,
         storage: str | os.PathLike[str] | None = None,
         name: str = "layerskip",
-        first: Mapping[str, SkipConfig] | None = None,
     ) -> None:
-        """Open a new or existing study, and choose its first sets.
-
-        `first` contains the user's own configs by name.
-
-        Raises:
-            ValueError: as for `open_study`; or a config to try first is not in the space.
-        """
-        own = given(self.space, first or {})
+        """Open a new or existing study, and choose its first sets; ValueError as `open_study`."""
         prompts = repr([ids.flatten().tolist() for ids in self.traced])
         identity = {  # everything on which values depend, besides the space and the costs
             "model": fingerprint(self.model),
@@ -177,8 +172,7 @@ class Search:
             "value": "speedup over plain decoding, two tokens followed",
         }
         self.study = study.open_study(self.space, storage=storage, name=name, identity=identity)
-        starts = warm_starts(self.space, self.influence)
-        self.warm_starts = own | {n: mask for n, mask in starts.items() if n not in own}
+        self.warm_starts = warm_starts(self.space, self.influence) | self.own
 
     def price(self, cost: Mapping[str, Any] | None = None) -> None:
         """Time the costs of drafting unless the study or the caller has them; after `open`.
@@ -428,7 +422,6 @@ def search(
         space,
         bits=bits,
         allow_ends=allow_ends,
-        first=[*(first or {}).values()],
         context=typical_context(prompts, max_new_tokens),
     )
     task = Task(
@@ -447,9 +440,10 @@ def search(
         space=where,
         parts=parts_of(space)[1],
         positions=positions,
+        first=first,
         progress=progress,
     )
-    steps.open(storage, study_name, first)
+    steps.open(storage, study_name)
     study.fail_abandoned(steps.study)
     steps.price(cost)
     steps.run(

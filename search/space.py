@@ -183,7 +183,7 @@ class Space:
                     f"it runs the head in {skip.low.head_bits} bits, not in {self.bits}"
                 )
         if skip.trained is not None:
-            raise ValueError("it has a trained module")
+            raise ValueError(f"it is a trained draft of kind {skip.trained.kind}; leave it out")
         mask = sum(1 << sublayer for sublayer in skip.skipped())
         mask |= sum(1 << sublayer for sublayer in skip.rounded()) << 2 * self.num_layers
         mask |= self.low_head if skip.low is not None and skip.low.head else 0

@@ -96,9 +96,10 @@ def work(
             space=space,
             parts=frozenset(),
             positions=positions,
+            first=first,
             until=until,
         )
-        steps.open(storage, study_name, first)
+        steps.open(storage, study_name)
         steps.price(cost)
         if timeout is not None:
             timeout = until - time.monotonic()

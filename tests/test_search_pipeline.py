@@ -169,7 +169,7 @@ def test_trained_modules_are_no_configs_of_a_space(llama, tmp_path):
     trained = save_trained(tmp_path / "e.safetensors", block, "exit-block", llama)
     low = LowPrecision(attention=(), mlp=())
     module = SkipConfig(exit_layer=5, trained=trained, low=low)
-    with pytest.raises(ValueError, match="a search cannot try a draft of kind exit-block"):
+    with pytest.raises(ValueError, match="skip config a: it is a trained draft of kind exit-block"):
         find(llama, first={"a": module})
 
 

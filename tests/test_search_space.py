@@ -119,7 +119,7 @@ def test_drafts_that_are_in_no_space():
     for where, skip, message in (
         (low, SkipConfig(low=LowPrecision(bits=4)), "it runs sublayers in 4 bits, not in 8"),
         (low, SkipConfig(low=LowPrecision(head=4)), "it runs the head in 4 bits, not in 8"),
-        (low, SkipConfig(trained=trained), "it has a trained module"),
+        (low, SkipConfig(trained=trained), "it is a trained draft of kind heads; leave"),
         (numbers, SkipConfig(window=5), "it sees 5 slots, and the space has 64, 256 or all"),
         (numbers, SkipConfig(experts=5), "it runs 5 experts, and the space has 2, 1, 0 or all"),
         (exits, SkipConfig(window=64), "it sees 64 slots, and the space has all only"),

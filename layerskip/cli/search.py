@@ -174,7 +174,6 @@ def search(
             space,
             bits=named.get(bits, bits),
             allow_ends=allow_ends,
-            first=[*first.values()],
             context=typical_context(traced, max_new_tokens),
         )
         tried = {
@@ -195,10 +194,11 @@ def search(
             space=within,
             parts=parts,
             positions=positions,
+            first=first,
             progress=lambda what, share: talk.progress(f"{share:4.0%} {what}"),
             until=until,
         )
-        steps.open(where, study_name, first)
+        steps.open(where, study_name)
         fail_abandoned(steps.study)
         steps.price()
         cost = steps.objective.cost
