@@ -17,15 +17,9 @@ from optuna import Study
 from torch import Tensor
 
 from layerskip.bench.methods import Engine, Task
-from layerskip.bench.runner import decoded_records
+from layerskip.bench.runner import timed_drafts
 from layerskip.config.skips import DecodingOptions, SkipConfig
-from layerskip.costs.ratios import (
-    Totals,
-    compared,
-    decoding_totals,
-    measured_speedup,
-    times_over,
-)
+from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.decoding.sources.lookup import Lookup
@@ -281,43 +275,25 @@ def confirm(
     Returns:
         Plain decoding's tokens per second, and the default's times.
     """
-    methods = [Engine(model, task), Engine(model, task, DEFAULT, default, lookup=True)]
+    engines = [Engine(model, task, DEFAULT, default, lookup=True)]
     for each in finalists:
         lookup = each.decoding.lookup is True
-        methods.append(Engine(model, task, each.name, each.skip, lookup=lookup))
-    decoded = decoded_records(
-        *(model, task, methods, prompts),
+        engines.append(Engine(model, task, each.name, each.skip, lookup=lookup))
+    plain, timed = timed_drafts(
+        engines,
+        prompts,
         repeats=repeats,
         until=until,
         note=lambda what, share: progress(f"timing prompt {what}", share),
     )
-    if not decoded:
+    if not timed:
         raise ValueError(
             "every held-out text ends with its first token; repeat with --no-confirm, or give "
             "other prompts"
         )
-    plain = decoding_totals(decoded, "plain")
-    usual = decoding_totals(decoded, DEFAULT)
     for finalist in finalists:
-        totals = decoding_totals(decoded, finalist.name)
-        finalist.confirmed = {
-            **times_over(totals, plain),
-            "over_default": times_over(totals, usual),
-            "prompts": len(totals.tokens),
-            "repeats": 1 + max(each["repeat"] for each in decoded),
-            **_counts([each for each in decoded if each["method"] == finalist.name]),
-        }
-    return plain.rate, times_over(usual, plain)
-
-
-def _counts(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A method's draft counts and the equality of its texts, in the form of a search file."""
-    proposed, accepted = (
-        sum(sum(map(sum, each["rounds"][name])) for each in records)
-        for name in ("drafted", "accepted")
-    )
-    rate = accepted / proposed if proposed else None
-    return {"acceptance_rate": rate, **compared(r for r in records if r["repeat"] == 0)}
+        finalist.confirmed = timed[finalist.name]
+    return plain, timed[DEFAULT]
 
 
 def winner(finalists: Sequence[Finalist]) -> Finalist | None:

@@ -22,7 +22,8 @@ from layerskip.backends.captured import capture_seconds
 from layerskip.bench.bandwidth import bytes_read
 from layerskip.bench.batches import PromptBatch, one_by_one
 from layerskip.bench.comparison import Judge
-from layerskip.bench.methods import Clock, Decoded, Method, Task
+from layerskip.bench.methods import Clock, Decoded, Engine, Method, Task
+from layerskip.costs.ratios import compared, decoding_totals, times_over
 from layerskip.decoding.rounds import Round
 from layerskip.files.records import Key
 
@@ -191,21 +192,44 @@ def benchmark(
             write(record if read is None else {**record, "read_bandwidth": read})
 
 
-def decoded_records(
-    model: Any,
-    task: Task,
-    methods: Sequence[Method],
-    prompts: Sequence[Tensor],
-    **how: Any,
-) -> list[dict[str, Any]]:
-    """Measure prompts (1, T) one by one; arguments are those of `benchmark`.
+def timed_drafts(
+    drafts: Sequence[Engine], prompts: Sequence[Tensor], **how: Any
+) -> tuple[float, dict[str, dict[str, Any]]]:
+    """Time drafts in turn with plain decoding on prompts (1, T), from the first new token on.
 
-    Texts that end with their first token contain no decoding, and have no records.
+    Args:
+        drafts: the first is the default, with which the others are compared, too.
+        how: further arguments of `benchmark`.
+
+    Returns:
+        Plain decoding's tokens per second; and by method, its speedup over plain decoding and
+        (`over_default`) over the default, with 95% intervals over prompts, the numbers of `prompts`
+        and `repeats`, its acceptance rate, and how many of its texts are those of plain decoding.
+        NaN and {} if every text ends with its first token, so that there is nothing to time.
     """
-    records: list[dict[str, Any]] = []
-    batches = one_by_one(prompts)
-    benchmark(model, task, methods, batches, warmup=1, write=records.append, **how)
-    return [each for each in records if sum(each["new_tokens"]) > sum(each["first_tokens"])]
+    model, task = drafts[0].model, drafts[0].task
+    methods, records = [Engine(model, task), *drafts], list[dict[str, Any]]()
+    benchmark(model, task, methods, one_by_one(prompts), warmup=1, write=records.append, **how)
+    records = [each for each in records if sum(each["new_tokens"]) > sum(each["first_tokens"])]
+    if not records:
+        return math.nan, {}
+    plain, *totals = (decoding_totals(records, method.name) for method in methods)
+    timed = {}
+    for draft, its in zip(drafts, totals, strict=True):
+        mine = [each for each in records if each["method"] == draft.name]
+        proposed, accepted = (
+            sum(sum(map(sum, each["rounds"][name])) for each in mine)
+            for name in ("drafted", "accepted")
+        )
+        timed[draft.name] = {
+            **times_over(its, plain),
+            "over_default": times_over(its, totals[0]),
+            "prompts": len(its.tokens),
+            "repeats": 1 + max(each["repeat"] for each in mine),
+            "acceptance_rate": accepted / proposed if proposed else None,
+            **compared(each for each in mine if each["repeat"] == 0),
+        }
+    return plain.rate, timed
 
 
 def record_of(
@@ -231,8 +255,8 @@ def record_of(
         rounds["signal"] = decoded.rounds[0].signal
         if any(parents for each in after for parents in each.parents):
             rounds["depths"] = [[depth(each, row) for row in range(batch.rows)] for each in after]
-    compared = judge.compare(timed.method, [(batch, decoded.tokens)])
-    differing = () if compared is None else compared.differences
+    comparison = judge.compare(timed.method, [(batch, decoded.tokens)])
+    differing = () if comparison is None else comparison.differences
     wrong = {difference.prompt for difference in differing}
     record = {
         "kind": "record",
@@ -252,7 +276,7 @@ def record_of(
         "peak_memory": timed.peak_memory,
         "repeated_4grams": [repeated_share(tokens) for tokens in decoded.tokens],
         "loops": [loops(tokens) for tokens in decoded.tokens],
-        "equal": None if compared is None else [row not in wrong for row in range(batch.rows)],
+        "equal": None if comparison is None else [row not in wrong for row in range(batch.rows)],
         "differences": [{"row": each.prompt, **each.to_dict()} for each in differing],
     }
     if text is not None:

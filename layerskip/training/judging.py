@@ -14,16 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from layerskip.api.arguments import end_tokens
 from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Engine, Task
-from layerskip.bench.runner import decoded_records
+from layerskip.bench.runner import timed_drafts
 from layerskip.config.skips import DecodingOptions, SkipConfig
-from layerskip.costs import ratios
 from layerskip.costs.speculation import best_length
 from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
@@ -163,38 +161,22 @@ def clock(
     until: float,
     progress: Callable[[str, float], None],
 ) -> dict[str, dict[str, Any]]:
-    """Speedups of the draft and of the one before over plain decoding, timed in turn with lookups.
+    """The trained draft and the one used before, as `timed_drafts` of sampled texts with lookups.
 
-    By draft, `speedup` (of totals, without prefill), `low` and `high` of its 95% interval over
-    prompts, `tokens_per_second`, `tokens` and `seconds_per_token` of each prompt, and how many of
-    the texts `compared` with those of plain decoding were `equal`, `near_ties` or `faults`. Empty
-    if every text ended with its first token.
+    Empty if every text ended with its first token.
     """
     task = Task(NEW_TOKENS, do_sample=True, temperature=temperature, execution=opened.execution)
-    engines = [
-        Engine(opened.model, task, name, drafts.get(name), lookup=True)
-        for name in (TRAINED, BEFORE)
-    ]
-    plain = Engine(opened.model, task)
-    decoded = decoded_records(
-        opened.model,
-        task,
-        [plain, *engines],
+    _, timed = timed_drafts(
+        [
+            Engine(opened.model, task, name, drafts.get(name), lookup=True)
+            for name in (BEFORE, TRAINED)
+        ],
         prompts[:TIMED],
         repeats=REPEATS,
         until=until,
         note=lambda what, share: progress(f"judging: timing text {what}", share),
     )
-    timed: dict[str, dict[str, Any]] = {}
-    for engine in engines if decoded else ():
-        totals = ratios.decoding_totals(decoded, engine.name)
-        timed[engine.name] = {
-            **ratios.times_over(totals, ratios.decoding_totals(decoded, plain.name)),
-            "tokens": totals.tokens.tolist(),
-            "seconds_per_token": (totals.seconds / totals.tokens).tolist(),
-            **ratios.compared(each for each in decoded if each["method"] == engine.name),
-        }
-    return timed
+    return {name: timed[name] for name in (TRAINED, BEFORE) if timed}
 
 
 def chosen(
@@ -218,14 +200,5 @@ def _pays(timed: Mapping[str, Mapping[str, Any]]) -> bool:
 
     The lower ends of both 95% intervals over prompts must be above 1.
     """
-    if TRAINED not in timed:
-        return False
-    mine, least = timed[TRAINED], [timed[TRAINED]["low"] or 0.0]
-    if BEFORE in timed:
-        least.append(ratios.measured_speedup(_totals(mine), _totals(timed[BEFORE]))[1])
-    return all(end > 1 for end in least)
-
-
-def _totals(timed: Mapping[str, Any]) -> ratios.Totals:
-    tokens = np.array(timed["tokens"])
-    return ratios.Totals(tokens, tokens * np.array(timed["seconds_per_token"]))
+    mine = timed.get(TRAINED)
+    return mine is not None and all((each["low"] or 0) > 1 for each in (mine, mine["over_default"]))
