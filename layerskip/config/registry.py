@@ -50,8 +50,8 @@ PLACES: dict[Role, dict[str, str]] = {
     },
     "student": {
         "exit-block": "research.block_students:ExitStudent",
-        "heads": "training.students:HeadsStudent",
-        "streams": "research.block_students:StreamsStudent",
+        "heads": "training.students:Student",
+        "streams": "training.students:Student",
         "assistant": "training.students:Further",
         "eagle3": "training.students:Further",
     },

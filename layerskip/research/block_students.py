@@ -1,7 +1,4 @@
-"""Training of exit blocks and streams, and published losses to compare with.
-
-Shapes: B windows, T tokens of one, H hidden width.
-"""
+"""Training of exit blocks, and published losses to compare with."""
 
 from __future__ import annotations
 
@@ -9,17 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.config.skips import SkipConfig
-from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.training.losses import DraftStates, TrainingBatch, divergences
-from layerskip.training.students import BlockStudent, HeadsStudent
+from layerskip.training.students import Student
 
 
-class ExitStudent(BlockStudent):
+class ExitStudent(Student):
     """A separate layer after an exit, by default after a quarter of the layers."""
 
     rate = 3e-3
     tapped = True
-    trains = ExitBlock
 
     @classmethod
     def skip_for(cls, kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
@@ -34,12 +29,6 @@ class ExitStudent(BlockStudent):
 
     def forward(self, batch: TrainingBatch) -> DraftStates:
         return [(self.block(batch.tapped), 0)]
-
-
-class StreamsStudent(HeadsStudent):
-    """Predicts all tokens of a draft in one pass of a layer."""
-
-    trains = Streams
 
 
 def kl(logits: Tensor, target_logits: Tensor, _: Tensor, temperature: float) -> Tensor:

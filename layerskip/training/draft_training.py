@@ -128,7 +128,7 @@ class Training(Stages):
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         recipe, frequent = self.recipe, self._frequent(texts)
         inputs = LossInputs(self.opened, frequent)
-        student = self.student(self.opened)
+        student = self.student(self.opened, recipe.kind)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
         self._train(student, ids, lambda some: self._steps(student, inputs, ids, some), judging)

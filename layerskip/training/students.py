@@ -1,23 +1,24 @@
-"""The modules that are trained, one class for each kind of draft.
+"""The modules that are trained, by kind of draft.
 
 Shapes: B windows, T tokens of one, H hidden width, K tokens predicted at once.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerskip.config.registry import named
 from layerskip.config.skips import SkipConfig
-from layerskip.model.draft_modules import DraftModule, Heads
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DraftStates, TrainingBatch
 
 
-class Student(nn.Module, ABC):
-    """A module in training, made for a model and a draft's resolved skip config.
+class Student(nn.Module):
+    """A draft's module in training, with weights in float32; it predicts all tokens in one pass.
+
+    Args:
+        kind: of draft; `config.registry` names the class of its module.
 
     Attributes:
         rate: learning rate. On demo-gemma2, modules reach in 150,000 tokens what took 240,000 to
@@ -42,50 +43,24 @@ class Student(nn.Module, ABC):
             )
         return resolved
 
-    @abstractmethod
+    def __init__(self, model: Sublayers, kind: str) -> None:
+        super().__init__()
+        self.block = named("module", kind)(model).float()
+        self.embed = model.embed
+
     def forward(self, batch: TrainingBatch) -> DraftStates:
         """The states of the draft's steps on windows."""
+        before = F.pad(batch.states[:, :-1], (0, 0, 1, 0))  # (B, T, H) of the token before each
+        made = self.block(before, self.embed(batch.ids).float())  # (B, T, K, H)
+        count = made.shape[1]
+        return [(made[:, : count - k, k], k) for k in range(min(made.shape[2], count))]
 
-    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The tensors for the draft's file."""
+        return {name: weight.half() for name, weight in self.block.state_dict().items()}
 
 
 class Further(Student):
     """The settings of official drafters, which `AssistantTraining` and `EagleTraining` train."""
 
     rate = 1e-3
-
-
-class BlockStudent(Student):
-    """A module of the class `trains`, with its weights in float32 during training."""
-
-    trains: type[DraftModule]
-
-    def __init__(self, model: Sublayers) -> None:
-        super().__init__()
-        self.block = self.trains(model).float()
-        self.embed = model.embed
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: weight.half() for name, weight in self.block.state_dict().items()}
-
-    def before(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """The state of the token before each, and each token's embedding, (B, T, H) each."""
-        return shifted(batch.states), self.embed(batch.ids).float()
-
-
-class HeadsStudent(BlockStudent):
-    """Predicts all tokens of a draft in one pass."""
-
-    trains: type[DraftModule] = Heads
-
-    def forward(self, batch: TrainingBatch) -> DraftStates:
-        made = self.block(*self.before(batch))  # (B, T, K, H)
-        count = made.shape[1]
-        return [(made[:, : count - k, k], k) for k in range(min(made.shape[2], count))]
-
-
-def shifted(states: Tensor) -> Tensor:
-    """The states of the token before each, with zeros before the first: (B, T, H)."""
-    return F.pad(states[:, :-1], (0, 0, 1, 0))
