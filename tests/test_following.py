@@ -112,10 +112,8 @@ def test_the_cases_follow_some_drafts_and_lose_some():
     ),
 )
 def test_chunks_and_groups_change_nothing(case, skip, most, sizes, monkeypatch):
-    """Even if groups change after every step and leave few chains."""
     chains, groups = most
     sizes(chains=chains, groups=groups)
-    monkeypatch.setattr("layerskip.replay.chains.REGROUP", 1.0)
     monkeypatch.setattr("layerskip.replay.trace.NOISE", 700)
     assert agree(follow(traced(case), SKIPS[skip], LENGTH), replayed(case, skip))
 
@@ -133,26 +131,6 @@ def test_logits_bound_a_pass(monkeypatch, sizes):
     followed = follow(traced("windows"), SKIPS["no prefix"], LENGTH)
     assert 20 < max(seen) <= 40
     assert agree(followed, replayed("windows", "no prefix"))
-
-
-def swapped(cache, chosen, steps, fed):
-    """A known mistake: every chain of a group gets its neighbour's keys and values."""
-    return RIGHT(cache, chosen.roll(1, dims=1), steps, fed)
-
-
-def stale(cache, chosen, steps, fed):
-    """A known mistake: the keys and values of the last step are lost."""
-    return RIGHT(cache, chosen, steps, fed - 1)
-
-
-RIGHT = ChainCache.regrouped
-
-
-@pytest.mark.parametrize("wrong", [swapped, stale])
-def test_a_wrong_regrouping_shows(wrong, monkeypatch):
-    monkeypatch.setattr(ChainCache, "regrouped", wrong)
-    followed = follow(traced("windows"), SKIPS["no prefix"], LENGTH)
-    assert not agree(followed, replayed("windows", "no prefix"))
 
 
 @pytest.mark.parametrize("acceptance", [*thorough("coupled"), "rejection"])

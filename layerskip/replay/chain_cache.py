@@ -69,26 +69,6 @@ class ChainCache(RowCache):
             for row, text in enumerate(self.texts.tolist()):  # copies once, without a gather
                 mine[layer][row, :, : self.places] = theirs[layer][text, :, : self.places]
 
-    def regrouped(self, chosen: Tensor, steps: int, fed: int) -> ChainCache:
-        """Make the cache of some of the chains in new groups, after `fed` tokens of each.
-
-        Args:
-            chosen: numbers of the B G chains, (B', G'), with one text per group.
-        """
-        texts = self.texts[chosen[:, 0] // self.group]  # (B',)
-        new = ChainCache(self.source, texts, self.starts.flatten()[chosen], steps)
-        rows, group = chosen.shape
-        for layer in self.keys:
-            new._open(layer, self.keys[layer], self.values[layer])
-            for mine, old in ((new.keys, self.keys), (new.values, self.values)):
-                chains = old[layer][:, :, self.places : self.places + fed * self.group]
-                heads, width = chains.shape[1], chains.shape[3]
-                chains = chains.reshape(self.rows, heads, fed, self.group, width)
-                chains = chains.permute(0, 3, 1, 2, 4).flatten(0, 1)[chosen]  # (B', G', H, fed, D)
-                chains = chains.permute(0, 2, 3, 1, 4).reshape(rows, heads, fed * group, width)
-                mine[layer][:, :, new.places : new.places + fed * group] = chains
-        return new
-
     def needs_mask(self, window: int | None) -> bool:
         """Always true: chains of a group must not see each other."""
         return True

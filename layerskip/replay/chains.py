@@ -3,8 +3,7 @@
 A draft's round depends only on its start: it feeds the start's token, then its own, and sees the
 target's keys and values before the start. So the drafts from all places are chains of tokens, and
 those of the model's own sublayers run in a few wide passes. If chains are followed only until they
-leave their text, the prefix that they share with the target is taken from the trace, and passes
-shrink.
+leave their text, the prefix that they share with the target is taken from the trace.
 Shapes: A chains of a pass, B groups, G chains of a group, C chains, J steps, N some chains, P
 places of all texts, V vocabulary, H hidden width.
 """
@@ -34,18 +33,17 @@ from layerskip.replay.token_draws import (
 )
 from layerskip.replay.trace import Trace, TraceText
 
-Chain = tuple[TraceText, int, int]  # the text left, the place and the id of the first token fed
+Chain = tuple[TraceText, int]  # a text, and the place of the first token fed
 
 GROUPS = (64, 48, 32, 24, 16, 12, 8, 6, 4)  # chains that share one copy of their text's keys
 COPY = 3  # chains that cost about as much as such a copy
 CHAINS = 512  # maximum per pass
 LOGITS = 2**24  # maximum number of logits per pass
 _TILE = 2**20  # logits drawn at once on a CPU, so that intermediate results stay in its caches
-REGROUP = 0.8  # a pass is shrunk when at most this share of its places is needed
 
 
 class Chains:
-    """C drafts of J steps that continue from given tokens, run together through the model.
+    """C drafts of J steps that continue from places of texts, run together through the model.
 
     Args:
         allowed: tokens that can be drawn on each text, (texts, V) bool; None: all.
@@ -73,17 +71,16 @@ class Chains:
             (
                 text.number,
                 place,
-                token,
                 trace.offsets[text.number] + place - text.prompt,
                 trace.offsets[text.number] + len(text.following) - 1,
-                0 if text.tokens[place : place + 1].tolist() == [token] else place,
+                int(text.tokens[place]),
             )
-            for text, place, token in chains
+            for text, place in chains
         ]
-        table = torch.tensor(facts, dtype=torch.long).view(len(chains), 6)
-        self.text, self.place, self.token = table[:, :3].unbind(1)  # (C,) each
-        self.row, self.last_row = table[:, 3:5].unbind(1)  # (C,) each: among the P places
-        self.left = table[:, 5]  # (C,) place of the first token off the text, 0 on it
+        table = torch.tensor(facts, dtype=torch.long).view(len(chains), 5)
+        self.text, self.place = table[:, :2].unbind(1)  # (C,) each
+        self.row, self.last_row = table[:, 2:4].unbind(1)  # (C,) each: among the P places
+        self.fed = table[:, 4:].repeat(1, self.steps + 1)  # (C, J + 1)
 
     def drafts(self) -> DrawnTokens:
         """The drafted tokens, (C, J) each; chains feed their own tokens.
@@ -92,44 +89,35 @@ class Chains:
         """
         nothing = torch.full((len(self.chains), self.length), NOTHING)  # (C, J)
         made = DrawnTokens(nothing, nothing.float(), nothing.float())
-        fed = self.token[:, None].repeat(1, self.steps + 1)  # (C, J + 1)
-        left = self.left.clone()
-        for layout in self._layouts():
-            self.draft.begin(self.text[layout[:, 0]], self.place[layout], self.steps)
-            for step in range(self.steps):
-                at = self._places(layout, step, fed)
-                raw = self._raw(step, fed[layout, step], at, layout)
-                drawn = self._draw(raw, at, left[at.chains])
-                for whole, part in zip(made, drawn, strict=True):
-                    whole[at.chains, step] = part.cpu()
-                tokens = made.tokens[at.chains, step]
-                # After the last known token of a text, no draft is on it.
-                following = self.trace.following[at.rows]
-                wrong = (tokens != following) | (following == NOTHING)
-                strays = wrong & (left[at.chains] == 0)
-                left[at.chains[strays]] = at.places[strays]
-                fed[at.chains, step + 1] = tokens.clamp_min(0)  # any token will do after `NOTHING`
+        left = torch.zeros_like(self.place)  # (C,) place of the first token off the text
+        for step, at, raw in self._passes():
+            drawn = self._draw(raw, at, left[at.chains])
+            for whole, part in zip(made, drawn, strict=True):
+                whole[at.chains, step] = part.cpu()
+            tokens = made.tokens[at.chains, step]
+            # After the last known token of a text, no draft is on it.
+            following = self.trace.following[at.rows]
+            wrong = (tokens != following) | (following == NOTHING)
+            strays = wrong & (left[at.chains] == 0)
+            left[at.chains[strays]] = at.places[strays]
+            self.fed[at.chains, step + 1] = tokens.clamp_min(0)  # any will do after `NOTHING`
         return made
 
     def agreeing(self) -> Tensor:
         """Whether each draft equals its text up to each token, (C, J) bool; feeds the text."""
         agreed = torch.zeros(len(self.chains), self.steps, dtype=torch.bool)
-        fed = self.token[:, None].repeat(1, self.steps + 1)  # (C, J + 1)
+        for step, at, raw in self._passes():
+            agreed[at.chains, step] = self._right(raw, at)
+            self.fed[at.chains, step + 1] = self.trace.following[at.rows].clamp_min(0)
+        return agreed.cumprod(1).bool()
+
+    def _passes(self) -> Iterator[tuple[int, Places, Tensor]]:
+        """Yield the steps of all chains: where they draw, and raw logits (N, V) there."""
         for layout in self._layouts():
             self.draft.begin(self.text[layout[:, 0]], self.place[layout], self.steps)
             for step in range(self.steps):
-                at = self._places(layout, step, fed)
-                raw = self._raw(step, fed[layout, step], at, layout)
-                right = self._right(raw, at)
-                if step:
-                    right &= agreed[at.chains, step - 1]
-                agreed[at.chains, step] = right
-                fed[at.chains, step + 1] = self.trace.following[at.rows].clamp_min(0)
-                alive = at.chains[right].unique()  # (A,)
-                if step + 1 == self.steps or not len(alive):
-                    break
-                layout = self._regrouped(layout, alive.tolist(), step + 1)
-        return agreed
+                at = self._places(layout, step)
+                yield step, at, self._raw(step, at, layout)
 
     def _layouts(self) -> Iterator[Tensor]:
         """Yield the chains of each pass, (B, G), each spread over the texts."""
@@ -138,8 +126,7 @@ class Chains:
         if isinstance(self.draft, Walk):
             yield from self._in_turn()
             return
-        every = range(len(self.chains))
-        groups = min((self._grouped(every, size) for size in GROUPS), key=_cost)
+        groups = min(map(self._grouped, GROUPS), key=_cost)
         most = min(CHAINS, LOGITS // self.trace.model.vocabulary)
         together = max(1, most // len(groups[0]))
         parts = -(-len(groups) // together)
@@ -152,25 +139,26 @@ class Chains:
         for turn in range(max(map(len, texts))):
             yield torch.tensor([[mine[turn]] for mine in texts if turn < len(mine)])
 
-    def _places(self, layout: Tensor, step: int, fed: Tensor) -> Places:
-        """The places where the chains of a pass draw; `fed` holds the tokens fed, (C, J + 1)."""
+    def _places(self, layout: Tensor, step: int) -> Places:
+        """The places where the chains of a pass draw."""
         chains = layout.flatten()  # (N,)
         rows = torch.minimum(self.row[chains] + step, self.last_row[chains])  # (N,)
         histories = None
         if self.trace.law.reads_history:
             histories = [
                 torch.cat([text.tokens[:place], tokens]).to(self.trace.model.device)
-                for (text, place, _), tokens in zip(
+                for (text, place), tokens in zip(
                     (self.chains[chain] for chain in chains.tolist()),
-                    fed[chains, : step + 1],
+                    self.fed[chains, : step + 1],
                     strict=True,
                 )
             ]
         return Places(chains, rows, self.place[chains] + step + 1, histories)
 
-    def _raw(self, step: int, tokens: Tensor, at: Places, layout: Tensor) -> Tensor:
-        """Raw logits (N, V) of a step after tokens (B, G)."""
-        raw = self.draft.raw(step, tokens, at.rows.view(layout.shape)).flatten(0, 1)  # (N, V)
+    def _raw(self, step: int, at: Places, layout: Tensor) -> Tensor:
+        """Raw logits (N, V) of a step of chains (B, G)."""
+        rows = at.rows.view(layout.shape)  # (B, G)
+        raw = self.draft.raw(step, self.fed[layout, step], rows).flatten(0, 1)  # (N, V)
         if self.allowed is None:
             return raw
         allowed = self.allowed[self.text[at.chains]].to(raw.device)  # (N, V)
@@ -232,24 +220,12 @@ class Chains:
             return None
         return self.trace.noise(self._keys(at), at.places.tolist())
 
-    def _regrouped(self, layout: Tensor, kept: Sequence[int], fed: int) -> Tensor:
-        """The chains to keep, in groups of a size that leaves few places empty."""
-        if isinstance(self.draft, Walk) or len(kept) > REGROUP * layout.numel():
-            return layout
-        groups = min((self._grouped(kept, size) for size in GROUPS), key=_cost)
-        if _cost(groups) > REGROUP * _cost(layout.tolist()):
-            return layout
-        at = {chain: index for index, chain in enumerate(layout.flatten().tolist())}
-        places = torch.tensor([[at[chain] for chain in group] for group in groups])
-        self.draft.regroup(places, self.steps, fed)
-        return torch.tensor(groups)
-
-    def _grouped(self, chains: Sequence[int], size: int) -> list[list[int]]:
+    def _grouped(self, size: int) -> list[list[int]]:
         """Groups of chains of one text; short groups are filled with their last chain."""
         texts = self.text.tolist()
         groups: list[list[int]] = []
-        for chain in chains:
-            if not groups or len(groups[-1]) == size or texts[groups[-1][0]] != texts[chain]:
+        for chain, text in enumerate(texts):
+            if not groups or len(groups[-1]) == size or texts[groups[-1][0]] != text:
                 groups.append([])
             groups[-1].append(chain)
         return [[*group, *[group[-1]] * (size - len(group))] for group in groups]

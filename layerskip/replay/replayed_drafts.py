@@ -155,12 +155,7 @@ def _length(trace: Trace, draft_length: int | None) -> int:
 
 def all_starts(trace: Trace) -> list[Chain]:
     """A chain from each of the N starts."""
-    return [
-        (text, place, token)
-        for text in trace.texts
-        for place, token in enumerate(text.tokens.tolist()[: text.prompt + text.starts])
-        if place >= text.prompt
-    ]
+    return [(text, text.prompt + start) for text in trace.texts for start in range(text.starts)]
 
 
 def _assembled(trace: Trace, source: Source, drafts: DrawnTokens) -> Replay:

@@ -63,10 +63,6 @@ class Wide:
         pass_ = Pass(self.model, self.cache, self.rotary, inputs)
         return self.model.backend.run(hidden, pass_, self.blocks)
 
-    def regroup(self, chosen: Tensor, steps: int, fed: int) -> None:
-        """Continue with some chains in new groups, as in `ChainCache.regrouped`."""
-        self.cache = self.cache.regrouped(chosen.to(self.model.device), steps, fed)
-
 
 class Walk:
     """Steps of a source's own state, one chain per text at a time, from start to start.
