@@ -6,18 +6,17 @@ They are timed in turn with plain decoding and the default drafts; the fastest w
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from optuna import Study
 from torch import Tensor
 
 from layerskip.bench.methods import Engine, Task
-from layerskip.bench.runner import timed_drafts
+from layerskip.bench.runner import timed_drafts, within
 from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.costs.ratios import Totals, measured_speedup
 from layerskip.costs.speculation import CostTable
@@ -37,27 +36,12 @@ TOLERANCE = 1.01
 DEFAULT = "default"
 """The name of the method that drafts like `generate` with default settings."""
 
-T = TypeVar("T")
 Progress = Callable[[str, float], None]
 """Called with a description of the current activity, and the completed share."""
 
 
 def silent(_what: str, _share: float) -> None:
     """Ignore the progress of a search."""
-
-
-def within(items: Iterable[T], until: float) -> Iterator[tuple[int, T]]:
-    """Yield numbered items: the first, and others while there is time for them.
-
-    None starts that would end after `until` (of `time.monotonic`) if as long as the longest so far.
-    """
-    longest = 0.0
-    for number, item in enumerate(items):
-        began = time.monotonic()
-        if number and began + longest > until:
-            return
-        yield number, item
-        longest = max(longest, time.monotonic() - began)
 
 
 class OptionsChoice(NamedTuple):
@@ -223,7 +207,7 @@ def choose(
     if "lookup" in parts:
         looked_up = replay(trace, Lookup()), objective.prices.passes
     finalists = []
-    for number, mask in within(chosen, until):
+    for number, mask in enumerate(within(chosen, until)):
         progress("replaying the best drafts in full", number / len(chosen))
         trial, size = trials[mask], space.number("vocabulary", mask)
         skip, costs = space.skip_config(mask), objective.prices.table(mask)

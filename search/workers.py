@@ -13,11 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from layerskip.api.loading import encode, load
-from layerskip.bench.methods import Task
-from layerskip.config.skips import SkipConfig
 from layerskip.search.objective import OutOfTime
 from layerskip.search.pipeline import Search
-from layerskip.search.space import Space
 from layerskip.search.study import SamplerName
 from layerskip.texts.prompts import Prompt
 from layerskip.timing.threads import cpu_threads
@@ -60,22 +57,20 @@ def work(
     *,
     loading: Mapping[str, Any],
     prompts: Sequence[Prompt],
-    task: Task,
-    space: Space,
-    positions: int,
     sampler: SamplerName,
     trials: int | None,
     timeout: float | None,
-    first: Mapping[str, SkipConfig],
     storage: str,
     study_name: str,
     cost: Mapping[str, Any],
+    **how: Any,
 ) -> None:
     """Take part in the study until it is done, or the parent process is gone.
 
     Args:
         started: start of the search's time, in seconds since the epoch.
         loading: arguments of `layerskip.api.loading.load`.
+        how: further arguments of `Search`.
     """
 
     class Orphaned(Exception):
@@ -90,15 +85,7 @@ def work(
     with cpu_threads(threads), contextlib.suppress(Orphaned, OutOfTime):
         loaded = load(**loading)
         traced = [encode(loaded.tokenizer, prompt) for prompt in prompts]
-        steps = Search(
-            *(loaded.model, traced),
-            task=task,
-            space=space,
-            parts=frozenset(),
-            positions=positions,
-            first=first,
-            until=until,
-        )
+        steps = Search(loaded.model, traced, parts=frozenset(), until=until, **how)
         steps.open(storage, study_name)
         steps.price(cost)
         if timeout is not None:

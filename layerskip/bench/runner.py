@@ -9,11 +9,11 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from itertools import groupby, product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from layerskip.files.records import Key
 
 WARMUP_TOKENS = 16  # enough for every kind of step, and to load this prompt into the caches
 
+T = TypeVar("T")
 LOOP_TIMES = 3
 LOOP_TOKENS = 24
 
@@ -63,6 +64,20 @@ def device_clock(device: torch.device) -> Clock:
     return now
 
 
+def within(items: Iterable[T], until: float, least: int = 1) -> Iterator[T]:
+    """Yield the first `least` items, and others while there is time for them.
+
+    None starts that would end after `until` (of `time.monotonic`) if as long as the longest so far.
+    """
+    longest = 0.0
+    for number, item in enumerate(items):
+        began = time.monotonic()
+        if number >= least and began + longest > until:
+            return
+        yield item
+        longest = max(longest, time.monotonic() - began)
+
+
 def interleaved(
     methods: Sequence[Method],
     batches: Sequence[PromptBatch],
@@ -76,33 +91,22 @@ def interleaved(
 ) -> Iterator[Timed]:
     """Run every method on every batch, warm-ups first, except for those in `done`.
 
-    After the first repeat, none starts that would end after `until` (of `time.monotonic`) if it
-    took as long as the longest so far. The garbage collector is off during a call, and torch's
-    random state is restored afterwards. `note` is called with the current activity, and the
-    completed share.
+    After the first repeat, none starts unless it ends `within` the time. The garbage collector is
+    off during a call, and torch's random state is restored afterwards. `note` is called with the
+    current activity, and the completed share.
     """
-    longest, made = 0.0, 0
+    turns = product(enumerate(batches), range(-warmup, repeats))
     with _quiet_collector(), torch.random.fork_rng(devices=_gpus(batches)):
-        for number, batch in enumerate(batches):
+        for (number, batch), repeat in within(turns, until, warmup + 1):
             served = [method for method in methods if batch.rows == 1 or not method.one_row]
-            wanted = {
-                (method.name, repeat)
-                for method in served
-                for repeat in range(repeats)
-                if (method.name, batch.names, batch.rows, repeat) not in done
-            }
-            names = {name for name, _ in wanted}
-            for repeat in range(-warmup, repeats):
-                began = time.monotonic()
-                if made and began + longest > until:
-                    return
-                turn = (number + repeat) % len(served) if served else 0
-                for order, method in enumerate((*served[turn:], *served[:turn])):
-                    if (method.name, repeat) in wanted or (repeat < 0 and method.name in names):
-                        what = f"{', '.join(batch.names)}: {method.name}"
-                        note(what, (number + max(0, repeat) / repeats) / len(batches))
-                        yield _timed(method, batch, repeat, order, now)
-                longest, made = max(longest, time.monotonic() - began), made + (repeat >= 0)
+            turn = (number + repeat) % len(served) if served else 0
+            for order, method in enumerate((*served[turn:], *served[:turn])):
+                of_method = (method.name, batch.names, batch.rows)
+                left = [each for each in range(repeats) if (*of_method, each) not in done]
+                if repeat in left or (repeat < 0 and left):
+                    what = f"{', '.join(batch.names)}: {method.name}"
+                    note(what, (number + max(0, repeat) / repeats) / len(batches))
+                    yield _timed(method, batch, repeat, order, now)
 
 
 def _gpus(batches: Sequence[PromptBatch]) -> set[torch.device]:
