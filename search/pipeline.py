@@ -172,7 +172,7 @@ class Search:
             "value": "speedup over plain decoding, two tokens followed",
         }
         self.study = study.open_study(self.space, storage=storage, name=name, identity=identity)
-        self.warm_starts = warm_starts(self.space, self.influence) | self.own
+        self.warm_starts = self.own | warm_starts(self.space, self.influence) | self.own
 
     def price(self, cost: Mapping[str, Any] | None = None) -> None:
         """Time the costs of drafting unless the study or the caller has them; after `open`.

@@ -82,7 +82,7 @@ def of_the_second(whole, objective):
         (start[0].number, start[1]): number for number, start in enumerate(all_starts(whole.trace))
     }
     starts = [start for part in objective.parts[:SECONDS] for start in part]
-    matches = whole.matches[[numbers[text.number, place] for text, place, _ in starts]]
+    matches = whole.matches[[numbers[text.number, place] for text, place in starts]]
     behind = matches[matches[:, 0], 1]
     return float(behind.float().mean()) if len(behind) else 0.0
 
@@ -116,8 +116,8 @@ def test_few_positions_are_from_all_texts():
     objective = Objective(traced("greedy"), SPACE, MACHINES["reads weights"], 30)
     starts = [start for part in objective.parts for start in part]
     assert len(starts) == 30
-    assert len({(text.number, place) for text, place, _ in starts}) == 30
-    assert {text.number for text, _, _ in starts} == {0, 1, 2}
+    assert len({(text.number, place) for text, place in starts}) == 30
+    assert {text.number for text, _ in starts} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("machine", MACHINES)
