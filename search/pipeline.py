@@ -20,14 +20,14 @@ from typing import Any
 from optuna import Study
 from torch import Tensor
 
-from layerskip.api.arguments import check_tokens, end_tokens, sampling_of
+from layerskip.api.arguments import end_tokens, sampling_of
 from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import law_of
-from layerskip.replay.trace import take_trace
+from layerskip.replay.trace import check_prompts, take_trace
 from layerskip.search import finalists, study
 from layerskip.search.finalists import Finalist, Progress
 from layerskip.search.fitting import Bits, influence, parts_of, space_for, typical_context
@@ -116,13 +116,8 @@ class Search:
         self.own = given(space, first or {})
         self.traced = [ids.reshape(1, -1).to(self.opened.device) for ids in traced]
         self.held_out = [ids.reshape(1, -1).to(self.opened.device) for ids in held_out]
-        lengths = [ids.shape[1] for ids in self.held_out]
-        if lengths:  # check now, since they are used only after all trials
-            if not min(lengths):
-                raise ValueError("held-out prompts need at least one token each")
-            self.opened.check_lengths(lengths, max(lengths) + task.max_new_tokens)
-            for ids in self.held_out:
-                check_tokens(self.model, ids)
+        if held_out:  # check now, since they are used only after all trials
+            check_prompts(self.opened, self.held_out, task.max_new_tokens)
         self.seconds: dict[str, float | None] = {"cost": 0.0, "trials": 0.0, "confirm": None}
         self.finalists: list[Finalist] = []
         self.default: dict[str, Any] | None = None

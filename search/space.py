@@ -231,21 +231,13 @@ class Space:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        fields = asdict(self)
-        always = ("kind", "num_layers", "allow_ends")
-        fields |= {
-            key: list(fields[key]) or None for key in ("read", "experts", "windows", "vocabularies")
-        }
-        return {k: v for k, v in fields.items() if v is not None or k in always}
+        given = {name: each for name, each in asdict(self).items() if each not in (None, ())}
+        return {name: [*v] if isinstance(v, tuple) else v for name, v in given.items()}
 
     def __str__(self) -> str:
         words = f"the {self.kind} space of {self.num_layers} layers"
         if self.bits:
             words += f", in {self.bits} bits or exactly"
-        if self.numbers["experts"]:
-            words += f", with {', '.join(map(str, self.experts))} or all experts"
-        if self.numbers["window"]:
-            words += f", seeing {', '.join(map(str, self.windows))} or all slots"
-        if self.vocabularies:
-            words += f", drawing from {', '.join(map(str, self.vocabularies))} or all tokens"
+        for name, numbers in self.numbers.items():
+            words += f", {name} {', '.join(map(str, numbers))} or all" if numbers else ""
         return f"{words}, ends free" if self.allow_ends else words

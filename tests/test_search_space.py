@@ -142,8 +142,7 @@ def test_numbers_are_switches_with_a_bit_each():
     assert both.params(mask)["window"] == "8"
     assert both.params(mask)["vocabulary"] == "40"
     assert json.loads(json.dumps(both.to_dict()))["vocabularies"] == [40]
-    assert "drawing from 40 or all tokens" in str(both)
-    assert "seeing 8 or all slots" in str(both)
+    assert "window 8 or all, vocabulary 40 or all" in str(both)
 
 
 def test_counts_a_large_space_without_listing_it():

@@ -188,10 +188,7 @@ def take_trace(
     """
     opened = opened_of(model)
     rows = [prompt.flatten().to(opened.device) for prompt in prompts]
-    if not rows or not all(len(row) for row in rows):
-        raise ValueError(f"a trace needs prompts of at least one token each, got {len(rows)}")
-    for row in rows:
-        check_tokens(opened.model, row)
+    check_prompts(opened, rows, max_new_tokens)
     seeds = range(len(rows)) if seeds is None else seeds
     if len(seeds) != len(rows):
         raise ValueError(f"seeds must hold one per prompt, {len(rows)}; got {len(seeds)}")
@@ -202,8 +199,6 @@ def take_trace(
         )
     if acceptance not in ("coupled", "rejection"):
         raise ValueError(f"acceptance must be 'coupled' or 'rejection', got {acceptance!r}")
-    lengths = list(map(len, rows))
-    opened.check_lengths(lengths, max(lengths) + max_new_tokens)
     law = law or Law(do_sample=False, rows=1)
     rejection = law.do_sample and acceptance == "rejection"
     keys = [stream_key(seed) for seed in seeds]
@@ -234,6 +229,16 @@ def take_trace(
             "every text of the trace ends with its first token; give other prompts"
         )
     return trace
+
+
+def check_prompts(opened: Sublayers, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
+    """Raise a ValueError for prompts, (T,) or (1, T) each, whose texts cannot be decoded."""
+    lengths = [prompt.numel() for prompt in prompts]
+    if not lengths or not min(lengths):
+        raise ValueError(f"give prompts of at least one token each, got {len(prompts)} prompts")
+    for prompt in prompts:
+        check_tokens(opened.model, prompt)
+    opened.check_lengths(lengths, max(lengths) + max_new_tokens)
 
 
 def _decode(
