@@ -114,7 +114,7 @@ def _reasons(run: Run, method: str, texts: Any) -> list[str]:
     row = _line(run_tables.repetition(run), run, method)
     if row["loops"] > MANY_LOOPS * row["texts"]:
         sentences.append(
-            f"{row['loops']} of {row['texts']} texts loop, which flatters this speedup."
+            f"{row['loops']} of {row['texts']} texts loop, which inflates this speedup."
         )
     return sentences
 

@@ -474,7 +474,7 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
     assert method.generate(sizes[0]).costs.draft == 0.5
 
 
-# ---- Texts that flatter drafts ----
+# ---- Texts that favour drafts ----
 
 
 def test_repeated_share():

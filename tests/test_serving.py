@@ -363,7 +363,7 @@ def test_a_text_learns_its_own_laws_and_forgets_others(model, monkeypatch):
 def test_a_source_that_texts_would_share_is_refused(model):
     source = Lookup()
     source.keeps_texts = True
-    with pytest.raises(ValueError, match="keeps texts apart, but Lookup shares state"):
+    with pytest.raises(ValueError, match="Lookup shares state across requests"):
         Serving(model, sources=[source], **SETTINGS)
 
 

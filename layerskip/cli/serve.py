@@ -45,7 +45,7 @@ def serve(
         "Queue at most N texts; requests beyond that get HTTP 429.", "N", default=128, min=1
     ),
     memory: flags.Memory = None,
-    max_body: float = flag("Largest request body; more gets a 413.", "MB", default=4.0, min=0),
+    max_body: float = flag("Largest request body; beyond it, HTTP 413.", "MB", default=4.0, min=0),
     timeout: float = flag("Time limit of a request.", "SECONDS", default=600.0, min=1),
     cors: list[str] | None = flag(
         "Allow requests from web pages of this origin (https://example.org; *: any); repeatable.",

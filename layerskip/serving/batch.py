@@ -68,8 +68,8 @@ class ServingBatch:
         for source in self._own:
             if source.keeps_texts:
                 raise ValueError(
-                    f"serving keeps texts apart, but {type(source).__name__} shares state across "
-                    "requests; leave it out"
+                    f"{type(source).__name__} shares state across requests, so it cannot be "
+                    "served; leave it out"
                 )
         self.num_seats, self.cached = seats, cached
         limit, theirs = self.model.max_positions, [each.max_positions for each in self._own]
