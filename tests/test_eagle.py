@@ -7,20 +7,19 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from commands import PROMPT, refused, run
+from definitions import attended, rms_norm, turned
 from models import VOCABULARY, Erratic, lively_model, prompt, ragged, tiny_model
 from safetensors.torch import load_file, save_file
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from talks import chat
 from transformers import AutoModelForCausalLM
 
 import layerskip
 from layerskip.api.drafts import explain_drafts
-from layerskip.api.session import Session
 from layerskip.api.settings import Settings
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.model.eagle_head import eagle_config, load_eagle, save_eagle
 from layerskip.model.opened_models import sublayers_of
-from layerskip.serving.requests import TextRequest
-from layerskip.serving.scheduler import Serving
 from layerskip.training.eagle_training import new_head, read, unrolled
 
 WIDTH, HEAD, DRAFTED = 32, 8, 40
@@ -107,28 +106,17 @@ def reference(model, config, weights, tokens, states):
     embeddings = weights.get("embed_tokens.weight", model.get_input_embeddings().weight)
 
     def norm(x, name):
-        scale = weights[f"{name}.weight"].double()
-        return x / (x.square().mean(-1, keepdim=True) + layer["rms_norm_eps"]).sqrt() * scale
+        return rms_norm(x, weights[f"{name}.weight"].double(), layer["rms_norm_eps"])
 
     def linear(x, name):
         return x @ weights[f"{name}.weight"].double().T
-
-    def turned(x):
-        powers = torch.arange(0, HEAD, 2).double() / HEAD
-        angles = torch.arange(len(x)).double()[:, None] / layer["rope_theta"] ** powers
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def attention(x, name):
         q, k, v = (linear(x, f"{name}{each}_proj").view(len(x), -1, HEAD) for each in "qkv")
         if f"{name}q_norm.weight" in weights:
             q, k = norm(q, f"{name}q_norm"), norm(k, f"{name}k_norm")
-        k, v = (each.repeat_interleave(2, 1) for each in (turned(k), v))
-        scores = torch.einsum("qhd,khd->hqk", turned(q), k) * HEAD**-0.5
-        later = torch.ones(len(x), len(x)).triu(1).bool()
-        law = scores.masked_fill(later, float("-inf")).softmax(-1)
-        return linear(torch.einsum("hqk,khd->qhd", law, v).flatten(1), f"{name}o_proj")
+        q, k = (turned(each, HEAD, layer["rope_theta"]) for each in (q, k))
+        return linear(attended(q, k, v).flatten(1), f"{name}o_proj")
 
     name, normed = "layers.0.", norm(states, "layers.0.hidden_norm")
     x = normed if config.get("norm_before_residual") else states
@@ -153,8 +141,7 @@ def joined(model, form, config, weights, ids):
     states = torch.cat([every[depth][0, :-1] for depth in DEPTHS.get(form, [2, 3, 3])], -1)
 
     def norm(x, name):
-        scale = weights[f"{name}.weight"]
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * scale
+        return rms_norm(x, weights[f"{name}.weight"], 1e-5)
 
     if config.get("norm_before_fc"):
         states = norm(states, "input_norm")
@@ -234,26 +221,11 @@ def test_texts_are_the_same_with_and_without(family, head):
 
 def test_sessions_and_servers_draft_with_heads(head):
     folder, _ = head("speculators")
-    model, text, kept = lively_model("gemma3", dtype=torch.float32), prompt(12), []
+    model = lively_model("gemma3", dtype=torch.float32)
     how = {"assistant": str(folder), "controller": "fixed", **HOW}
-    session = Session(model, memory=1 << 24, **how)
-    serving = Serving(model, max_rows=2, **how)
-    for turn in range(2):
-        want = layerskip.generate(model, text, max_new_tokens=NEW_TOKENS, enabled=False).sequences
-        out = session.generate(text, max_new_tokens=NEW_TOKENS, do_sample=False)
-        assert out.sequences.tolist() == want.tolist()
-        told, other = [], []
-        for to, ids in ((told, text), (other, prompt(7))):
-            serving.submit(TextRequest(ids[0].tolist(), max_new_tokens=NEW_TOKENS), to.append)
-        while serving.step():
-            pass
-        new = [token for piece in told for token in piece.tokens]
-        assert new == want[0, text.shape[1] :].tolist()
-        assert told[-1].counts.drafted > 0
-        kept.append((out.stats.num_known_tokens, told[-1].counts.cached))
-        text = torch.cat([want, prompt(3, seed=turn)], 1)
-    assert kept[0] == (0, 0)
-    assert min(kept[1]) >= 12
+    known = chat(model, 2, NEW_TOKENS, **how)
+    assert known[0] == (0, 0)
+    assert min(known[1]) >= 12
     assert f"drafts: an EAGLE-3 head, {folder}" in explain_drafts(model, Settings(**how))
 
 

@@ -7,21 +7,20 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from commands import PROMPT, refused, run
+from definitions import attended, rms_norm, turned
 from marks import slow, thorough
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from talks import chat
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import layerskip
 from layerskip import LayerSkipDecoding
 from layerskip.api.drafts import explain_drafts
-from layerskip.api.session import Session
 from layerskip.api.settings import Settings
 from layerskip.model.mtp_head import LAYOUTS
 from layerskip.model.opened_models import sublayers_of
-from layerskip.serving.requests import TextRequest
-from layerskip.serving.scheduler import Serving
 
 KINDS = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
 SLOW = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_next")
@@ -102,8 +101,7 @@ def reference(model, weights, tokens, states):
 
     def norm(x, name):
         eps = 1e-6 if "_a_layernorm" in name else config.rms_norm_eps
-        scale = weights[f"{name}.weight"] + (1.0 if qwen else 0.0)
-        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * scale
+        return rms_norm(x, weights[f"{name}.weight"] + (1.0 if qwen else 0.0), eps)
 
     def linear(x, name):
         return x @ weights[f"{name}.weight"].T
@@ -112,27 +110,9 @@ def reference(model, weights, tokens, states):
         inner = torch.nn.functional.silu(linear(x, f"{name}gate_proj"))
         return linear(inner * linear(x, f"{name}up_proj"), f"{name}down_proj")
 
-    def turned(x, count, *, pairs):
-        """Rotate the first `count` dimensions of (T, heads, D) by each position's angles."""
-        theta = config.rope_parameters["rope_theta"]
-        angles = torch.arange(len(x)).double()[:, None] / theta ** (
-            torch.arange(0, count, 2).double() / count
-        )  # (T, count / 2)
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        some, rest = x[..., :count], x[..., count:]
-        a, b = (some[..., ::2], some[..., 1::2]) if pairs else some.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-
-    def attended(q, k, v):
-        """Causal attention, (T, heads, D) each; several heads share keys."""
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-        later = torch.ones(len(q), len(q)).triu(1).bool()
-        law = scores.masked_fill(later, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", law, v)
-
     def attention(x):
         name, heads = f"{layer}self_attn.", config.num_attention_heads
+        theta = config.rope_parameters["rope_theta"]
         if f"{name}kv_b_proj.weight" in weights:
             plain, count = config.qk_nope_head_dim, config.qk_rope_head_dim
             q = linear(
@@ -143,8 +123,8 @@ def reference(model, weights, tokens, states):
             both = linear(x, f"{name}kv_a_proj_with_mqa")
             kv = linear(norm(both[:, :rank], f"{name}kv_a_layernorm"), f"{name}kv_b_proj")
             k, v = kv.view(len(x), heads, -1).split([plain, config.v_head_dim], -1)
-            turn = turned(both[:, None, rank:], count, pairs=True).expand(-1, heads, -1)
-            q = torch.cat([q[..., :plain], turned(q[..., plain:], count, pairs=True)], -1)
+            turn = turned(both[:, None, rank:], count, theta, pairs=True).expand(-1, heads, -1)
+            q = torch.cat([q[..., :plain], turned(q[..., plain:], count, theta, pairs=True)], -1)
             return linear(attended(q, torch.cat([k, turn], -1), v).flatten(1), f"{name}o_proj")
         q = linear(x, f"{name}q_proj").view(len(x), heads, -1)
         gate = torch.ones(())
@@ -157,7 +137,7 @@ def reference(model, weights, tokens, states):
         if f"{name}q_norm.weight" in weights:
             q, k = norm(q, f"{name}q_norm"), norm(k, f"{name}k_norm")
         count = int(_head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        q, k = (turned(each, count, pairs=False) for each in (q, k))
+        q, k = (turned(each, count, theta) for each in (q, k))
         out = attended(q, k, v) * (gate.sigmoid() if qwen else gate)
         return linear(out.flatten(1), f"{name}o_proj")
 
@@ -267,26 +247,9 @@ def test_texts_are_the_same_with_and_without(kind, batch, made):
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", *slow("deepseek_v3")])
 def test_sessions_and_servers_draft_with_heads(kind, made):
-    model, _ = made(kind)
-    session = Session(model, memory=1 << 24, controller="fixed", **HEAD)
-    serving = Serving(model, max_rows=2, controller="fixed", **HEAD)
-    text, kept = prompt(12), []
-    for turn in range(3):
-        how = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-        want = model.generate(text, **how)
-        out = session.generate(text, **how)
-        assert out.sequences.tolist() == want.tolist()
-        told = []
-        serving.submit(TextRequest(text[0].tolist(), max_new_tokens=NEW_TOKENS), told.append)
-        while serving.step():
-            pass
-        new = [token for piece in told for token in piece.tokens]
-        assert [*text[0].tolist(), *new] == want[0].tolist()
-        assert told[-1].counts.drafted > 0
-        kept.append((out.stats.num_known_tokens, told[-1].counts.cached))
-        text = torch.cat([want, prompt(3, seed=turn)], 1)
-    assert kept[0] == (0, 0)
-    assert all(min(each) >= 12 for each in kept[1:])
+    known = chat(made(kind)[0], 3, NEW_TOKENS, controller="fixed", **HEAD)
+    assert known[0] == (0, 0)
+    assert all(min(each) >= 12 for each in known[1:])
 
 
 def test_a_loaded_checkpoint_s_head_is_found_and_told(made):

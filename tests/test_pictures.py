@@ -15,6 +15,7 @@ from marks import thorough
 from pictured import LARGE, PLACEHOLDER, conditional
 from PIL import Image
 from servers import running
+from talks import drain
 from transformers import (
     CLIPImageProcessorPil,
     Gemma3ImageProcessorPil,
@@ -121,8 +122,7 @@ def answers(loaded, serving, *conversations):
     told = [answer_of(ChatRequest(messages=each, **how), served) for each in conversations]
     for answer in told:
         serving.submit(answer.choices[0].task, partial(answer.add, 0))
-    while serving.step():
-        pass
+    drain(serving)
     return told
 
 

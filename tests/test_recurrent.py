@@ -8,6 +8,7 @@ import torch
 from marks import slow, thorough
 from models import Erratic, prompt, ragged, require
 from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
+from talks import finished, said
 
 import layerskip
 from layerskip.api.session import Session
@@ -112,12 +113,9 @@ def test_servers_keep_states_of_prompts_and_turns(kind):
     assert serving._batch.passes.nbytes(1, 0) >= state_bytes(sublayers_of(model)) > 0
 
     def text(tokens):
-        told = []
-        serving.submit(TextRequest(tokens, max_new_tokens=NEW_TOKENS), told.append)
-        while serving.step():
-            pass
+        told = finished(serving, TextRequest(tokens, max_new_tokens=NEW_TOKENS))
         want = model.generate(torch.tensor([tokens]), max_new_tokens=NEW_TOKENS, do_sample=False)
-        new = [token for piece in told for token in piece.tokens]
+        new = said(told)
         assert [*tokens, *new] == want[0].tolist()
         return told[-1].counts.cached, [*tokens, *new]
 

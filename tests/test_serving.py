@@ -15,6 +15,7 @@ from marks import thorough
 from models import VOCABULARY, Fickle, Growing, lively_model, near, pure
 from official import assistant_of, target_of
 from small import small_model
+from talks import drain, finished, said
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 import layerskip
@@ -53,22 +54,6 @@ def alone(model, task, execution="fused"):
         execution=execution,
     )
     return [token for each in rounds for token in each.tokens[0]]
-
-
-def drain(serving):
-    while serving.step():
-        pass
-
-
-def said(pieces):
-    return [token for piece in pieces for token in piece.tokens]
-
-
-def finished(serving, task):
-    told = []
-    serving.submit(task, told.append)
-    drain(serving)
-    return told
 
 
 def texts_alone(model, serving, tasks):
