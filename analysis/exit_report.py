@@ -44,17 +44,6 @@ def load_exit_trainings(files: Sequence[Path]) -> list[ExitTrainingFile]:
     ]
 
 
-def facts(of: ExitTrainingFile) -> dict[str, str]:
-    """What was done, in words."""
-    recipe, seconds = of.record["recipe"], sum(of.record["seconds"].values())
-    exits = ", ".join(map(str, recipe["exits"]))
-    return {
-        "Recipe": f"exits {exits}; loss {recipe['loss']}; initial weights: {recipe['init']}",
-        "Trained on": f"{of.record['tokens']:,} tokens in {of.record['steps']:,} steps, "
-        f"{seconds / 60:.0f} minutes",
-    }
-
-
 def exits(of: ExitTrainingFile) -> pd.DataFrame:
     """A line for each exit, before and after training."""
     return pd.DataFrame(

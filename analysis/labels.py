@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,11 @@ def hardware(header: Mapping[str, Any]) -> str:
 
 def setting(header: Mapping[str, Any]) -> str:
     return f"{law_words(header['law'])}, {machine_words(header)}"
+
+
+def ranged(value: float, low: float, high: float) -> str:
+    """A ratio, and its interval if it has one: 1.39 (1.26 to 1.55)."""
+    return f"{value:.2f}" if math.isnan(low) else f"{value:.2f} ({low:.2f} to {high:.2f})"
 
 
 def ranges(numbers: Sequence[int]) -> str:

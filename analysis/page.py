@@ -10,15 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from layerskip.analysis.drawing import INK, LINE, MUTED, PAPER
+from layerskip.analysis.labels import hardware, law_words, machine_words
 from layerskip.analysis.run_tables import ENDS
 from layerskip.analysis.verdict import Verdict
+from layerskip.files.records import redacted
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ class Section:
     """One run or search, all trainings, or all runs side by side.
 
     Attributes:
-        tables: by name. A CSV file contains all of each, the page shows the columns in SHOWN.
+        kind: what `kind_of` calls the file of the subject.
+        tables: by name. A CSV file contains all of each, the page shows those in COLUMNS.
     """
 
     title: str
     slug: str
-    facts: Mapping[str, str]
+    kind: str
+    subject: Any
     verdict: Verdict | None
     pictures: Sequence[Picture]
     tables: Mapping[str, pd.DataFrame]
@@ -92,103 +96,47 @@ INTERVALS = ("speedup", "measured", "tokens_per_second")
 PLACES = ("batch_size", "category", "context")
 """Columns that locate a row; they are left out if they are the same in all rows."""
 
-SHOWN: Mapping[str, tuple[str, str, str]] = {
-    "comparison": (
-        "All runs",
-        "Speed relative to the run's baseline: all tokens divided by all seconds.",
-        "run batch_size method prompts tokens_per_second speedup",
-    ),
+COLUMNS = {
+    "comparison": "run batch_size method prompts tokens_per_second speedup",
     "results": (
-        "Results",
-        "Tokens per second are all new tokens divided by all seconds, prefill included; a prompt "
-        "counts with the medians of its repeats. How many times as fast: the ratio of two methods' "
-        "tokens per second, with its 95% bootstrap interval over prompts in brackets. Prefill: the "
-        "time to the first token; decoding: the time after it. Same text: of the texts that must "
-        "equal the baseline's; a near-tie is a difference between two scores that are closer than "
-        "the resolution of the arithmetic, any other difference is a fault.",
         "batch_size context method tokens_per_second times* prefill decode acceptance_rate "
-        "repeated_4grams same_text",
+        "repeated_4grams same_text"
     ),
-    "categories": (
-        "By kind of prompt",
-        "The speed of each method relative to the baseline, with 95% intervals over prompts.",
-        "category prompts of*",
-    ),
+    "categories": "category prompts of*",
     "acceptance": (
-        "Acceptance",
-        "A round is one pass of the whole model with the draft before it. The probability (alpha) "
-        "is accepted / (accepted + rejected): tokens after a rejected one were never tested. The "
-        "share is accepted / drafted.",
         "batch_size category method rounds alpha acceptance_rate mean_acceptance_length "
-        "tokens_per_pass mean_draft_length",
+        "tokens_per_pass mean_draft_length"
     ),
     "sources": (
-        "Sources of drafts",
-        "One per round, by expected gain. Share: of all rounds; none: a plain step.",
         "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
-        "mean_draft_length",
+        "mean_draft_length"
     ),
     "decoding": (
-        "Decoding",
-        "After the first tokens: medians over calls, with the slowest and the fastest in brackets. "
-        "GB/s read: weights, keys and values that passes read, computed from the model; GB/s of "
-        "memory: measured by sweeps over memory between the calls. The CPU's caches can make the "
-        "share exceed 1.",
-        "batch_size category method calls prefill_seconds tokens_per_second "
-        "gigabytes_per_second memory share",
+        "batch_size category method calls prefill_seconds tokens_per_second gigabytes_per_second "
+        "memory share"
     ),
-    "predictions": (
-        "Predicted and measured",
-        "The speed of decoding relative to the baseline. Predicted: from the rounds and the cost "
-        "table; efficiency is measured / predicted. The cost of a draft step (c) is in plain "
-        "steps; no such draft gains more than 1/c.",
-        "batch_size category method predicted measured efficiency draft_cost bound",
-    ),
-    "exits": (
-        "Exits",
-        "Agreement of an exit's most likely token with the target's, match of samples, and the "
-        "predicted gain of its replayed rounds at their best draft length.",
-        "exit agreement match speedup draft_length acceptance_rate tokens_per_pass",
-    ),
+    "predictions": "batch_size category method predicted measured efficiency draft_cost bound",
+    "exits": "exit agreement match speedup draft_length acceptance_rate tokens_per_pass",
     "search-finalists": (
-        "Finalists",
-        "The speed relative to plain decoding. Predicted: from replayed rounds and costs. "
-        "Measured: timed in turn with plain decoding on other prompts, with the 95% interval in "
-        "brackets. The cost of a draft step (c) is in plain steps. Same text: of the texts, those "
-        "that equal plain decoding's.",
-        "finalist predicted measured alpha draft_cost tokens_per_second same_text left_out rounded "
-        "drafts",
+        "finalist predicted measured alpha draft_cost tokens_per_second same_text left_out "
+        "rounded drafts"
     ),
     "search-trials": (
-        "Best trials",
-        "Value: the speedup over plain decoding at the best fixed draft length, without lookups, "
-        "by which trials are compared. Predicted: that of a finalist, with its controller and its "
-        "lookups. The cost of a draft step (c) is in plain steps.",
         "number origin left_out attention mlp rounded draft_vocabulary value predicted acceptance "
-        "draft_cost draft_length",
+        "draft_cost draft_length"
     ),
     "exit-training": (
-        "Exits before and after training",
-        "On held-out texts: loss in nats per token; agreement of the likeliest token with the "
-        "model's; accepted: the share of an exit's drafts accepted with shared noise; overlap: the "
-        "same by the rejection rule. The last line is the model itself.",
         "exit accepted_before accepted_after agreement_before agreement_after overlap_before "
-        "overlap_after loss_before loss_after",
+        "overlap_after loss_before loss_after"
     ),
     "trainings": (
-        "Trainings",
-        "Overlap with the target's distribution: of the first drafted token, before and after "
-        "training, on held-out windows. Accepted: share of all positions in held-out texts. "
-        "Predicted by the formula at the best draft length; measured together with lookups, with "
-        "the 95% interval in brackets; before: measured for the draft used before. It pays if it "
-        "is faster by more than prompts differ.",
         "draft of pays measured before predicted draft_cost accepted_1 overlap_before overlap "
-        "loss minutes own_megabytes",
+        "loss minutes own_megabytes"
     ),
 }
-"""By table: title, note, and the columns shown, in order; other tables exist only as files.
+"""By table, the columns shown, in order; a name that ends in * stands for all with that prefix.
 
-A name that ends in * stands for all columns with that prefix.
+Other tables exist only as files.
 """
 
 MOST = 24  # rows of a table on the page; all are in its CSV file
@@ -211,7 +159,8 @@ def page(title: str, sections: Sequence[Section], files: Sequence[str]) -> str:
         lstrip_blocks=True,
     )
     pages.filters["code"] = _with_code
-    pages.globals |= {"shown": SHOWN, "columns_of": columns_of, "most": MOST}
+    pages.globals |= {"columns_of": columns_of, "most": MOST, "redacted": redacted}
+    pages.globals |= {each.__name__: each for each in (law_words, machine_words, hardware)}
     template = pages.get_template("page.html.j2")
     return template.render(title=title, sections=sections, files=files)
 
@@ -227,7 +176,7 @@ def columns_of(name: str, frame: pd.DataFrame) -> list[Column]:
     Columns without any value are left out, and location columns that are the same in all rows.
     """
     wanted: list[str] = []
-    for each in SHOWN[name][2].split():
+    for each in COLUMNS[name].split():
         like = [one for one in frame if each[:-1] in one and not one.endswith(ENDS)]
         wanted += [one for one in like if one.startswith(each[:-1])] if each[-1] == "*" else [each]
     columns, spread = [], next((each for each in INTERVALS if each in frame), None)

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.colors import ListedColormap
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from layerskip.analysis import drawing, run_tables, training_tables
 from layerskip.analysis.drawing import BLUE, GREEN, INK, LINE, MUTED, ORANGE, PAPER, PURPLE, SKY
-from layerskip.analysis.labels import ranges
+from layerskip.analysis.labels import ranged, ranges
 from layerskip.analysis.runs import ALL, Run
 
 PHASES = {
@@ -23,8 +24,8 @@ PHASES = {
     "rest": ("not measured apart", LINE, ""),
 }
 """The appearance of a phase: word, colour and hatch."""
-SIDES = (("attention", BLUE, 0), ("mlp", ORANGE, 1))
-"""Kinds of sublayers on a skip map: colour, and place in the layer."""
+SIDES = {"attention": BLUE, "mlp": ORANGE}
+"""Kinds of sublayers on a skip map, in their order in a layer, with their colours."""
 
 
 def run_plots(run: Run) -> list[drawing.Plot]:
@@ -49,12 +50,8 @@ def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
     table = table[table["method"] != run.baseline]
     if not len(table):
         return None
-    words = [
-        f"{row['speedup']:.2f}"
-        + ("" if pd.isna(row["low"]) else f" ({row['low']:.2f} to {row['high']:.2f})")
-        for row in table.to_dict("records")
-    ]
-    table = table.assign(words=words)
+    ends = (table[name] for name in ("speedup", "low", "high"))
+    table = table.assign(words=[*map(ranged, *ends)])
     methods, categories = (list(table[name].unique()) for name in ("method", "category"))
     lanes = len(categories) + 1
     labels, tall = drawing.in_lines(methods)
@@ -222,43 +219,35 @@ def skip_map(
     name: str, rows: Sequence[tuple[str, Mapping[str, Any], float]], layers: int
 ) -> drawing.Plot:
     """What drafts skip or round; for each its name, its entry in the file, and its speedup."""
-    names, count = drawing.in_lines(name for name, _, _ in rows)
-    axes = drawing.new_axes(1.3 + max(0.21, 0.16 * count) * (len(rows) + 1))
+    names, tall = drawing.in_lines(name for name, _, _ in rows)
+    axes = drawing.new_axes(1.3 + max(0.21, 0.16 * tall) * (len(rows) + 1))
     bits = sorted({draft["low"]["bits"] for _, draft, _ in rows if draft.get("low")})
-    head = 2 * layers + 0.025 * layers  # where its column begins
-    column = max(1.0, 0.04 * layers)
-    edge = 0.5 if layers <= 32 else 0.0
-    for height, (_, draft, speedup) in enumerate(rows):
-        low = draft.get("low")
-        for left, width in [(0.0, 2.0 * layers), *([(head, column)] if bits else [])]:
-            axes.add_patch(
-                Rectangle((left, height - 0.4), width, 0.8, facecolor=PAPER, edgecolor=LINE)
-            )
+    looks = {f"{kind} left out": colour for kind, colour in SIDES.items()}
+    looks |= {f"in {' or '.join(map(str, bits))} bits; last: the head": GREEN} if bits else {}
+    cells = np.full((len(rows), 2 * layers + bool(bits)), np.nan)  # (drafts, sublayers and head)
+    for number, (_, draft, speedup) in enumerate(rows):
+        row, low = cells[number], draft.get("low") or {"head": False}
+        for place, kind in enumerate(SIDES):
+            row[[2 * layer + place for layer in low.get(kind, ())]] = 2
+            row[[2 * layer + place for layer in draft["skipped"][kind]]] = place
+        if low["head"]:
+            row[-1] = 2
         if not np.isnan(speedup):
-            drawing.note_at_the_side(axes, f"{speedup:.2f}", height)
-        for kind, colour, place in SIDES:
-            for sets, fill, bottom, tall in (
-                (draft["skipped"], colour, height - 0.4, 0.8),
-                (low or {kind: ()}, GREEN, height + 0.1, 0.3),
-            ):
-                axes.broken_barh(
-                    [(2 * layer + place, 1) for layer in sets[kind]], (bottom, tall),
-                    facecolor=fill, edgecolor=PAPER, linewidth=edge,
-                )  # fmt: skip
-        if low and low["head"]:
-            axes.broken_barh([(head, column)], (height + 0.1, 0.3), facecolor=GREEN)
-    for kind, colour, _ in SIDES:
-        axes.bar([0], [0], color=colour, label=f"{kind} left out")
-    if bits:
-        words = " or ".join(map(str, bits))
-        axes.bar([0], [0], color=GREEN, label=f"low bar: in {words} bits; right: the head")
+            drawing.note_at_the_side(axes, f"{speedup:.2f}", number + 0.5)
+    axes.pcolormesh(
+        np.ma.masked_invalid(cells), cmap=ListedColormap([*SIDES.values(), GREEN]), vmin=0, vmax=2,
+        edgecolors=PAPER, linewidth=0.5 if layers <= 32 else 0.0,
+    )  # fmt: skip
+    for label, colour in looks.items():
+        axes.bar([0], [0], color=colour, label=label)
     shown = range(0, layers, -(-layers // 16))  # about a dozen ticks
-    axes.set_xlim(0, head + column if bits else 2 * layers)
-    axes.set_ylim(len(rows) - 0.3, -0.7)
+    axes.set_xlim(0, cells.shape[1])
+    axes.set_ylim(len(rows), 0)
     axes.set_xticks([2 * layer + 1.0 for layer in shown], list(map(str, shown)))
-    axes.set_yticks(range(len(rows)), names, fontsize=9)
+    axes.set_yticks(np.arange(len(rows)) + 0.5, names, fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
+    axes.hlines(range(1, len(rows)), 0, cells.shape[1], colors=PAPER, linewidth=4)
     alt = f"{len(rows)} drafts, among them: {'; '.join(draft_words(*row) for row in rows[:5])}."
     title = "What the drafts leave out" + " or round" * bool(bits)
     return drawing.finished(axes, name, title, alt, "layer (right: speedup, predicted if untimed)")

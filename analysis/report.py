@@ -21,12 +21,12 @@ from layerskip.analysis import (
     training_tables,
     verdict,
 )
-from layerskip.analysis.labels import hardware, law_words, machine_words, visible
+from layerskip.analysis.labels import visible
 from layerskip.analysis.page import Picture, Section, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.search_plots import search_plots
 from layerskip.files.documents import kind_of
-from layerskip.files.records import begins_as_run, redacted
+from layerskip.files.records import begins_as_run
 from layerskip.files.writing import replacing_folder
 
 MARK = ".layerskip-report.json"
@@ -46,7 +46,6 @@ class Subject:
 
     load: Callable[[Sequence[Path]], Sequence[Any]]
     judge: Callable[[Any], verdict.Verdict]
-    facts: Callable[[Any], Mapping[str, str]]
     plots: Callable[[Any], Sequence[drawing.Plot]]
     tables: Mapping[str, Callable[[Any], pd.DataFrame]]
 
@@ -57,28 +56,24 @@ def kinds() -> dict[str, Subject]:
         "run": Subject(
             load_runs,
             verdict.judge_run,
-            _run_facts,
             plots.run_plots,
             {name: getattr(run_tables, name) for name in RUN_TABLES},
         ),
         "search": Subject(
             search_tables.load_searches,
             verdict.judge_search,
-            _search_facts,
             search_plots,
-            {"search-finalists": search_tables.finalists, "search-trials": search_tables.valued},
+            {"search-finalists": search_tables.finalists, "search-trials": search_tables.trials},
         ),
         "training": Subject(
             lambda files: [training_tables.load_trainings(files)],
             verdict.judge_trainings,
-            lambda of: {"Model": ", ".join(training_tables.trainings(of)["model"].unique())},
             lambda of: [plots.training_curve(of)],
             {"trainings": training_tables.trainings, "training-curves": training_tables.curves},
         ),
         "exits": Subject(
             exit_report.load_exit_trainings,
             exit_report.judge_exits,
-            exit_report.facts,
             exit_report.exit_plots,
             {"exit-training": exit_report.exits},
         ),
@@ -172,7 +167,7 @@ def _sections(
         if name == "run" and len(subjects) > 1:
             together = {"comparison": run_tables.comparison(subjects)}
             _write_table(folder, "comparison", together["comparison"])
-            made.append(Section("All runs", "all-runs", {}, None, [], together))
+            made.append(Section("All runs", "all-runs", "runs", subjects, None, [], together))
         frames: dict[str, list[pd.DataFrame]] = {table: [] for table in kind.tables}
         for number, subject in enumerate(subjects, 1):
             shown = {table: make(subject) for table, make in kind.tables.items()}
@@ -187,10 +182,10 @@ def _sections(
                     progress(f"drawing {plot.title}")
                     path = folder / "plots" / f"{prefix}{plot.name}.svg"
                     pictures.append(_draw(plot, path))
-            slug, facts = f"{name}-{number}", kind.facts(subject)
             if name == "run":
                 shown = {table: _headlines(subject, table, shown[table]) for table in shown}
-            made.append(Section(subject.label, slug, facts, next(judged), pictures, shown))
+            place = subject.label, f"{name}-{number}", name, subject
+            made.append(Section(*place, next(judged), pictures, shown))
         for table_name, each in frames.items():
             _write_table(folder, table_name, pd.concat(each, ignore_index=True))
     return made
@@ -215,58 +210,6 @@ def _write_table(folder: Path, name: str, frame: pd.DataFrame) -> None:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-
-
-def _run_facts(run: Run) -> dict[str, str]:
-    header = run.header
-    prompts = header["prompts"]
-    facts = _setting(header)
-    if "passes" in header:
-        facts["Passes"] = header["passes"]
-    facts["Prompts"] = (
-        f"{prompts['count']} ({prompts.get('name') or 'unnamed'}), {header['repeats']} repeats "
-        f"after {header['warmup']} for warming up"
-    )
-    for method in run.drafting:
-        words = [run.methods[method].get("label") or method]
-        for context in run.contexts.values():
-            costs = run.cost_table(method, run.batch_sizes[0], context)
-            if costs is not None:
-                verify = ", ".join(f"{n}: {costs.verify_cost(n):.2f}" for n in (2, 3, 5, 9))
-                at = "" if context is None else f"at {context:,} tokens "
-                words.append(f"{at}a draft step {costs.draft:.3f} plain steps, passes of {verify}")
-        facts[f"Drafts of {method}"] = "; ".join(words)
-    return facts
-
-
-def _search_facts(search: search_tables.SearchTables) -> dict[str, str]:
-    document = search.document
-    prompts, space, study = (document[name] for name in ("prompts", "space", "study"))
-    ends = "free" if space["allow_ends"] else "kept"
-    storage = "memory" if study["storage"] is None else redacted(study["storage"])
-    return _setting(document) | {
-        "Prompts": f"{prompts['count']} ({prompts['name']}), {len(prompts['traced'])} traced, "
-        f"{len(prompts['held_out'])} held out",
-        "Space": f"{space['kind']}, {space['switches']} switches, {space['size']:.6g} "
-        f"sets, ends {ends}",
-        "Study": f"{study['name']} in {storage}",
-    }
-
-
-def _setting(header: Mapping[str, Any]) -> dict[str, str]:
-    model, environment = header["model"], header["environment"]
-    git, packages = environment["git"] or {}, environment["packages"]
-    code = {"layerskip": environment["layerskip"], "revision": git.get("revision")} | {
-        name: packages.get(name) for name in ("torch", "transformers")
-    }
-    versions = ", ".join(f"{name} {version}" for name, version in code.items() if version)
-    return {
-        "Model": f"{model['name']}, {model['architecture']}, {model['num_layers']} layers, "
-        f"{model['parameters'] / 1e6:,.1f} M parameters",
-        "Sampling": f"{law_words(header['law'])}, up to {header['max_new_tokens']} new tokens",
-        "Machine": f"{hardware(header)}; {machine_words(header)}",
-        "Made": f"{header['created']}, {versions}{', code changed' if git.get('dirty') else ''}",
-    }
 
 
 def _check_output(output: Path) -> None:

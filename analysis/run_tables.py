@@ -6,16 +6,29 @@ at batch size 1) counts with the medians of its repeats.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, wraps
 from itertools import product
-from typing import Any
+from typing import Any, ParamSpec
 
 import pandas as pd
 
 from layerskip.analysis.runs import ALL, FREE, PHASES, Run, totals
 from layerskip.costs.ratios import measured_speedup
 from layerskip.costs.speculation import CostTable, speedup_bound
+
+Line = dict[str, Any]
+P = ParamSpec("P")
+
+
+def tabled(lines: Callable[P, Iterator[Line]]) -> Callable[P, pd.DataFrame]:
+    """Turn a function that yields the lines of a table into one that returns the table."""
+
+    @wraps(lines)
+    def table(*args: P.args, **settings: P.kwargs) -> pd.DataFrame:
+        return pd.DataFrame(lines(*args, **settings))
+
+    return table
 
 
 def _groups(
@@ -46,16 +59,16 @@ def comparisons(run: Run) -> list[str]:
 
 
 @lru_cache(4)  # used by most tables and pictures of a run
-def speedup(run: Run) -> pd.DataFrame:
+@tabled
+def speedup(run: Run) -> Iterator[Line]:
     """Speedups by batch size, category and method, over every method of `comparisons`.
 
     Over units that both methods have; prefill is the time to the first token, decode the rest.
     """
-    rows = []
     for place, group in _groups(run, run.typical, "batch_size", "category"):
         by_method = {name: part.set_index("unit") for name, part in group.groupby("method")}
         for over, method in product(comparisons(run), run.measured):
-            if method not in by_method or over not in by_method:
+            if not {over, method} <= by_method.keys():
                 continue
             units = by_method[over].index.intersection(by_method[method].index, sort=False)
             if not len(units):
@@ -65,21 +78,18 @@ def speedup(run: Run) -> pd.DataFrame:
             later = ((faster["decode_tokens"] > 0) & (slower["decode_tokens"] > 0)).to_numpy()
             decode = measured_speedup(*(totals(t[later], "decode_") for t in (faster, slower)))
             rates = [each["tokens"] / each["seconds"] for each in (faster, slower)]
-            rows.append(
-                {
-                    **place,
-                    "method": method,
-                    "over": over,
-                    "prompts": len(units),
-                    "tokens_per_second": totals(faster).rate,
-                    **dict(zip(("speedup", "low", "high"), whole, strict=True)),
-                    "mean_of_ratios": float((rates[0] / rates[1]).mean()),
-                    "prefill_speedup": _share(slower["first"].sum(), faster["first"].sum()),
-                    **dict(zip(_DECODE, decode, strict=True)),
-                    "first_ms": 1000 * faster["first"].mean(),
-                }
-            )
-    return pd.DataFrame(rows)
+            yield {
+                **place,
+                "method": method,
+                "over": over,
+                "prompts": len(units),
+                "tokens_per_second": totals(faster).rate,
+                **dict(zip(("speedup", "low", "high"), whole, strict=True)),
+                "mean_of_ratios": float((rates[0] / rates[1]).mean()),
+                "prefill_speedup": _share(slower["first"].sum(), faster["first"].sum()),
+                **dict(zip(_DECODE, decode, strict=True)),
+                "first_ms": 1000 * faster["first"].mean(),
+            }
 
 
 _DECODE = ("decode_speedup", "decode_low", "decode_high")
@@ -108,66 +118,62 @@ def acceptance_of(rounds: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def acceptance(run: Run) -> pd.DataFrame:
+@tabled
+def acceptance(run: Run) -> Iterator[Line]:
     """`acceptance_of` by batch size, category and drafting method, over all repeats."""
-    groups = _groups(run, run.rounds, "batch_size", "category", "method")
-    return pd.DataFrame([place | acceptance_of(rounds) for place, rounds in groups])
+    for place, rounds in _groups(run, run.rounds, "batch_size", "category", "method"):
+        yield place | acceptance_of(rounds)
 
 
-def sources(run: Run) -> pd.DataFrame:
+@tabled
+def sources(run: Run) -> Iterator[Line]:
     """The sources of drafts, for methods with several; "none" for plain steps."""
-    rows = []
     for place, rounds in _groups(run, run.rounds, "batch_size", "category", "method"):
         names = run.sources(place["method"])
         for number, name in [*enumerate(names), (None, "none")] if len(names) > 1 else ():
             chosen = rounds["source"].isna() if number is None else rounds["source"] == number
-            counted = {"source": name, "share": chosen.mean()}
-            rows.append(place | counted | acceptance_of(rounds[chosen]))
-    return pd.DataFrame(rows)
+            yield place | {"source": name, "share": chosen.mean()} | acceptance_of(rounds[chosen])
 
 
-def positions(run: Run) -> pd.DataFrame:
+@tabled
+def positions(run: Run) -> Iterator[Line]:
     """Acceptance by place in the draft, all batch sizes together.
 
     `tried`: rounds whose draft reached the position with all earlier tokens accepted; `accepted`:
     those whose token was also accepted; `acceptance`: their ratio; `reached`: rounds that drafted
     that far; `chain`: the share of those with all tokens up to the position accepted.
     """
-    rows = []
     for place, rounds in _groups(run, run.rounds, "method"):
         for position in range(1, rounds["depth"].max() + 1):
             reached = rounds[rounds["depth"] >= position]
             accepted = int((reached["accepted"] >= position).sum())
             refused = reached["rejected"] & (reached["accepted"] == position - 1)
             tried = accepted + int(refused.sum())
-            rows.append(
-                {
-                    **place,
-                    "position": position,
-                    "tried": tried,
-                    "accepted": accepted,
-                    "acceptance": _share(accepted, tried),
-                    "reached": len(reached),
-                    "chain": _share(accepted, len(reached)),
-                }
-            )
-    return pd.DataFrame(rows)
+            yield {
+                **place,
+                "position": position,
+                "tried": tried,
+                "accepted": accepted,
+                "acceptance": _share(accepted, tried),
+                "reached": len(reached),
+                "chain": _share(accepted, len(reached)),
+            }
 
 
-def phases(run: Run) -> pd.DataFrame:
+@tabled
+def phases(run: Run) -> Iterator[Line]:
     """Milliseconds per new token by phase; `rest` is the part of `total` outside the phases."""
-    rows = []
     for place, calls in _groups(run, run.typical, "batch_size", "method"):
         spent = 1000 * calls[["first", *PHASES, "seconds"]].sum(min_count=1) / calls["tokens"].sum()
         *parts, total = spent
         # Medians of parts need not add up to the median of the whole; 0 is exact.
         rest = max(0.0, round(total - pd.Series(parts).sum(), 9))
         named = dict(zip(("prefill", *PHASES), parts, strict=True))
-        rows.append(place | named | {"rest": rest, "total": total})
-    return pd.DataFrame(rows)
+        yield place | named | {"rest": rest, "total": total}
 
 
-def decoding(run: Run) -> pd.DataFrame:
+@tabled
+def decoding(run: Run) -> Iterator[Line]:
     """Speed after the first tokens and use of memory; `low` and `high` are the extreme calls."""
     frame = run.calls[run.calls["decode_tokens"] > 0]
     frame = frame.assign(
@@ -177,34 +183,36 @@ def decoding(run: Run) -> pd.DataFrame:
         memory=frame["memory"] / 1e9,
     ).assign(share=lambda speeds: speeds["gigabytes_per_second"] / speeds["memory"])
     shown = ["prefill_seconds", "tokens_per_second", "gigabytes_per_second", "memory", "share"]
-    rows = []
     for place, calls in _groups(run, frame, "batch_size", "category", "method"):
         if place["category"] not in run.contexts and run.contexts.keys() != {ALL}:
             continue  # calls at several contexts have no typical speed
         speeds = calls["tokens_per_second"]
         counted = {"context": run.contexts.get(place["category"]), "calls": len(calls)}
         ends = {"low": speeds.min(), "high": speeds.max()}
-        rows.append(place | counted | calls[shown].median().to_dict() | ends)
-    return pd.DataFrame(rows)
+        yield place | counted | calls[shown].median().to_dict() | ends
 
 
-def losslessness(run: Run) -> pd.DataFrame:
+@tabled
+def losslessness(run: Run) -> Iterator[Line]:
     """Texts compared with the baseline's; methods that need not equal it have none."""
-    groups = _groups(run, run.calls, "category", "method")
-    return pd.DataFrame([place | calls[COMPARED].sum().to_dict() for place, calls in groups])
-
-
-def repetition(run: Run) -> pd.DataFrame:
-    """Mean share of 4-grams seen before in the same text, and texts that loop, by category."""
-    rows = []
     for place, calls in _groups(run, run.calls, "category", "method"):
-        texts, loops = (int(calls[name].sum()) for name in ("texts", "loops"))
-        mean = calls["repeated"].sum() / texts
-        rows.append(place | {"texts": texts, "repeated_4grams": mean, "loops": loops})
-    return pd.DataFrame(rows)
+        yield place | calls[COMPARED].sum().to_dict()
 
 
-def predictions(run: Run) -> pd.DataFrame:
+@tabled
+def repetition(run: Run) -> Iterator[Line]:
+    """Mean share of 4-grams seen before in the same text, and texts that loop, by category."""
+    for place, calls in _groups(run, run.calls, "category", "method"):
+        texts, repeated, loops = calls[["texts", "repeated", "loops"]].sum()
+        yield place | {
+            "texts": int(texts),
+            "repeated_4grams": repeated / texts,
+            "loops": int(loops),
+        }
+
+
+@tabled
+def predictions(run: Run) -> Iterator[Line]:
     """Decode speedups of drafting methods over the baseline: predicted from rounds, and measured.
 
     `bound` is 1 / c; NaN if drafts may be looked up, which costs nothing.
@@ -212,7 +220,6 @@ def predictions(run: Run) -> pd.DataFrame:
     table = (
         speedup(run).query("over == @run.baseline").set_index(["batch_size", "category", "method"])
     )
-    rows = []
     for place, rounds in _groups(run, run.rounds, *table.index.names):
         key = tuple(place.values())
         # Several contexts have no common price: their steps take different times.
@@ -223,19 +230,16 @@ def predictions(run: Run) -> pd.DataFrame:
         predicted = gain(rounds, costs)
         measured, low, high = table.loc[key, [*_DECODE]]
         looks_up = not FREE.isdisjoint(run.sources(place["method"]))
-        rows.append(
-            {
-                **place,
-                "predicted": predicted,
-                "measured": measured,
-                "low": low,
-                "high": high,
-                "efficiency": measured / predicted,
-                "draft_cost": costs.draft,
-                "bound": float("nan") if looks_up else speedup_bound(costs.draft),
-            }
-        )
-    return pd.DataFrame(rows)
+        yield {
+            **place,
+            "predicted": predicted,
+            "measured": measured,
+            "low": low,
+            "high": high,
+            "efficiency": measured / predicted,
+            "draft_cost": costs.draft,
+            "bound": float("nan") if looks_up else speedup_bound(costs.draft),
+        }
 
 
 def gain(rounds: pd.DataFrame, costs: CostTable) -> float:
@@ -250,28 +254,25 @@ def gain(rounds: pd.DataFrame, costs: CostTable) -> float:
     return float(plain / paid)
 
 
-def sweeps(run: Run) -> pd.DataFrame:
+@tabled
+def sweeps(run: Run) -> Iterator[Line]:
     """Predicted gain of replayed rounds for every exit and draft length.
 
     `agreement` is that of an exit's most likely token with the target's, `match` that of samples.
     """
-    rows = []
     for sweep in run.sweeps:
         for entry in sweep["exits"]:
             costs = CostTable.from_dict(entry["costs"])
             shares = {name: entry[name] for name in ("exit", "agreement", "match")}
             for length, counts in zip(sweep["draft_lengths"], entry["rounds"], strict=True):
                 rounds, drafted = sum(counts), sum(d * n for d, n in enumerate(counts))
-                rows.append(
-                    {
-                        **shares,
-                        "draft_length": length,
-                        "acceptance_rate": _share(sweep["tokens"] - rounds, drafted),
-                        "tokens_per_pass": sweep["tokens"] / rounds,
-                        "speedup": sweep["tokens"] / costs.cost_of(counts),
-                    }
-                )
-    return pd.DataFrame(rows)
+                yield {
+                    **shares,
+                    "draft_length": length,
+                    "acceptance_rate": _share(sweep["tokens"] - rounds, drafted),
+                    "tokens_per_pass": sweep["tokens"] / rounds,
+                    "speedup": sweep["tokens"] / costs.cost_of(counts),
+                }
 
 
 def exits(run: Run) -> pd.DataFrame:
@@ -305,17 +306,16 @@ def same_text(counts: Mapping[str, Any]) -> str | None:
     return ", ".join(same) or None
 
 
-def categories(run: Run) -> pd.DataFrame:
+@tabled
+def categories(run: Run) -> Iterator[Line]:
     """By kind of prompt, the speedup of each method over the baseline (`of METHOD`)."""
     table = speedup(run)
     first = (table["over"] == run.baseline) & (table["batch_size"] == run.batch_sizes[0])
-    rows = []
-    for category, part in table[first].groupby("category", sort=False):
-        line: dict[str, Any] = {"category": category, "prompts": int(part["prompts"].max())}
+    for category, part in table[first].groupby("category", sort=False) if run.categories else ():
+        line: Line = {"category": category, "prompts": int(part["prompts"].max())}
         for row in part[part["method"] != run.baseline].to_dict("records"):
             line |= {f"of {row['method']}{end}": row[name] for end, name in _NAMED_ENDS.items()}
-        rows.append(line)
-    return pd.DataFrame(rows) if len(rows) > 1 else pd.DataFrame()
+        yield line
 
 
 ENDS = (" low", " high")
@@ -380,3 +380,7 @@ def comparison(runs: Sequence[Run]) -> pd.DataFrame:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else float("nan")
+
+
+def number(value: float | None) -> float:
+    return float("nan") if value is None else float(value)

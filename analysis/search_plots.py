@@ -113,7 +113,7 @@ def search_front(search: search_tables.SearchTables) -> drawing.Plot | None:
     axes = drawing.new_axes(4.6)
     points = axes.scatter(
         table["draft_cost"], table["acceptance"], s=12 if len(table) > MANY else 25,
-        c=table["speedup"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
+        c=table["value"], cmap="cividis", edgecolors=MUTED, linewidths=0.4, label="trials",
     )  # fmt: skip
     axes.figure.colorbar(points, ax=axes, label=VALUE)
     front = table[table["front"]].sort_values(["draft_cost", "acceptance"])
@@ -130,7 +130,7 @@ def search_front(search: search_tables.SearchTables) -> drawing.Plot | None:
     names = drawing.listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
     alt = (
         f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
-        f"dominated; the best has a value of {table['speedup'].max():.2f}. "
+        f"dominated; the best has a value of {table['value'].max():.2f}. "
         f"{names or 'No finalist drafts'}."
     )
     cost, alpha = "c: draft step / target step", "alpha: a draft token is accepted"

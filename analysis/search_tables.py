@@ -6,7 +6,7 @@ drafts and a cost table); measured ones are timed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from layerskip.analysis.labels import labels_of, printable, ranges, slug_of
-from layerskip.analysis.run_tables import same_text
+from layerskip.analysis.run_tables import Line, number, same_text, tabled
 from layerskip.files.searches import read_search
 
 PAYS = 1.005
@@ -90,18 +90,21 @@ def progress(document: Mapping[str, Any]) -> pd.DataFrame:
 
 _TRIAL_COLUMNS = [
     "number", "origin", "state", "left_out", "attention", "mlp", "rounded", "draft_vocabulary",
-    "speedup", "acceptance", "draft_cost", "bound", "draft_length", "positions", "seconds",
+    "value", "predicted", "acceptance", "draft_cost", "bound", "draft_length", "positions",
+    "seconds",
 ]  # fmt: skip
 
 
 def trials(search: SearchTables) -> pd.DataFrame:
     """Every trial, best first; a failed one has no numbers.
 
-    `front`: no other trial accepts as much at a lower cost.
+    `value`: its speedup; `predicted`: the speedup of a finalist, which is another number; `front`:
+    no other trial accepts as much at a lower cost.
     """
-    rows = []
+    rows, finalists = [], {each["trial"]: each for each in search.document["finalists"]}
     for trial in search.document["trials"]:
-        row = {key: trial.get(key) for key in _TRIAL_COLUMNS}
+        row = {key: trial.get(key) for key in _TRIAL_COLUMNS} | {"value": trial.get("speedup")}
+        row["predicted"] = finalists.get(trial["number"], {}).get("predicted")
         if trial["state"] == "complete":
             row |= {**_sets(trial), "bound": 1 / trial["draft_cost"]}
         rows.append(row)
@@ -110,14 +113,7 @@ def trials(search: SearchTables) -> pd.DataFrame:
     frame = frame.astype(dict.fromkeys(_TRIAL_COLUMNS[first:], float))
     frame = frame.astype({"left_out": "Int64"})
     frame["front"] = front(frame["draft_cost"].to_numpy(), frame["acceptance"].to_numpy())
-    return frame.sort_values(["speedup", "number"], ascending=[False, True], ignore_index=True)
-
-
-def valued(search: SearchTables) -> pd.DataFrame:
-    """`trials` with their speedup as `value`, and the speedup `predicted` for finalists."""
-    predicted = {each["trial"]: each["predicted"] for each in search.document["finalists"]}
-    table = search.trials.rename(columns={"speedup": "value"})
-    return table.assign(predicted=table["number"].map(predicted).astype(float))
+    return frame.sort_values(["value", "number"], ascending=[False, True], ignore_index=True)
 
 
 def best(search: SearchTables) -> Mapping[str, Any] | None:
@@ -141,6 +137,7 @@ def front(costs: NDArray[np.float64], acceptances: NDArray[np.float64]) -> NDArr
     return on
 
 
+ROLES = ("winner", "best_exit")
 PREDICTED = ("predicted", "predicted_low", "predicted_high")
 _CONFIRMED = (
     "low", "high", "tokens_per_second", "prompts", "repeats", "acceptance_rate", "compared",
@@ -148,40 +145,36 @@ _CONFIRMED = (
 )  # fmt: skip
 
 
-def finalists(search: SearchTables) -> pd.DataFrame:
+@tabled
+def finalists(search: SearchTables) -> Iterator[Line]:
     """The finalists in the file's order: priced, and measured if they were timed.
 
     `efficiency` = measured / predicted.
     """
-    rows = []
-    for finalist in search.document["finalists"]:
-        done = finalist["confirmed"] or {}
+    document = search.document
+    for finalist in document["finalists"]:
+        done, name, how = finalist["confirmed"] or {}, finalist["name"], finalist["decoding"]
         measured = number(done.get("speedup"))
-        roles = {"winner": "winner", "best_exit": "best exit"}
-        name = finalist["name"]
-        role = ", ".join(w for key, w in roles.items() if search.document[key] == name)
-        rows.append(
-            {
-                "name": name,
-                "role": role,
-                "finalist": f"{name} ({role})" if role else name,
-                "trial": finalist["trial"],
-                **_sets(finalist),
-                "alpha": number(finalist["alpha"]),
-                "draft_cost": finalist["draft_cost"],
-                "bound": 1 / finalist["draft_cost"],
-                **finalist["decoding"],
-                "controller": _controller(**finalist["decoding"]),
-                "drafts": _drafts(finalist["decoding"]),
-                "lookup": bool(finalist["decoding"].get("lookup")),
-                **{name: number(finalist.get(name)) for name in PREDICTED},
-                "measured": measured,
-                "efficiency": measured / finalist["predicted"],
-                **{name: number(done.get(name)) for name in _CONFIRMED},
-                "same_text": same_text(done),
-            }
-        )
-    return pd.DataFrame(rows)
+        role = ", ".join(key.replace("_", " ") for key in ROLES if document[key] == name)
+        yield {
+            "name": name,
+            "role": role,
+            "finalist": f"{name} ({role})" if role else name,
+            "trial": finalist["trial"],
+            **_sets(finalist),
+            "alpha": number(finalist["alpha"]),
+            "draft_cost": finalist["draft_cost"],
+            "bound": 1 / finalist["draft_cost"],
+            **how,
+            "controller": _controller(**how),
+            "drafts": _drafts(how),
+            "lookup": bool(how.get("lookup")),
+            **{key: number(finalist.get(key)) for key in PREDICTED},
+            "measured": measured,
+            "efficiency": measured / finalist["predicted"],
+            **{key: number(done.get(key)) for key in _CONFIRMED},
+            "same_text": same_text(done),
+        }
 
 
 def _drafts(decoding: Mapping[str, Any]) -> str:
@@ -210,7 +203,3 @@ def _sets(draft: Mapping[str, Any]) -> dict[str, Any]:
         "mlp": ranges(skipped["mlp"]),
         "rounded": rounded,
     }
-
-
-def number(value: float | None) -> float:
-    return float("nan") if value is None else float(value)

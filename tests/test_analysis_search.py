@@ -171,8 +171,8 @@ def test_pictures_say_their_numbers(tmp_path):
     progress, strip, front, skip_map = search_plots.search_plots(search)
     table = search.complete
     assert f"{table['front'].sum()} of them not dominated" in front.alt
-    assert f"value of {table['speedup'].max():.2f}" in front.alt
-    assert f"so far: {table['speedup'].max():.3f} after 119 trials and 95 seconds" in progress.alt
+    assert f"value of {table['value'].max():.2f}" in front.alt
+    assert f"so far: {table['value'].max():.3f} after 119 trials and 95 seconds" in progress.alt
     winner = next(f for f in document["finalists"] if f["name"] == document["winner"])
     assert winner["trial"] != table["number"].iloc[0]  # the trial of the highest value
     assert f"{winner['name']} leaves out attention " in strip.alt
@@ -222,17 +222,12 @@ UNTIMED = made.made_up(confirm=False)
     [
         (made.made_up(),
          ["Run `layerskip generate tiny --prompt TEXT --do-sample --temperature 0.8 --skip ",
-          "without --skip (1.02 times", "sublayers of tiny", ", n = 6;", "c = 0.",
+          "without --skip (1.02 times", "of 24 sublayers (sampled", ", n = 6;",
           "119 trials finished, 103 of them guided (1 ",
           "2,097,151", "skip.json", "6 leave the"], "--no-draft"),
-        (changed(skipped={"attention": [*range(12)], "mlp": []},
-                 rounded=LOW | {"attention": []}, trained="healed"),
-         ["skips 12 of 24 sublayers of tiny and runs the others in 8 bits, with healed"],
-         "--no-draft"),
         (changed(skipped={"attention": [4, 5], "mlp": []}, rounded=LOW),
-         ["skips 2 of 24 sublayers of tiny and runs 14 of the other 22 in 8 bits"], "them in"),
-        (changed(skipped={"attention": [], "mlp": []}, rounded=LOW),
-         ["runs all 24 sublayers of tiny, 14 of them in 8 bits"], "other"),
+         ["leaves out 2 of 24 sublayers and runs in 8 bits: attention 0, 2, MLP 0-11, head ("],
+         "--no-draft"),
         (made.made_up() | {"prompts": made.made_up()["prompts"] | {"chat": True}},
          ["--prompt TEXT --chat --do-sample"], "±"),
         (changed(speedup=1.9, low=1.8, high=2.0, prompts=20), ["1.90 times"], "uncertain"),
@@ -304,10 +299,10 @@ def test_only_a_finalists_speedup_is_called_predicted(tmp_path):
     document["finalists"][0]["decoding"] |= {"threshold": 0.4, "lookup": True}
     document["finalists"][0]["predicted"] = 3.15
     search = loaded(tmp_path, document)
-    table, finalists = search_tables.valued(search), search_tables.finalists(search)
+    table, finalists = search.trials, search_tables.finalists(search)
     named = table.dropna(subset=["predicted"]).set_index("number")["predicted"]
     assert named.to_dict() == finalists.set_index("trial")["predicted"].to_dict()
-    assert table["value"].tolist()[0] == search.trials["speedup"].max() != 3.15
+    assert table["value"].tolist()[0] == table["value"].max() != 3.15
     assert finalists["drafts"].iloc[0] == "expected-gain, up to 8, threshold 0.4, lookups"
     pictures = search_plots.search_plots(search)
     assert not any("predicted" in plot.alt for plot in pictures)
