@@ -126,13 +126,6 @@ def test_a_sweep_replays_a_grid_and_times_its_best(model, tasks, tmp_path):
     }
 
 
-@pytest.mark.parametrize("grid", ["exits=2..6,lengths=1..2", "exits=0..2,lengths=1..2", "2..4"])
-def test_grids_that_are_none(model, tasks, tmp_path, grid):
-    flags = ("--prompts", tasks / "math.jsonl", "--sweep", grid)
-    line = refused(*words(model, tmp_path / "run.jsonl", *flags))
-    assert "--sweep must be like exits=2..12,lengths=1..8, with exits in 1..5 for this" in line
-
-
 # ---- llama.cpp ----
 
 

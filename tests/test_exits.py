@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refused
 from letters import Letters
 from marks import slow
 from models import lively_model, prompt, tiny_model
@@ -264,41 +263,6 @@ def test_random_weights_learn_the_text(tmp_path, texts):
 
 
 # ---- What is refused ----
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--exits 4,x", "--exits must be all, or layers with commas, such as 4,8; got '4,x'"),
-        ("--exits 4,16", "exits must be in 1..15 for this model, got [4, 16]"),
-        ("--dropout 1", "dropout must be 0 or more and less than 1, got 1"),
-        ("--keep -1", "keep must be 0 or more and less than inf, got -1"),
-        ("--tokens 4", "--tokens needs --draft KIND; leave it out"),
-        ("--config c.json", "--config needs --init random; leave it out"),
-        ("--init random --loss kl", "random weights are trained towards the text: loss ce"),
-        ("--init random --config short.txt", "--config short.txt is not a configuration: "),
-        ("--init random --prompts long.txt", "random weights cannot answer prompts; give --texts"),
-        ("--draft heads", "--draft needs --recipe draft; leave it out"),
-        ("--execution fused", "--execution needs --draft KIND; leave it out"),
-        ("--recipe draft --draft heads --lora 4", "--lora needs --recipe exits; leave it out"),
-        ("--texts none.txt", "cannot read texts none.txt: No such file or directory"),
-        ("--texts bad.jsonl", 'texts bad.jsonl, line 1: a line must be an object with "text"'),
-        ("--texts short.txt", "tokens, too few for 4 windows of 256 to train on and one to judge"),
-        ("--lora 4", "--lora needs peft, which is not installed: pip install peft"),
-    ],
-)
-def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
-    """Nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    (tmp_path / "short.txt").write_text("too short\n")
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
-    (tmp_path / "long.txt").write_text("import os  # and so on\n" * 1000)
-    given = flags.split()
-    for name, value in (("output", "out"), ("texts", "long.txt"), ("recipe", "exits")):
-        given += [] if f"--{name}" in given else [f"--{name}", value]
-    assert message in refused("train", "demo-gemma2", "--steps", "1", *given)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_runs_whole_is_refused(tmp_path, texts):

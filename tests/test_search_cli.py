@@ -459,37 +459,6 @@ def test_a_second_command_does_not_run_beside_the_first(
 # ---- Bad input ----
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (("--timeout", "nan"), "--timeout must be finite, got nan"),
-        (("--max-new-tokens", 1000), "must be at most 256 tokens for this model, got 1006"),
-    ],
-)
-def test_bad_flags(folder, prompts, tmp_path, more, expected):
-    output = tmp_path / "out"
-    assert expected in refused(*flags(folder, prompts, output, *more))
-    assert not output.exists() or list(output.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("w5 w6\n" * 5, "a search needs at least 6 prompts, a third of them to time the best"),
-        ("w7 " * 240 + "\n" + "w5\n" * 5, "must be at most 256 tokens for this model, got 264"),
-    ],
-    ids=["few", "long"],
-)
-def test_bad_prompts(folder, tmp_path, content, expected):
-    path, output = tmp_path / "p.txt", tmp_path / "out"
-    path.write_text(content)
-    assert expected in refused(*flags(folder, path, output))
-    assert not output.exists() or list(output.iterdir()) == []
-    path.write_text("w5 w6\n")
-    reason = refused(*flags(folder, path, output, "--no-confirm"))
-    assert reason == "a search needs at least 2 prompts, got 1; give more"
-
-
 def test_an_output_that_is_a_file(folder, prompts, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "is a file; give a folder" in refused(*flags(folder, prompts, tmp_path / "file"))

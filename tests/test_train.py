@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import refused
 from letters import Letters
 from marks import thorough
 from models import assistant_config, lively_model, tiny_model
@@ -468,32 +467,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
     other = source(model, given=prompts(10)[1:])  # as many
     with pytest.raises(ValueError, match="holds a training with another hash of prompts"):
         Training(Sublayers(model, "fused"), other, Recipe(tokens=640, **HOW), tmp_path / "a")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--prompts", "a", "--texts", "b"], "give --prompts or --texts, not both"),
-        (["--prompts", "empty.txt"], "prompts empty.txt are empty"),
-        (["--output", "empty.txt"], "--output empty.txt is a file; give a folder"),
-        (["--output", "empty.txt/x"], "--output empty.txt/x cannot be made: "),
-        (["--tokens", "0"], "should be greater than or equal to 1"),
-        (["--minutes", "-1"], "--minutes must be more than 0 minutes and finite, got -1"),
-        (["--rate", "-1"], "rate must be 0 or more and finite, got -1"),
-        (["--draft", "assistant"], "--draft assistant needs --start NAME"),
-        (["--start", "x"], "--start needs --draft assistant or eagle3; leave it out with heads"),
-        (["--exit-layer", "2"], "--exit-layer needs --draft exit-block; leave it out with heads"),
-        (["--recipe", "draft"], "--recipe draft needs --draft KIND, one of exit-block, "),
-        (["--exit-layer", "30", "--draft", "exit-block"], "exit_layer must be in 1..23"),
-    ],
-)
-def test_the_command_refuses_in_one_line(flags, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").touch()
-    command = ["train", "demo-llama", *flags]
-    command += [] if "--output" in flags else ["--output", "out"]
-    command += [] if {"--draft", "--recipe"} & {*flags} else ["--draft", "heads"]
-    assert message in refused(*command)
 
 
 # ---- Assistants ----
