@@ -606,6 +606,7 @@ class TestRefusals:
             ("completions", {"top_k": 2**63}, "top_k", "less than"),
             ("completions", {"prompt": "a" * 24_000}, "prompt", "24000 characters, more than"),
             ("completions", {"seed": "5"}, "seed", "valid integer"),
+            ("completions", {"seed": -1}, "seed", "greater than or equal to 0, got -1"),
             ("completions", {"stop_token_ids": [-1]}, "stop_token_ids", "token ids must be"),
             ("completions", {"temperature": -1e-9}, "temperature", "greater than or equal to 0"),
             ("completions", {"stop": [""]}, "stop.0", "at least 1 character"),

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from layerskip.serving.requests import Refusal
 
-_SEEDS, _LARGE = 2**63, 2**31 - 1
+_LARGE = 2**31 - 1
 # Fields about the client or the connection, which do not affect the answer.
 _ABOUT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # Fields about other servers' caches and models.
@@ -233,7 +233,7 @@ class GenerationRequest(Fields):
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    seed: int | None = Field(None, ge=-_SEEDS, lt=_SEEDS)
+    seed: int | None = Field(None, ge=0, lt=2**63)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] = []
     max_tokens: int | None = Field(None, ge=0, le=_LARGE)
     max_completion_tokens: int | None = Field(None, ge=1, le=_LARGE)
