@@ -218,7 +218,7 @@ def test_what_is_no_file_of_a_report_is_refused_and_told(tmp_path):
         (tmp_path, "holds none of these: a report is made of"),
         (other, "cannot be reported: a report is made of records of runs (.jsonl), search.json"),
         (drafts, "drafts.json cannot be reported"),
-        (cut, "cut.json is cut off or not JSON"),
+        (cut, "cut.json: it is cut off or not JSON"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             write_report([path], tmp_path / "report")

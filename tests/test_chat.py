@@ -262,7 +262,7 @@ def test_errors_command_no_terminal_either(monkeypatch):
         ask = ["chat", "--json-schema", "no\x1b[2J.json"]
         assert cli.app(ask, standalone_mode=False) == 2
         name = r"no\x1b[2J.json" if stderr.isatty() else "no\x1b[2J.json"
-        assert f"--json-schema {name} cannot be read" in stderr.getvalue()
+        assert f"cannot read --json-schema {name}: " in stderr.getvalue()
 
 
 def test_columns_keep_within_a_narrow_terminal(monkeypatch):

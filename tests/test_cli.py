@@ -220,7 +220,7 @@ def test_a_prompt_may_come_from_standard_input(folder, expected, flags):
     assert result.stdout == tiny_tokenizer().decode(expected) + "\n"
     result = run(*arguments, stdin=b"\xff")
     assert result.exit_code == 2
-    assert "standard input is not UTF-8: invalid start byte at byte 0" in result.stderr
+    assert "standard input: not UTF-8: invalid start byte at byte 0" in result.stderr
 
 
 def test_prompts_may_come_from_standard_input(folder, tmp_path):

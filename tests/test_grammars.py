@@ -461,7 +461,7 @@ def test_the_command_line_keeps_texts_to_grammars(tmp_path):
     assert re.fullmatch("(yes|no)!", document(run(*ask, "--regex", "(yes|no)!", "--json"))["text"])
     for flags, message in (
         (("--json-schema", schema, "--regex", "a"), "give --json-schema or --regex, not both"),
-        (("--json-schema", tmp_path), "cannot be read"),
+        (("--json-schema", tmp_path), "cannot read --json-schema"),
         (("--regex", "("), "llguidance refuses the grammar"),
     ):
         assert message in refused(*ask, *flags)

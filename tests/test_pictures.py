@@ -276,7 +276,7 @@ class TestCommands:
         assert second == expected(loaded, talk)
         messages = json.loads(saved.read_text())["messages"]
         assert [each["content"] for each in messages] == ["w5 w7", first, "w8", second]
-        assert "picture no cannot be read" in result.stderr
+        assert "cannot read picture no: " in result.stderr
 
     def test_files_of_requests_show_pictures(self, folder, loaded, tmp_path):
         body = {"messages": [asked("w5 w7", picture(1))], "max_tokens": NEW}
@@ -294,7 +294,7 @@ class TestCommands:
         bad.write_text("no picture")
         assert refused("generate", "--prompt", "a", "--image", bad).startswith(f"picture {bad}: ")
         words = refused("chat", "--image", tmp_path / "none")
-        assert words == f"picture {tmp_path / 'none'} cannot be read: No such file or directory"
+        assert words == f"cannot read picture {tmp_path / 'none'}: No such file or directory"
 
 
 def test_a_session_keeps_the_keys_of_pictures(loaded):

@@ -14,7 +14,7 @@ from typer.models import OptionInfo
 
 from layerskip.config.registry import ADAPTIVE, ControllerName
 from layerskip.config.skips import COLDEST, DecodingOptions, LowPrecision, SkipConfig
-from layerskip.files.reading import read_text
+from layerskip.files.reading import errors_of, read_text
 
 if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
@@ -438,15 +438,11 @@ def load_skips(paths: Sequence[str] | None, entry: str | None) -> dict[str, Skip
 
 def text_in(name: str, path: Path) -> str:
     """Read the text file that the flag `name` points to."""
-    try:
+    with errors_of(f"{name} {path}"):
         text = read_text(path).decode()
-    except OSError as error:
-        raise ValueError(f"{name} {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} {path} is not UTF-8: {error}") from error
-    if not text:
-        raise ValueError(f"{name} {path} is empty; give a file with text")
-    return text
+        if not text:
+            raise ValueError("it is empty; give a file with text")
+        return text
 
 
 def warn_idle(flags: dict[str, Any], reason: str) -> None:

@@ -13,6 +13,7 @@ from layerskip.cli import flags, terminal
 from layerskip.cli.flags import flag, switch
 from layerskip.cli.inputs import read_given, read_pictures, spoken
 from layerskip.cli.opening import open_decoding
+from layerskip.files.reading import errors_of
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import decode_text, plural
 
@@ -139,12 +140,8 @@ def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
                 raise ValueError(f"prompt {each.id} has a form of its own; use layerskip run")
         return chosen
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        try:
+        with errors_of("standard input"):
             prompt = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n") or None
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"standard input is not UTF-8: {error.reason} at byte {error.start}"
-            ) from error
     if prompt is None:
         raise ValueError(
             "give --prompt TEXT, --prompts FILE or text on standard input; got none of them"

@@ -11,7 +11,7 @@ from typing import Any
 
 from layerskip.cli.terminal import Talk
 from layerskip.config.shipped import NAMED_PROMPTS, SHIPPED, SHIPPED_PROMPTS
-from layerskip.files.reading import read_text
+from layerskip.files.reading import errors_of, read_text
 from layerskip.texts.pictures import read_picture
 from layerskip.texts.prompts import Prompt, by_category, read_prompts
 
@@ -72,12 +72,8 @@ def read_pictures(paths: Sequence[Path] | None) -> list[Any]:
     """Read the --image files. Called before the model is loaded, so that errors come early."""
     pictures = []
     for path in paths or ():
-        try:
+        with errors_of(f"picture {path}"):
             pictures.append(read_picture(read_text(path)))
-        except OSError as error:
-            raise ValueError(f"picture {path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"picture {path}: {error}") from error
     return pictures
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from layerskip.config.low_precision import LowPrecision, Trained
 from layerskip.config.registry import ADAPTIVE
 from layerskip.files import schema
-from layerskip.files.reading import read_file
+from layerskip.files.reading import errors_of, read_file
 from layerskip.files.schema import flag, has, integer, mapping, name_text, number, optional, version
 from layerskip.files.writing import write_text
 
@@ -292,13 +292,9 @@ class SkipConfig:
         path = Path(path)
         path = path / "skip.json" if path.is_dir() else path
         folder = path.absolute().parent
-        try:
+        with errors_of(f"skip config {path}"):
             content = _entry(schema.parse_characters(read_file(path)), entry)
             return cls.from_dict(content)._weights_at(lambda name: folder / name)
-        except OSError as error:
-            raise ValueError(f"cannot read skip config {path}: {error.strerror}") from error
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"skip config {path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to `path` atomically, with trained weights as a relative path.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-from layerskip.files.reading import read_file
+from layerskip.files.reading import errors_of, read_file
 from layerskip.files.schema import mapping, parse
 
 FileKind = Literal["run", "search", "training", "exits", "other"]
@@ -55,14 +55,11 @@ def read(
         ValueError: the file cannot be read or is incomplete, or `check` rejects it; names the file
             and the reason in one line.
     """
-    try:
-        document: dict[str, Any] = mapping(parse(read_file(path)), f"a {what}")
+    with errors_of(f"{what} {path}"):
+        try:
+            document: dict[str, Any] = mapping(parse(read_file(path)), f"a {what}")
+        except json.JSONDecodeError as error:
+            reason = f"it is cut off or not JSON (line {error.lineno})"
+            raise ValueError(f"{reason}{advice}") from error
         check(document)
-    except OSError as error:
-        raise ValueError(f"cannot read {what} {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        reason = f"is cut off or not JSON (line {error.lineno})"
-        raise ValueError(f"{what} {path} {reason}{advice}") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} {path}: {error}") from error
     return document

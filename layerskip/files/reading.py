@@ -1,10 +1,12 @@
-"""Reads whole files named by the user; refuses implausibly large ones."""
+"""Reads whole files named by the user; refuses implausibly large ones, and names those in error."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LARGEST = 1 << 30
@@ -27,6 +29,19 @@ def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
         what = f"it has {status.st_size:,} bytes, and such a file has {most:,} at most"
         raise OSError(errno.EFBIG, what, str(path))
     return Path(path).read_bytes()
+
+
+@contextmanager
+def errors_of(what: str, advice: str = "") -> Iterator[None]:
+    """Turn an error about a file, or a part of it, into a ValueError of one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot read {what}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}{advice}") from error
 
 
 def read_text(path: str | os.PathLike[str]) -> bytes:

@@ -19,7 +19,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from layerskip.files import schema
-from layerskip.files.reading import read_file
+from layerskip.files.reading import errors_of, read_file
 from layerskip.files.schema import COUNT, Check, Maybe, flag, has, integer, items, optional, text
 
 SCHEMA = 1
@@ -82,10 +82,8 @@ def begins_as_run(path: Path) -> bool:
 
 
 def _run(path: Path) -> RunFile | None:
-    try:
+    with errors_of(f"records {path}"):
         data = read_file(path, 1 << 34)
-    except OSError as error:
-        raise ValueError(f"cannot read records {path}: {error.strerror}") from error
     *lines, rest = data.split(b"\n")
     if not lines and not (rest.startswith(_START) or _START.startswith(rest)):
         raise ValueError(f"{path} is not a file of records: it does not start with a header")
@@ -96,7 +94,7 @@ def _run(path: Path) -> RunFile | None:
     for number, raw in enumerate(lines, 1):
         if not raw.strip():
             continue
-        try:
+        with errors_of(f"records {path}, line {number}"):
             line = schema.mapping(schema.parse(raw), "a line")
             if header is None:
                 header = _header(line)
@@ -113,8 +111,6 @@ def _run(path: Path) -> RunFile | None:
                     continue
                 seen.add(key_of(line))
             by_kind[kind].append(line)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"records {path}, line {number}: {error}") from error
     if header is None:
         return None
     records, sweeps = map(tuple, by_kind.values())

@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from layerskip.config.skips import Trained
-from layerskip.files.reading import read_file
+from layerskip.files.reading import errors_of, read_file
 from layerskip.files.writing import replacing
 from layerskip.weights.fingerprint import fingerprint
 
@@ -37,12 +37,8 @@ def trained_weights(model: nn.Module, trained: Trained) -> Weights:
             f"the trained draft {trained.weights} belongs to a model with other weights "
             f"({trained.base}, got {base}); train one for this model with `layerskip train --draft`"
         )
-    try:
+    with errors_of(f"the trained draft {trained.weights}"):
         data = read_file(trained.weights, _largest(model))
-    except OSError as error:
-        raise ValueError(
-            f"cannot read the trained draft {trained.weights}: {error.strerror}"
-        ) from error
     digest = hashlib.sha256(data).hexdigest()
     if digest != trained.hash:
         raise ValueError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from layerskip.files.locking import alone, held
+from layerskip.files.reading import errors_of
 from layerskip.files.schema import mapping, parse
 from layerskip.files.writing import add_lines, naming, replacing
 from layerskip.serving.answers import Answer
@@ -117,14 +118,10 @@ def _read_rows(path: Path) -> dict[str, Row]:
     *lines, last = data.split(b"\n")
     rows = {}
     for number, line in enumerate(lines, 1):
-        try:
+        with errors_of(f"{path}, line {number}", "; correct the line, or give another --output"):
             row = mapping(parse(line), "a row")
             if not isinstance(row.get("id"), str) or not row.keys() & {"text", "response", "error"}:
                 raise ValueError("a row must have an id, and a text or an error")
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}, line {number}: {error}; correct the line, or give another --output"
-            ) from error
         rows[row["id"]] = row
     if not last.startswith(_BEGIN[: len(last)]):  # not the beginning of a row
         raise ValueError(f"{path}, line {len(lines) + 1}: not a row of run; give another --output")

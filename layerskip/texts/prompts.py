@@ -10,7 +10,7 @@ from reprlib import repr as shown
 from typing import Any
 
 from layerskip.files import schema
-from layerskip.files.reading import read_text
+from layerskip.files.reading import errors_of, read_text
 from layerskip.files.schema import anything, has, integer, items, mapping, name_text, optional
 from layerskip.texts.pictures import showing
 
@@ -78,14 +78,8 @@ def read_prompts(path: str | os.PathLike[str], *, strict: bool = False) -> list[
             message names the file and the line.
     """
     path = Path(path)
-    try:
+    with errors_of(f"prompts {path}"):
         lines = read_text(path).decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise ValueError(f"cannot read prompts {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"prompts {path} are not UTF-8: {error.reason} at byte {error.start}"
-        ) from error
     numbered = [(n, line.rstrip("\r")) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ValueError(f"prompts {path} are empty; give at least one prompt")
@@ -93,12 +87,10 @@ def read_prompts(path: str | os.PathLike[str], *, strict: bool = False) -> list[
         return [Prompt(id=str(number), text=line) for number, line in numbered]
     prompts: dict[str, Prompt] = {}
     for number, line in numbered:
-        try:
+        with errors_of(f"prompts {path}, line {number}"):
             prompt = _parse(line, number, strict)
             if prompt.id in prompts:
                 raise ValueError(f"id must be unique, got {prompt.id!r} again")
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"prompts {path}, line {number}: {error}") from error
         prompts[prompt.id] = prompt
     return list(prompts.values())
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from layerskip.files.reading import errors_of
 from layerskip.files.schema import parse_characters, text
 from layerskip.files.writing import replacing
 from layerskip.texts.prompts import JSON_SUFFIXES
@@ -33,29 +34,22 @@ def documents(path: Path) -> Iterator[str]:
     Raises:
         ValueError: the file cannot be read, or a line is wrong.
     """
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            if path.suffix in JSON_SUFFIXES:
-                for number, line in enumerate(file, 1):
-                    if line.strip() and (document := _text_of(line, path, number)).strip():
+    with errors_of(f"texts {path}"), path.open(encoding="utf-8-sig") as file:
+        if path.suffix in JSON_SUFFIXES:
+            for number, line in enumerate(file, 1):
+                with errors_of(f"line {number}"):
+                    if line.strip() and (document := _text_of(line)).strip():
                         yield document
-                return
-            while lines := "".join(islice(file, LINES)):
-                yield lines
-    except OSError as error:
-        raise ValueError(f"cannot read texts {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"texts {path} are not UTF-8: {error.reason}") from error
+            return
+        while lines := "".join(islice(file, LINES)):
+            yield lines
 
 
-def _text_of(line: str, path: Path, number: int) -> str:
-    try:
-        document = parse_characters(line)
-        if not isinstance(document, dict) or "text" not in document:
-            raise ValueError('a line must be an object with "text"')
-        return str(text(document["text"], "text"))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"texts {path}, line {number}: {error}") from error
+def _text_of(line: str) -> str:
+    document = parse_characters(line)
+    if not isinstance(document, dict) or "text" not in document:
+        raise ValueError('a line must be an object with "text"')
+    return str(text(document["text"], "text"))
 
 
 def tokenised(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
