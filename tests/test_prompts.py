@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
             read_prompts(path)
     path = tmp_path / "latin.txt"
     path.write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt : not UTF-8: .* at byte 3"):
+    with pytest.raises(ValueError, match=r"latin\.txt: not UTF-8: .* at byte 3"):
         read_prompts(path)
 
 

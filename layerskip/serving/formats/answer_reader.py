@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -156,13 +157,12 @@ class Reader:
     def _go_on(self, last: bool) -> bool:
         """Continue after a call: with another one, or with something else."""
         assert self._format is not None
-        follows = self._format.another(self._text)
-        if follows is not None:
-            self._mark, self._text = self._text[:follows], self._text[follows:]
+        if follows := re.match(self._format.between, self._text):
+            self._mark, self._text = follows[0], self._text[follows.end() :]
             self._call, self._told = self._format.call(), None
             return True
         if not last and not self._text.strip(", ;\n"):
             return False
-        self._text, self._between = self._format.after(self._text), False
+        self._text, self._between = re.sub(self._format.after, "", self._text), False
         self._fresh = True
         return bool(self._text)

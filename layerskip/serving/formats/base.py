@@ -47,10 +47,15 @@ class Format(ABC):
 
     Attributes:
         begin: the mark at the beginning of a call.
+        bare: a pattern of what begins a call without its mark, where an answer begins.
+        between: a pattern of what stands between a call and another one without its mark.
+        after: a pattern of what belongs to the calls behind the last one.
         marks: texts of tokens to read even if a tokenizer calls them special.
     """
 
     begin: str
+    bare = between = r"(?!)"  # matches nothing
+    after = ""
     marks: Sequence[str] = ()
 
     def in_template(self, template: str) -> bool:
@@ -68,15 +73,10 @@ class Format(ABC):
             first: whether nothing but spaces precedes it.
         """
         place = text.find(self.begin)
-        return None if place < 0 else (place, place + len(self.begin))
-
-    def another(self, rest: str) -> int | None:
-        """Where the next call without its own mark begins in the text after a call, or None."""
-        return None
-
-    def after(self, rest: str) -> str:
-        """The text after the last call, without parts that belong to the calls."""
-        return rest
+        if place < 0:
+            bare = re.match(self.bare, text) if first else None
+            return None if bare is None else bare.span()
+        return place, place + len(self.begin)
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:

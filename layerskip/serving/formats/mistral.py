@@ -42,6 +42,7 @@ class _Call(base.Call):
 
 class Mistral(base.Format):
     begin = "[TOOL_CALLS]"
+    between, after = r"\s*,\s*(?=\{)", r"^\s*\]"
     marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def __init__(self, named: bool = False) -> None:
@@ -52,13 +53,6 @@ class Mistral(base.Format):
 
     def call(self) -> base.Call:
         return _Call()
-
-    def another(self, rest: str) -> int | None:
-        parted = re.match(r"\s*,\s*(?=\{)", rest)
-        return None if parted is None else parted.end()
-
-    def after(self, rest: str) -> str:
-        return re.sub(r"^\s*\]", "", rest)
 
     def grammar(self, tools: Sequence[base.Tool], several: bool, mark: base.Mark) -> str:
         begin = mark(self.begin)
