@@ -21,6 +21,7 @@ from typing import Any
 from layerskip.files import schema
 from layerskip.files.reading import errors_of, read_file
 from layerskip.files.schema import COUNT, Check, Maybe, flag, has, integer, items, optional, text
+from layerskip.files.writing import add_lines
 
 SCHEMA = 1
 
@@ -41,9 +42,8 @@ class RunFile:
     records: tuple[Line, ...]
     """In the file's order; only the first of records with equal keys."""
     sweeps: tuple[Line, ...]
-    whole_bytes: int
-    """Length of the file without an incomplete last line."""
     cut_off: bool
+    """Whether the last line is incomplete."""
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
@@ -87,7 +87,6 @@ def _run(path: Path) -> RunFile | None:
     *lines, rest = data.split(b"\n")
     if not lines and not (rest.startswith(_START) or _START.startswith(rest)):
         raise ValueError(f"{path} is not a file of records: it does not start with a header")
-    whole_bytes = len(data) - len(rest)
     header: Line | None = None
     by_kind: dict[str, list[Line]] = {"record": [], "sweep": []}
     seen: set[Key] = set()
@@ -114,7 +113,7 @@ def _run(path: Path) -> RunFile | None:
     if header is None:
         return None
     records, sweeps = map(tuple, by_kind.values())
-    return RunFile(path, header, records, sweeps, whole_bytes, bool(rest))
+    return RunFile(path, header, records, sweeps, bool(rest))
 
 
 _METHOD = has(
@@ -273,7 +272,7 @@ class RunWriter:
     """Appends to a run file line by line, so that a killed run keeps its measurements.
 
     Args:
-        earlier: the result of `read_unfinished`. Its header stays; an incomplete line is removed.
+        earlier: the result of `read_unfinished`. Its header stays; an incomplete line is replaced.
 
     Raises:
         ValueError: the file's settings differ from those of `header`; names the differences.
@@ -290,16 +289,12 @@ class RunWriter:
                     + "; give another --output, or the same settings to resume it"
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("wb" if earlier is None else "r+b")
+        self._file = self.path.open("w+b" if earlier is None else "a+b")
         if earlier is None:
             self.write(header)
-        else:
-            self._file.truncate(earlier.whole_bytes)
-            self._file.seek(0, os.SEEK_END)
 
     def write(self, line: Line) -> None:
-        self._file.write(_dumps(line).encode() + b"\n")
-        self._file.flush()
+        add_lines(self._file, _dumps(line).encode() + b"\n")
 
     def __enter__(self) -> RunWriter:
         return self
