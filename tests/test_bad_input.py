@@ -131,8 +131,8 @@ REFUSED = {  # by command
         ("--minutes -1", "--minutes must be more than 0 minutes and finite, got -1"),
         ("--rate -1", "rate must be 0 or more and finite, got -1"),
         ("--draft assistant", "--draft assistant needs --start NAME"),
-        ("--start x", "--start needs --draft assistant or eagle3; leave it out with heads"),
-        ("--exit-layer 2", "--exit-layer needs --draft exit-block; leave it out with heads"),
+        ("--start x", "--start needs --draft assistant or eagle3; leave it out"),
+        ("--exit-layer 2", "--exit-layer needs --draft exit-block; leave it out"),
         ("--exit-layer 30 --draft exit-block", "exit_layer must be in 1..23"),
     ],
     "train demo-llama --output out ": [

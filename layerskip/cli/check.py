@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from layerskip.cli import flags
 from layerskip.cli.check_exits import show_exits
-from layerskip.cli.flags import (
-    AsJson,
-    Chat,
-    DraftFlags,
-    Loading,
-    MaxNewTokens,
-    Quiet,
-    Seed,
-    flag,
-    switch,
-    warn_idle,
-)
+from layerskip.cli.flags import flag, switch, warn_idle
 from layerskip.cli.inputs import check_folder, read_given, shipped_prompts, spoken
 from layerskip.cli.opening import open_checked_drafts
 from layerskip.cli.terminal import Talk, differences, to_json, two_columns, verdict, wrap
@@ -32,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OneDraft(DraftFlags):
+class OneDraft(flags.DraftFlags):
     """The flags that select draft sources, with one skip config at most."""
 
     skip: list[str] | None = flag("Draft with the skip config in this JSON file.", "FILE")
@@ -43,16 +33,16 @@ def check(
     *,
     draft: OneDraft,
     prompts: Path | None = flag("File of prompts.  [default: some shipped ones]", "FILE"),
-    chat: Chat = False,
-    max_new_tokens: MaxNewTokens = 64,
-    seed: Seed = 0,
+    chat: flags.Chat = False,
+    max_new_tokens: flags.MaxNewTokens = 64,
+    seed: flags.Seed = 0,
     exits: bool = switch(
         "--exits", "Show instead how often each early exit is right, and what it would gain here."
     ),
     output: Path | None = flag("With --exits: folder for exits.json and a plot.", "DIR"),
-    loading: Loading,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    loading: flags.Loading,
+    quiet: flags.Quiet = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Check that drafting changes only the speed on this machine.
 

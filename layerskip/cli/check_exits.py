@@ -96,14 +96,7 @@ def _verdict(best: Mapping[str, Any]) -> str:
 
 def _command(best: Mapping[str, Any], loading: Loading, chat: bool) -> str:
     """How to generate with a draft, on the model as it was loaded here."""
-    words = [
-        "layerskip",
-        "generate",
-        loading.model,
-        "--prompt",
-        "TEXT",
-        *(["--chat"] if chat else []),
-    ]
+    words = ["layerskip", "generate", loading.model, "--prompt", "TEXT", *["--chat"] * chat]
     if best["exit"] is not None and _gain(best) > 1:
         words += ["--exit-layer", str(best["exit"])]
         words += [] if best["bits"] is None else ["--low-precision", str(best["bits"])]

@@ -6,22 +6,14 @@ Heavy imports happen only after the flags are checked.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from layerskip.cli.flags import (
-    PANEL_OF_EXITS,
-    AsJson,
-    Flags,
-    Loading,
-    Quiet,
-    Seed,
-    check_limit,
-    flag,
-)
+from layerskip.cli import flags
+from layerskip.cli.flags import PANEL_OF_EXITS, check_limit, flag
 from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
@@ -45,7 +37,7 @@ EXIT_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class ExitFlags(Flags):
+class ExitFlags(flags.Flags):
     """Flags that apply only to the training of exits."""
 
     exits: str | None = flag("Exits to train, such as 4,8.  [default: all]", "LAYERS")
@@ -135,11 +127,11 @@ def train(
         f"Time for the whole command, judging included.  [default: {MINUTES:g}, or --tokens]", "M"
     ),
     temperature: float = flag("Temperature of the answers, as in serving.", "T", default=0.8),
-    seed: Seed = 0,
+    seed: flags.Seed = 0,
     of_exits: ExitFlags,
-    loading: Loading,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    loading: flags.Loading,
+    quiet: flags.Quiet = False,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Train early exits, or a draft (--draft), and say if that pays.
 
@@ -155,29 +147,24 @@ def train(
     if recipe == "exits" and draft is not None:
         raise ValueError("--draft needs --recipe draft; leave it out")
     if recipe != "draft" and draft is None:
-        given: dict[str, Any] = {"exit-layer": exit_layer, "start": start, "tokens": tokens}
-        given["execution"] = None if loading.execution == "auto" else loading.execution
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"--{name} needs --draft KIND; leave it out")
+        execution = None if loading.execution == "auto" else loading.execution
+        given = {"exit-layer": exit_layer, "start": start, "tokens": tokens}
+        _refuse(given | {"execution": execution}, "--draft KIND")
         shared: dict[str, Any] = {"loss": loss, "rate": rate, "minutes": minutes}
         shared |= {"temperature": temperature, "seed": seed}
         train_exits(output, prompts, texts, of_exits, shared, loading, quiet, started, as_json)
         return
-    for name in of_exits.settings:
-        raise ValueError(f"--{name} needs --recipe exits; leave it out")
+    _refuse(of_exits.settings, "--recipe exits")
     if draft is None:
         kinds = ", ".join(get_args(StudentName))
         raise ValueError(f"--recipe draft needs --draft KIND, one of {kinds}")
     loss = loss or "lk"
     if prompts is not None and texts is not None:
         raise ValueError("give --prompts or --texts, not both")
-    for option, value, kind in (
-        ("--exit-layer", exit_layer, "exit-block"),
-        ("--start", start, "assistant or eagle3"),
-    ):
-        if value is not None and draft not in kind.split(" or "):
-            raise ValueError(f"{option} needs --draft {kind}; leave it out with {draft}")
+    if draft != "exit-block":
+        _refuse({"exit-layer": exit_layer}, "--draft exit-block")
+    if draft not in ("assistant", "eagle3"):
+        _refuse({"start": start}, "--draft assistant or eagle3")
     if draft == "assistant" and (start is None or loss != "lk"):
         raise ValueError("--draft assistant needs --start NAME and --loss lk")
     if draft == "eagle3" and loss != "lk":
@@ -249,6 +236,13 @@ def train(
     _show(talk, words, f"{command}{with_it}", record, as_json)
 
 
+def _refuse(given: Mapping[str, Any], needed: str) -> None:
+    """Refuse flags, by name, that were given without the one that they need."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name} needs {needed}; leave it out")
+
+
 @contextmanager
 def _together(output: Path) -> Iterator[None]:
     """Join the processes that were started together; the first keeps others from the folder."""
@@ -283,19 +277,19 @@ def train_exits(
     output: Path,
     prompts: Path | None,
     texts: Path | None,
-    flags: ExitFlags,
+    of_exits: ExitFlags,
     shared: dict[str, Any],
-    loading: Loading,
+    loading: flags.Loading,
     quiet: bool,
     started: float,
     as_json: bool,
 ) -> None:
     """Run `layerskip train --recipe exits`."""
-    settings = flags.settings | {name: each for name, each in shared.items() if each is not None}
-    settings["exits"], config = flags.layers(), settings.pop("config", None)
+    settings = of_exits.settings | {name: each for name, each in shared.items() if each is not None}
+    settings["exits"], config = of_exits.layers(), settings.pop("config", None)
     random = settings.get("init") == "random"
-    if config is not None and not random:
-        raise ValueError("--config needs --init random; leave it out")
+    if not random:
+        _refuse({"config": config}, "--init random")
     if random and (texts is None or prompts is not None):
         raise ValueError("random weights cannot answer prompts; give --texts FILE alone")
     if random:
