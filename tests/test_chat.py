@@ -1,9 +1,11 @@
 """The chat command: turns, commands, Ctrl-C, editing of input, and the report on drafts."""
 
 import io
+import json
 import os
 import re
 import select
+import shutil
 import signal
 import sys
 import termios
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import CHAT, save_checkpoint, tiny_tokenizer
-from commands import process, refused, run
+from commands import document, process, refused, run
 from models import lively_model, tiny_model
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
@@ -230,6 +232,29 @@ def test_answers_are_kept_to_a_grammar(spelling):
     assert talk(spelling, "a", flags=("--json-schema", schema)).stdout == "7\n"
     words = refused("chat", spelling, "--json-schema", schema, "--regex", "a")
     assert "give --json-schema or --regex, not both" in words
+
+
+@pytest.mark.parametrize("form", ["--json-schema", "--regex"])
+def test_a_form_follows_reasoning_that_the_template_opens(spelling, tmp_path, form):
+    """In every command; the text of the reasoning is free."""
+    thinking, given = shutil.copytree(spelling, tmp_path / "thinking"), tmp_path / "given.jsonl"
+    template = thinking / "chat_template.jinja"
+    template.write_text(template.read_text() + "<think>\n{# </think> #}")
+    schema, prompts = tmp_path / "schema.json", ['{"prompt": "a\\n"}', '{"messages": [M]}']
+    schema.write_text('{"enum": [7]}')
+    given.write_text("\n".join(prompts).replace("M", '{"role": "user", "content": "a"}'))
+    flags = (form, schema if form == "--json-schema" else "7", "-n", 4)
+    free = run("generate", thinking, "--prompt", "a", "--chat", *flags[2:], "--quiet").stdout
+    assert free != "7\n"
+    assert run("generate", spelling, "--prompt", "a", "--chat", *flags, "--quiet").stdout == "7\n"
+    assert run("generate", thinking, "--prompt", "a", "--chat", *flags, "--quiet").stdout == free
+    assert talk(thinking, "a", flags=flags).stdout == free
+    both = document(run("generate", thinking, "--prompts", given, *flags, "--json"))["results"]
+    assert [each["text"] for each in both] == ["7", free[:-1]]
+    output = tmp_path / "output.jsonl"
+    assert run("run", thinking, given, "--output", output, *flags).exit_code == 0
+    rows = map(json.loads, output.read_text().splitlines())
+    assert {each["id"]: each["text"] for each in rows} == {"1": "7", "2": free[:-1]}
 
 
 class Terminal(io.StringIO):

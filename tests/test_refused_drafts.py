@@ -207,8 +207,8 @@ def test_trainings_that_do_not_begin(checkpoint, prompts, tmp_path, monkeypatch)
         assert words in train(checkpoint, output, "--prompts", path)
     for text, words in (
         ("", "at least 2 texts (64 lines of plain text are one), one of them held out to judge by"),
-        ('{"text": 3}', "texts.jsonl, line 1: text must be a string"),
-        ('{"prompt": "w5"}', 'texts.jsonl, line 1: a line must be an object with "text"'),
+        ('{"text": 3}', "texts.jsonl: line 1: text must be a string"),
+        ('{"prompt": "w5"}', 'texts.jsonl: line 1: a line must be an object with "text"'),
         ('{"text": "w5 w6"}\n{"text": " "}\n{"text": "w7 w8"}', "texts, and another folder"),
     ):
         texts.write_text(text)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +94,9 @@ def chat(
         from layerskip.api.session import Session
 
         session = Session(loaded.model, **settings | writing.arguments(loaded.tokenizer))
+        form = partial(writing.processors, loaded)
         conversation = Conversation(
-            loaded, session, talk, max_new_tokens, writing.system, seed, writing.do_sample
+            loaded, session, talk, form, max_new_tokens, writing.system, seed, writing.do_sample
         )
         conversation.pictures += pictures
         typed = sys.stdin.isatty()
@@ -159,6 +161,7 @@ class Conversation:
     """The messages so far, and the settings of the next answer.
 
     Attributes:
+        form: gives the logits processors behind a prompt.
         system: the system message, or None.
         seed: seed of the first answer; later answers count up from it. None: random seeds.
         answers: number of answers since the seed was set or the conversation was forgotten.
@@ -170,6 +173,7 @@ class Conversation:
     loaded: Loaded
     session: Session
     talk: Talk
+    form: Callable[[Sequence[int]], list[Any]]
     max_new_tokens: int
     system: str | None
     seed: int | None
@@ -253,7 +257,8 @@ class Conversation:
         inputs = self.loaded.inputs(prompt)
         config = self.loaded.model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        room = max(1, min(self.max_new_tokens, limit - inputs["input_ids"].shape[1]))
+        ids = inputs["input_ids"][0].tolist()
+        room = max(1, min(self.max_new_tokens, limit - len(ids)))
         told = reading(self.talk)
         with _interrupts() as interrupted:
 
@@ -271,6 +276,7 @@ class Conversation:
                 clock=time.perf_counter,
                 max_new_tokens=room,
                 do_sample=self.do_sample,
+                logits_processor=self.form(ids),
                 **({} if self.temperature is None else {"temperature": self.temperature}),
             )
             return output, interrupted()
@@ -310,7 +316,7 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
     if name == "/quit":
         return False
     if name == "/seed":
-        if rest and not rest.removeprefix("-").isdecimal():
+        if rest and not rest.isdecimal():
             talk.say(f"a seed must be a whole number, got {rest}; for example /seed 7")
             return True
         conversation.seed, conversation.answers = int(rest) if rest else None, 0

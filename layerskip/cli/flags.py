@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -341,8 +341,8 @@ class Sampling(Flags):
         """Temperature, top-p and top-k. None stands for the model's own setting."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
-    def processors(self, loaded: Loaded) -> list[Any]:
-        """The logits processors that give the text its form: at most one."""
+    def processors(self, loaded: Loaded, prompt: Sequence[int] = ()) -> list[Any]:
+        """The logits processors that give the text behind a prompt its form: at most one."""
         return []
 
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
@@ -408,17 +408,26 @@ class Writing(Sampling):
         given = {"repetition_penalty": self.repetition_penalty, "min_p": self.min_p}
         return ends | {name: value for name, value in given.items() if value is not None}
 
-    def processors(self, loaded: Loaded) -> list[Any]:
-        if self.schema is None and self.regex is None:
+    def processors(self, loaded: Loaded, prompt: Sequence[int] = ()) -> list[Any]:
+        given = self.schema or self.regex
+        if given is None:
             return []
         from layerskip.api.arguments import end_tokens
-        from layerskip.texts.grammars import json_schema, regex
+        from layerskip.serving.formats import left_open, reasoning_of, template_of
 
-        eos = sorted(end_tokens(loaded.model)) or None
-        if self.schema is not None:
-            return [json_schema(self.schema, loaded.tokenizer, eos=eos)]
-        assert self.regex is not None
-        return [regex(self.regex, loaded.tokenizer, eos=eos)]
+        tokenizer, ends = loaded.tokenizer, tuple(sorted(end_tokens(loaded.model)))
+        reasoning = reasoning_of("auto", template_of(tokenizer))
+        behind = left_open(reasoning, tokenizer, prompt)
+        return [_form(given, self.schema is not None, tokenizer, ends or None, behind)]
+
+
+@lru_cache(4)  # one object serves all prompts that end alike
+def _form(
+    given: str, is_schema: bool, tokenizer: Any, eos: tuple[int, ...] | None, behind: str | None
+) -> Any:
+    from layerskip.texts.grammars import json_schema, regex
+
+    return (json_schema if is_schema else regex)(given, tokenizer, eos=eos, behind=behind)
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:

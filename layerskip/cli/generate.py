@@ -78,6 +78,7 @@ def generate(
             if len(chosen) > 1 and (stream or not as_json):
                 terminal.write_out(f"{terminal.title(f'prompt {each.id}')}\n")
             talk.progress("" if stream else f"generating, prompt {number + 1} of {len(chosen)}")
+            ids = given["input_ids"][0].tolist()
             start = time.perf_counter()
             output = continued(
                 given,
@@ -87,11 +88,11 @@ def generate(
                 clock=time.perf_counter,
                 max_new_tokens=each.max_new_tokens or max_new_tokens,
                 **settings,
+                logits_processor=writing.processors(loaded, ids),
             )
             seconds, stats = time.perf_counter() - start, output.stats
             first = output.rounds[0].times[-1] - start
             token_ids = [token for each_round in output.rounds for token in each_round.tokens[0]]
-            prompt_tokens = given["input_ids"].shape[1]
             text = decode_text(tokenizer, token_ids)
             if not stream and not as_json:
                 talk.progress("")
@@ -100,12 +101,12 @@ def generate(
                 "text": text,
                 "token_ids": token_ids,
                 "finish_reason": output.finish_reasons[0],
-                "prompt_tokens": prompt_tokens,
+                "prompt_tokens": len(ids),
                 "new_tokens": len(token_ids),
                 "seconds": seconds,
                 "tokens_per_second": len(token_ids) / seconds,
                 "time_to_first_token": first,
-                "prefill_tokens_per_second": (prompt_tokens - stats.num_known_tokens) / first,
+                "prefill_tokens_per_second": (len(ids) - stats.num_known_tokens) / first,
                 "decode_tokens_per_second": (
                     (len(token_ids) - 1) / (seconds - first) if len(token_ids) > 1 else None
                 ),

@@ -94,7 +94,7 @@ class Opened:
         settings: settings of `LayerSkipDecoding`, with the choices made here filled in.
         names: the names of the sources in rounds.
         words: the sources, described in words.
-        law: further arguments of `layerskip.generate`: sampling and logits processors.
+        law: further arguments of `layerskip.generate`: sampling.
     """
 
     loaded: Loaded
@@ -254,7 +254,7 @@ def open_decoding(
         check: called with the model before anything is measured, to refuse early.
         reads: the model may be an encoder-decoder, whose decoder's costs are measured.
     """
-    processors: list[Any] = []
+    processors: list[Any] = []  # made here, too, so that a bad form is refused early
 
     def checked(loaded: Loaded) -> None:
         check(loaded)
@@ -280,7 +280,6 @@ def open_decoding(
 
             talk.progress("measuring the costs of drafting")
             LayerSkipDecoding(**settings).prepare(opened.loaded.model, seconds=_MEASURING, **law)
-        law["logits_processor"] = processors
         if processors and names:
             names = ["forced", *names]
         yield replace(opened, settings=settings, names=names, law=law)

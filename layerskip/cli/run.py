@@ -206,7 +206,7 @@ class _Model:
             from layerskip.serving.prompt_files import Answering
             from layerskip.serving.scheduler import Serving
 
-            loaded, processors = opened.loaded, opened.law["logits_processor"]
+            loaded, form = opened.loaded, partial(self.writing.processors, opened.loaded)
             session = share(loaded.model.device)
             if loaded.model.device.type == "cpu":
                 session //= models_here
@@ -222,9 +222,7 @@ class _Model:
             served = Served(loaded, context=serving.max_tokens, max_new_tokens=new)
 
             def answer_for(number: int, prompt: Prompt) -> Answer:
-                asked = self._asked(number, prompt, served)
-                own = asked.response_format is not None or asked.choice != "none"
-                return answer_of(asked, served, () if own else processors)
+                return answer_of(self._asked(number, prompt, served), served, form)
 
             yield Answering(serving, loaded.tokenizer, answer_for, ahead=_AHEAD * max_rows)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from layerskip.api.loading import Loaded
 from layerskip.config.skips import COLDEST
 from layerskip.serving.answers import Answer, Choice
 from layerskip.serving.fields import ChatRequest, CompletionRequest, GenerationRequest
-from layerskip.serving.formats import format_of, reasoning_of
+from layerskip.serving.formats import format_of, left_open, reasoning_of, template_of
 from layerskip.serving.formats.answer_reader import Reader
 from layerskip.serving.formats.base import Format, schema_of
 from layerskip.serving.history import Penalties, StopStrings
@@ -69,8 +69,7 @@ class Served:
         self.top_p = 1.0 if config.top_p is None else config.top_p
         self.ends = end_tokens(loaded.model)
         self.eos = tuple(sorted(self.ends)) or None
-        template = self.tokenizer.chat_template
-        template = template if isinstance(template, str) else json.dumps(template or "")
+        template = template_of(self.tokenizer)
         self.format = format_of(tool_parser, template)
         self.reasoning = reasoning_of(reasoning_parser, template)
         self.longest_token = max(map(len, self.tokenizer.get_vocab()))
@@ -92,11 +91,15 @@ class Served:
         return frozenset(self.added[each] for each in texts if each in self.added)
 
 
-def answer_of(body: GenerationRequest, served: Served, processors: Sequence[Any] = ()) -> Answer:
+def answer_of(
+    body: GenerationRequest,
+    served: Served,
+    form: Callable[[Sequence[int]], Sequence[Any]] = lambda prompt: (),
+) -> Answer:
     """Prepare the answer to a request: n texts for each prompt, choice i with seed + i.
 
     Args:
-        processors: further logits processors, after those that the request asks for.
+        form: gives the logits processors behind a prompt if the request asks for no form or tools.
 
     Raises:
         Refusal: another model is named, a prompt is empty, too long or has unknown tokens, or
@@ -117,12 +120,13 @@ def answer_of(body: GenerationRequest, served: Served, processors: Sequence[Any]
     check_tokens(body.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(body, served)
     format_, reasoning = _format(body, served), served.reasoning if chat else None
-    end = served.tokenizer.decode(prompts[0][-16:]).rstrip() if reasoning else ""
-    inside = reasoning is not None and end.endswith(reasoning[0].rstrip())  # by the template
-    behind = reasoning[1] if reasoning and inside else None
+    behind = left_open(reasoning, served.tokenizer, prompts[0])
     grammar = _calls(body, served, format_, behind)
-    if form := _grammar(body, served, behind):
-        grammar, format_ = form, None  # no calls are read in text of a form
+    if body.response_format is not None:
+        if asked_for := _grammar(body.response_format, served, behind):
+            grammar, format_ = asked_for, None  # no calls are read in text of a form
+    elif format_ is None:
+        grammar = [*form(prompts[0])]
     marks = [*(reasoning or ()), *(() if format_ is None else format_.marks)]
     keep = served.marks([mark.strip() for mark in marks])
     names = {tool.function.name for tool in getattr(body, "tools", ())}
@@ -148,7 +152,7 @@ def answer_of(body: GenerationRequest, served: Served, processors: Sequence[Any]
             min_p=body.min_p,
             eos=frozenset() if body.ignore_eos else served.ends | {*body.stop_token_ids},
             stop=StopStrings(served.tokenizer, body.stops, len(prompt)) if body.stops else None,
-            processors=[*also, *_bias(body, len(prompt), served), *grammar, *processors],
+            processors=[*also, *_bias(body, len(prompt), served), *grammar],
             predicted=predicted,
             top_logprobs=num_logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -161,7 +165,9 @@ def answer_of(body: GenerationRequest, served: Served, processors: Sequence[Any]
                 served.tokenizer,
                 replace(task, seed=seed + own),
                 body.stops,
-                reader=Reader(format_, names, reasoning, inside=inside, several=body.several),
+                reader=Reader(
+                    format_, names, reasoning, inside=behind is not None, several=body.several
+                ),
                 keep=keep,
                 echo=echo,
                 hidden=limit == 0,
@@ -233,12 +239,10 @@ def _limit(body: GenerationRequest, prompt: int, served: Served) -> int:
     return min(served.max_new_tokens, room) if wanted is None else wanted
 
 
-def _grammar(body: GenerationRequest, served: Served, behind: str | None) -> list[Any]:
+def _grammar(form: dict[str, Any], served: Served, behind: str | None) -> list[Any]:
     """`response_format` as a processor, which serves any number of texts."""
-    if body.response_format is None:
-        return []
     with refusing("response_format"):
-        return _form(json.dumps(body.response_format), served.tokenizer, served.eos, behind)
+        return _form(json.dumps(form), served.tokenizer, served.eos, behind)
 
 
 @lru_cache(16)  # many requests have the same

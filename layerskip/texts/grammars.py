@@ -193,7 +193,13 @@ def json_schema(
     return _compiled(grammar, tokenizer, eos, behind)
 
 
-def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = None) -> Grammar:
+def regex(
+    pattern: str,
+    tokenizer: Any,
+    *,
+    eos: int | Sequence[int] | None = None,
+    behind: str | None = None,
+) -> Grammar:
     r"""Make a logits processor for new text that as a whole matches a regular expression.
 
     Classes such as `\d` are ASCII-only; a leading `(?u)` makes them Unicode. Arguments and errors
@@ -201,7 +207,7 @@ def regex(pattern: str, tokenizer: Any, *, eos: int | Sequence[int] | None = Non
     """
     if not pattern.startswith("(?u)"):
         pattern = re.sub(r"\\(.)", _ascii, pattern, flags=re.DOTALL)
-    return _compiled(_library().LLMatcher.grammar_from_regex(pattern), tokenizer, eos)
+    return _compiled(_library().LLMatcher.grammar_from_regex(pattern), tokenizer, eos, behind)
 
 
 def lark(

@@ -37,19 +37,19 @@ def documents(path: Path) -> Iterator[str]:
     with errors_of(f"texts {path}"), path.open(encoding="utf-8-sig") as file:
         if path.suffix in JSON_SUFFIXES:
             for number, line in enumerate(file, 1):
-                with errors_of(f"line {number}"):
-                    if line.strip() and (document := _text_of(line)).strip():
-                        yield document
+                if line.strip() and (document := _text_of(line, number)).strip():
+                    yield document
             return
         while lines := "".join(islice(file, LINES)):
             yield lines
 
 
-def _text_of(line: str) -> str:
-    document = parse_characters(line)
-    if not isinstance(document, dict) or "text" not in document:
-        raise ValueError('a line must be an object with "text"')
-    return str(text(document["text"], "text"))
+def _text_of(line: str, number: int) -> str:
+    with errors_of(f"line {number}"):
+        document = parse_characters(line)
+        if not isinstance(document, dict) or "text" not in document:
+            raise ValueError('a line must be an object with "text"')
+        return str(text(document["text"], "text"))
 
 
 def tokenised(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:

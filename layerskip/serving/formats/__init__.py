@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.gemma import FunctionGemma, Gemma4
@@ -43,6 +44,20 @@ def format_of(name: str, template: str) -> Format | None:
 def reasoning_of(name: str, template: str) -> tuple[str, str] | None:
     """The marks around reasoning, chosen as in `format_of`."""
     return _chosen(REASONING, name, "reasoning-parser", lambda each: each[1] in template)
+
+
+def template_of(tokenizer: Any) -> str:
+    """A tokenizer's chat template, or all of them, as one text."""
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template or "")
+
+
+def left_open(marks: tuple[str, str] | None, tokenizer: Any, prompt: Sequence[int]) -> str | None:
+    """The mark that ends the reasoning which a prompt has begun, as some templates do; or None."""
+    if marks is None:
+        return None
+    end = tokenizer.decode(prompt[-16:]).rstrip()
+    return marks[1] if end.endswith(marks[0].rstrip()) else None
 
 
 def _chosen(table: dict[str, T], name: str, flag: str, fits: Callable[[T], bool]) -> T | None:
