@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -409,25 +409,18 @@ class Writing(Sampling):
         return ends | {name: value for name, value in given.items() if value is not None}
 
     def processors(self, loaded: Loaded, prompt: Sequence[int] = ()) -> list[Any]:
-        given = self.schema or self.regex
-        if given is None:
+        if self.schema is None and self.regex is None:
             return []
         from layerskip.api.arguments import end_tokens
         from layerskip.serving.formats import left_open, reasoning_of, template_of
+        from layerskip.texts.grammars import json_schema, regex
 
-        tokenizer, ends = loaded.tokenizer, tuple(sorted(end_tokens(loaded.model)))
-        reasoning = reasoning_of("auto", template_of(tokenizer))
-        behind = left_open(reasoning, tokenizer, prompt)
-        return [_form(given, self.schema is not None, tokenizer, ends or None, behind)]
-
-
-@lru_cache(4)  # one object serves all prompts that end alike
-def _form(
-    given: str, is_schema: bool, tokenizer: Any, eos: tuple[int, ...] | None, behind: str | None
-) -> Any:
-    from layerskip.texts.grammars import json_schema, regex
-
-    return (json_schema if is_schema else regex)(given, tokenizer, eos=eos, behind=behind)
+        tokenizer, eos = loaded.tokenizer, sorted(end_tokens(loaded.model)) or None
+        behind = left_open(reasoning_of("auto", template_of(tokenizer)), tokenizer, prompt)
+        if self.schema is not None:
+            return [json_schema(self.schema, tokenizer, eos=eos, behind=behind)]
+        assert self.regex is not None
+        return [regex(self.regex, tokenizer, eos=eos, behind=behind)]
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:

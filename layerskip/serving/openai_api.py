@@ -6,7 +6,6 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +120,12 @@ def answer_of(
     prompts, seen = prompts_of(body, served)
     format_, reasoning = _format(body, served), served.reasoning if chat else None
     behind = left_open(reasoning, served.tokenizer, prompts[0])
-    grammar = _calls(body, served, format_, behind)
-    if body.response_format is not None:
-        if asked_for := _grammar(body.response_format, served, behind):
-            grammar, format_ = asked_for, None  # no calls are read in text of a form
-    elif format_ is None:
-        grammar = [*form(prompts[0])]
+    if body.response_format is None and format_ is None:
+        grammar = form(prompts[0])
+    else:
+        grammar = _form(body, served, format_, behind)
+    if body.response_format is not None and grammar:
+        format_ = None  # no calls are read in text of a form
     marks = [*(reasoning or ()), *(() if format_ is None else format_.marks)]
     keep = served.marks([mark.strip() for mark in marks])
     names = {tool.function.name for tool in getattr(body, "tools", ())}
@@ -199,10 +198,14 @@ def _format(body: GenerationRequest, served: Served) -> Format | None:
     return served.format
 
 
-def _calls(
+def _form(
     body: GenerationRequest, served: Served, format_: Format | None, behind: str | None
-) -> list[Any]:
-    """A processor that enforces calls which are required, or required by name."""
+) -> Sequence[Any]:
+    """The form that a request asks for as processors: `response_format`, or calls if required."""
+    how: dict[str, Any] = {"eos": served.eos, "behind": behind}
+    if body.response_format is not None:
+        with refusing("response_format"):
+            return response_format(body.response_format, served.tokenizer, **how)
     if not isinstance(body, ChatRequest) or format_ is None or body.choice == "auto":
         return []
     tools = [
@@ -219,7 +222,7 @@ def _calls(
         for tool in tools:  # one by one, so that an error shows the schema and not our rules
             json_schema(schema_of(tool), served.tokenizer, eos=served.eos)
         rules = f"start: calls\n{format_.grammar(tools, body.several, mark)}"
-        return [lark(rules, served.tokenizer, eos=served.eos, behind=behind)]
+        return [lark(rules, served.tokenizer, **how)]
 
 
 def _limit(body: GenerationRequest, prompt: int, served: Served) -> int:
@@ -237,17 +240,6 @@ def _limit(body: GenerationRequest, prompt: int, served: Served) -> int:
             code="context_length_exceeded",
         )
     return min(served.max_new_tokens, room) if wanted is None else wanted
-
-
-def _grammar(form: dict[str, Any], served: Served, behind: str | None) -> list[Any]:
-    """`response_format` as a processor, which serves any number of texts."""
-    with refusing("response_format"):
-        return _form(json.dumps(form), served.tokenizer, served.eos, behind)
-
-
-@lru_cache(16)  # many requests have the same
-def _form(given: str, tokenizer: Any, eos: tuple[int, ...] | None, behind: str | None) -> list[Any]:
-    return [*response_format(json.loads(given), tokenizer, eos=eos, behind=behind)]
 
 
 def _bias(body: GenerationRequest, width: int, served: Served) -> list[Any]:

@@ -351,12 +351,17 @@ def _compiled(
         )
     if behind is not None:
         grammar = _behind(behind, grammar, tokenizer)
-    first = _library().LLMatcher(_for_llguidance(tokenizer, ends), grammar, log_level=0)
+    return Grammar(_matcher(grammar, tokenizer, ends), ends, tokenizer)
+
+
+@lru_cache(maxsize=16)  # many requests have the same
+def _matcher(grammar: str, tokenizer: Any, eos: tuple[int, ...]) -> Any:
+    first = _library().LLMatcher(_for_llguidance(tokenizer, eos), grammar, log_level=0)
     if not first.is_error():
         first.compute_bitmask()
     if first.is_error():
         raise ValueError(f"llguidance refuses the grammar: {_reason(first)}")
-    return Grammar(first, ends, tokenizer)
+    return first
 
 
 @lru_cache(maxsize=4)  # it takes a second for large vocabularies
