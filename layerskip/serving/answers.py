@@ -162,6 +162,7 @@ class Answer:
         self.choices, self.model = choices, model
         self.created = int(time.time())
         self._body, self._chat = body, isinstance(body, ChatRequest)
+        self._named = isinstance(body, ChatRequest) and body.named
         self._head: dict[str, Any] = {
             "id": ("chatcmpl-" if self._chat else "cmpl-") + secrets.token_hex(12),
             "object": "chat.completion" if self._chat else "text_completion",
@@ -249,7 +250,7 @@ class Answer:
         }
 
     def _reason(self, choice: Choice) -> str | None:
-        called = choice.reader.calls and not self._body.named
+        called = choice.reader.calls and not self._named
         return "tool_calls" if called and choice.reason == "stop" else choice.reason
 
     def _chunk(

@@ -287,21 +287,6 @@ class GenerationRequest(Fields):
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options needs stream: true", param="stream_options")
 
-    @property
-    def choice(self) -> str:
-        """Which tools may be called: none, auto, required, or the name of one."""
-        return "none"
-
-    @property
-    def named(self) -> bool:
-        """Whether one tool is required by name."""
-        return False
-
-    @property
-    def several(self) -> bool:
-        """Whether several tools may be called."""
-        return True
-
 
 class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
@@ -328,14 +313,17 @@ class ChatRequest(GenerationRequest):
 
     @property
     def named(self) -> bool:
+        """Whether one tool is required by name."""
         return isinstance(self.tool_choice, NamedTool)
 
     @property
     def several(self) -> bool:
+        """Whether several tools may be called."""
         return self.parallel_tool_calls and not self.named
 
     @property
     def choice(self) -> str:
+        """Which tools may be called: none, auto, required, or the name of one."""
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.function.name
         if not self.tools and self.tool_choice != "required":

@@ -106,7 +106,7 @@ def answer_of(
     """
     served.check_name(body.model)
     body.check()
-    chat, num_logprobs = isinstance(body, ChatRequest), body.num_logprobs
+    chat, num_logprobs = body if isinstance(body, ChatRequest) else None, body.num_logprobs
     prompt_logprobs = int(
         isinstance(body, CompletionRequest) and body.echo and num_logprobs is not None
     )
@@ -118,7 +118,7 @@ def answer_of(
     seed = secrets.randbits(32) if body.seed is None else body.seed
     check_tokens(body.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(body, served)
-    format_, reasoning = _format(body, served), served.reasoning if chat else None
+    format_, reasoning = (_format(chat, served), served.reasoning) if chat else (None, None)
     behind = left_open(reasoning, served.tokenizer, prompts[0])
     if body.response_format is None and format_ is None:
         grammar = form(prompts[0])
@@ -128,7 +128,8 @@ def answer_of(
         format_ = None  # no calls are read in text of a form
     marks = [*(reasoning or ()), *(() if format_ is None else format_.marks)]
     keep = served.marks([mark.strip() for mark in marks])
-    names = {tool.function.name for tool in getattr(body, "tools", ())}
+    names = {tool.function.name for tool in chat.tools} if chat else {*()}
+    several = chat is None or chat.several
     predicted = _predicted(body, served)
     choices = list[Choice]()
     for index, text in enumerate(prompts):
@@ -165,7 +166,7 @@ def answer_of(
                 replace(task, seed=seed + own),
                 body.stops,
                 reader=Reader(
-                    format_, names, reasoning, inside=behind is not None, several=body.several
+                    format_, names, reasoning, inside=behind is not None, several=several
                 ),
                 keep=keep,
                 echo=echo,
@@ -184,7 +185,7 @@ def _predicted(body: GenerationRequest, served: Served) -> list[int]:
     return tokens[: served.context]
 
 
-def _format(body: GenerationRequest, served: Served) -> Format | None:
+def _format(body: ChatRequest, served: Served) -> Format | None:
     """The format of the answer's tool calls; None if there may be none."""
     if body.choice == "none":
         return None
