@@ -156,60 +156,6 @@ def test_odd_widths_and_every_number_of_tokens(built, family, shape):
             assert_agree(modules, opened, rows=3, ragged=True, passes=counts)
 
 
-def logits_of(opened, ids, passes, threads):
-    """Logits (B, T, V) of token ids (B, T) that are fed in passes of these sizes."""
-    before = torch.get_num_threads()
-    rows, total = ids.shape
-    cache, rotary = opened.new_cache(rows, total + 1), opened.rotary(total + 1, total)
-    pieces, start = [], 0
-    try:
-        torch.set_num_threads(threads)
-        with torch.inference_mode():
-            for count in passes:
-                cache.place([start] * rows, count)
-                hidden, step = opened.feed(ids[:, start : start + count], cache, rotary)
-                pieces.append(opened.finish(hidden, step, range(opened.num_sublayers)))
-                start += count
-    finally:
-        torch.set_num_threads(before)
-    return torch.cat(pieces, 1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("family", "attention"),
-    [
-        ("llama", None),
-        ("gemma3", None),
-        ("gemma2", "eager"),
-        *((family, None) for family in SERVED if family not in FAMILIES),
-    ],
-)
-def test_a_token_is_computed_alike_in_every_pass(built, family, attention, dtype):
-    """Bit by bit, so that drafted text is that of plain decoding even at near-ties.
-
-    The negative control is in `test_one_arithmetic.py`.
-    """
-    wide = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts, and a remainder
-    opened = Sublayers(tiny_model(family, dtype=dtype, attention=attention, **wide), "native")
-    ids = prompt(45)
-    alone = logits_of(opened, ids, [1] * 45, 1)
-    # in larger passes, threads divide the tokens
-    for passes, threads in (
-        ([1] * 45, 2),
-        ([*range(2, 10), 1], 1),
-        ([11, 3, 31], 2),
-        ([7] * 6 + [3], 3),
-        ([45], 1),
-        ([45], 2),
-        ([41, 4], 5),
-    ):
-        assert torch.equal(logits_of(opened, ids, passes, threads), alone)
-    beside = torch.cat([prompt(45, rows=2, seed=1), ids])
-    for passes, threads in ([5] * 9, 1), ([9] * 5, 2), ([15] * 3, 3):
-        assert torch.equal(logits_of(opened, beside, passes, threads)[2:], alone)
-
-
 @pytest.mark.parametrize(
     "change",
     [
