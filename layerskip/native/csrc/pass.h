@@ -25,7 +25,7 @@
 #endif
 
 #include "attention.h"
-#include "given.h"
+#include "arguments.h"
 #include "pointwise.h"
 #include "products.h"
 #include "team.h"
@@ -33,11 +33,11 @@
 namespace {
 
 template <typename S>
-class Pass : Given {
+class Pass : Arguments {
  public:
   Pass(const std::vector<const Sublayer*>& sublayers, const Tensor& hidden, const Cache& cache,
        const std::vector<Angles>& angles, const std::optional<Tensor>& layer_inputs)
-      : Given(sublayers, hidden, cache, angles, layer_inputs) {
+      : Arguments(sublayers, hidden, cache, angles, layer_inputs) {
     check_all<S>();
     for (const Sublayer* each : sublayers) {
       int64_t outputs = each->outputs();
@@ -230,7 +230,7 @@ class Pass : Given {
   template <typename O>
   void multiply(Worker& me, O* out, int64_t stride) const {
     const Piece& piece = pieces_[me.done++];
-    if (!Given::alike<S>(*piece.matrix, *me.taken_for)) {
+    if (!Arguments::same_layout<S>(*piece.matrix, *me.taken_for)) {
       meet_divided(me);  // until all threads have read the packed inputs
       take(me, *piece.matrix, me.taken, tokens_);
     }

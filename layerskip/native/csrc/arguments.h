@@ -18,8 +18,8 @@ inline bool of_all(const std::optional<Norm>& norm, int64_t width) {
   return norm && norm->weight && norm->weight->numel() != width;
 }
 
-struct Given {
-  Given(const std::vector<const Sublayer*>& sublayers, const Tensor& hidden, const Cache& cache,
+struct Arguments {
+  Arguments(const std::vector<const Sublayer*>& sublayers, const Tensor& hidden, const Cache& cache,
         const std::vector<Angles>& angles, const std::optional<Tensor>& layer_inputs)
       : sublayers_(sublayers), hidden_(hidden), cache_(cache), angles_(angles),
         layer_inputs_(layer_inputs), rows_(hidden.size(0)), count_(hidden.size(1)),
@@ -82,7 +82,7 @@ struct Given {
 
   // Whether products with both matrices read the same packed inputs.
   template <typename S>
-  static bool alike(const Matrix& a, const Matrix& b) {
+  static bool same_layout(const Matrix& a, const Matrix& b) {
     const auto packed = [](const Matrix& m) { return m.layout ? m.layout->format->inputs : -1; };
     return packed(a) == packed(b) && a.halved<S>() == b.halved<S>() &&
            numbers<int32_t>(a.order) == numbers<int32_t>(b.order);
