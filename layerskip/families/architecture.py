@@ -93,11 +93,13 @@ class Architecture:
         )
         self.parts = tuple(self._parts())
         self.kinds = tuple(dict.fromkeys(part.kind for part in self.parts))
-        self.placeholders = [] if wrapper is None else wrapper.placeholders(outer)
+        named = [getattr(outer, name) for name in wrapper.placeholders] if wrapper else []
+        self.placeholders = [token for token in named if token is not None]
         capped = self.family.softcap and (wrapper is None or wrapper.softcap)
         capped = capped and outer.model_type not in ASSISTANTS
         self.softcap: float | None = config.final_logit_softcapping if capped else None
-        self.logits_scaling = self.family.divisor(config)
+        divisor = self.family.divisor
+        self.logits_scaling = float(getattr(config, divisor)) if divisor else 1.0
         self.vocabulary: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         embedding = decoder.embed_tokens
@@ -122,7 +124,8 @@ class Architecture:
 
     def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
         """Describe a decoder layer of this family, with its own keys and without a tail."""
-        kind = kind if self.family.turns(layer.self_attn) else "nope"
+        rotates = self.family.rotates
+        kind = kind if not rotates or getattr(layer.self_attn, rotates) else "nope"
         norms = (part_named(layer, name) for name in self.family.norms)
         return LayerParts(self.family, number, layer, kind, window, number, *norms)
 

@@ -1,12 +1,13 @@
 """The differences between families of models, and the parts of a layer that follow from them.
 
-Every family is declared in a file of the folder `families`. Backends read these declarations; none
+Every family is declared in `known.py`. Backends read these declarations; none
 checks the name of a class.
 Shapes: B rows, T tokens, S slots, H hidden width, N query heads, K key-value heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,8 +21,6 @@ from layerskip.library import classes_of
 @dataclass(frozen=True)
 class Family:
     """How the decoders of one model type differ from Llama's.
-
-    Differences that the fields cannot express are methods that a subclass overrides.
 
     Attributes:
         name: the `model_type` of the text decoder.
@@ -37,8 +36,16 @@ class Family:
         expansions: the linear layers at the input of the MLP.
         activation: the attribute of the MLP that holds its activation.
         positions: whether the attention is called with positions in addition to the angles.
-        shares_keys: whether the attention is called with the keys of earlier layers.
+        shares_keys: whether the attention is called with the keys of earlier layers, and lacks its
+            own if its `is_kv_shared_layer` is set.
+        rotates: the attribute of the attention that says whether it rotates queries and keys; "":
+            it always does.
+        residual: the attribute of a layer by which outputs of sublayers are multiplied; "" for 1.
+        score_cap: the attribute of the attention with the softcap of its scores; "" for none.
         softcap: whether the logits pass through `config.final_logit_softcapping`, if set.
+        divisor: the attribute of the config by which logits are divided; "" for 1.
+        embed: the hidden states before the first layer, (B, T, H), of a decoder's token ids (B, T).
+        mixture: the mixture of experts of a layer; None if its MLP is dense.
         inputs, tail: whether layers have their own inputs, and whether something follows their MLP
             even if the MLP is skipped (Gemma 4).
         encoder: the `model_type` of the encoder-decoder that contains it, whose layers have a
@@ -56,7 +63,13 @@ class Family:
     activation: str = "act_fn"
     positions: bool = False
     shares_keys: bool = False
+    rotates: str = ""
+    residual: str = ""
+    score_cap: str = ""
     softcap: bool = False
+    divisor: str = ""
+    embed: Callable[[Any, Tensor], Tensor] = lambda decoder, tokens: decoder.embed_tokens(tokens)
+    mixture: Callable[[Any], Mixture | None] = lambda layer: None
     inputs: bool = False
     tail: bool = False
     encoder: str = ""
@@ -67,41 +80,12 @@ class Family:
         """The module that defines its classes."""
         return classes_of(self.package or self.name)
 
-    def embed(self, decoder: Any, tokens: Tensor) -> Tensor:
-        """Embed token ids (B, T): the hidden states before the first layer, (B, T, H)."""
-        hidden: Tensor = decoder.embed_tokens(tokens)
-        return hidden
-
     def layer_type(self, config: Any, layer: int) -> str:
         """The type of a layer, which determines its window."""
         if self.windows == "by type":
             return str(config.layer_types[layer])
         sliding = self.windows == "all" and config.sliding_window is not None
         return "sliding_attention" if sliding else "full_attention"
-
-    def turns(self, attention: Any) -> bool:
-        """Whether an attention rotates its queries and keys by rotary angles."""
-        return True
-
-    def writes(self, attention: Any) -> bool:
-        """Whether an attention has its own keys and values."""
-        return True
-
-    def residual(self, layer: Any) -> float:
-        """The factor applied to the output of a sublayer."""
-        return 1.0
-
-    def divisor(self, config: Any) -> float:
-        """The divisor of the logits."""
-        return 1.0
-
-    def score_cap(self, attention: Any) -> float | None:
-        """The softcap of the attention's scores, or None."""
-        return None
-
-    def mixture(self, layer: Any) -> Mixture | None:
-        """The mixture of experts of a layer; None if its MLP is dense."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -112,19 +96,28 @@ class Conditional:
         name: its `model_type`.
         softcap: whether its logits pass through the decoder's softcap.
         types: the argument of `generate()` that marks the tokens of pictures.
+        placeholders: the attributes of its config with tokens that embed as padding wherever no
+            picture replaces them.
+        two_way: whether tokens of a picture see each other: never, always, or if the text
+            decoder's config says so ("configured").
+        in_full, past_windows: whether they do so in layers with full attention, and beyond the
+            window of other layers.
     """
 
     name: str
     softcap: bool = True
     types: str = "mm_token_type_ids"
+    placeholders: tuple[str, ...] = ()
+    two_way: Literal["never", "always", "configured"] = "never"
+    in_full: bool = True
+    past_windows: bool = False
 
-    def placeholders(self, config: Any) -> list[int]:
-        """The tokens that embed as padding wherever no picture replaces them."""
-        return []
-
-    def two_way(self, text: Any) -> bool:
+    def sees_itself(self, text: Any) -> bool:
         """Whether tokens of a picture see each other, according to the text decoder's config."""
-        return False
+        configured = self.two_way == "configured"
+        return self.two_way == "always" or (
+            configured and bool(text.use_bidirectional_attention == "vision")
+        )
 
     def sees(self, same: Tensor, near: Tensor | None) -> Tensor | None:
         """Which tokens of its own picture a query sees, (B, 1, T, S) bool; None: only earlier ones.
@@ -133,7 +126,9 @@ class Conditional:
             same: the slots of the query's picture, (B, 1, T, S) bool.
             near: the slots in the layer's window, same shape; None in layers with full attention.
         """
-        return same if near is None else same & near
+        if near is None:
+            return same if self.in_full else None
+        return same if self.past_windows else same & near
 
 
 @dataclass(frozen=True)
@@ -249,17 +244,19 @@ class LayerParts:
     @property
     def writes(self) -> bool:
         """Whether it has its own keys and values."""
-        return self.family.writes(self.attention)
+        return not (self.family.shares_keys and self.attention.is_kv_shared_layer)
 
     @property
     def residual(self) -> float:
         """The factor applied to the output of a sublayer."""
-        return self.family.residual(self.module)
+        name = self.family.residual
+        return float(getattr(self.module, name)) if name else 1.0
 
     @property
     def score_cap(self) -> float | None:
         """The softcap of the attention's scores, or None."""
-        return self.family.score_cap(self.attention)
+        name = self.family.score_cap
+        return getattr(self.attention, name) if name else None
 
     def narrows(self, window: int | None) -> bool:
         """Whether it sees less in a draft with a window (`SkipConfig.window`)."""

@@ -1,0 +1,165 @@
+"""Families of models whose sublayers are known, and the classes around their decoders.
+
+To add a family, add it to `_FAMILIES`; nothing else names it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from layerskip.families.experts import Mixture
+from layerskip.families.family import AssistantFamily, Conditional, Family, part_named
+
+
+def _mixtral(layer: Any) -> Mixture:
+    gate = layer.mlp.gate
+    return Mixture(gate, layer.mlp.experts, gate.weight, gate.top_k, cast=False)
+
+
+def _qwen3_moe(layer: Any) -> Mixture | None:
+    gate = part_named(layer.mlp, "gate")
+    if gate is None:  # this layer's MLP is dense
+        return None
+    return Mixture(gate, layer.mlp.experts, gate.weight, gate.top_k, normalised=gate.norm_topk_prob)
+
+
+def _gemma4(layer: Any) -> Mixture | None:
+    router = part_named(layer, "router")
+    if router is None:
+        return None
+    return Mixture(
+        router,
+        layer.experts,
+        router.proj.weight,
+        router.config.top_k_experts,
+        norm=router.norm,
+        scale=router.scale,
+        number=router.scalar_root_size,
+        factors=router.per_expert_scale,
+        cast=False,
+        before=layer.pre_feedforward_layernorm_2,
+        after=layer.post_feedforward_layernorm_2,
+        dense=layer.post_feedforward_layernorm_1,
+    )
+
+
+def _t5gemma_embed(decoder: Any, tokens: Tensor) -> Tensor:
+    hidden: Tensor = decoder.embed_tokens(tokens)  # scaled by the decoder, not in the embedding
+    return hidden * torch.tensor(decoder.config.hidden_size**0.5, dtype=hidden.dtype)
+
+
+_MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+_AROUND = ("input_layernorm", "post_attention_layernorm", *_MLP_NORMS)
+_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+# Scaled embeddings; norms times (1 + weight), on both sides from Gemma 2 on.
+_GEMMA2: dict[str, Any] = {"norm": "one plus", "windows": "by type", "softcap": True}
+# Upper layers that read the keys of lower ones, separate layer inputs, and experts.
+_GEMMA4: dict[str, Any] = {
+    "norms": _AROUND,
+    "norm": "wide",
+    "windows": "by type",
+    "shares_keys": True,
+    "softcap": True,
+    "mixture": _gemma4,
+    "tail": True,
+}
+_FAMILIES = (
+    Family("llama"),
+    Family("gemma", norm="one plus"),
+    Family("gemma2", norms=_AROUND, score_cap="attn_logit_softcapping", **_GEMMA2),
+    Family("gemma3_text", package="gemma3", norms=_AROUND, **_GEMMA2),
+    Family("gemma4_text", package="gemma4", inputs=True, **_GEMMA4),
+    Family("gemma4_unified_text", package="gemma4_unified", **_GEMMA4),
+    Family(
+        "granite",
+        embed=lambda decoder, tokens: decoder.embed_tokens(tokens) * decoder.embedding_multiplier,
+        residual="residual_multiplier",
+        divisor="logits_scaling",
+    ),
+    Family("mistral", windows="all"),
+    Family("ministral", windows="by type"),
+    Family(
+        "ministral3",
+        windows="all",
+        positions=True,
+        modules_only="queries are scaled by their positions",
+    ),
+    Family("mixtral", windows="all", mixture=_mixtral),
+    # Norms after the sublayers, and over all heads of queries and of keys.
+    Family("olmo2", norms=_AFTER, norm="wide"),
+    Family("olmo3", norms=_AFTER, norm="wide", windows="by type"),
+    # One linear layer for queries, keys and values, and one for gate and MLP.
+    Family(
+        "phi3",
+        windows="all",
+        projections=("qkv_proj",),
+        expansions=("gate_up_proj",),
+        activation="activation_fn",
+    ),
+    Family("qwen2", windows="by type"),
+    Family("qwen3", windows="by type"),
+    Family("qwen3_moe", windows="all", mixture=_qwen3_moe),
+    # Some layers do not rotate queries and keys by their positions.
+    Family("smollm3", windows="by type", rotates="use_rope"),
+    # Gemma 2's decoder with an encoder, and a cross attention in every layer.
+    Family(
+        "t5_gemma_module",
+        package="t5gemma",
+        norms=("pre_self_attn_layernorm", "post_self_attn_layernorm", *_MLP_NORMS),
+        score_cap="attn_logit_softcapping",
+        embed=_t5gemma_embed,
+        encoder="t5gemma",
+        modules_only="it has a cross attention",
+        **_GEMMA2,
+    ),
+)
+_GEMMA4_PICTURES: dict[str, Any] = {
+    "placeholders": ("image_token_id", "video_token_id", "audio_token_id"),
+    "two_way": "configured",
+}
+_CONDITIONAL = (
+    Conditional("gemma3", softcap=False, types="token_type_ids", two_way="always"),
+    Conditional("gemma4", in_full=False, **_GEMMA4_PICTURES),
+    Conditional("gemma4_unified", past_windows=True, **_GEMMA4_PICTURES),
+    *map(Conditional, ("llava", "llava_next", "mistral3")),
+)
+_ASSISTANTS = (
+    AssistantFamily("gemma4_assistant", "gemma4", "Gemma4"),
+    AssistantFamily("gemma4_unified_assistant", "gemma4_unified", "Gemma4Unified"),
+)
+
+FAMILIES = {each.name: each for each in _FAMILIES}
+"""Families by the `model_type` of the text decoder."""
+CONDITIONAL = {each.name: each for each in _CONDITIONAL}
+"""Classes around such decoders that also take pictures, by `model_type`."""
+ASSISTANTS = {each.name: each for each in _ASSISTANTS}
+"""Decoders that draft from another model's keys and values, by `model_type`."""
+
+
+def unopened(config: Any) -> str | None:
+    """Why a model with this configuration is not opened into sublayers, or None."""
+    if not isinstance(config, PretrainedConfig):
+        return f"{type(config).__name__} is not a transformers model"
+    kind = config.model_type
+    text = config.get_text_config(decoder=True)
+    family = FAMILIES.get(text.model_type)
+    around = {*CONDITIONAL, *ASSISTANTS, family and family.encoder}
+    if family is None or (text is not config and kind not in around):
+        decoders = sorted(name for name, family in FAMILIES.items() if not family.encoder)
+        return (
+            f"the sublayers of architecture {kind!r} are not known; known are those of the causal "
+            f"language models {', '.join(decoders)}, and of {', '.join(CONDITIONAL)} around them"
+        )
+    if two_way(text):
+        return "bidirectional attention is not supported; decoders only"
+    return None
+
+
+def two_way(text: Any) -> bool:
+    """Whether a configuration's text decoder has bidirectional attention."""
+    # Only some of the library's configurations have this attribute.
+    return getattr(text, "use_bidirectional_attention", None) in (True, "all")

@@ -1,5 +1,0 @@
-"""Llama, the reference for the other families."""
-
-from layerskip.families.family import Family
-
-LLAMA = Family("llama")
