@@ -104,10 +104,10 @@ def train(
         "--draft]"
     ),
     draft: StudentName | None = flag(
-        "Kind of draft. exit-block: a layer after an early exit; heads: four tokens at once from "
-        "the last hidden state and the token; streams: likewise, by a layer that looks ahead; "
-        "assistant: further training of a Gemma 4 assistant; eagle3: an EAGLE-3 head in vLLM's "
-        "speculators format."
+        "Kind of draft. exit-block: a layer after an early exit (as Kangaroo's adapter); heads: "
+        "four tokens at once from the last hidden state and the token (as Medusa); streams: "
+        "likewise, by a layer that looks ahead (as ProphetNet); assistant: further training of a "
+        "Gemma 4 assistant; eagle3: an EAGLE-3 head in vLLM's speculators format."
     ),
     exit_layer: int | None = flag(
         "Layers before an exit block.  [default: a quarter of all]", "E", min=1
