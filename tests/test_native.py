@@ -124,12 +124,12 @@ def test_tails_of_layers_whose_mlp_is_left_out(built, family):
     (hidden, step), (_, own) = (path.first_pass(prompt(7, rows=2)) for path in (modules, opened))
     for layer in (0, 3):
         want, got = (
-            path.backend.tail(layer)(hidden, each)
+            path.backend.sublayer(2 * layer + 1, None)(hidden, each)
             for path, each in ((modules, step), (opened, own))
         )
         assert (got - hidden).abs().max() > 0.01 * hidden.abs().max()
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
-        first, second = opened.blocks[2 * layer + 1], opened.backend.tail(layer)
+        first, second = opened.blocks[2 * layer + 1], opened.backend.sublayer(2 * layer + 1, None)
         assert torch.equal(
             opened.backend.run(hidden, own, [first, second]), second(first(hidden, own), own)
         )

@@ -63,10 +63,10 @@ EXACT = Variant()
 
 
 class Backend(ABC):
-    """One way to compute a model's sublayers and head.
+    """One way to compute a model: the blocks of a pass, and its head.
 
     Attributes:
-        blocks: the model's 2L sublayers.
+        blocks: the model's 2L sublayers, or its decoder as the only one.
         bool_masks: whether attention masks are bool, not additive.
         packed: whether rounded weights have the layout that native products read.
         trims: whether layers with a sliding window need not keep every slot (see `RowCache`).
@@ -89,7 +89,7 @@ class Backend(ABC):
     drawn: Draw | None = None
     zeros: Callable[..., Tensor] | None = None
 
-    def __init__(self, model: Architecture) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.copies = copies_of(model.model)
 
@@ -97,92 +97,16 @@ class Backend(ABC):
     def blocks(self) -> Sequence[Block]:
         return tuple(map(self.sublayer, range(self.model.num_sublayers)))
 
-    def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
-        """Return a sublayer with norms, residual add and tail, as the model or a draft runs it.
+    @abstractmethod
+    def sublayer(self, number: int, variant: Variant | None = EXACT) -> Block:
+        """Return a block of the model, as the model or a draft runs it.
+
+        Args:
+            variant: None for what follows an MLP that a draft skips (see `LayerParts.tail`).
 
         Raises:
             ValueError: its weights could only be rounded by changing the model's modules, or it has
                 fewer experts than requested.
-        """
-        part = self.model.parts[number // 2].narrowed(variant.window)
-        return self.mlp(part, variant) if number % 2 else self.attention(part, variant)
-
-    @abstractmethod
-    def attention(self, part: LayerParts, variant: Variant) -> Block:
-        """Make the attention sublayer of one of the model's layers, or of one built like them."""
-
-    @abstractmethod
-    def mlp(self, part: LayerParts, variant: Variant) -> Block:
-        """Make the MLP sublayer of such a layer, with its tail."""
-
-    def tail(self, layer: int) -> Block:
-        """What follows a layer's MLP, for drafts that skip the MLP (see `LayerParts.tail`)."""
-        return self.tail_block(self.model.parts[layer])
-
-    @abstractmethod
-    def norm_of(self, module: Any) -> Function | None:
-        """Return a norm as a function, or None for None."""
-
-    @abstractmethod
-    def linear_of(self, module: Any) -> Function: ...
-
-    @abstractmethod
-    def activation_of(self, module: Any) -> Function: ...
-
-    def mlp_block(self, part: LayerParts, run: Function, mixed: Function | None) -> Block:
-        """Make the MLP sublayer of a layer, with its tail.
-
-        Args:
-            run: the dense MLP, or the experts if they replace it.
-            mixed: the experts in parallel with a dense MLP, or None.
-        """
-        before, add = self.norm_of(part.pre), adding(part, self.norm_of(part.post))
-        mixture, tail = part.mixture, self.tail_block(part) if part.tail else None
-        after_dense = None if mixture is None else self.norm_of(mixture.dense)
-        mixed = mixed if part.dense else None  # otherwise they are `run`
-        device = device_of(part.pre or part.post) if self.model.spread else None
-
-        def block(hidden: Tensor, step: Step) -> Tensor:
-            if device is not None:
-                hidden = hidden.to(device)
-            out = run(hidden if before is None else before(hidden))  # (B, T, H)
-            if after_dense is not None:
-                out = after_dense(out)
-            if mixed is not None:
-                out = out + mixed(hidden)
-            hidden = add(hidden, out)  # (B, T, H)
-            return hidden if tail is None else tail(hidden, step)
-
-        return block
-
-    def tail_block(self, part: LayerParts) -> Block:
-        """Return what follows a layer's MLP: its own input, if it has one, and its scalar.
-
-        Its linear layers stay exact in drafts, since they are small.
-        """
-        layer, number, scalar = part.module, part.number, part.module.layer_scalar
-        if part_named(layer, "per_layer_input_gate") is None:
-            return lambda hidden, _: hidden * scalar.to(hidden.device)
-        gate = self.linear_of(layer.per_layer_input_gate)
-        project = self.linear_of(layer.per_layer_projection)
-        norm = self.norm_of(layer.post_per_layer_input_norm)
-        activate = self.activation_of(layer.act_fn)
-
-        def block(hidden: Tensor, step: Step) -> Tensor:
-            assert step.inputs is not None
-            assert norm is not None
-            added = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
-            out: Tensor = hidden + norm(project(activate(gate(hidden)) * added))  # (B, T, H)
-            out = out * scalar.to(hidden.device)
-            return out
-
-        return block
-
-    @abstractmethod
-    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The layers' own inputs (Gemma 4), (B, T, L, P), from embedded tokens (B, T, H).
-
-        `rows` contains the embeddings of their ids for every layer, (B, T, L, P).
         """
 
     def linear(self, variant: Variant) -> Linear:
@@ -206,7 +130,20 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def rotary(self, tables: Tables) -> Rotary: ...
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The hidden states before the first block, (B, T, H), of token ids (B, T)."""
+
+    @abstractmethod
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
+        """The layers' own inputs (Gemma 4), from tokens (B, T) and their `embed`, (B, T, L, P)."""
+
+    @abstractmethod
+    def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
+        """Rotary tables for `slots` positions; those after `total - 1` repeat the last real one.
+
+        Args:
+            first: the position of slot 0.
+        """
 
     def capacity(self, slots: int) -> int:
         """The number of slots and angles to allocate if `slots` are requested."""
@@ -220,6 +157,127 @@ class Backend(ABC):
         for block in blocks:
             hidden = block(hidden, step)
         return hidden
+
+
+class LayerBackend(Backend):
+    """A way to compute the sublayers of a model whose layers are known, and of layers like them."""
+
+    model: Architecture
+
+    def sublayer(self, number: int, variant: Variant | None = EXACT) -> Block:
+        """Return a sublayer with norms, residual add and tail."""
+        if variant is None:
+            return self.tail(self.model.parts[number // 2])
+        part = self.model.parts[number // 2].narrowed(variant.window)
+        return self.mlp(part, variant) if number % 2 else self.attention(part, variant)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.model.family.embed(self.model.decoder, self._embedded_as(tokens))
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
+        if not self.model.inputs_width:
+            return None
+        rows = self.model.decoder.embed_tokens_per_layer(self._embedded_as(tokens))  # (B, T, L P)
+        return self.layer_inputs(hidden, rows.unflatten(-1, (self.model.num_layers, -1)))
+
+    def _embedded_as(self, tokens: Tensor) -> Tensor:
+        """Replace placeholders by the padding token."""
+        model = self.model
+        if not model.placeholders:
+            return tokens
+        empty = torch.isin(tokens, torch.tensor(model.placeholders, device=tokens.device))
+        return tokens.masked_fill(empty, model.config.pad_token_id)
+
+    def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
+        model, slots = self.model, self.capacity(slots)
+        positions = torch.arange(first, first + slots, device=model.device)
+        positions = positions.clamp_(max=total - 1)[None]  # (1, S)
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        tables: Tables = {}
+        for kind, (cos, sin) in model.angles(like, positions).items():
+            wide = torch.promote_types(cos.dtype, model.dtype)  # OLMo's stay float32
+            cos, sin = cos.to(wide), sin.to(wide)  # (1, S, R) each
+            still = kind == "nope"
+            tables[kind] = (torch.ones_like(cos), torch.zeros_like(sin)) if still else (cos, sin)
+        return self.rotary_of(tables)
+
+    @abstractmethod
+    def attention(self, part: LayerParts, variant: Variant) -> Block:
+        """Make the attention sublayer of one of the model's layers, or of one built like them."""
+
+    @abstractmethod
+    def mlp(self, part: LayerParts, variant: Variant) -> Block:
+        """Make the MLP sublayer of such a layer, with its tail."""
+
+    @abstractmethod
+    def norm_of(self, module: Any) -> Function | None:
+        """Return a norm as a function, or None for None."""
+
+    @abstractmethod
+    def linear_of(self, module: Any) -> Function: ...
+
+    @abstractmethod
+    def activation_of(self, module: Any) -> Function: ...
+
+    def mlp_block(self, part: LayerParts, run: Function, mixed: Function | None) -> Block:
+        """Make the MLP sublayer of a layer, with its tail.
+
+        Args:
+            run: the dense MLP, or the experts if they replace it.
+            mixed: the experts in parallel with a dense MLP, or None.
+        """
+        before, add = self.norm_of(part.pre), adding(part, self.norm_of(part.post))
+        mixture, tail = part.mixture, self.tail(part) if part.tail else None
+        after_dense = None if mixture is None else self.norm_of(mixture.dense)
+        mixed = mixed if part.dense else None  # otherwise they are `run`
+        device = device_of(part.pre or part.post) if self.model.spread else None
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            if device is not None:
+                hidden = hidden.to(device)
+            out = run(hidden if before is None else before(hidden))  # (B, T, H)
+            if after_dense is not None:
+                out = after_dense(out)
+            if mixed is not None:
+                out = out + mixed(hidden)
+            hidden = add(hidden, out)  # (B, T, H)
+            return hidden if tail is None else tail(hidden, step)
+
+        return block
+
+    def tail(self, part: LayerParts) -> Block:
+        """Return what follows a layer's MLP: its own input, if it has one, and its scalar.
+
+        Its linear layers stay exact in drafts, since they are small.
+        """
+        layer, number, scalar = part.module, part.number, part.module.layer_scalar
+        if part_named(layer, "per_layer_input_gate") is None:
+            return lambda hidden, _: hidden * scalar.to(hidden.device)
+        gate = self.linear_of(layer.per_layer_input_gate)
+        project = self.linear_of(layer.per_layer_projection)
+        norm = self.norm_of(layer.post_per_layer_input_norm)
+        activate = self.activation_of(layer.act_fn)
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            assert step.inputs is not None
+            assert norm is not None
+            added = step.inputs[:, :, number].to(hidden.device)  # (B, T, P)
+            out: Tensor = hidden + norm(project(activate(gate(hidden)) * added))  # (B, T, H)
+            out = out * scalar.to(hidden.device)
+            return out
+
+        return block
+
+    @abstractmethod
+    def layer_inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """`inputs`, (B, T, L, P), from embedded tokens (B, T, H).
+
+        `rows` contains the embeddings of their ids for every layer, (B, T, L, P).
+        """
+
+    @abstractmethod
+    def rotary_of(self, tables: Tables) -> Rotary:
+        """Rotary tables in the layout of this backend."""
 
 
 def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:

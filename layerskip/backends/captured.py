@@ -101,8 +101,8 @@ class Captured(Fused):
         few = own and in_turn(own.head(self.model), finishing(self.model))
         return _either(super().head(rows, bits), few)
 
-    def rotary(self, tables: Tables) -> FusedRotary:
-        rotary = super().rotary(tables)
+    def rotary_of(self, tables: Tables) -> FusedRotary:
+        rotary = super().rotary_of(tables)
         rotary.tables = {
             kind: (self.zeros(cos.shape, cos).copy_(cos), self.zeros(sin.shape, sin).copy_(sin))
             for kind, (cos, sin) in rotary.tables.items()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.backends import base as backend
-from layerskip.backends.base import Backend, Block, Step, Tables, Variant, adding, in_turn
+from layerskip.backends.base import Block, LayerBackend, Step, Tables, Variant, adding, in_turn
 from layerskip.backends.norms import FusedRotary, rms_norm, rotated
 from layerskip.families.experts import Mixture, exact, low, mixing, routing, summed
 from layerskip.families.family import LayerParts
@@ -35,12 +35,12 @@ MATCHED, MATCHED_ON = 2048, "cuda"
 _WIDENS = "dtype" in torch.ops.aten.bmm.overloads()  # not in old versions of torch
 
 
-class Fused(Backend):
+class Fused(LayerBackend):
     """The blocks of a plain-weight model, in few kernels."""
 
     name = "fused"
 
-    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def layer_inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         return self._inputs(hidden, rows)
 
     @cached_property
@@ -103,7 +103,7 @@ class Fused(Backend):
         routed = summed(expand, shrink, activation(mixture.experts.act_fn))
         return mixing(routing(mixture, top, norm), routed, before, after)
 
-    def rotary(self, tables: Tables) -> FusedRotary:
+    def rotary_of(self, tables: Tables) -> FusedRotary:
         return FusedRotary(tables)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.backends import base as backend
-from layerskip.backends.base import Backend, Block, Step, Tables, Variant
+from layerskip.backends.base import Backend, Block, LayerBackend, Step, Tables, Variant
 from layerskip.backends.norms import TableRotary
 from layerskip.cache.rows import RowCache
 from layerskip.families.architecture import Architecture, device_of
@@ -28,7 +28,7 @@ from layerskip.weights.products import Function
 from layerskip.weights.rounded import linears
 
 
-class Modules(Backend):
+class Modules(LayerBackend):
     """The library's modules."""
 
     name = "modules"
@@ -42,7 +42,7 @@ class Modules(Backend):
 
     linear_of = activation_of = norm_of
 
-    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def layer_inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         made: Tensor = self.model.decoder.project_per_layer_inputs(hidden, rows)  # (B, T, L, P)
         return made
 
@@ -50,7 +50,7 @@ class Modules(Backend):
         norm, whole = self.model.decoder.norm, self.model.unembedding
         variant, scatter = Variant(bits), None
         if rows is None:
-            project = self.rounded(whole, variant, "lm_head")
+            project = rounded(self, whole, variant, "lm_head")
         else:
             project, scatter = self.linear(variant)(rows.weight, rows.bias), rows.spread
         chain = [norm, project, backend.finishing(self.model), scatter]
@@ -60,17 +60,11 @@ class Modules(Backend):
             chain.append(_on(self.model.device))
         return backend.in_turn(*chain)
 
-    def rotary(self, tables: Tables) -> TableRotary:
+    def rotary_of(self, tables: Tables) -> TableRotary:
         return TableRotary(tables)
 
-    def rounded(self, module: Any, variant: Variant, name: str) -> Any:
-        """A module with its linear layers rounded, if the variant says so."""
-        if variant.bits is None:
-            return module
-        return with_products(module, lambda x: self.product(x.weight, x.bias, variant), name)
-
     def mlp(self, part: LayerParts, variant: Variant) -> Block:
-        mlp = self.rounded(part.mlp, variant, f"layer {part.number} mlp")
+        mlp = rounded(self, part.mlp, variant, f"layer {part.number} mlp")
         mixed = self._mixed(part.mixture, variant)
         return self.mlp_block(part, mlp if part.dense or mixed is None else mixed, mixed)
 
@@ -93,7 +87,7 @@ class Modules(Backend):
         return mixing(router, experts_sum, mixture.before, mixture.after)
 
     def attention(self, part: LayerParts, variant: Variant) -> Block:
-        attend = self.rounded(part.attention, variant, f"layer {part.number} self_attn")
+        attend = rounded(self, part.attention, variant, f"layer {part.number} self_attn")
         before, kind, window, sink = part.before, part.kind, part.window, part.sink
         add = backend.adding(part, part.after)
         device = device_of(before or part.after) if self.model.spread else None
@@ -130,7 +124,7 @@ class Modules(Backend):
         if not part.cross:
             return block
         cross, *norms = part.cross
-        cross = self.rounded(cross, variant, f"layer {part.number} cross_attn")
+        cross = rounded(self, cross, variant, f"layer {part.number} cross_attn")
         return _with_cross(block, cross, *norms)
 
 
@@ -175,6 +169,13 @@ class _Narrowed(NamedTuple):
 def _on(device: torch.device, function: Function | None = None) -> Function:
     """Make a function that first moves its input to a device."""
     return lambda x: x.to(device) if function is None else function(x.to(device))
+
+
+def rounded(backend: Backend, module: Any, variant: Variant, name: str) -> Any:
+    """A module with its linear layers rounded, if the variant says so; `name` is for errors."""
+    if variant.bits is None:
+        return module
+    return with_products(module, lambda x: backend.product(x.weight, x.bias, variant), name)
 
 
 def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: str) -> Any:

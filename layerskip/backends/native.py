@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.backends.base import Block, Step, Tables, Variant
+from layerskip.backends.base import EXACT, Block, Step, Tables, Variant
 from layerskip.backends.fused import Fused, activation
 from layerskip.backends.norms import FusedRotary, weight_and_epsilon
 from layerskip.families.architecture import Architecture
@@ -130,16 +130,16 @@ class Native(Fused):
             return fused
         return NativeBlock(self, self._plan_mlp(part, variant), fused)
 
-    def tail(self, layer: int) -> Block:
-        return NativeBlock(
-            self,
-            self.plan.add("tail", tail=self._tail(self.model.parts[layer])),
-            super().tail(layer),
-        )
+    def sublayer(self, number: int, variant: Variant | None = EXACT) -> Block:
+        block = super().sublayer(number, variant)
+        if variant is not None:
+            return block
+        tail = self._tail(self.model.parts[number // 2])
+        return NativeBlock(self, self.plan.add("tail", tail=tail), block)
 
-    def inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def layer_inputs(self, hidden: Tensor, rows: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return super().inputs(hidden, rows)
+            return super().layer_inputs(hidden, rows)
         made: Tensor = self.plan.run(
             hidden, [self._inputs_number], [], [], [], [], layer_inputs=rows
         )  # (B, T, L, P)
@@ -182,7 +182,7 @@ class Native(Fused):
         after = None if rows is None else rows.spread
         return NativeBlock(owner, number, Fused.head(owner, rows, bits), after=after)
 
-    def rotary(self, tables: Tables) -> NativeRotary:
+    def rotary_of(self, tables: Tables) -> NativeRotary:
         return NativeRotary(tables, self.extension.Angles)
 
     @contextmanager

@@ -117,8 +117,7 @@ class DraftWeights:
         if variant == EXACT:
             return backend.blocks[index]
         if key not in self._blocks:
-            made = backend.tail(index // 2) if variant is None else backend.sublayer(index, variant)
-            self._blocks[key] = made
+            self._blocks[key] = backend.sublayer(index, variant)
         return self._blocks[key]
 
     def _check_keys(self, skip: SkipConfig) -> None:

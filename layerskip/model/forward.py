@@ -6,15 +6,17 @@ Shapes: B rows, T tokens of a pass, H hidden width, V vocabulary.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from copy import copy
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from layerskip.backends.base import EXACT, Block, Step, Variant
-from layerskip.backends.modules import Modules
-from layerskip.cache.library_cache import LibraryCache
+from layerskip.backends.base import EXACT, Backend, Block, Step, Variant
+from layerskip.backends.modules import rounded
+from layerskip.cache.library_cache import LibraryCache, Positions
 from layerskip.cache.recurrent import ONE_BY_ONE, RecurrentCache
 from layerskip.cache.rows import RowCache, additive
 from layerskip.library import BaseModelOutput, cache_name
@@ -24,15 +26,15 @@ if TYPE_CHECKING:
     from layerskip.model.whole import Whole
 
 
-class Forward(Modules):
+class Forward(Backend):
     """The "whole" backend: the library's forward as one block."""
 
     name = "whole"
-    model: Any
+    model: Whole
 
-    def __init__(self, model: Whole) -> None:
-        super().__init__(model)
-        self.blocks = (self.sublayer(0),)
+    @cached_property
+    def blocks(self) -> Sequence[Block]:
+        return (self.sublayer(0),)
 
     def _block(self, base: Any, draft: bool = False) -> Block:
         model = self.model
@@ -100,9 +102,20 @@ class Forward(Modules):
 
         return block
 
-    def sublayer(self, number: int, variant: Variant = EXACT) -> Block:
-        base = self.rounded(self.model.base, variant, "the decoder")
+    def sublayer(self, number: int, variant: Variant | None = EXACT) -> Block:
+        assert variant is not None  # no layer is left out
+        base = rounded(self, self.model.base, variant, "the decoder")
         return self._block(base, draft=variant.bits is not None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids (B, T) as the states before the block, (B, T, 1)."""
+        return tokens[..., None]
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> None:
+        """None, because the library's forward makes the inputs of its layers itself."""
+
+    def rotary(self, slots: int, total: int, first: int = 0) -> Positions:
+        return Positions(total, self.model.device)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         """The library's own forward, given the decoder's states instead of tokens."""
@@ -112,7 +125,7 @@ class Forward(Modules):
             for name, part in whole._modules.items()
         }
         for name, part in self.model.head_parts().items():
-            parts[name] = self.rounded(part, Variant(bits), name)
+            parts[name] = rounded(self, part, Variant(bits), name)
         made = copy(whole)
         made._modules = parts
         forward, device, encoder = type(whole).forward, self.model.device, self.model.encoder
@@ -127,11 +140,6 @@ class Forward(Modules):
             return logits.to(device)
 
         return head
-
-    def _refused(self, *_: Any, **__: Any) -> Any:
-        raise ValueError(self.model.refusal("nothing inside can be computed alone"))
-
-    tail = inputs = attention = mlp = rotary = norm_of = linear_of = activation_of = _refused
 
 
 class _Handing:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from layerskip.backends import captured, native
-from layerskip.backends.base import Backend, Block, Rotary, Tables
+from layerskip.backends.base import Backend, Block, Rotary
 from layerskip.backends.fused import Fused
 from layerskip.backends.modules import Modules
 from layerskip.cache.library_cache import EncoderStates, LibraryCache
@@ -266,40 +266,16 @@ class Sublayers(Architecture):
         return hidden, Pass(self, cache, rotary, self.inputs(tokens, hidden), blocks)
 
     def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
-        """Rotary tables for `slots` positions; those after `total - 1` repeat the last real one.
-
-        Args:
-            first: the position of slot 0.
-        """
-        slots = self.backend.capacity(slots)
-        positions = torch.arange(first, first + slots, device=self.device)
-        positions = positions.clamp_(max=total - 1)[None]  # (1, S)
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        tables: Tables = {}
-        for kind, (cos, sin) in self.angles(like, positions).items():
-            wide = torch.promote_types(cos.dtype, self.dtype)  # OLMo's stay float32
-            cos, sin = cos.to(wide), sin.to(wide)  # (1, S, R) each
-            still = kind == "nope"
-            tables[kind] = (torch.ones_like(cos), torch.zeros_like(sin)) if still else (cos, sin)
-        return self.backend.rotary(tables)
+        """Rotary tables for `slots` positions (see `Backend.rotary`)."""
+        return self.backend.rotary(slots, total, first)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed token ids (B, T): the hidden states before sublayer 0, (B, T, H)."""
-        return self.family.embed(self.decoder, self._embedded_as(tokens))
+        return self.backend.embed(tokens)
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
         """The layers' own inputs (Gemma 4), from tokens (B, T) and their `embed`, (B, T, L, P)."""
-        if not self.inputs_width:
-            return None
-        rows = self.decoder.embed_tokens_per_layer(self._embedded_as(tokens))  # (B, T, L P)
-        return self.backend.inputs(hidden, rows.unflatten(-1, (self.num_layers, -1)))
-
-    def _embedded_as(self, tokens: Tensor) -> Tensor:
-        """Replace placeholders by the padding token."""
-        if not self.placeholders:
-            return tokens
-        empty = torch.isin(tokens, torch.tensor(self.placeholders, device=tokens.device))
-        return tokens.masked_fill(empty, self.config.pad_token_id)
+        return self.backend.inputs(tokens, hidden)
 
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """Pass hidden states (B, T, H) through the given sublayers, in order."""

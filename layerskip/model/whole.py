@@ -24,9 +24,9 @@ from transformers import (
     DynamicCache,
 )
 
-from layerskip.backends.base import Backend, Block, Rotary, Variant
+from layerskip.backends.base import Backend, Block, Variant
 from layerskip.cache import recurrent as recurrents
-from layerskip.cache.library_cache import LibraryCache, Positions
+from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.rows import RowCache
 from layerskip.config.skips import SkipConfig
 from layerskip.families.architecture import device_of, foreign_hooks, own_forward, read_bytes
@@ -200,16 +200,6 @@ class Whole(Sublayers):
 
     def _layers(self) -> list[Any]:
         return DynamicCache(config=self.model.config).layers
-
-    def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
-        return Positions(total, self.device)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids (B, T) as the states before the block, (B, T, 1)."""
-        return tokens[..., None]
-
-    def inputs(self, tokens: Tensor, hidden: Tensor) -> None:
-        """None, because the library's forward makes the inputs of its layers itself."""
 
     def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
         """Run all sublayers of the model, or none of them."""
