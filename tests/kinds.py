@@ -34,6 +34,7 @@ LOW = {
         attention=(2,), low=LowPrecision(bits=4, attention=(1,), mlp=(1, 2), head=False)
     ),
     "8 bits, head in 4, from an MLP on": SkipConfig(low=LowPrecision(attention=(1, 2), head=4)),
+    "4 bits, a window": SkipConfig(window=3, low=LowPrecision(bits=4)),
 }
 ROUNDED = "streams in 8 bits"
 CONFIGS = (*LOW, *BLOCKS, ROUNDED)

@@ -117,20 +117,6 @@ def test_they_save_passes_and_are_left_out_where_tokens_are_dear(sample):
     assert rounds[True, STEEP] == rounds[False, STEEP]
 
 
-@pytest.mark.parametrize("dtype", [*thorough(torch.float32), torch.bfloat16])
-def test_native_texts_are_the_targets(built, dtype):
-    model = lively_model("llama", dtype=dtype)
-    ids, mask = ragged((9, 4, 13))
-    for law in ({"do_sample": False}, {"do_sample": True, "seed": 3, "top_k": 20}):
-        how = {"attention_mask": mask, "max_new_tokens": 40, **law}
-        plain = generate(model, ids, enabled=False, **how)
-        for skip in SKIPS.values():
-            controller = Growing(1)
-            out = generate(model, ids, skip=skip, controller=controller, max_draft_length=8, **how)
-            assert out.sequences.tolist() == plain.sequences.tolist()
-            assert controller.seconds[1]
-
-
 @pytest.mark.parametrize("sample", [False, True])
 def test_native_draws_rank_the_best_tokens_as_torch_does(built, sample):
     law = Law([TemperatureLogitsWarper(0.7)] if sample else [], do_sample=sample, rows=1)

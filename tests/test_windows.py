@@ -7,15 +7,14 @@ from itertools import product
 import pytest
 import torch
 from cost_records import cost_record, cost_table, step_seconds
-from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
+from models import WINDOW, lively_model, prompt, tiny_model
 
-from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
+from layerskip import SkipConfig
 from layerskip.analysis.plots import draft_words
 from layerskip.api.drafts import WINDOW as WIDE
 from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK
-from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.model.sublayers import Sublayers
 from layerskip.native.extension import refusal
@@ -27,7 +26,6 @@ from layerskip.weights.rounded import copies_of
 
 FAMILIES = ("llama", "gemma2", "gemma3", "gemma4", "qwen2")
 EXECUTIONS = ("modules", "fused", "native")
-COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 LONG = 3 * WINDOW
 
 
@@ -105,47 +103,6 @@ def test_steps_of_one_token_see_as_much_as_whole_passes(family, execution, behin
         got = opened.backend.run(hidden, step, blocks)[:, 0]
         for row, place in enumerate(places):
             torch.testing.assert_close(got[row], want[row, place], rtol=0, atol=2e-5)
-
-
-DRAFTS = {
-    "exact": SkipConfig(window=6),
-    "rounded": replace(SkipConfig.low_precision(8), window=3),
-    "rounded, gaps, an exit": SkipConfig(
-        mlp=(1,), exit_layer=5, window=4, low=LowPrecision(bits=4, mlp=(0, 3))
-    ),
-}
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gemma4"])
-def test_texts_do_not_depend_on_windows(family, execution, sample, draft):
-    opened = opened_of(family, execution)
-    ids, mask = ragged((LONG, 3, WINDOW + 2), seed=3)
-    drafted = accepted = 0
-
-    def text(skip, **how):
-        out = opened.model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=12,
-            do_sample=sample,
-            **({"temperature": 0.8, "top_k": 20} if sample else {}),
-            custom_generate=LayerSkipDecoding(
-                skip, costs=COSTS, execution=execution, seeds=(1, 2, 3) if sample else None, **how
-            ),
-            return_dict_in_generate=True,
-        )
-        return out.sequences.tolist(), out.stats
-
-    want, _ = text(None, enabled=False)
-    for how in ({"controller": "fixed", "max_draft_length": 4}, {"controller": Erratic(1)}):
-        got, stats = text(DRAFTS[draft], **how)
-        assert got == want
-        drafted += stats.num_draft_tokens
-        accepted += stats.num_accepted_tokens
-    assert 0 < accepted < drafted
 
 
 # ---- The choice ----
