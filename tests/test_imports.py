@@ -122,14 +122,13 @@ def test_no_upward_imports():
 SHARED = {
     "base": "the interface that the other files of its room implement",
     "formats": "a room with one file for each format, of weights or of tool calls",
-    **dict.fromkeys(("gemma", "mistral"), "one file for each family, and for each format of calls"),
     "native": "the extension, and the backend that calls it",
     **dict.fromkeys(("report", "search"), "the file of a command, and what it runs"),
 }
 
 
 def test_modules_and_classes_have_names_of_their_own():
-    """No reader takes one for another; files of commands and families are named for these."""
+    """No reader takes one for another."""
     named, defined = defaultdict(list), defaultdict(list)
     for module, path in modules().items():
         named[module.rpartition(".")[2]].append(module)
